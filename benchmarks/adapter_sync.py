@@ -31,7 +31,8 @@ from vllm.lora.request import LoRARequest  # noqa: E402
 from adora_vl.models.families import LANGUAGE_MODEL, component_of  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
-from adora_vl.rollout.servers import Server, connect  # noqa: E402
+from adora_vl.rollout.server import Server  # noqa: E402
+from adora_vl.rollout.server_client import connect  # noqa: E402
 from adora_vl.rollout.weight_files import WeightFiles  # noqa: E402
 from adora_vl.rollout.weight_sync import (  # noqa: E402
     adapter_tensors,

@@ -18,12 +18,12 @@ from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
     DISTANT,
+    PIXELS_REMEDY,
+    POSITIONS_REMEDY,
     PROMPTS,
     EngineProbe,
 )
-from adora_vl.rollout.agreement import PIXELS as PIXELS_REMEDY
-from adora_vl.rollout.agreement import POSITIONS as POSITIONS_REMEDY
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
 
@@ -236,7 +236,7 @@ class Examination(EngineProbe):
             with changeable(chosen.parameter, self.pair.config.seed) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
-                rollouts = self.sampled(check_name)
+                rollouts = self.sample(check_name)
                 policy_change = self._change_policy(set_noise, rollouts)
                 if policy_change < LEAST_MOVE:
                     return skipped(
@@ -245,10 +245,10 @@ class Examination(EngineProbe):
                         "nats only",
                     )
                 engine.sync_weights()
-                drift, _, _ = self.drift(check_name)
+                drift = self.compare(check_name).drift
         finally:
             engine.sync_weights()
-        return agreement.judge(
+        return agreement.check_drift(
             check_name,
             drift=drift,
             bound=self.bound,
@@ -256,18 +256,22 @@ class Examination(EngineProbe):
             note=f"; the change moved the policy by {policy_change:.2g}",
         )
 
-    def _change_policy(self, set_noise: Callable[[float], None], rollouts: Rollouts) -> float:
+    def _change_policy(
+        self, set_noise: Callable[[float], None], rollouts: SampledRollouts
+    ) -> float:
         """Add more and more noise to a weight, until the policy changes by far more than the bound.
 
         `set_noise`: sets the noise of the weight to a scale. Returns by how much the policy's
         log-probabilities of `rollouts` have changed, as a mean in nats per token.
         """
-        logps_before_BC = self.pair.score(rollouts)
+        logps_before_BC = self.pair.policy_logps(rollouts)
         policy_change = 0.0
         for scale in NOISE_SCALES:
             set_noise(scale)
-            logps_BC = self.pair.score(rollouts)
-            policy_change = self.pair.difference(logps_BC, logps_before_BC, rollouts.mask_BC).mean
+            logps_BC = self.pair.policy_logps(rollouts)
+            policy_change = self.pair.drift_over_ranks(
+                logps_BC, logps_before_BC, rollouts.mask_BC
+            ).mean
             if policy_change > max(3 * self.bound, LEAST_MOVE):
                 break
         return policy_change
@@ -285,8 +289,8 @@ class Examination(EngineProbe):
         # TRL's own attribute
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
-        drift, _, _ = self.drift("sleep")
-        return agreement.judge(SLEEP, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY)
+        drift = self.compare("sleep").drift
+        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY)
 
     def banned(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
@@ -298,7 +302,9 @@ class Examination(EngineProbe):
         if not banned_ids:
             return skipped(BANNED, "this tokenizer has none of them")
         allowed_ids = [*banned_ids, self._least_likely_token(banned_ids)]
-        rollouts = self.sampled("banned", tokens=1, temperature=0.0, allowed_token_ids=allowed_ids)
+        rollouts = self.sample(
+            "banned", max_tokens=1, temperature=0.0, allowed_token_ids=allowed_ids
+        )
         sampled_ids = {token for row in rollouts.completion_ids for token in row}
         wrong_ids = sorted(sampled_ids & set(banned_ids))
         tokenizer = self.pair.tokenizer
@@ -315,7 +321,7 @@ class Examination(EngineProbe):
         pair = self.pair
         policy = pair.policy()
         batch = pair.collate(
-            agreement.head(self.prompts, rows=1),
+            agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
             logps=None,
             counts_in_loss=[True],
@@ -374,12 +380,12 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
         _Step(
             names=(PROMPTS, COLD),
             remedy=PIXELS_REMEDY,
-            run=examination.cold,
+            run=examination.check_agreement,
         ),
         _Step(
             names=(DISTANT,),
             remedy=POSITIONS_REMEDY,
-            run=lambda: [examination.distant()],
+            run=lambda: [examination.check_distant_agreement()],
         ),
         _Step(
             names=(LANGUAGE,),
@@ -483,7 +489,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
     ) -> None:
         """Make all checks, and end the training."""
         pair = self.pair
-        prompts = pair.read(pair.first_rows(self.rows))
+        prompts = pair.read_prompts(pair.first_rows(self.rows))
         # A model without vision has no image processor.
         merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
         examination = Examination(pair=pair, prompts=prompts, models=self.models)

@@ -1,11 +1,12 @@
-"""Compares engine and trainer on a few real prompts.
+"""Compares engine and policy on a few real prompts.
 
-A difference up to the bounds below is explained by rounding.
+They have to read the same prompt, and to agree on the log-probabilities of sampled tokens up to
+rounding.
 """
 
 import random
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 from torch import Tensor
@@ -20,130 +21,141 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.context_limit import served_length
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.models.precision import dtype_name
-from adora_vl.rollout.engine_pair import EnginePair, Prompts, Rollouts
+from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.engine_settings import training_dtype
 from adora_vl.rollout.importance import Drift
 from adora_vl.rollout.prompt_tokens import PromptMismatchError, never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped
 from adora_vl.utils.errors import RolloutError
 
-TOKENS = 24  # largest number of tokens of a probing rollout
-KINDS = "mm_token_type_ids"
+PROBE_TOKENS = 24  # largest number of tokens of a rollout that the doctor samples
+TOKEN_TYPES = "mm_token_type_ids"  # noqa: S105  # the processor's field that is 1 at image tokens
 CHECK_ROWS = 2  # prompts of each rank in the check before training
 CHECK_TOKENS = 8  # largest number of tokens of a rollout of that check
-# Names of checks; below them are the remedies for one that fails.
+FAR_POSITION = 2000  # about where an answer to a lengthened prompt begins
+FAR_ROWS = 2  # lengthened prompts of each rank
+# Names of checks, as reports show them.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
 
-PIXELS = (
+# Remedies for a check that fails.
+PIXELS_REMEDY = (
     "give both sides the same limits: min_pixels and max_pixels in the config, not in a processor "
     "of your own, and the tokenizer and chat template of the model folder"
 )
-DTYPE = (
+DTYPE_REMEDY = (
     "set adora_vllm_dtype: auto (or the policy's own dtype); then compare tokenizer, template and "
     "pixel limits in the model folder with the trainer's"
 )
-POSITIONS = (
+POSITIONS_REMEDY = (
     "the rotary angles of engine and trainer differ, by more with each token: compare "
     "rope_parameters in the model folder with the trainer's and look for a cast of buffers in "
     "code of your own; report it with this table"
 )
 
-
-# Largest mean difference in nats per token, by dtype. float32 was measured at 1e-6 here; bfloat16
-# is reported to give 0.01 to 0.05 (see adora_max_drift).
+# The largest mean difference of log-probabilities that passes, in nats per token, by dtype. float32
+# was measured at 1e-6 here; bfloat16 is reported to give 0.01 to 0.05 (see adora_max_drift).
 BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(pair: EnginePair) -> float:
-    """Return the largest mean difference of engine and trainer that passes, in nats per token.
+    """Return how far the log-probabilities of engine and policy may differ, in nats per token.
 
-    The coarser dtype of the two decides, but the bound is never above adora_max_drift. Where the
-    engine scores tokens after temperature, filters or penalties, adora_max_drift alone is the
-    bound.
+    The bound on the mean difference follows from the coarser dtype of the two, and is at most
+    `adora_max_drift`. With a temperature, filters or penalties engine and policy differ by more
+    than rounding, and `adora_max_drift` alone is the bound.
     """
     assert pair.engine is not None
     args = pair.config
     weight_dtype = dtype_name(pair.policy().dtype)
     engine_dtype = pair.engine.settings.dtype or weight_dtype
     policy_dtype = training_dtype(args) or weight_dtype
-    largest = max(BOUNDS.values())  # of a dtype that is not in the table
-    rounding = max(BOUNDS.get(engine_dtype, largest), BOUNDS.get(policy_dtype, largest))
+    largest_bound = max(BOUNDS.values())  # for a dtype that is not in the table
+    engine_bound = BOUNDS.get(engine_dtype, largest_bound)
+    policy_bound = BOUNDS.get(policy_dtype, largest_bound)
+    rounding_bound = max(engine_bound, policy_bound)
     if args.adora_max_drift is None:
-        return rounding
+        return rounding_bound
     max_drift = float(args.adora_max_drift)
-    is_filtered = (
+    changes_distribution = (
         args.temperature != 1.0
         or args.top_p != 1.0
         or args.top_k > 0
         or args.min_p
         or args.repetition_penalty != 1.0
     )
-    return max_drift if is_filtered else min(rounding, max_drift)
+    return max_drift if changes_distribution else min(rounding_bound, max_drift)
 
 
 def distant_bound(pair: EnginePair) -> float:
-    """Return the bound for answers that begin at about position 2,000.
+    """Return `agreement_bound` for answers that begin at about position 2,000.
 
-    It is a tenth of `agreement_bound` in float32, else the same. Rounded rotary frequencies moved
-    the tiny model's answers by 0.01 nats there, and two right float32 passes agree to 1e-6. In
-    bfloat16 two right passes differ by as much, so a smaller bound would prove nothing.
+    In float32 the bound is a tenth of it. Wrong rotary frequencies moved the answers of a small
+    model by 0.01 nats there, and two right passes agree to 1e-6. In bfloat16 the bound is the same,
+    since two right passes differ by as much as wrong frequencies cause.
     """
     bound = agreement_bound(pair)
     return bound / 10 if bound <= BOUNDS["float32"] else bound
 
 
-POSITION = 2000  # about where an answer to a moved prompt begins
-ROWS = 2  # moved prompts of each rank
+def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> Prompts | None:
+    """Return the first `FAR_ROWS` prompts, with random tokens before each of them.
 
+    An answer to such a prompt begins at about `FAR_POSITION`, or as far on as policy and engine
+    take. Each prompt gets random tokens of its own text, as many as every other one on all ranks.
 
-def far_prompts(pair: EnginePair, prompts: Prompts, tokens: int) -> Prompts | None:
-    """Return some of `prompts`, each moved back by tokens of its own text in random order.
+    Args:
+        pair: the policy and the engine.
+        prompts: the prompts of this rank.
+        max_tokens: how many tokens are then sampled, for which room is left.
 
-    The prompts grow by as many tokens as leave room for `tokens` sampled ones, up to `POSITION` in
-    all, and by equally many on all ranks. None where there is no room.
+    Returns None where the prompts cannot be longer. Collective.
     """
-    near = head(prompts, ROWS)
+    first = first_prompts(prompts, FAR_ROWS)
     policy_limit = pair.policy().config.get_text_config().max_position_embeddings
     if pair.config.vllm_mode == "server":
         engine_limit = served_length(pair.config) or policy_limit
     else:
         assert pair.engine is not None
         engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
-    longest_prompt = max(map(len, near.ids))
-    room = min(POSITION, min(policy_limit, engine_limit) - tokens) - longest_prompt
-    shift = min(gather_object([room]))  # the same on all ranks, since the passes are collective
+    longest_prompt = max(map(len, first.ids))
+    max_prompt_length = min(FAR_POSITION, min(policy_limit, engine_limit) - max_tokens)
+    # The same shift on all ranks, since their passes are collective.
+    shift = min(gather_object([max_prompt_length - longest_prompt]))
     if shift <= 0:
         return None
     special_ids = {*pair.tokenizer.all_special_ids, *never_sampled_ids(pair.tokenizer)}
-    rng = random.Random(pair.config.seed)  # one of its own: the run's random state stays
+    rng = random.Random(pair.config.seed)  # a generator of its own, so the run's state stays
     ids = []
-    for prompt_ids in near.ids:
+    for prompt_ids in first.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
         ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
-    fields = dict(near.fields)
-    if KINDS in fields:
-        fields[KINDS] = [[0] * shift + row for row in fields[KINDS]]
-    return replace(near, ids=ids, fields=fields)
+    fields = dict(first.fields)
+    if TOKEN_TYPES in fields:
+        fields[TOKEN_TYPES] = [[0] * shift + token_types for token_types in fields[TOKEN_TYPES]]
+    return replace(first, ids=ids, fields=fields)
 
 
-def head(prompts: Prompts, rows: int) -> Prompts:
-    """Return the first `rows` prompts, with the fields of their images."""
+def first_prompts(prompts: Prompts, count: int) -> Prompts:
+    """Return the first `count` prompts, with the pixels of their images."""
     fields = dict(prompts.fields)
-    if prompts.images is not None:
-        image_count = sum(prompts.num_images[:rows])
+    images = prompts.images
+    if images is not None:
+        images = images[:count]
+        # Grids have a row for each image, and pixels a row for each patch.
+        image_count = sum(prompts.num_images[:count])
         grids = fields["image_grid_thw"][:image_count]
         patch_count = int(grids.prod(dim=-1).sum())
         fields["image_grid_thw"] = grids
         fields["pixel_values"] = fields["pixel_values"][:patch_count]
-        fields[KINDS] = fields[KINDS][:rows]
+        fields[TOKEN_TYPES] = fields[TOKEN_TYPES][:count]
     return Prompts(
-        messages=prompts.messages[:rows],
-        ids=prompts.ids[:rows],
-        images=prompts.images and prompts.images[:rows],
+        messages=prompts.messages[:count],
+        ids=prompts.ids[:count],
+        images=images,
         fields=fields,
-        names=prompts.names[:rows],
+        names=prompts.names[:count],
     )
 
 
@@ -151,75 +163,99 @@ class OtherRankError(RolloutError):
     """Another rank has failed, so that this one has nothing to compare."""
 
 
-def judge(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
-    """Return the check that a difference in nats is within `bound`.
+def check_drift(name: str, drift: Drift, bound: float, remedy: str, note: str = "") -> Check:
+    """Return the check that log-probabilities differ by at most `bound` nats per token.
 
-    `note` is added to its detail.
+    Args:
+        name: the check's name in reports.
+        drift: the difference.
+        bound: the largest mean difference that passes.
+        remedy: what to do where it fails.
+        note: is added to the figures.
     """
     detail = f"{drift.mean:.2g} nats per token, at most {drift.largest:.2g} (bound {bound:g}){note}"
     return passed(name, detail) if drift.mean <= bound else failed(name, detail, remedy)
 
 
+class ProbeResult(NamedTuple):
+    """Sampled rollouts, and how far engine and policy differ on their tokens."""
+
+    drift: Drift
+    rollouts: SampledRollouts
+    policy_logps_BC: Tensor
+
+
 @dataclass
 class EngineProbe:
-    """Compares an engine with its policy on `prompts`.
-
-    All ranks call every method together.
-    """
+    """Compares the engine with the policy on `prompts`. All ranks call every method together."""
 
     pair: EnginePair
     prompts: Prompts
-    tokens: int = TOKENS
+    max_tokens: int = PROBE_TOKENS
 
     @property
     def bound(self) -> float:
         """The largest mean difference that passes, in nats per token."""
         return agreement_bound(self.pair)
 
-    def sampled(
+    def sample(
         self,
-        where: str,
-        tokens: int | None = None,
+        check_name: str,
+        max_tokens: int | None = None,
         prompts: Prompts | None = None,
         **overrides: Any,
-    ) -> Rollouts:
-        """Return rollouts of `prompts` (None: the probe's), from `sample`.
+    ) -> SampledRollouts:
+        """Sample a rollout for each prompt, and raise an error of one rank on all of them.
 
-        An error of one rank is raised on all of them, so that none waits for another.
+        Otherwise the other ranks would wait for that rank in the next collective call.
+
+        Args:
+            check_name: the name of the check, from which the seeds follow.
+            max_tokens: the largest number of tokens of a rollout; None: that of the probe.
+            prompts: None: those of the probe.
+            overrides: vLLM's sampling parameters that differ from the run's.
         """
-        problem: Exception | None = None
-        rollouts: Rollouts | None = None
+        error: Exception | None = None
+        rollouts: SampledRollouts | None = None
         try:
-            tokens = tokens or self.tokens
             rollouts = self.pair.sample(
-                prompts or self.prompts, tokens=tokens, where=where, **overrides
+                prompts or self.prompts,
+                max_tokens=max_tokens or self.max_tokens,
+                check_name=check_name,
+                **overrides,
             )
-        except Exception as error:
-            problem = error
-        message = "" if problem is None else str(problem) or type(problem).__name__
-        problems = [text for text in gather_object([message]) if text]
-        if problem is not None:
-            raise problem
-        if problems:
-            raise OtherRankError(problems[0])
+        except Exception as raised_error:
+            error = raised_error
+        message = ""
+        if error is not None:
+            message = str(error) or type(error).__name__
+        messages = [text for text in gather_object([message]) if text]
+        if error is not None:
+            raise error
+        if messages:
+            raise OtherRankError(messages[0])
         assert rollouts is not None
         return rollouts
 
-    def drift(self, where: str, prompts: Prompts | None = None) -> tuple[Drift, Rollouts, Tensor]:
-        """Sample from `prompts` and compare the engine's log-probabilities with the policy's.
+    def compare(self, check_name: str, prompts: Prompts | None = None) -> ProbeResult:
+        """Sample rollouts, and compare the engine's log-probabilities with the policy's.
 
-        Returns the difference, the rollouts, and the policy's log-probabilities of them, (B, C).
+        The arguments are those of `sample`.
         """
-        rollouts = self.sampled(where, prompts=prompts)
-        logps_BC = self.pair.score(rollouts)
-        drift = self.pair.difference(logps_BC, rollouts.logps_BC, rollouts.mask_BC)
-        return drift, rollouts, logps_BC
+        rollouts = self.sample(check_name, prompts=prompts)
+        policy_logps_BC = self.pair.policy_logps(rollouts)
+        drift = self.pair.drift_over_ranks(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC)
+        return ProbeResult(drift, rollouts, policy_logps_BC)
 
-    def cold(self) -> list[Check]:
-        """Check prompts and log-probabilities with the present weights, after a sync."""
-        self.pair.give_weights()
+    def check_agreement(self) -> list[Check]:
+        """Send the weights to the engine, and check that both read and compute the same.
+
+        Returns two checks: that the engine reads the trainer's prompts, and that it agrees on
+        log-probabilities.
+        """
+        self.pair.sync_weights()
         try:
-            drift, _, _ = self.drift("cold")
+            result = self.compare("cold")
         except OtherRankError as error:
             return [
                 skipped(PROMPTS, f"on another rank: {error}"),
@@ -227,55 +263,63 @@ class EngineProbe:
             ]
         except PromptMismatchError as error:
             where = f"{self.prompts.names[error.row]}: {error}"
-            why = f"image tokens are expanded twice, or limits differ; {PIXELS}"
+            why = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
             return [failed(PROMPTS, where, why), skipped(COLD, "the prompts differ")]
         ids = self.prompts.ids
         read = passed(PROMPTS, f"{len(ids)} prompts, {sum(map(len, ids))} tokens")
-        return [read, judge(COLD, drift, self.bound, DTYPE)]
+        return [read, check_drift(COLD, result.drift, self.bound, remedy=DTYPE_REMEDY)]
 
-    def cold_on_all_ranks(self) -> list[Check]:
-        """Run `cold`, and `distant` if it passes; returns each check's worst result of any rank."""
-        checks = worst_of_all_ranks(self.cold())
-        if not is_healthy(checks):
-            return checks
-        return [*checks, *worst_of_all_ranks([self.distant()])]
+    def check_distant_agreement(self) -> Check:
+        """Check that engine and policy agree on tokens at about position 2,000.
 
-    def distant(self) -> Check:
-        """Check log-probabilities, without a sync, far from the start.
-
-        Some prompts are moved back to about position 2,000, or as far as there is room. Where the
-        same weights agree near the start and not there, the rotary positions differ.
+        Where they agree at small positions and not there, their rotary frequencies differ.
         """
-        far = far_prompts(self.pair, self.prompts, self.tokens)
-        if far is None:
+        prompts = lengthened_prompts(self.pair, self.prompts, self.max_tokens)
+        if prompts is None:
             return skipped(
                 DISTANT, "model and engine take no longer prompts (vllm_max_model_length)"
             )
-        drift, _, _ = self.drift("far", far)
-        begin = min(gather_object([len(ids) for ids in far.ids]))
-        return judge(
+        result = self.compare("far", prompts)
+        begin = min(gather_object([len(ids) for ids in prompts.ids]))
+        return check_drift(
             DISTANT,
-            drift,
+            result.drift,
             distant_bound(self.pair),
-            POSITIONS,
-            f", answers from position {begin} on",
+            remedy=POSITIONS_REMEDY,
+            note=f", answers from position {begin} on",
         )
+
+    def check_all(self) -> list[Check]:
+        """Check the agreement, and where that passes also at large positions.
+
+        Returns each check's worst result of any rank, the same on all ranks.
+        """
+        checks = worst_of_all_ranks(self.check_agreement())
+        if not is_healthy(checks):
+            return checks
+        return [*checks, *worst_of_all_ranks([self.check_distant_agreement()])]
 
 
 def worst_of_all_ranks(checks: list[Check]) -> list[Check]:
-    """Return each check's worst result of any rank, the same on all ranks. Collective."""
-    severity = list(Status)  # from the best to the worst
-    results_by_check = zip(*gather_object([checks]), strict=True)
-    return [
-        max(results, key=lambda check: severity.index(check.status)) for results in results_by_check
-    ]
+    """Return the worst result that any rank has for each check, the same on all ranks. Collective.
+
+    `checks`: the results of this rank. Every rank has the same checks in the same order.
+    """
+    severities = list(Status)  # from the best to the worst
+    checks_of_ranks = gather_object([checks])
+    worst_checks = []
+    for results_of_check in zip(*checks_of_ranks, strict=True):
+        worst_checks.append(
+            max(results_of_check, key=lambda result: severities.index(result.status))
+        )
+    return worst_checks
 
 
 class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Refuses to train where trainer and vLLM, in this process or on servers, disagree.
+    """Refuses to train where policy and vLLM, in this process or on servers, disagree.
 
-    It changes nothing in the run, neither a random state nor a metric. Rollouts of `transformers`
-    need no check, since the policy samples them itself.
+    It changes nothing in the run, neither a random state nor a metric. Without vLLM there is
+    nothing to check, since the policy samples itself.
     """
 
     def __init__(self, pair: EnginePair) -> None:
@@ -284,35 +328,34 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
     def on_train_begin(
         self, args: AdoraGRPOConfig, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Compare engine and trainer, once the model is wrapped and a checkpoint is loaded.
+        """Compare engine and policy, once the model is wrapped and a checkpoint is loaded.
 
-        Raises `RolloutError` on all ranks alike.
+        Raises `RolloutError` on all ranks where they disagree.
         """
         pair = self.pair
         if pair.engine is None:
             return
         rows = pair.first_rows(CHECK_ROWS)
-        # The step that draws an unreadable row reports it, on all ranks.
+        # An unreadable image is no fault of the engine. The step that needs it reports it.
         if gather_object(unreadable_rows(rows)):
             return
-        probe = EngineProbe(pair=pair, prompts=pair.read(rows), tokens=CHECK_TOKENS)
-        checks = probe.cold_on_all_ranks()
+        probe = EngineProbe(pair, prompts=pair.read_prompts(rows), max_tokens=CHECK_TOKENS)
+        checks = probe.check_all()
         if pair.accelerator.is_main_process:
             for check in checks:
                 if check.name in (COLD, DISTANT) and check.status is Status.PASSED:
-                    # above the progress bar
                     tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
-        problems = [check for check in checks if check.status is Status.FAILED]
-        if problems:
-            raise RolloutError(refusal(problems))
+        failed_checks = [check for check in checks if check.status is Status.FAILED]
+        if failed_checks:
+            raise RolloutError(_refusal_message(failed_checks))
 
 
-def refusal(problems: list[Check]) -> str:
-    """Return the message why the run does not start, and how it would start all the same."""
-    lines = [
-        f"{check.name}: {check.detail}. {check.remedy[0].upper()}{check.remedy[1:]}."
-        for check in problems
-    ]
+def _refusal_message(failed_checks: list[Check]) -> str:
+    """Return the message that says why training does not start, and how it would all the same."""
+    lines = []
+    for check in failed_checks:
+        remedy = f"{check.remedy[0].upper()}{check.remedy[1:]}"
+        lines.append(f"{check.name}: {check.detail}. {remedy}.")
     return (
         f"before the first step: {' '.join(lines)} Nothing would be learned from such rollouts. "
         "`python -m adora_vl.doctor` with the same arguments looks closer; --adora_self_check "

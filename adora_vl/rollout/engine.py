@@ -1,75 +1,50 @@
 """TRL's generation class for vLLM, corrected for models with images.
 
-Prompts, the weight sync, caches and settings differ from TRL's.
+It builds the engine or connects to the servers, and samples. Its weight sync is in
+`engine_weights.py`.
 """
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import is_peft_model
-from torch import Tensor, distributed
+from torch import distributed
 from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
+from trl.generation.vllm_client import VLLMClient
 
-from adora_vl.models.families import component_of, trainable_components
 from adora_vl.models.four_bit import FrozenBase
-from adora_vl.models.load import pixel_limits
 from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
+    ban,
+    complete_generation_kwargs,
     disable_tf32_of_float32_engine,
     engine_runs_on_cpu,
     engine_scores_raw,
+    image_options,
     machine_options,
     refuse_on_cpu,
 )
+from adora_vl.rollout.engine_weights import SyncedVLLMGeneration, Timed
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
+from adora_vl.rollout.server import AdapterRequirements
+from adora_vl.rollout.server_client import Client, connect
 from adora_vl.rollout.server_group import ServerGroup
-from adora_vl.rollout.servers import Client, ServerPool, connect
+from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
-from adora_vl.rollout.weight_sync import (
-    adapter_tensors,
-    lora_settings,
-    merged_parameters,
-    push_adapter,
-    push_weights,
-    reset_caches,
-    runner_version,
-    zero_scratch,
-)
+from adora_vl.rollout.weight_sync import adapter_only_settings, runner_version
 from adora_vl.utils import compat
-from adora_vl.utils.errors import RolloutError, UserError, engine_call
+from adora_vl.utils.errors import RolloutError, engine_call
 from adora_vl.utils.launch import segments_expand
 
-# makes the context in which an action of this name runs, and which counts its seconds
-Timed = Callable[[str], AbstractContextManager[Any]]
-LOOPS = "repetition_detection"  # vLLM's parameter that stops an answer which repeats itself
 
-
-def _biases(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
-    """Return a `logit_bias` with the keys as numbers, since those of JSON are strings.
-
-    Raises `UserError` where it is no mapping of token ids to numbers.
-    """
-    try:
-        return {int(token): float(bias) for token, bias in logit_bias.items()}
-    except (AttributeError, TypeError, ValueError) as error:
-        raise UserError(
-            f"generation_kwargs: logit_bias: {logit_bias!r} is no mapping of token ids to "
-            'biases; give {"50": -1.0}'
-        ) from error
-
-
-class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
-    """`trl.generation.VLLMGeneration`, corrected for Qwen2.5-VL with vLLM 0.31."""
-
-    # vLLM's LoRA settings where a sync sends nothing but the adapter; None: merged tensors
-    lora: Mapping[str, Any] | None = None
+class AdoraVLLMGeneration(SyncedVLLMGeneration):
+    """`trl.generation.VLLMGeneration`, corrected for models with images and vLLM 0.31."""
 
     def __init__(
         self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
@@ -77,59 +52,51 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         """Build the engine, or connect to the servers, with TRL's arguments and ours.
 
         Args:
-            args: those of stock TRL.
-            settings: the settings that TRL has no field for.
-            timed: makes the context that counts the seconds of a `sync`, `wake` or `sleep`.
-            kwargs: those of stock TRL.
+            args: positional arguments of stock TRL.
+            settings: settings of the engine that stock TRL has no argument for.
+            timed: returns a context that counts the seconds of a `sync`, `wake` or `sleep`.
+            kwargs: keyword arguments of stock TRL.
 
         Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
         """
         processing_class = kwargs["processing_class"]
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
         self.settings = settings
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        # False until a sync has sent every parameter
-        self._engine_is_complete = False
-        # by the last sync
+        self._engine_is_complete = False  # whether a weight sync has sent every parameter
+        # what the last weight sync has sent
         self.tensors_sent = 0
         self.bytes_sent = 0
-        generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
-        self._config_kwargs = dict(generation_kwargs)
-        banned = dict.fromkeys(
-            never_sampled_ids(getattr(processing_class, "tokenizer", processing_class)), -100.0
+        # the config's own, from which `_logprobs_mode` sees what changes the distribution
+        self._config_generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
+        generation_kwargs = complete_generation_kwargs(
+            self._config_generation_kwargs,
+            banned_ids=never_sampled_ids(tokenizer),
+            is_colocated=kwargs.get("mode", "colocate") == "colocate",
         )
-        if biases := _biases(generation_kwargs.get("logit_bias") or {}) | banned:
-            generation_kwargs["logit_bias"] = biases
-        # TRL reads nothing but token ids, so text is needed only to find strings to stop at.
-        colocated = kwargs.get("mode", "colocate") == "colocate"
-        if colocated and not generation_kwargs.get("stop"):
-            generation_kwargs.setdefault("detokenize", False)
-        if colocated and isinstance(generation_kwargs.get(LOOPS), dict):
-            from adora_vl.rollout.llm import stopping_of_loops
-
-            generation_kwargs[LOOPS] = stopping_of_loops(generation_kwargs[LOOPS])
         super().__init__(*args, **{**kwargs, "generation_kwargs": generation_kwargs})
 
     @property
     def four_bit(self) -> bool:
-        """Whether the policy's base is in 4 bits.
+        """Whether the policy's base model is quantised to 4 bits.
 
-        The engine then reads the base from the same folder, and a sync sends the adapter alone.
+        The engine then reads the base from the same folder, and a sync sends only the adapter.
         """
         return bool(getattr(self.model, "is_loaded_in_4bit", False))
 
     def _init_vllm(self) -> None:
         """Build the engine, or connect to the servers.
 
-        Stock TRL builds the `LLM` without a dtype or pixel limits, and knows one server, with an
-        NCCL group. Ours adds the settings, and knows several servers, which get weights as files.
-        Raises `UserError` for what the CPU engine cannot do.
+        Stock TRL builds the `LLM` without a dtype or pixel limits, and knows one server, which gets
+        weights by NCCL. Ours adds these settings, and knows several servers, which get weights as
+        files. Raises `UserError` for what the CPU engine cannot do.
         """
-        folder = self.settings.weight_folder
-        if self.mode == "colocate" or folder is not None:
+        weight_folder = self.settings.weight_folder  # None: weights travel by NCCL
+        if self.mode == "colocate" or weight_folder is not None:
             refuse_on_cpu(self.model.config, self.enable_sleep_mode)
-        if self.mode == "server" and folder is not None:
-            self._connect(Path(folder))
+        if self.mode == "server" and weight_folder is not None:
+            self._connect(Path(weight_folder))
             return
         with (
             compat.ENGINE.replaced_by(self._build_llm, on=vllm_generation),
@@ -139,227 +106,132 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         if self.mode == "colocate":
             self.llm.timed = self._timed
         elif self.mode == "server":
-            servers = None
+            pool = None
             if self.accelerator.is_main_process:
-                servers = ServerPool(
-                    [self.vllm_client],
-                    patience_s=self.server_timeout,
-                    answer_timeout_s=self.settings.answer_s,
-                    vocabulary_size=self._vocabulary,
-                )
-            self.served = ServerGroup(self.accelerator, self._place_features, servers)
+                pool = self._server_pool([self.vllm_client])
+            self.server_group = ServerGroup(self.accelerator, self._place_features, pool=pool)
 
-    def _connect(self, folder: Path) -> None:
-        """Find the servers, which get their weights from files in `folder`."""
-        self.served = ServerGroup(self.accelerator, self._place_features, None)
+    def _connect(self, weight_folder: Path) -> None:
+        """Connect to the servers of a run whose weights travel as files in `weight_folder`.
+
+        The first rank alone talks to the servers. All ranks get a `ServerGroup`, through which they
+        ask the first one.
+        """
+        pool = None
+        weight_files = None
         if self.accelerator.is_main_process:
             urls = self.server_base_url or f"http://{self.server_host}:{self.server_port}"
             addresses = [url.strip() for url in urls.split(",")]
-            patience_s = self.server_timeout
-            clients = connect(addresses, self.group_port, patience_s)
+            clients = connect(addresses, self.group_port, patience_s=self.server_timeout)
             self.vllm_client: Any = clients[0]  # TRL asks it how log-probabilities are made
-            self.served.servers = ServerPool(
-                clients,
-                patience_s=patience_s,
-                answer_timeout_s=self.settings.answer_s,
-                vocabulary_size=self._vocabulary,
-                logprobs_mode=self._logprobs_mode(),
-            )
-            self.served.files = WeightFiles(folder, Path(self.settings.output_dir))
-        # Servers with LoRA get the adapter alone, which a base in 4 bits requires; the others get
-        # merged weights.
-        if self.served.first_rank(ServerPool.have_lora) or self.four_bit:
-            self.lora = lora_settings(self.model)
-        lora = self.lora
-        if lora is not None:
-            base = self.model.name_or_path
-            four_bit = self.four_bit
-            self.served.first_rank(lambda servers: servers.take_adapter(lora, base, four_bit))
-            if self.served.files is not None:
-                self.served.files.adapter_rank = lora["max_lora_rank"]
+            pool = self._server_pool(clients, logprobs_mode=self._logprobs_mode())
+            weight_files = WeightFiles(weight_folder, Path(self.settings.output_dir))
+        self.server_group = ServerGroup(
+            self.accelerator, self._place_features, pool=pool, weight_files=weight_files
+        )
+        # Servers with LoRA get only the adapter; the others get weights with the adapter merged in.
+        # A base in 4 bits cannot be merged, so its servers need LoRA, which the next call checks.
+        if self.server_group.on_first_rank(ServerPool.all_have_lora) or self.four_bit:
+            self.adapter_settings = adapter_only_settings(self.model)
+        if self.adapter_settings is not None:
+            self._expect_adapter(self.adapter_settings)
 
-    def _build_llm(self, **kwargs: Any) -> Any:
-        """Build vLLM's engine from TRL's arguments and our settings, in place of TRL's `LLM(...)`."""
+    def _server_pool(self, clients: Sequence[VLLMClient], logprobs_mode: str = "") -> ServerPool:
+        """Return the pool of the servers of these clients. Only the first rank has one."""
+        return ServerPool(
+            clients,
+            patience_s=self.server_timeout,
+            answer_timeout_s=self.settings.answer_timeout_s,
+            vocabulary_size=int(self.model.config.get_text_config().vocab_size),
+            logprobs_mode=logprobs_mode,
+        )
+
+    def _expect_adapter(self, lora_settings: Mapping[str, Any]) -> None:
+        """Let weight files and servers expect only the policy's LoRA adapter. Collective.
+
+        Raises `EngineError` where a server was not started for it.
+        """
+        requirements = AdapterRequirements(
+            lora_settings=lora_settings,
+            base_model=self.model.name_or_path,
+            is_in_four_bit=self.four_bit,
+        )
+        self.server_group.on_first_rank(lambda pool: pool.expect_adapter(requirements))
+        if self.server_group.weight_files is not None:
+            self.server_group.weight_files.adapter_rank = lora_settings["max_lora_rank"]
+
+    def _build_llm(self, **trl_options: Any) -> Any:
+        """Build vLLM's engine in place of TRL's `LLM(...)`.
+
+        `trl_options` are the arguments of TRL's call; those of the run's settings are added.
+        """
         # It imports vLLM, which only a colocated engine needs.
         from vllm.lora.request import LoRARequest
 
-        from adora_vl.rollout.llm import LATER, PolicyLLM, has_copied_head, own_shared_memory
+        from adora_vl.rollout.llm import PolicyLLM, own_shared_memory
 
-        settings = self.settings
-        max_tokens = kwargs.get("max_model_len")
-        if max_tokens is None:
-            max_tokens = self.model.config.get_text_config().max_position_embeddings
-        kwargs["dtype"] = settings.dtype or dtype_name(self.model.dtype)
-        kwargs |= machine_options(
-            max_tokens, settings.max_num_batched_tokens, settings.enforce_eager
-        )
-        kwargs["logprobs_mode"] = self._logprobs_mode()
-        kwargs["revision"] = settings.revision
+        options = {**trl_options, **self._llm_options(trl_options.get("max_model_len"))}
         frozen_base = None
+        if self.four_bit and self.enable_sleep_mode:
+            # The engine loads the base too. The card has memory for one copy of it at a time.
+            frozen_base = FrozenBase(self.model)
+            frozen_base.move_to_host()
+        disable_tf32_of_float32_engine(str(options["dtype"]))
+        is_divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        with own_shared_memory() if is_divided_on_cpu else nullcontext():
+            llm = PolicyLLM(**options)
         if self.four_bit:
-            # It reads the folder that the policy was loaded from, and nothing else sends the base.
-            kwargs["dtype"] = "bfloat16"
-            self.lora = lora_settings(self.model)
-            assert self.lora is not None  # `check_four_bit` takes nothing else
-            kwargs |= {"max_loras": 1, **self.lora}
-            if self.enable_sleep_mode:
-                frozen_base = FrozenBase(self.model)
-                frozen_base.move_to_host()
-        elif self.enable_sleep_mode and not has_copied_head(self.model, kwargs["revision"]):
-            # TRL puts it to sleep at once, which discards the weights, so none are read. But vLLM
-            # gives a tied head weights of its own where the checkpoint has a copy of them, until it
-            # has read both and found them equal.
-            kwargs["load_format"] = LATER
-        if self.tensor_parallel_size > 1 and segments_expand():
-            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that growing
-            # segments do not have: it ends the process (vLLM issue 42609).
-            kwargs["disable_custom_all_reduce"] = True
-        if self.image_token_id is not None:
-            # vLLM reads the limits of the model's folder. With the trainer's own the two prompts
-            # agree.
-            kwargs["mm_processor_kwargs"] = pixel_limits(
-                getattr(self.processing_class, "image_processor", None)
-            )
-            # otherwise vLLM reserves memory for a video
-            kwargs["limit_mm_per_prompt"] = {"video": 0}
-            if not settings.keeps_images:  # the trainer's cache has them already
-                kwargs["mm_processor_cache_gb"] = 0
-        divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
-        disable_tf32_of_float32_engine(str(kwargs["dtype"]))
-        with own_shared_memory() if divided_on_cpu else nullcontext():
-            llm = PolicyLLM(**kwargs)
-        if self.four_bit:
-            llm.adapter = LoRARequest("policy", 1, "in memory")
-            llm.base = frozen_base
+            # vLLM requires a path, but the adapter comes with each weight sync.
+            llm.adapter = LoRARequest(lora_name="policy", lora_int_id=1, lora_path="in memory")
+            llm.frozen_base = frozen_base
         return llm
 
-    @property
-    def _vocabulary(self) -> int:
-        """The number of token ids that the policy has."""
-        return int(self.model.config.get_text_config().vocab_size)
+    def _llm_options(self, max_model_length: int | None) -> dict[str, Any]:
+        """Return the arguments of `LLM` that TRL leaves out or sets otherwise.
+
+        `max_model_length`: TRL's limit for prompt and completion together; None: the model's own.
+        """
+        # It imports vLLM, which only a colocated engine needs.
+        from adora_vl.rollout.llm import load_options
+
+        settings = self.settings
+        if max_model_length is None:
+            max_model_length = self.model.config.get_text_config().max_position_embeddings
+        options = machine_options(
+            max_model_length, settings.max_num_batched_tokens, settings.enforce_eager
+        )
+        options["dtype"] = settings.dtype or dtype_name(self.model.dtype)
+        options["logprobs_mode"] = self._logprobs_mode()
+        options["revision"] = settings.revision
+        if self.four_bit:
+            # `check_four_bit` refuses a policy with another dtype.
+            options["dtype"] = "bfloat16"
+            self.adapter_settings = adapter_only_settings(self.model)
+            assert self.adapter_settings is not None, "`check_four_bit` has refused anything else"
+            options |= {"max_loras": 1, **self.adapter_settings}
+        elif self.enable_sleep_mode:
+            options |= load_options(self.model, settings.revision)
+        if self.tensor_parallel_size > 1 and segments_expand():
+            # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that expandable
+            # segments do not have: it ends the process (vLLM issue 42609).
+            options["disable_custom_all_reduce"] = True
+        if self.image_token_id is not None:
+            image_processor = getattr(self.processing_class, "image_processor", None)
+            options |= image_options(image_processor, keeps_images=settings.keeps_images)
+        return options
 
     def _logprobs_mode(self) -> str:
-        """Return vLLM's name for the kind of log-probabilities that the trainer compares with.
+        """Choose the kind of log-probabilities that vLLM returns, and return vLLM's name for it.
 
-        Stock TRL asks for log-probabilities after temperature, filters and bans, of which the
-        trainer applies only the temperature. Where that is 1, ours asks for those before filters
-        and bans, as the trainer computes them. Otherwise each token's ratio would lack the
-        probability that the filters cut off.
+        The trainer computes log-probabilities with the temperature, but without filters and bans.
+        Stock TRL asks vLLM for those after temperature, filters and bans. They differ from the
+        trainer's by the probability that the filters cut off. Ours asks for those before all of
+        them, where the temperature is 1 and so changes nothing.
         """
-        raw = engine_scores_raw(self.temperature, self.repetition_penalty, self._config_kwargs)
-        return "raw_logprobs" if raw else "processed_logprobs"
-
-    def _iter_named_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters that a sync sends, by name.
-
-        Stock TRL yields every parameter, and merges LoRA in place and back out, which loses
-        precision of bfloat16 weights with every sync. Ours leaves out the parts that cannot have
-        changed, and merges a copy of one tensor at a time. The first sync sends everything, and so
-        does each with sleep mode, whose level 2 discards the weights, and by NCCL, since TRL
-        announces the tensors of the first pass every time. A server would leave a layer that came
-        in part with uninitialised memory: so it gets whole parts.
-        """
-        trainable = trainable_components(self.model)
-        by_nccl = self.mode == "server" and self.settings.weight_folder is None
-        sends_all = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
-
-        def is_sent(name: str) -> bool:
-            return sends_all or component_of(name) in trainable
-
-        if is_peft_model(self.model) and not self._dist.is_fsdp:
-            # A CPU engine, too, needs all tensors of a layer together.
-            changed_only = not sends_all and self.mode == "colocate" and not engine_runs_on_cpu()
-            for name, tensor in merged_parameters(
-                self.model,
-                gather=self._dist.gather_params,
-                includes=is_sent,
-                changed_only=changed_only,
-            ):
-                yield self._fix_param_name_to_vllm(name), tensor
-            return
-        if self._dist.is_fsdp:
-            yield from (
-                (name, tensor) for name, tensor in super()._iter_named_params() if is_sent(name)
-            )
-            return
-        for name, parameter in self.model.named_parameters():
-            if is_sent(name):
-                with self._dist.gather_params([parameter]):
-                    yield self._fix_param_name_to_vllm(name), parameter.data
-
-    def sync_weights(self) -> None:
-        """Send the policy's weights to the engine, and empty its caches.
-
-        Stock TRL loads tensor by tensor, which the CPU engine's repacked layers refuse. It resets
-        the prefix cache alone, so image features of the old vision tower stay in the encoder cache.
-        Raises `EngineError` where the engine fails.
-        """
-        with self._timed("sync"), engine_call("the weight sync"):
-            self._sync()
-
-    def _sync(self) -> None:
-        """Send the weights or the adapter, to the servers or the engine, and empty the caches."""
-        if self.mode == "server":
-            self._sync_servers()
-            self._engine_is_complete = True
-            return
-        if self.enable_sleep_mode:
-            vllm_generation.empty_cache()
-            self.llm.wake_up(tags=["weights"])
-            self._llm_weights_sleeping = False
-            zero_scratch(self.llm)
-        # Level 2 of sleep has discarded all weights.
-        everything = self.enable_sleep_mode or not self._engine_is_complete
-        if self.lora is not None:
-            self.tensors_sent = push_adapter(self.llm, self._counted_tensors())
-        else:
-            self.tensors_sent = push_weights(self.llm, self._counted_tensors(), everything)
-        self._engine_is_complete = True
-        reset_caches(self.llm)
-
-    def _sync_servers(self) -> None:
-        """Send the weights to the servers: by NCCL, as TRL does, or as files."""
-        if self.settings.weight_folder is None:
-            self.bytes_sent = 0
-            super().sync_weights()
-            self.served.first_rank(ServerPool.reset_caches)
-            return
-        # everything where a server has not got the last sync: at the first one, or where it was started
-        # again
-        everything = bool(self.served.first_rank(lambda servers: servers.find_living()))
-        with self.served.weights_written(self._tensors_for_servers(everything)) as folder:
-            self.served.first_rank(lambda servers: servers.read_weights(folder))
-
-    @contextmanager
-    def weights_written(self, *, everything: bool) -> Iterator[Path]:
-        """Write the policy's present weights; yields their folder, which exists inside the block.
-
-        `everything`: all parameters; otherwise those that training can change.
-        """
-        with ExitStack() as stack:
-            with self._timed("sync"), engine_call("the weight sync"):
-                folder = stack.enter_context(
-                    self.served.weights_written(self._tensors_for_servers(everything))
-                )
-            self._engine_is_complete = True
-            yield folder
-
-    def _tensors_for_servers(self, everything: bool) -> Iterator[tuple[str, Tensor]]:
-        """Return the tensors for servers; until they are read, a full sync is not complete."""
-        if everything:
-            self._engine_is_complete = False
-        return self._counted_tensors()
-
-    def _counted_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors that a sync sends, and count their bytes."""
-        self.bytes_sent = 0
-        if self.lora is None:
-            tensors = self._iter_named_params()
-        else:
-            tensors = adapter_tensors(self.model, self._dist.gather_params)
-        for name, tensor in tensors:
-            self.bytes_sent += tensor.nbytes
-            yield name, tensor
+        is_raw = engine_scores_raw(
+            self.temperature, self.repetition_penalty, self._config_generation_kwargs
+        )
+        return "raw_logprobs" if is_raw else "processed_logprobs"
 
     @property
     def model_runner(self) -> str | None:
@@ -369,39 +241,40 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def put_to_sleep(self) -> None:
         """Free the engine's memory, as TRL does after a generation.
 
-        The next sync sends all weights again.
+        It discards the weights, so the next sync sends all of them.
         """
         self.llm.sleep(level=2)
-        self._llm_weights_sleeping = True
+        self._llm_weights_sleeping = True  # TRL's flag, which `sample` reads
 
     def shut_down(self) -> None:
-        """End a colocated engine, and let go of it. Nothing can be sampled after this.
+        """End a colocated engine, and free its memory. Nothing can be sampled after this.
 
-        It is woken before: the memory that sleeps lies in a pool of vLLM's allocator, of which a
-        process has one, and a second training of this process would find it there.
+        The engine is woken first. Memory that sleeps belongs to vLLM's allocator, of which a
+        process has one, and would break the engine of a second training in this process.
         """
         llm = self.llm
         if self.enable_sleep_mode:
-            # what the last policy step has left in torch's cache is the engine's room
+            # The engine needs the memory that the last policy step has left in torch's cache.
             vllm_generation.empty_cache()
             llm.wake_up()
         llm.llm_engine.engine_core.shutdown()
-        if llm.base is not None:
-            # the frozen base was away while the engine was awake
-            llm.base.move_to_device()
+        if llm.frozen_base is not None:
+            # While the engine is awake, the policy's frozen weights are on the host.
+            llm.frozen_base.move_to_device()
         self.llm: Any = None
         del llm
-        # the engine's parts refer to each other
-        gc.collect()
+        gc.collect()  # the parts of the engine refer to each other
 
     @contextmanager
     def staying_awake(self) -> Iterator[None]:
-        """Keep a colocated engine awake between generations of one policy inside the block.
+        """Keep a colocated engine awake inside the block, over several generations.
 
-        So the weights are synced once for all of them. It sleeps at the end. Collective: all ranks
-        enter together.
+        Without it the engine sleeps after each generation, and needs another weight sync. The
+        engine sleeps at the end of the block. Without sleep mode, on servers, and inside an outer
+        block nothing is done. Collective: all ranks enter together.
         """
-        if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.stays_awake:
+        # `is_kept_awake` is True inside an outer block of this kind.
+        if self.mode != "colocate" or not self.enable_sleep_mode or self.llm.is_kept_awake:
             yield
             return
         try:
@@ -411,9 +284,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             self.put_to_sleep()
 
     def take_images_from(self, cache: ImageCache | None) -> None:
-        """Put the trainer's cache before the image processor of a colocated engine.
+        """Let a colocated engine take processed images from the trainer's cache.
 
-        The processor is the engine's own object, not the trainer's.
+        The cache replaces `preprocess` of the engine's image processor, which is not the trainer's
+        object. Nothing is done without a cache, for a text model, and on servers.
         """
         if cache is not None and self.image_token_id is not None and self.mode == "colocate":
             processor = self.llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
@@ -422,10 +296,14 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def _place_features(
         self, features: dict[str, Any] | None, prompt_ids: list[int]
     ) -> dict[str, Any] | None:
-        """Point a server's image features at the image tokens of the trainer's prompt.
+        """Add the positions of a prompt's image tokens to the image features of a server.
 
-        Stock TRL does it without comparing the numbers of features and tokens. Raises `RolloutError`
-        where they differ: the server was started with other pixel limits.
+        Stock TRL does not compare the numbers of features and tokens. Ours raises `RolloutError`
+        where they differ, since the server was started with other pixel limits.
+
+        Args:
+            features: the server's features of the prompt's images; None for a text model.
+            prompt_ids: the trainer's prompt, with one image token for each feature.
         """
         placed: dict[str, Any] | None = super()._place_features(features, prompt_ids)
         if features is None or placed is None:
@@ -443,27 +321,30 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     def sample(
         self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any] | None = None
     ) -> list[SamplingResult]:
-        """Sample from the engine or the servers now, with the weights of the last sync.
+        """Sample a rollout for each request, with the weights of the last sync.
 
-        All ranks call it together, each with any number of requests. `settings`: vLLM's sampling
-        parameters, by default those of the run.
+        All ranks call it together, each with any number of requests.
 
-        Raises `PromptMismatchError` for the first ask whose prompt the engine has read otherwise,
-        else `EngineError`.
+        Args:
+            requests: the prompts of this rank.
+            settings: vLLM's sampling parameters; None: those of the run.
+
+        Raises `PromptMismatchError` for the first request whose prompt the engine has read
+        otherwise, else `EngineError`.
         """
         settings = dict(self.sampling if settings is None else settings)
         if self.mode == "server":
             with engine_call("generate"):
-                return self.served.sample(self.served.gathered(requests, settings), len(requests))
+                return self.server_group.sample(requests, settings)
         if self.enable_sleep_mode and self._llm_weights_sleeping:
-            self.sync_weights()  # sleep has discarded them
+            self.sync_weights()  # sleep has discarded the weights
         with engine_call("generate"):
             results = self._sample_colocated(requests, settings)
         if self.image_token_id is not None:
             check_prompts(
-                [request.prompt_ids for request in requests],
-                [result.prompt_ids_read for result in results],
-                self.image_token_id,
+                expected=[request.prompt_ids for request in requests],
+                engine=[result.prompt_ids_read for result in results],
+                image_token_id=self.image_token_id,
             )
         return results
 
@@ -472,18 +353,23 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
     ) -> list[SamplingResult]:
         """Sample from the engine of this process, and return the results of this rank.
 
-        Collective among the ranks that divide an engine: they all ask for the requests of all.
+        With tensor parallelism several ranks share one engine. Each of them has to sample the
+        requests of all of them, in the same order. Collective among these ranks.
+
+        Args:
+            requests: the requests of this rank.
+            settings: vLLM's sampling parameters.
         """
         engine_requests = list(requests)
-        first = 0
+        start = 0  # the position of this rank's requests in `engine_requests`
         if self.tensor_parallel_size > 1:
-            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size
+            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size  # filled below
             distributed.all_gather_object(requests_of_ranks, engine_requests, group=self.tp_group)
             rank = distributed.get_rank(group=self.tp_group)
-            first = sum(map(len, requests_of_ranks[:rank]))
+            start = sum(map(len, requests_of_ranks[:rank]))
             engine_requests = [request for part in requests_of_ranks for request in part]
         if self.enable_sleep_mode:
-            self.llm.wake_up(tags=["kv_cache"])
+            self.llm.wake_up(tags=["kv_cache"])  # the weights are awake since the sync
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
             # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
@@ -491,9 +377,9 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
             engine_requests, settings, self.image_token_id
         )
         if self.enable_sleep_mode:
-            self.llm.sleep(level=2)
-            self._llm_weights_sleeping = not self.llm.stays_awake
-        return results[first : first + len(requests)]
+            self.llm.sleep(level=2)  # `llm` ignores it inside `staying_awake`
+            self._llm_weights_sleeping = not self.llm.is_kept_awake
+        return results[start : start + len(requests)]
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -518,10 +404,10 @@ class AdoraVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyp
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         settings: dict[str, Any] = {
             "temperature": 0.0,
-            "logprobs": 0,
+            "logprobs": 0,  # that of the sampled token, without further candidates
             "max_tokens": self.max_completion_length,
+            "logit_bias": ban(never_sampled_ids(tokenizer)),
         }
-        settings["logit_bias"] = dict.fromkeys(never_sampled_ids(tokenizer), -100.0)
         if self.mode == "colocate":
-            settings["detokenize"] = False
+            settings["detokenize"] = False  # nothing reads the text
         return settings

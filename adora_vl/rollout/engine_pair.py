@@ -23,17 +23,17 @@ from adora_vl.utils.seeding import kept_random_state, rollout_seed
 
 @dataclass(frozen=True)
 class Prompts(PromptBatch):
-    """Some rows as the trainer sends them to the engine and reads them itself."""
+    """The prompts of some rows, with names for messages."""
 
-    names: Sequence[str] = ()
+    names: Sequence[str] = ()  # the `id` of each row
 
 
 @dataclass(frozen=True)
-class Rollouts:
-    """What the engine has sampled for some prompts."""
+class SampledRollouts:
+    """A rollout of the engine for each of some prompts."""
 
     completion_ids: list[list[int]]
-    batch: Batch
+    batch: Batch  # prompts and completions in padded columns, as the loss reads them
 
     @property
     def logps_BC(self) -> Tensor:
@@ -42,12 +42,12 @@ class Rollouts:
 
     @property
     def mask_BC(self) -> Tensor:
-        """1 at sampled tokens, (B, C)."""
+        """1 at sampled tokens and 0 at padding, (B, C)."""
         return self.batch["completion_mask"]
 
 
 class Collate(Protocol):
-    """Makes completions into padded columns, as `BatchBuilder.collated` does."""
+    """The type of `BatchBuilder.collated`, which puts completions into padded columns."""
 
     def __call__(
         self,
@@ -56,12 +56,15 @@ class Collate(Protocol):
         logps: Sequence[list[float | None]] | None,
         counts_in_loss: Sequence[bool],
     ) -> Batch:
-        """Return the rows of a batch, one for each completion."""
+        """Return a batch with a row for each prompt and its completion.
+
+        `logps` are the engine's. `counts_in_loss` says which rows the loss counts.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePair:
-    """The two sides that a check compares: the engine of the rollouts, and the policy in training.
+    """The engine that samples rollouts, and the policy in training, for checks that compare them.
 
     Every rank has one. Methods that are collective say so.
     """
@@ -69,7 +72,7 @@ class EnginePair:
     context: StepContext
     # A function, since FSDP puts another object into the trainer when the training begins.
     policy: Callable[[], PreTrainedModel]
-    dataset: Dataset  # of the training
+    dataset: Dataset  # the training data
     images: DistinctImages
     processor: Any
     tokenizer: PreTrainedTokenizerBase
@@ -88,68 +91,87 @@ class EnginePair:
         return self.context.accelerator
 
     def first_rows(self, count: int) -> list[Any]:
-        """Return `count` of the first rows of the dataset, different ones on each rank.
+        """Return `count` rows from the beginning of the training data, different ones on each rank.
 
-        A dataset with fewer rows than that is begun again.
+        A data set with fewer rows is read again from its start.
         """
         first = self.accelerator.process_index * count
         return [self.dataset[(first + number) % len(self.dataset)] for number in range(count)]
 
-    def read(self, rows: Sequence[Any]) -> Prompts:
-        """Return prompts of dataset rows, as the trainer reads them."""
+    def read_prompts(self, rows: Sequence[Any]) -> Prompts:
+        """Return the prompts of data set rows, processed as the trainer processes them."""
         names = [str(row.get("id", f"#{number}")) for number, row in enumerate(rows)]
         return Prompts(**vars(self.images.read(rows)), names=names)
 
-    def give_weights(self) -> None:
-        """Give the engine the policy's weights, even where it has those of this step. Collective."""
-        cast("VLLMSampler", self.sampler).give_weights(anew=True)
+    def sync_weights(self) -> None:
+        """Send the policy's weights to the engine, even if it has those of this step. Collective."""
+        cast("VLLMSampler", self.sampler).sync_weights(force=True)
 
-    def sample(self, prompts: Prompts, *, tokens: int, where: str, **overrides: Any) -> Rollouts:
-        """Sample a rollout of at most `tokens` tokens for each prompt, each with its own seed.
+    def sample(
+        self, prompts: Prompts, *, max_tokens: int, check_name: str, **overrides: Any
+    ) -> SampledRollouts:
+        """Sample a rollout for each prompt, without changing the run's random state.
 
-        `where`: the name of the check, which the seeds depend on. `overrides`: vLLM's parameters
-        that differ from the run's. Raises `PromptMismatchError` where the engine reads another
-        prompt. The random state of the run does not change.
+        Args:
+            prompts: the prompts of this rank.
+            max_tokens: the largest number of tokens of a rollout.
+            check_name: the name of the check that needs the rollouts. Their seeds depend on it.
+            overrides: vLLM's sampling parameters that differ from the run's.
+
+        Raises `PromptMismatchError` where the engine reads another prompt.
         """
         assert self.engine is not None
         with kept_random_state():
             settings = {**self.engine.sampling, **overrides}
-            requests = self._requests(prompts, where=where, tokens=tokens)
+            requests = self._requests(prompts, max_tokens=max_tokens, check_name=check_name)
             results = self.sampler.sample(requests, settings=settings)
-            return self._rollouts(prompts, results)
+            return self._sampled_rollouts(prompts, results)
 
-    def begin(self, prompts: Prompts, *, tokens: int, where: str) -> PendingSamples:
-        """Request rollouts from servers, with the run's settings, and do not wait for them."""
-        servers = cast("AsyncServerSampler", self.sampler)
-        return servers.begin(self._requests(prompts, where=where, tokens=tokens))
+    def begin_sampling(
+        self, prompts: Prompts, *, max_tokens: int, check_name: str
+    ) -> PendingSamples:
+        """Request a rollout for each prompt from servers, and do not wait for them.
 
-    def join(self, prompts: Prompts, pending: PendingSamples) -> Rollouts:
-        """Return the rollouts that `begin` has requested."""
-        return self._rollouts(prompts, pending.join())
-
-    def _requests(self, prompts: Prompts, *, where: str, tokens: int) -> list[SamplingRequest]:
-        """Return a request for each prompt, whose number over all ranks seeds its rollout.
-
-        `where`: the name of the check. `tokens`: the largest number of tokens of a rollout.
+        The arguments are those of `sample`. The servers use the run's sampling parameters.
         """
-        first = self.accelerator.process_index * len(prompts.ids)
+        servers = cast("AsyncServerSampler", self.sampler)
+        return servers.begin(self._requests(prompts, max_tokens=max_tokens, check_name=check_name))
+
+    def join_sampling(self, prompts: Prompts, pending: PendingSamples) -> SampledRollouts:
+        """Wait for the rollouts of `prompts` that `begin_sampling` has requested."""
+        return self._sampled_rollouts(prompts, pending.join())
+
+    def _requests(
+        self, prompts: Prompts, *, max_tokens: int, check_name: str
+    ) -> list[SamplingRequest]:
+        """Return a sampling request for each prompt.
+
+        Each gets a seed of its own, from the name of the check and the prompt's number over all
+        ranks.
+        """
+        first = self.accelerator.process_index * len(prompts.ids)  # every rank has as many prompts
         images_of_rows = prompts.images or [None] * len(prompts.ids)
         requests = []
         for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):
             group = first + row
+            seed = rollout_seed(
+                self.config.seed, position=f"check/{check_name}", group=group, member=0
+            )
             requests.append(
                 SamplingRequest(
                     prompt_ids=ids,
                     images=list(images or ()),
                     group=group,
-                    seed=rollout_seed(self.config.seed, f"check/{where}", group, 0),
-                    max_tokens=tokens,
+                    seed=seed,
+                    max_tokens=max_tokens,
                 )
             )
         return requests
 
-    def _rollouts(self, prompts: Prompts, results: Sequence[SamplingResult]) -> Rollouts:
-        """Return the engine's results as a batch, in which every rollout counts."""
+    def _sampled_rollouts(
+        self, prompts: Prompts, results: Sequence[SamplingResult]
+    ) -> SampledRollouts:
+        """Put the engine's results for `prompts` into a batch, in which every rollout counts."""
         completions = [result.tokens for result in results]
         batch = self.collate(
             prompts,
@@ -157,20 +179,25 @@ class EnginePair:
             logps=[result.logps for result in results],
             counts_in_loss=[True] * len(completions),
         )
-        return Rollouts(completions, batch)
+        return SampledRollouts(completions, batch)
 
-    def score(self, rollouts: Rollouts) -> Tensor:
+    def policy_logps(self, rollouts: SampledRollouts) -> Tensor:
         """Return the policy's log-probabilities of the sampled tokens, (B, C).
 
-        They are from the loss's own pass. Collective where the weights are sharded.
+        The forward pass is that of the loss. Collective where the weights are sharded.
         """
-        checkpointing = disable_gradient_checkpointing(
+        no_checkpointing = disable_gradient_checkpointing(
             self.policy(), self.config.gradient_checkpointing_kwargs
         )
-        with kept_random_state(), checkpointing:
+        with kept_random_state(), no_checkpointing:
             return self.context.policy_logps(rollouts.batch)
 
-    def difference(self, logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor) -> Drift:
-        """Return the difference of two tensors of log-probabilities, over all ranks. Collective."""
-        sums_3 = drift_sums(logps_BC, engine_logps_BC, mask_BC)
+    def drift_over_ranks(
+        self, logps_BC: Tensor, reference_logps_BC: Tensor, mask_BC: Tensor
+    ) -> Drift:
+        """Return how far two tensors of log-probabilities differ, over all ranks. Collective.
+
+        `mask_BC` is 1 at the tokens that count.
+        """
+        sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
         return merge_drift(self.accelerator.gather(sums_3[None]))

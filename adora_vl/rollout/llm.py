@@ -40,11 +40,12 @@ from adora_vl.rollout.rollouts import (
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
-LATER = "adora_later"
+LOAD_WITH_FIRST_SYNC = "adora_later"  # a value of vLLM's `load_format`
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
 
 
-@register_model_loader(LATER)
-class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to mypy
+@register_model_loader(LOAD_WITH_FIRST_SYNC)
+class FirstSyncLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to mypy
     """Model loader for `load_format: adora_later`, which reads no checkpoint.
 
     The first weight sync sends every parameter. Stock vLLM's `dummy` also gives random values to
@@ -53,37 +54,47 @@ class LoadLater(DummyModelLoader):  # type: ignore[misc]  # vLLM is untyped to m
     """
 
     def load_weights(self, model: nn.Module, model_config: ModelConfig) -> None:
-        """Give the parameters dummy values, and leave the buffers as they are."""
-        computed = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        """Give the parameters dummy values, and leave the buffers as the model has computed them.
+
+        Stock vLLM gives the buffers dummy values too.
+        """
+        computed_buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
         super().load_weights(model, model_config)
         for name, buffer in model.named_buffers():
-            buffer.copy_(computed[name])
+            buffer.copy_(computed_buffers[name])
 
 
-def has_copied_head(model: PreTrainedModel, revision: str | None) -> bool:
-    """Return whether the checkpoint of a model with tied embeddings has a tensor for its head too.
+def load_options(model: PreTrainedModel, revision: str | None) -> dict[str, Any]:
+    """Return the argument of `LLM` with which an engine with sleep mode reads no checkpoint.
 
-    Some tools write such checkpoints.
+    TRL puts the engine to sleep at once, which discards its weights, so reading them would be in
+    vain. The first weight sync sends all of them.
+
+    A checkpoint with a copy of a tied head is the exception. For it vLLM gives the head a parameter
+    of its own until it has read both tensors and found them equal, so it has to read them.
+
+    Args:
+        model: the policy.
+        revision: the revision of its checkpoint on the hub; None: the newest.
     """
-    if not getattr(model.config, "tie_word_embeddings", False):
-        return False
-    return bool(checkpoint_has_lm_head(model.name_or_path, revision=revision))
+    if getattr(model.config, "tie_word_embeddings", False):
+        has_copied_head = checkpoint_has_lm_head(model.name_or_path, revision=revision)
+        if has_copied_head:
+            return {}
+    return {"load_format": LOAD_WITH_FIRST_SYNC}
 
 
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
-
-
-def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
-    """Return vLLM's `repetition_detection` from the mapping in a config.
+def loop_detection(options: Mapping[str, Any]) -> RepetitionDetectionParams:
+    """Convert the mapping `repetition_detection` of a config to vLLM's own class.
 
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
     does not take.
     """
-    names = [field.name for field in fields(RepetitionDetectionParams)]
+    known_names = [field.name for field in fields(RepetitionDetectionParams)]
     try:
-        unknown = {*options} - {*names}
-        if unknown:
-            raise ValueError(f"it has no {min(unknown)}, but {', '.join(names)}")
+        unknown_names = {*options} - {*known_names}
+        if unknown_names:
+            raise ValueError(f"it has no {min(unknown_names)}, but {', '.join(known_names)}")
         return RepetitionDetectionParams(**options)
     except (ValueError, VLLMValidationError) as error:
         raise UserError(
@@ -95,34 +106,36 @@ def stopping_of_loops(options: Mapping[str, Any]) -> RepetitionDetectionParams:
 
 @contextmanager
 def own_shared_memory() -> Iterator[None]:
-    """Let the processes of a CPU engine give their shared memory a unique name in the block.
+    """Let the ranks of a CPU engine that is built in the block use shared memory of their own.
 
-    The name has the number of the launcher's process, so it is the same on all ranks. After the
-    block all of them have mapped the memory, and the name is removed. Mapped memory stays until the
-    last process ends, however it ends.
+    Stock vLLM names the memory alike in every run on a machine, and leaves the name behind when a
+    process is killed. Ours puts the process id of the launcher into the name, which all ranks of a
+    run share, and removes the name after the block. All ranks have mapped the memory by then, and
+    the system frees it when the last of them ends.
     """
-    ours = f"adora-{os.getppid()}"
-    shared = cpu_communicator._CPUSHMDistributed
-    stock = shared.make_group_name
+    prefix = f"adora-{os.getppid()}"
+    communicator_class = cpu_communicator._CPUSHMDistributed
+    stock_name = communicator_class.make_group_name
 
     def make_group_name(communicator: Any) -> str:
-        return f"/{ours}-{stock(communicator).replace('/', '')}"
+        return f"/{prefix}-{stock_name(communicator).replace('/', '')}"
 
     try:
-        with compat.SHARED_MEMORY.replaced_by(staticmethod(make_group_name), on=shared):
+        with compat.SHARED_MEMORY.replaced_by(staticmethod(make_group_name), on=communicator_class):
             yield
     finally:
-        for file in _SHARED_MEMORY.glob(f"{ours}-*"):
+        for file in _SHARED_MEMORY.glob(f"{prefix}-*"):
             file.unlink(missing_ok=True)
 
 
 def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
-    """Return the prompt in a form in which vLLM neither copies nor hashes its images.
+    """Return a prompt for vLLM whose images vLLM neither copies nor hashes.
 
-    Each image is put into vLLM's own wrapper, which its parser passes on as it is, and its digest,
-    which is known already, becomes its identity (`multi_modal_uuids`). This holds for images that
-    are kept (`adora_vl.data.dataloader`). A prompt with any other image stays as it is, since
-    somebody may yet draw on that image.
+    A `KeptImage` never changes, and has a digest of its pixels. vLLM gets the digest as the image's
+    identity (`multi_modal_uuids`), and the image in `MediaWithBytes`, which it does not copy. A
+    prompt with any other image stays as it is, since such an image may still be changed.
+
+    `prompt`: vLLM's dict, with the images at `["multi_modal_data"]["image"]`.
     """
     images = prompt.get("multi_modal_data", {}).get("image", [])
     images = images if isinstance(images, list) else [images]
@@ -136,29 +149,32 @@ def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
 
 
 def logps_of_tokens(logprobs: SampleLogprobs, tokens: list[int]) -> list[float | None]:
-    """The log-probabilities of the sampled tokens, out of what vLLM returns for each position.
+    """Select the log-probability of each sampled token of a rollout from vLLM's candidates.
 
     Args:
-        logprobs: the candidates of each position, flat or as one mapping a position.
+        logprobs: the candidates of each position: in flat lists, or one dict by token id for each
+            position.
         tokens: the sampled token of each position.
     """
     if isinstance(logprobs, FlatLogprobs) and logprobs.token_ids == tokens:
-        # One candidate a position, the sampled one: the numbers are there already.
+        # The only candidate of each position is the sampled token.
         if np.isfinite(logprobs.logprobs).all():
             return list(logprobs.logprobs)
         return [engine_logp(value) for value in logprobs.logprobs]
-    # With several, the first one is the likeliest and not the sampled one, so its id decides.
+    # Of several candidates the first one is the likeliest, which need not be the sampled token.
     positions = zip(logprobs, tokens, strict=True)
     return [engine_logp(candidates[token].logprob) for candidates, token in positions]
 
 
-def answer_of(
+def sampling_result_of(
     rollout: CompletionOutput, prompt_ids: Sequence[int], max_length: int
 ) -> SamplingResult:
-    """Return the result of one rollout that vLLM has sampled.
+    """Convert a rollout that vLLM has sampled to the trainer's own class.
 
-    `prompt_ids`: the prompt as vLLM has read it. `max_length`: the most tokens of a sequence,
-    prompt and completion together.
+    Args:
+        rollout: vLLM's output.
+        prompt_ids: the prompt as vLLM has read it.
+        max_length: the largest number of tokens that vLLM takes, prompt and completion together.
     """
     tokens = list(rollout.token_ids)
     logps: list[float | None] = [None] * len(tokens)
@@ -166,34 +182,34 @@ def answer_of(
         logps = logps_of_tokens(rollout.logprobs, tokens)
     reason = FinishReason.STOP
     if rollout.finish_reason == "length":
-        context_full = len(prompt_ids) + len(tokens) >= max_length
-        reason = FinishReason.CONTEXT if context_full else FinishReason.LENGTH
+        # vLLM gives one reason for two limits: its context is full, or `max_tokens` are sampled.
+        is_context_full = len(prompt_ids) + len(tokens) >= max_length
+        reason = FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
     return SamplingResult(
         tokens=tokens, logps=logps, finish_reason=reason, prompt_ids_read=list(prompt_ids)
     )
 
 
 class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
-    """A `vllm.LLM` that samples requests of the trainer.
+    """A `vllm.LLM` that samples the trainer's requests.
 
-    Its sleeping and waking are timed, and it can be kept awake. `adapter` is the policy's, where
-    the engine gets nothing but the adapter. `base` are the trainer's frozen weights, which leave
-    the GPU while the engine is awake.
+    Its sleeping and waking are timed, and it can be kept awake.
     """
 
-    stays_awake = False
-    adapter: LoRARequest | None = None
-    base: FrozenBase | None = None
-    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    is_kept_awake = False  # True inside `awake()`
+    # Whoever builds the engine sets the following.
+    adapter: LoRARequest | None = None  # the policy's, where a weight sync sends only the adapter
+    frozen_base: FrozenBase | None = None  # the policy's, off the GPU while the engine is awake
+    timed: Callable[[str], AbstractContextManager[Any]] = nullcontext  # counts an action's seconds
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Let `sleep` do nothing inside the block."""
-        self.stays_awake = True
+        """Make `sleep` do nothing inside the block."""
+        self.is_kept_awake = True
         try:
             yield
         finally:
-            self.stays_awake = False
+            self.is_kept_awake = False
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Sample with the policy's adapter; stock vLLM uses one only where a request names it."""
@@ -203,67 +219,83 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
     def sleep(self, level: int = 1, **kwargs: Any) -> None:
         """Free the engine's memory, and count the seconds that it takes.
 
-        Stock vLLM does not say how long it takes. With an adapter the weights stay on the host
-        (level 1), since no sync brings the base back that level 2 discards.
+        Stock vLLM does not count them. At level 2 it discards the weights, at level 1 it moves them
+        to the host. An engine with an adapter always sleeps at level 1, since a weight sync sends
+        only the adapter and would not bring the base back.
         """
-        if self.stays_awake:
+        if self.is_kept_awake:
             return
         with self.timed("sleep"):
             super().sleep(level=level if self.adapter is None else 1, **kwargs)
-            if self.base is not None:
-                self.base.move_to_device()
+            if self.frozen_base is not None:
+                self.frozen_base.move_to_device()  # for the policy's passes
 
     def wake_up(self, *args: Any, **kwargs: Any) -> None:
-        """Take the engine's memory back, and count the seconds."""
+        """Take the engine's memory back, and count the seconds; stock vLLM does not count them."""
         with self.timed("wake"):
-            if self.base is not None:
-                self.base.move_to_host()
+            if self.frozen_base is not None:
+                self.frozen_base.move_to_host()  # since the engine needs the GPU
             super().wake_up(*args, **kwargs)
 
     def sample(
         self,
-        asks: Sequence[SamplingRequest],
+        requests: Sequence[SamplingRequest],
         settings: Mapping[str, Any],
         image_token_id: int | None,
     ) -> list[SamplingResult]:
-        """Sample a rollout for each of `asks`.
+        """Sample a rollout for each request, and return them in the order of the requests.
 
-        Neighbours that ask for the same are one request, whose rollouts get its seed, the seed + 1,
-        and so on.
+        Neighbouring requests for the same prompt become one request of vLLM, which samples several
+        rollouts. vLLM seeds them with the first one's seed, this seed + 1, and so on.
 
-        `settings`: arguments of `SamplingParams`. `image_token_id`: the id that stands once per
-        image in a prompt for vLLM, which repeats it for the image's patches; None for a text model.
+        Args:
+            requests: the prompts.
+            settings: arguments of vLLM's `SamplingParams`.
+            image_token_id: the id of the token that stands for a part of an image; None for a text
+                model.
         """
-        # Numbers in flat lists: one object for each token takes the host longer than a card takes
-        # to sample it, and fills the garbage collector.
-        options = {**settings, "flat_logprobs": True}
-        requests = [[ask] for ask in asks]
-        if options["temperature"]:  # else sampling is greedy, where a request has one rollout
-            requests = merge_requests(asks)
+        options = dict(settings)
+        # One object for each token takes the host longer than a GPU takes to sample it.
+        options["flat_logprobs"] = True
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
+        is_greedy = options["temperature"] == 0
+        # Greedy rollouts of a prompt are equal, and vLLM takes no greedy request for several.
+        groups = [[request] for request in requests] if is_greedy else merge_requests(requests)
         prompts: list[dict[str, Any]] = []
         parameters: list[SamplingParams] = []
-        for request in requests:
-            ask = request[0]
-            prompt: dict[str, Any] = {"prompt_token_ids": ask.prompt_ids}
-            if image_token_id is not None:
-                prompt["prompt_token_ids"] = collapse_image_runs(ask.prompt_ids, image_token_id)
-            if ask.images:
-                prompt["multi_modal_data"] = {"image": ask.images}
-            prompts.append(with_known_images(prompt))
-            limits = {"seed": ask.seed, "max_tokens": ask.max_tokens}
-            limits = {name: value for name, value in limits.items() if value is not None}
-            parameters.append(SamplingParams(**{**options, **limits, "n": len(request)}))
+        for group in groups:
+            first = group[0]
+            prompts.append(_vllm_prompt(first, image_token_id))
+            options_of_group = {**options, "n": len(group)}
+            if first.seed is not None:
+                options_of_group["seed"] = first.seed
+            if first.max_tokens is not None:
+                options_of_group["max_tokens"] = first.max_tokens
+            parameters.append(SamplingParams(**options_of_group))
         outputs = []
-        if prompts:
+        if prompts:  # a rank may have no requests
             outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False)
         max_length = self.model_config.max_model_len
         results = []
-        for output, request in zip(outputs, requests, strict=True):
+        for output, group in zip(outputs, groups, strict=True):
             rollouts = sorted(output.outputs, key=lambda rollout: rollout.index)
-            assert len(rollouts) == len(request)
-            results += [
-                answer_of(rollout, output.prompt_token_ids, max_length) for rollout in rollouts
-            ]
+            assert len(rollouts) == len(group)
+            for rollout in rollouts:
+                results.append(sampling_result_of(rollout, output.prompt_token_ids, max_length))
         return results
+
+
+def _vllm_prompt(request: SamplingRequest, image_token_id: int | None) -> dict[str, Any]:
+    """Return the prompt of a request as vLLM takes it.
+
+    `image_token_id`: the id of the image token, which vLLM takes once for each image and repeats
+    itself; None for a text model.
+    """
+    prompt_ids = request.prompt_ids
+    if image_token_id is not None:
+        prompt_ids = collapse_image_runs(prompt_ids, image_token_id)
+    prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
+    if request.images:
+        prompt["multi_modal_data"] = {"image": request.images}
+    return with_known_images(prompt)

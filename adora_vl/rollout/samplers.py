@@ -18,42 +18,47 @@ from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
-from adora_vl.rollout.servers import ServerPool
+from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
-Asks = Sequence[SamplingRequest]
-Settings = Mapping[str, Any] | None  # of vLLM's `SamplingParams`; None: the run's
+Settings = Mapping[str, Any] | None  # arguments of vLLM's `SamplingParams`; None: those of the run
 
 
 @dataclass(frozen=True)
 class PendingSamples:
-    """Samples that were asked for and have not arrived.
+    """Samples that were requested and have not arrived.
 
-    Servers that sample ahead sample them with the weights of a step, while the trainer goes on; any
-    other sampler begins when `join` is called. `join` waits for this rank's results and raises a
-    server's error on all ranks. All ranks call it together; a second call returns the same results.
+    Servers sample them while the trainer goes on, with the weights of an earlier step; any other
+    sampler begins when `join` is called. `join` waits for this rank's results, and raises a server's
+    error on all ranks. All ranks call it together; a second call returns the same results.
     """
 
-    step: int  # number of optimizer steps that those weights have
+    step: int  # number of optimizer steps behind the weights that sample
     join: Callable[[], list[SamplingResult]]
 
 
 class Sampler(Protocol):
     """Samples rollouts. All ranks call every method together, also without any requests."""
 
-    scores: bool  # whether its results have log-probabilities
+    scores: bool  # whether the results have log-probabilities
 
     def sample(
-        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+        self,
+        requests: Sequence[SamplingRequest],
+        prompts: PromptBatch | None = None,
+        settings: Settings = None,
     ) -> list[SamplingResult]:
-        """Sample now, with the policy's present weights.
+        """Sample a rollout for each request, with the policy's present weights.
 
-        `prompts`: the processed prompts of `asks`; None where they are not known.
+        Args:
+            requests: the prompts of this rank, as an engine takes them.
+            prompts: the same prompts, processed for the policy; None where they are not known.
+            settings: vLLM's sampling parameters; None: those of the run.
         """
 
     def awake(self) -> AbstractContextManager[None]:
-        """Inside the block an engine does not sleep between two calls."""
+        """Return a context in which an engine does not sleep between two calls of `sample`."""
 
 
 class TransformersSampler:
@@ -64,21 +69,30 @@ class TransformersSampler:
 
     scores = False
 
-    def __init__(self, turn: Callable[[PromptBatch], list[list[int]]]) -> None:
-        """`turn`: samples the tokens of one rollout per prompt."""
-        self._turn = turn
+    def __init__(self, generate: Callable[[PromptBatch], list[list[int]]]) -> None:
+        """`generate` returns the sampled tokens of one rollout for each prompt."""
+        self._generate = generate
 
     def sample(
-        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+        self,
+        requests: Sequence[SamplingRequest],
+        prompts: PromptBatch | None = None,
+        settings: Settings = None,
     ) -> list[SamplingResult]:
+        """Sample a rollout for each of `prompts`, without log-probabilities.
+
+        The policy samples itself, so it needs the processed prompts, and takes no settings of vLLM.
+        """
         assert prompts is not None
         assert settings is None
-        return [
-            SamplingResult(
-                tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
+        results = []
+        for tokens in self._generate(prompts):
+            results.append(
+                SamplingResult(
+                    tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
+                )
             )
-            for tokens in self._turn(prompts)
-        ]
+        return results
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -94,26 +108,35 @@ class VLLMSampler:
     ) -> None:
         self.engine = engine
         self.context = context
-        self.synced = -1  # number of optimizer steps of the weights that the engine has
+        # number of optimizer steps behind the weights that the engine has; -1: it has none
+        self.synced_step = -1
         engine.take_images_from(images.cache)
 
-    def give_weights(self, *, anew: bool = False) -> None:
+    def sync_weights(self, *, force: bool = False) -> None:
         """Send the policy's weights to the engine, unless it has those of this step.
 
-        `anew`: send them in any case, since they have changed within the step.
+        `force`: send them in any case, since they have changed within the step.
         """
-        if anew or self.context.state().global_step != self.synced:
-            self._give()
-            self.synced = self.context.state().global_step
+        step = self.context.state().global_step
+        if force or step != self.synced_step:
+            self._send_weights()
+            self.synced_step = step
 
-    def _give(self) -> None:
+    def _send_weights(self) -> None:
         self.engine.sync_weights()
 
     def sample(
-        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+        self,
+        requests: Sequence[SamplingRequest],
+        prompts: PromptBatch | None = None,
+        settings: Settings = None,
     ) -> list[SamplingResult]:
-        self.give_weights()
-        return self.engine.sample(asks, settings)
+        """Send new weights to the engine, and sample a rollout for each request.
+
+        `prompts` are not used, since vLLM processes the prompts itself.
+        """
+        self.sync_weights()
+        return self.engine.sample(requests, settings)
 
     def awake(self) -> AbstractContextManager[None]:
         return self.engine.staying_awake()
@@ -122,99 +145,153 @@ class VLLMSampler:
 class AsyncServerSampler(VLLMSampler):
     """Samples on servers that get their requests before the rollouts are needed.
 
-    Weights and requests go into a queue. A thread of the first rank works it off in order, so which
-    weights sample a rollout does not depend on timing. The thread does nothing but HTTP, so that
-    its collective calls cannot interleave with the policy's. Weights wait as files.
+    Weights and requests go into a queue. A thread of the first rank works on it in order, so which
+    weights sample a rollout does not depend on timing. The thread does nothing but HTTP, since
+    collective calls of its own could interleave with the policy's. Weights wait as files.
     """
 
     def __init__(
         self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration
     ) -> None:
+        """Create the sampler; its thread starts with the first job.
+
+        Args:
+            context: the config and the state of the run.
+            images: the images of the run.
+            engine: the connection to the servers.
+        """
         super().__init__(context, images, engine)
-        self.ahead = context.config.adora_rollouts.ahead  # generations
+        self.ahead = context.config.adora_rollouts.ahead  # generations that are requested early
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
-        self._files: dict[Path, ExitStack] = {}  # weights that no server has read yet
-        self._partly_new = False  # whether a server was started again and needs all weights
+        # the weights that no server has read yet, by their folder; closing a stack removes its files
+        self._waiting_weights: dict[Path, ExitStack] = {}
+        # whether a server was started again and lacks the weights that training does not change
+        self._server_needs_all_weights = False
         self._thread: threading.Thread | None = None
-        self._seconds = {"trainer": 0.0, "servers": 0.0}
+        self._seconds_waited = {"trainer": 0.0, "servers": 0.0}
 
-    def _give(self) -> None:
-        everything = self.synced < 0 or self.engine.served.first_rank(lambda _: self._partly_new)
-        with ExitStack() as until:
-            folder = until.enter_context(self.engine.weights_written(everything=everything))
-            if self.engine.served.servers is not None:
-                self._files[folder] = until.pop_all()
-                self._put(partial(self._read, folder=folder, everything=everything))
+    def _send_weights(self) -> None:
+        """Write the policy's weights to files, and queue a job that lets the servers read them."""
+        # The first rank's thread sets the flag, and all ranks have to write the same tensors.
+        sends_all = self.synced_step < 0 or self.engine.server_group.on_first_rank(
+            lambda _: self._server_needs_all_weights
+        )
+        with ExitStack() as stack:
+            folder = stack.enter_context(self.engine.weights_written(sends_all=sends_all))
+            if self.engine.server_group.pool is not None:
+                # The files outlive this block, until the servers have read them.
+                self._waiting_weights[folder] = stack.pop_all()
+                self._queue_job(partial(self._read_weights, folder=folder, sends_all=sends_all))
 
-    def _read(self, servers: ServerPool, folder: Path, everything: bool) -> None:
+    def _read_weights(self, pool: ServerPool, folder: Path, sends_all: bool) -> None:
+        """Let the servers read the weights in `folder`, and remove its files.
+
+        `sends_all`: whether the folder has all weights, or only those that training changes. Then
+        a server that was started again is left out, until the next sync sends all of them.
+        """
         try:
-            self._partly_new = servers.find_living(in_part=not everything) and not everything
-            servers.read_weights(folder)
+            any_missed_last_sync = pool.update_servers_in_use(sends_only_changes=not sends_all)
+            self._server_needs_all_weights = any_missed_last_sync and not sends_all
+            pool.read_weights(folder)
         finally:
-            self._files.pop(folder, ExitStack()).close()
+            self._remove_weights(folder)
 
-    def begin(self, asks: Asks, settings: Settings = None) -> PendingSamples:
-        """Queue requests to the servers, behind everything that is queued already."""
+    def begin(
+        self, requests: Sequence[SamplingRequest], settings: Settings = None
+    ) -> PendingSamples:
+        """Queue requests to the servers, and do not wait for their answers. Collective.
+
+        They are sampled with the weights that were queued last.
+        """
         engine = self.engine
-        place_features = engine.served.place
-        requests = engine.served.gathered(asks, engine.sampling if settings is None else settings)
-        future = self._put(lambda servers: servers.sample(requests, place_features))
-        return PendingSamples(step=self.synced, join=cache(partial(self._join, future, len(asks))))
+        place_features = engine.server_group.place_features
+        group_requests = engine.server_group.gather_requests(
+            requests, engine.sampling if settings is None else settings
+        )
+        future = self._queue_job(lambda pool: pool.sample(group_requests, place_features))
+        # `cache` makes a second call return the results of the first one.
+        join = cache(partial(self._join, future, len(requests)))
+        return PendingSamples(step=self.synced_step, join=join)
 
-    def _join(self, future: Future[Any] | None, asks: int) -> list[SamplingResult]:
-        """Wait for the results of this rank, which has asked for `asks` rollouts."""
+    def _join(self, future: Future[Any] | None, rollout_count: int) -> list[SamplingResult]:
+        """Wait for the rollouts that `begin` has requested, and return those of this rank.
+
+        Args:
+            future: the rollouts of all ranks; None on every rank but the first.
+            rollout_count: how many rollouts this rank has requested.
+        """
         began = time.perf_counter()
         with engine_call("generate"):
-            everyone = self.engine.served.first_rank(lambda _: future.result() if future else [])
-        self._seconds["trainer"] += time.perf_counter() - began
-        return self.engine.served.shared(everyone, asks)
+            rollouts_by_request = self.engine.server_group.on_first_rank(
+                lambda _: future.result() if future is not None else []
+            )
+        self._seconds_waited["trainer"] += time.perf_counter() - began
+        return self.engine.server_group.select_results_of_rank(rollouts_by_request, rollout_count)
 
     def sample(
-        self, asks: Asks, prompts: PromptBatch | None = None, settings: Settings = None
+        self,
+        requests: Sequence[SamplingRequest],
+        prompts: PromptBatch | None = None,
+        settings: Settings = None,
     ) -> list[SamplingResult]:
-        self.give_weights()
-        return self.begin(asks, settings).join()
+        """Queue new weights and the requests, and wait for the rollouts.
 
-    def waited(self) -> dict[str, float]:
-        """Return seconds of waiting since the last call.
-
-        `trainer`: the trainer waited for servers. `servers`: they waited for it (first rank only).
+        `prompts` are not used, since vLLM processes the prompts itself.
         """
-        seconds = self._seconds
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
+        self.sync_weights()
+        return self.begin(requests, settings).join()
+
+    def pop_seconds_waited(self) -> dict[str, float]:
+        """Return the seconds of waiting since the last call, by who has waited.
+
+        `trainer`: the trainer waited for rollouts. `servers`: the servers waited for a job of the
+        trainer, which only the first rank knows.
+        """
+        seconds = self._seconds_waited
+        self._seconds_waited = dict.fromkeys(self._seconds_waited, 0.0)
         return seconds
 
     def close(self) -> None:
         """Remove the weight files that no server has read."""
-        for folder in list(self._files):
-            self._files.pop(folder, ExitStack()).close()
+        for folder in list(self._waiting_weights):
+            self._remove_weights(folder)
 
-    def _put(self, do: Callable[[ServerPool], Any]) -> Future[Any] | None:
-        """Queue a job, on the first rank; None on every other rank.
+    def _remove_weights(self, folder: Path) -> None:
+        """Remove the weight files in `folder`, if they are still there."""
+        self._waiting_weights.pop(folder, ExitStack()).close()
 
-        After a failure every later job fails with the same error.
+    def _queue_job(self, job: Callable[[ServerPool], Any]) -> Future[Any] | None:
+        """Queue a job for the thread of the first rank, and return the future of its result.
+
+        Returns None on every other rank. After a failure every later job fails with the same error.
         """
-        servers = self.engine.served.servers
-        if servers is None:
+        pool = self.engine.server_group.pool
+        if pool is None:
             return None
         future = Future[Any]()
-        self._queue.put((partial(do, servers), future))
+        self._queue.put((partial(job, pool), future))
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="rollouts-ahead", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run_jobs, name="rollouts-ahead", daemon=True
+            )
             self._thread.start()
         return future
 
-    def _work(self) -> None:
-        """Work off the queue, on a thread of its own."""
-        problem: BaseException | None = None
+    def _run_jobs(self) -> None:
+        """Run the jobs of the queue in order. This is the thread's function, and never returns.
+
+        After a job has failed, later ones get its error: they would be sampled with weights that
+        did not arrive.
+        """
+        first_error: BaseException | None = None
         while True:
             began = time.perf_counter()
-            do, future = self._queue.get()
-            self._seconds["servers"] += time.perf_counter() - began
+            job, future = self._queue.get()
+            self._seconds_waited["servers"] += time.perf_counter() - began
             try:
-                if problem is not None:
-                    raise problem
-                future.set_result(do())
+                if first_error is not None:
+                    raise first_error
+                future.set_result(job())
             except BaseException as error:
-                problem = error
+                first_error = error
                 future.set_exception(error)

@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult, merge_requests
-from adora_vl.rollout.servers import GroupRequest, PlaceFeatures, Sampled, ServerPool
+from adora_vl.rollout.server import GroupRequest, PlaceFeatures
+from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import (
     EngineError,
@@ -22,36 +23,64 @@ from adora_vl.utils.errors import (
     UserError,
 )
 
-Tensors = Iterator[tuple[str, Tensor]]
+
+class _ErrorKind(NamedTuple):
+    """A kind of error of the first rank, and the error that the other ranks raise for it."""
+
+    first_rank: type[Exception]
+    other_ranks: type[Exception]
+
+
+# The first kind that an error is an instance of decides.
+_ERROR_KINDS = [
+    _ErrorKind(first_rank=NoServerError, other_ranks=NoServerError),
+    _ErrorKind(first_rank=UserError, other_ranks=SharedUserError),
+    _ErrorKind(first_rank=RolloutError, other_ranks=RolloutError),
+    _ErrorKind(first_rank=Exception, other_ranks=EngineError),
+]
 
 
 @dataclass
 class ServerGroup:
-    """The servers of a run as its ranks see them. Every method is called by all ranks together."""
+    """The servers of a run as its ranks see them. All ranks call every method together."""
 
     accelerator: Accelerator
-    place: PlaceFeatures
-    servers: ServerPool | None  # None on every rank but the first
-    files: WeightFiles | None = None  # on the first rank, where weights are sent as files
+    place_features: PlaceFeatures  # adds the positions of image tokens to a prompt's image features
+    pool: ServerPool | None = None  # None on every rank but the first
+    weight_files: WeightFiles | None = None  # on the first rank, where weights are sent as files
 
     @contextmanager
-    def weights_written(self, tensors: Tensors) -> Iterator[Path]:
-        """Write the tensors; yields their folder, which stays while the block runs."""
+    def weights_written(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Path]:
+        """Write named tensors to files, and yield their folder, which exists inside the block.
+
+        The first rank writes. The other ranks only iterate over `tensors`, since each step of the
+        iterator may gather a tensor from all ranks.
+        """
         with ExitStack() as stack:
 
             def write(_: ServerPool) -> Path:
-                assert self.files is not None
-                return stack.enter_context(self.files.written(tensors))
+                """Write the files, which the stack removes at the end of the block."""
+                assert self.weight_files is not None
+                return stack.enter_context(self.weight_files.written(tensors))
 
-            # The other ranks go through the tensors too: gathering each is a collective call.
-            yield self.first_rank(write, meanwhile=lambda: deque(tensors, 0))
+            def iterate() -> None:
+                deque(tensors, maxlen=0)
 
-    def gathered(
+            yield self.on_first_rank(write, on_other_ranks=iterate)
+
+    def gather_requests(
         self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any]
     ) -> list[GroupRequest]:
-        """Return the requests of all ranks, on the first rank; an empty list on every other rank.
+        """Gather the requests of all ranks on the first rank, in the form that servers get.
 
-        `settings`: vLLM's sampling parameters.
+        Neighbouring requests for the same prompt become one request for several rollouts.
+
+        Args:
+            requests: those of this rank.
+            settings: vLLM's sampling parameters. A request's own seed and number of tokens replace
+                theirs.
+
+        Returns the requests of all ranks on the first rank, and an empty list on every other rank.
         """
         requests_of_all = gather_object(list(requests))
         if not self.accelerator.is_main_process:
@@ -68,63 +97,81 @@ class ServerGroup:
                 GroupRequest(
                     prompt_ids=first.prompt_ids,
                     images=first.images,
-                    rollouts=len(group),
+                    rollout_count=len(group),
                     settings=group_settings,
                 )
             )
         return group_requests
 
-    def sample(self, requests: list[GroupRequest], rollouts: int) -> list[SamplingResult]:
-        """Sample now. Returns the results of this rank, which has asked for `rollouts` rollouts."""
-        answers = self.first_rank(lambda servers: servers.sample(requests, self.place))
-        return self.shared(answers, rollouts)
+    def sample(
+        self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any]
+    ) -> list[SamplingResult]:
+        """Sample a rollout for each request of this rank, and wait for it.
 
-    def shared(self, answers: list[Sampled], rollouts: int) -> list[SamplingResult]:
-        """Return this rank's part of the answers to all ranks.
-
-        `rollouts`: the number of rollouts that this rank has requested. The answers are in the order
-        of the ranks.
+        `settings` are vLLM's sampling parameters.
         """
-        rollouts_of_ranks = gather_object([rollouts])
-        first = sum(rollouts_of_ranks[: self.accelerator.process_index])
-        results = []
-        for answer in answers:
-            for tokens, logps in answer:
-                results.append(SamplingResult(tokens=tokens, logps=[*logps]))
-        return results[first : first + rollouts]
+        group_requests = self.gather_requests(requests, settings)
+        rollouts_by_request = self.on_first_rank(
+            lambda pool: pool.sample(group_requests, self.place_features)
+        )
+        return self.select_results_of_rank(rollouts_by_request, len(requests))
 
-    def first_rank(
-        self, do: Callable[[ServerPool], Any], meanwhile: Callable[[], object] = lambda: None
+    def select_results_of_rank(
+        self, rollouts_by_request: Sequence[Sequence[SamplingResult]], rollout_count: int
+    ) -> list[SamplingResult]:
+        """Select the rollouts that this rank has requested from those of all ranks.
+
+        Args:
+            rollouts_by_request: the sampled rollouts of each `GroupRequest` of `gather_requests`,
+                which has the requests in the order of the ranks.
+            rollout_count: how many rollouts this rank has requested.
+        """
+        rollout_counts_R = gather_object([rollout_count])
+        start = sum(rollout_counts_R[: self.accelerator.process_index])
+        results: list[SamplingResult] = []
+        for rollouts in rollouts_by_request:
+            results += rollouts
+        return results[start : start + rollout_count]
+
+    def on_first_rank(
+        self,
+        action: Callable[[ServerPool], Any],
+        on_other_ranks: Callable[[], None] = lambda: None,
     ) -> Any:
-        """Run `do` on the first rank, and return its result, or raise its error, on all ranks.
+        """Run an action with the servers on the first rank, and share its outcome with all ranks.
 
-        The other ranks run `meanwhile`. Collective.
+        Every rank returns the result of `action`, or raises its error. Collective.
+
+        Args:
+            action: what the first rank does.
+            on_other_ranks: what the other ranks do at the same time.
         """
         result: Any = None
-        problem: Exception | None = None
-        if self.servers is not None:
+        error: Exception | None = None
+        if self.pool is not None:  # this is the first rank
             try:
-                result = do(self.servers)
-            except Exception as error:
-                problem = error
+                result = action(self.pool)
+            except Exception as raised_error:
+                error = raised_error
         else:
-            meanwhile()
-        # An error travels as the number of its kind and its text: not every error can be pickled.
-        kinds: list[type[Exception]] = [NoServerError, UserError, RolloutError]
-        raised_elsewhere = [NoServerError, SharedUserError, RolloutError, EngineError]
-        kind_number = len(kinds)  # any further error is raised as the last kind
-        for number, kind in enumerate(kinds):
-            if isinstance(problem, kind):
-                kind_number = number
-                break
+            on_other_ranks()
+        # Not every error can be pickled, so the other ranks get its kind and its text.
+        kind_number = len(_ERROR_KINDS) - 1
         text = ""
-        if problem is not None:
-            text = str(problem) or type(problem).__name__
+        if error is not None:
+            kind_number = _kind_number(error)
+            text = str(error) or type(error).__name__
         message: list[Any] = [result, kind_number, text]
         broadcast_object_list(message, from_process=0)
-        if problem is not None:
-            raise problem
+        if error is not None:
+            raise error
         result, kind_number, text = message
         if text:
-            raise raised_elsewhere[kind_number](text)
+            raise _ERROR_KINDS[kind_number].other_ranks(text)
         return result
+
+
+def _kind_number(error: Exception) -> int:
+    """Return the index in `_ERROR_KINDS` of the first kind that the error is an instance of."""
+    kinds = [isinstance(error, kind.first_rank) for kind in _ERROR_KINDS]
+    return kinds.index(True)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,54 +22,65 @@ Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: "LLM") -> Any:
-    """Return the object in vLLM that has the model."""
+    """Return the object of vLLM that holds the model and runs its steps."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def runner_version(llm: "LLM") -> str:
-    """Return the model runner that vLLM has chosen.
+    """Return which of its two model runners vLLM has chosen, `V1` or `V2`.
 
-    It is `V2` by default on a GPU, and `V1` on a CPU and for what V2 does not support.
+    It is `V2` by default on a GPU, and `V1` on a CPU and for models that V2 does not support.
     """
     return "V2" if type(_model_runner(llm)).__module__.startswith("vllm.v1.worker.gpu.") else "V1"
 
 
-def zero_scratch(llm: "LLM") -> None:
-    """Zero the buffers that vLLM zeroes only once, when the engine is built.
+def zero_discarded_buffers(llm: "LLM") -> None:
+    """Zero the buffers that vLLM zeroes only when it builds the engine.
 
-    Sleep level 2 discards their memory. One is the M-RoPE positions of model runner V2: a step
-    writes those of its own tokens, and padding reads what is left as indices into the rotary table
-    (V1 allocates them elsewhere). The others are what Qwen3-VL adds to the hidden states of its
-    first layers: a step with images writes and clears them, a step without images adds what is
-    left.
+    Sleep level 2 discards their memory, and a step of the engine would read what is left in it:
+
+    - `rope_state.positions`, the M-RoPE positions of model runner V2. A step writes the positions
+      of its own tokens. Those of the padding behind them are read too, as indices into the rotary
+      table.
+    - `deepstack_input_embeds`, which Qwen3-VL adds to the hidden states of its first layers. A step
+      with images writes them and clears them afterwards. A step without images adds them as they
+      are.
     """
     runner = _model_runner(llm)
-    rope = getattr(getattr(runner, "model_state", None), "rope_state", None)
-    deepstack = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
-    buffers = [] if rope is None else [rope.positions]
-    if deepstack:
-        buffers += deepstack
-    with torch.inference_mode():  # a step may have replaced a buffer by an inference tensor
+    rope_state = getattr(getattr(runner, "model_state", None), "rope_state", None)
+    deepstack_buffers = getattr(getattr(runner, "model", None), "deepstack_input_embeds", None)
+    buffers = []
+    if rope_state is not None:
+        buffers.append(rope_state.positions)
+    if deepstack_buffers:
+        buffers += deepstack_buffers
+    # vLLM may have replaced a buffer by an inference tensor, which is read-only outside of this mode.
+    with torch.inference_mode():
         for buffer in buffers:
             buffer.zero_()
 
 
 def push_weights(
-    llm: "LLM", tensors: Iterable[tuple[str, Tensor]], everything: bool = False
+    llm: "LLM", tensors: Iterable[tuple[str, Tensor]], *, is_whole_model: bool = False
 ) -> int:
-    """Load `tensors` (by their Transformers names) into the engine; return their number.
+    """Load tensors into the engine, and return how many there were.
 
-    The tensors are streamed one by one, so that no more than one tensor of a sharded model is whole
-    at a time. The CPU engine repacks its linear layers after loading, which only `reload_weights`
-    can handle. It keeps the tensors of a layer until all have come, so each has to be a copy.
+    The tensors are loaded one by one, so that only one tensor of a sharded model is whole at a
+    time.
 
-    With `everything`, `tensors` are the whole model. Raises `RolloutError` where a parameter of a
-    GPU engine got no value: with sleep mode its memory would be uninitialised.
+    Args:
+        llm: the engine.
+        tensors: the tensors by their names in Transformers.
+        is_whole_model: whether the tensors are all of the model's. It is then checked that each
+            parameter of a GPU engine got a value.
+
+    Raises `RolloutError` for a parameter without a value. After a sleep its memory would be
+    uninitialised.
     """
     runner = _model_runner(llm)
     count = 0
 
-    def copies() -> Iterator[tuple[str, Tensor]]:
+    def counted_copies() -> Iterator[tuple[str, Tensor]]:
         """Yield copies of the tensors, and count them."""
         nonlocal count
         for name, tensor in tensors:
@@ -77,22 +88,24 @@ def push_weights(
             yield name, tensor.detach().clone()
 
     if runner.device.type == "cpu":
-        runner.reload_weights(weights_iterator=copies())
+        # The CPU engine repacks its layers after loading, which only `reload_weights` can undo. It
+        # keeps the tensors of a layer until all have come, by when the originals may have changed.
+        runner.reload_weights(weights_iterator=counted_copies())
         return count
     loaded_names: set[str] = set()
     for name, tensor in tensors:
         loaded_names |= runner.model.load_weights([(name, tensor)])
         count += 1
-    if everything:
+    if is_whole_model:
         _check_complete(runner.model, loaded_names)
     return count
 
 
-def lora_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
-    """Return vLLM's settings for an engine that gets nothing but the policy's adapter.
+def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
+    """Return vLLM's LoRA settings for a policy whose adapter can be sent without the weights.
 
-    None where more is trained than the two LoRA factors of linear layers: a bias,
-    `modules_to_save`, an adapter of another kind, or all weights.
+    None where vLLM could not take everything that is trained. It takes the two LoRA factors of
+    linear layers, but no bias, no `modules_to_save`, no adapter of another kind and no weights.
     """
     if ADAPTER_NAME not in getattr(policy, "peft_config", ()):
         return None
@@ -101,10 +114,10 @@ def lora_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
     factors = []
     for layer in layers.values():
         factors += [layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]]
-    # Factors of embeddings and convolutions are no `nn.Linear`, and vLLM takes none of them.
-    linear_ids = {id(factor.weight) for factor in factors if isinstance(factor, nn.Linear)}
+    linear_factors = [factor for factor in factors if isinstance(factor, nn.Linear)]
+    has_other_factors = len(linear_factors) < len(factors)  # of embeddings or convolutions
+    linear_ids = {id(factor.weight) for factor in linear_factors}
     trained_ids = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
-    has_other_factors = len(linear_ids) < len(factors)
     trains_more = bool(trained_ids - linear_ids)
     if not layers or trains_more or has_other_factors or config.target_parameters:
         return None
@@ -117,26 +130,27 @@ def lora_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
 
 
 def adapter_tensors(policy: "PeftModel", gather: Gather) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names and factors of the policy's LoRA adapter.
+    """Yield the names and values of the two LoRA factors of each layer of the policy's adapter.
 
-    The second factor is multiplied by the scaling of its layer. vLLM itself would multiply it by
-    alpha / r in place, and its reader ignores the settings of single layers (`rank_pattern`,
-    rsLoRA). So the product is a copy, and the engine gets it with alpha = r. `gather` makes sharded
-    parameters whole, so every rank has to iterate.
+    Factor B comes multiplied by the scaling of its layer. vLLM would multiply it by alpha / r, and
+    ignore the scaling of single layers (`rank_pattern`, rsLoRA). So the engine gets the product,
+    with alpha = r.
+
+    `gather` makes sharded parameters whole, which is collective. So every rank has to iterate.
     """
     for name, layer in _adapter_layers(policy):
-        first = layer.lora_A[ADAPTER_NAME].weight
-        second = layer.lora_B[ADAPTER_NAME].weight
-        with gather([first, second]):
-            yield f"{name}.lora_A.weight", first.detach().clone()
-            yield f"{name}.lora_B.weight", second.detach() * layer.scaling[ADAPTER_NAME]
+        factor_a = layer.lora_A[ADAPTER_NAME].weight
+        factor_b = layer.lora_B[ADAPTER_NAME].weight
+        with gather([factor_a, factor_b]):
+            yield f"{name}.lora_A.weight", factor_a.detach().clone()
+            yield f"{name}.lora_B.weight", factor_b.detach() * layer.scaling[ADAPTER_NAME]
 
 
 def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int:
-    """Replace the engine's adapter by that of `adapter_tensors`; return the number of tensors.
+    """Replace the LoRA adapter in the engine, and return how many tensors it has.
 
-    Raises `RolloutError` where the engine has no layer for a part of the adapter, which it would
-    ignore.
+    `named_tensors` are those of `adapter_tensors`. Raises `RolloutError` where the engine has no
+    layer for a part of the adapter. vLLM itself would ignore that part.
     """
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
@@ -146,16 +160,18 @@ def push_adapter(llm: "LLM", named_tensors: Iterable[tuple[str, Tensor]]) -> int
     lora_config = runner.lora_manager.lora_config
     rank = lora_config.max_lora_rank
     manager = runner.lora_manager._adapter_manager
+    # Some models have other names in vLLM than in Transformers.
     weights_mapper = getattr(runner.get_model(), "hf_to_vllm_mapper", None)
+    rename_mapper = None if weights_mapper is None else weights_mapper.get_rename_mapper()
     adapter_id = llm.adapter.lora_int_id
     adapter = LoRAModel.from_lora_tensors(
         adapter_id,
         tensors,
-        # vLLM multiplies by alpha / r, which is 1: the tensors are scaled already.
+        # vLLM multiplies by alpha / r. The tensors have their scaling already, so it has to be 1.
         PEFTHelper(r=rank, lora_alpha=rank, target_modules=[]),
         device="cpu",
         dtype=lora_config.lora_dtype,
-        weights_mapper=weights_mapper and weights_mapper.get_rename_mapper(),
+        weights_mapper=rename_mapper,
     )
     manager.remove_adapter(adapter_id)
     manager.add_adapter(adapter)
@@ -177,17 +193,20 @@ def _adapter_layers(policy: "PeftModel") -> Iterator[tuple[str, Any]]:
 
 
 def _check_complete(model: nn.Module, loaded_names: Collection[str]) -> None:
-    """Raise `RolloutError` for the first parameter that was not loaded under any of its names.
+    """Raise `RolloutError` where a parameter of the engine's model was not loaded.
 
-    Tied parameters have two names, and are told by their memory.
+    A tied parameter has two names and one memory, and is loaded under one of the names. So
+    parameters are compared by the address of their memory.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    loaded_memory = set()
+    loaded_addresses = set()
     for name in loaded_names:
         if name in parameters:
-            loaded_memory.add(parameters[name].data_ptr())
+            loaded_addresses.add(parameters[name].data_ptr())
     missing = [
-        name for name, parameter in parameters.items() if parameter.data_ptr() not in loaded_memory
+        name
+        for name, parameter in parameters.items()
+        if parameter.data_ptr() not in loaded_addresses
     ]
     if missing:
         raise RolloutError(
@@ -200,7 +219,7 @@ def _check_complete(model: nn.Module, loaded_names: Collection[str]) -> None:
 def reset_caches(llm: "LLM") -> None:
     """Empty the engine's caches of prefixes and image features, which old weights have filled.
 
-    Raises `RolloutError` if the engine refuses.
+    Raises `RolloutError` where the engine refuses, since a request is running.
     """
     if not llm.reset_prefix_cache():
         raise RolloutError(
@@ -211,19 +230,21 @@ def reset_caches(llm: "LLM") -> None:
 
 
 def can_merge(model: "PeftModel", gather: Gather = lambda parameters: nullcontext()) -> bool:
-    """Return whether everything that a `PeftModel` trains is in weights that PEFT can merge.
+    """Return whether PEFT can merge everything that this model trains into its weights.
 
-    Prompt tuning, for example, adds tokens instead of changing weights. Merging is tried on one
-    layer of each kind. Collective: all ranks call it together, since `gather` is.
+    Prompt tuning, for example, adds tokens instead of changing weights. Each kind of layer is tried
+    on one layer.
+
+    `gather` makes sharded parameters whole, which is collective: all ranks call this together.
     """
     from peft.tuners.tuners_utils import BaseTuner
 
     if not isinstance(model.base_model, BaseTuner):
         return False
-    modules = [module for _, module in _parts(model.get_base_model())]
-    reachable_ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    modules = [part.module for part in _parts(model.get_base_model())]
+    mergeable_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(id(parameter) not in reachable_ids for parameter in trained):
+    if any(id(parameter) not in mergeable_ids for parameter in trained):
         return False
     # Layers of one kind have the same class and parameters of the same names.
     layer_of_kind = {}
@@ -235,15 +256,16 @@ def can_merge(model: "PeftModel", gather: Gather = lambda parameters: nullcontex
         for layer in layer_of_kind.values():
             with gather(list(layer.parameters())):
                 _merged_copy(layer)
-    except (NotImplementedError, ValueError):
+    except (NotImplementedError, ValueError):  # what PEFT raises for an adapter it cannot merge
         return False
     return True
 
 
 def refuse_unmergeable(model: "PeftModel", gather: Gather) -> None:
-    """Raise `UserError` for a `PeftModel` whose adapters PEFT cannot merge.
+    """Raise `UserError` where PEFT cannot merge the adapters of this model into its weights.
 
-    An engine and a saved model both need the merged weights.
+    An engine and a saved model both need the merged weights. `gather` makes sharded parameters
+    whole, which is collective: all ranks call this together.
     """
     if not can_merge(model, gather):
         types = [config.peft_type for config in model.peft_config.values()]
@@ -257,56 +279,68 @@ def refuse_unmergeable(model: "PeftModel", gather: Gather) -> None:
 def merged_parameters(
     model: "PeftModel", gather: Gather, includes: Callable[[str], bool], changed_only: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(Transformers name, tensor)` of a `PeftModel` with its active adapters merged in.
+    """Yield the names and values of a model's parameters, with its active adapters merged in.
 
-    The tensors are those of `merge_and_unload`. PEFT itself merges a copy, in float32, of one layer
-    at a time. So the model is not changed, and every kind of adapter that PEFT can merge works.
-    `gather` makes sharded parameters whole, so every rank has to iterate.
+    The values are those of `merge_and_unload`. PEFT itself merges a copy of one layer at a time, in
+    float32. So the model stays as it is, and every kind of adapter works that PEFT can merge.
 
-    `includes`: whether the parameter of this name is sent. `changed_only`: leave out tensors that
-    have no adapter and are not trained.
+    Args:
+        model: the policy.
+        gather: makes sharded parameters whole, which is collective. So every rank has to iterate.
+        includes: says whether the parameter of this name is yielded. Names are those of a model
+            without adapters.
+        changed_only: whether to leave out parameters that have no adapter and are not trained.
     """
-    sent_ids: set[int] = set()  # tied parameters are sent once
-    for prefix, module in _parts(model.get_base_model()):
-        is_adapted = _is_adapted(module)
-        parameters = dict(_base_of(module).named_parameters(recurse=is_adapted))
-        unsent = {}
-        for name, parameter in parameters.items():
-            if id(parameter) not in sent_ids and includes(prefix + name):
-                unsent[name] = parameter
-        sent_ids |= {id(parameter) for parameter in parameters.values()}
-        if not unsent:
-            continue
-        if is_adapted:
-            with gather(list(module.parameters())):
-                merged = dict(_merged_copy(module).named_parameters())
-            for name, parameter in unsent.items():
-                yield prefix + name, merged[name].data.to(parameter.dtype)
-            continue
-        for name, parameter in unsent.items():
-            if parameter.requires_grad or not changed_only:
-                with gather([parameter]):
-                    yield prefix + name, parameter.data
+    seen_ids: set[int] = set()  # a tied parameter is yielded once
+    for part in _parts(model.get_base_model()):
+        is_adapted = _is_adapted(part.module)
+        base_layer = _base_of(part.module)
+        parameters = {}
+        for name, parameter in base_layer.named_parameters(recurse=is_adapted):
+            if id(parameter) not in seen_ids and includes(part.prefix + name):
+                parameters[name] = parameter
+        seen_ids |= {id(parameter) for parameter in base_layer.parameters(recurse=is_adapted)}
+        if is_adapted and parameters:
+            with gather(list(part.module.parameters())):
+                merged_values = dict(_merged_copy(part.module).named_parameters())
+            for name, parameter in parameters.items():
+                yield part.prefix + name, merged_values[name].data.to(parameter.dtype)
+        elif not is_adapted:
+            for name, parameter in parameters.items():
+                if parameter.requires_grad or not changed_only:
+                    with gather([parameter]):
+                        yield part.prefix + name, parameter.data
 
 
-def _parts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules below `module` that hold parameters, each with the prefix of their names.
+class _Part(NamedTuple):
+    """A module with parameters, and the prefix of their names in a model without adapters."""
 
-    The prefix is that of a model without adapters. A module in PEFT's `modules_to_save` is replaced
-    by its trained copy. A module with an adapter is yielded as a whole, without its children.
+    prefix: str
+    module: nn.Module
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[_Part]:
+    """Yield the modules of a model whose parameters are merged and sent one after another.
+
+    A layer with an adapter is yielded as a whole, without its children. Every other module is
+    yielded for its own parameters, and then its children. A module in PEFT's `modules_to_save` is
+    replaced by the copy of it that is trained.
+
+    `prefix`: the prefix of the names of the module's own parameters.
     """
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        active = module.active_adapters
-        yield from _parts(
-            module.modules_to_save[active[0]] if active else module.original_module, path
-        )
+        active_adapters = module.active_adapters
+        chosen_module = module.original_module
+        if active_adapters:
+            chosen_module = module.modules_to_save[active_adapters[0]]
+        yield from _parts(chosen_module, prefix)
         return
-    yield path, module
+    yield _Part(prefix, module)
     if not _is_adapted(module):
         for name, child in module.named_children():
-            yield from _parts(child, f"{path}{name}.")
+            yield from _parts(child, f"{prefix}{name}.")
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -318,7 +352,7 @@ def _is_adapted(module: nn.Module) -> bool:
 
 
 def _base_of(module: Any) -> nn.Module:
-    """Return the layer that an adapter changes, or the module itself."""
+    """Return the layer inside a module with an adapter; any other module as it is."""
     base = module
     if _is_adapted(module):
         base = module.get_base_layer() if hasattr(module, "base_layer") else module.original_module
@@ -326,13 +360,15 @@ def _base_of(module: Any) -> nn.Module:
 
 
 def _merged_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of the layer below an adapter, in at least float32, with the adapter merged in.
+    """Return a copy of the layer inside a module with an adapter, with the adapter merged in.
 
-    `deepcopy` takes what stands in its memo instead of copying it. So the copy gets parameters of
-    at least float32, and empty hooks: DeepSpeed's refer to its whole engine, which would be copied
-    too.
+    The copy has at least float32, so that the sum of weight and adapter is rounded once.
+
+    `deepcopy` takes objects from its memo instead of copying them. The memo gives it parameters in
+    float32, and empty dicts of hooks: a hook of DeepSpeed refers to the whole engine, which would
+    be copied too.
     """
-    memo: dict[int, Any] = {}  # `id` of an object of the original -> its stand-in in the copy
+    memo: dict[int, Any] = {}  # by the `id` of an object: what the copy has in its place
     for part in module.modules():
         parameters = {}
         for name, parameter in part._parameters.items():
@@ -343,7 +379,10 @@ def _merged_copy(module: nn.Module) -> nn.Module:
                 memo[id(value)] = type(value)()
     copy: Any = deepcopy(module, memo)
     if hasattr(copy, "unload_and_optionally_merge_module"):
-        return cast("nn.Module", copy.unload_and_optionally_merge_module(True, False, None))
+        merged = copy.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
+        return cast("nn.Module", merged)
     copy.merge()
     return _base_of(copy)
 

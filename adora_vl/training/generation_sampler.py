@@ -100,8 +100,10 @@ class LateDriftCheck:
         """
         if self._requested is not None:
             return
-        prompts = self._pair.read(rows[:CHECK_ROWS])
-        pending = self._pair.begin(prompts, tokens=CHECK_TOKENS, where=f"drift/{step}")
+        prompts = self._pair.read_prompts(rows[:CHECK_ROWS])
+        pending = self._pair.begin_sampling(
+            prompts, max_tokens=CHECK_TOKENS, check_name=f"drift/{step}"
+        )
         self._requested = _RequestedSamples(step=step, prompts=prompts, pending=pending)
 
     @property
@@ -119,11 +121,11 @@ class LateDriftCheck:
         self._requested = None
         if requested is None:
             return
-        rollouts = self._pair.join(requested.prompts, requested.pending)
+        rollouts = self._pair.join_sampling(requested.prompts, requested.pending)
         # Each pass computes the features of its own images: with sharded weights the ranks have to
         # make the same passes, and one rank may have an image where another has none.
         with self._pair.images.vision.unshared():
-            policy_logps_BC = self._pair.score(rollouts)
+            policy_logps_BC = self._pair.policy_logps(rollouts)
             self._check(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
 
 
@@ -243,7 +245,7 @@ class GenerationSampler:
         The samples are not needed where the present generation is sampled by these weights itself.
         """
         assert isinstance(self.sampler, AsyncServerSampler)
-        self.sampler.give_weights()
+        self.sampler.sync_weights()
         if self.pool.pending_is_older_than(generation.key.step):
             self.drift_check.request([group.row for group in drawn], generation.key.step)
 
@@ -269,7 +271,7 @@ class GenerationSampler:
             groups = self._request(generation, drawn, groups, self.generations_ahead + 1)
         self.pool.pop()
         if isinstance(self.sampler, AsyncServerSampler):
-            for name, seconds in self.sampler.waited().items():
+            for name, seconds in self.sampler.pop_seconds_waited().items():
                 self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
         return groups
 

@@ -224,12 +224,14 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
         pair = trainer.engine_pair
-        prompts = pair.read(rows)
+        prompts = pair.read_prompts(rows)
         # The seeds follow from the place where rollouts are drawn.
-        first_ids = pair.sample(prompts, tokens=32, where=_SEED_PLACE).completion_ids
-        other_seed_ids = pair.sample(prompts, tokens=32, where="elsewhere").completion_ids
-        repeated_ids = pair.sample(prompts, tokens=32, where=_SEED_PLACE).completion_ids
-        yield sleep_memory_line(setting, lambda: pair.sample(prompts, tokens=8, where=_SEED_PLACE))
+        first_ids = pair.sample(prompts, max_tokens=32, check_name=_SEED_PLACE).completion_ids
+        other_seed_ids = pair.sample(prompts, max_tokens=32, check_name="elsewhere").completion_ids
+        repeated_ids = pair.sample(prompts, max_tokens=32, check_name=_SEED_PLACE).completion_ids
+        yield sleep_memory_line(
+            setting, lambda: pair.sample(prompts, max_tokens=8, check_name=_SEED_PLACE)
+        )
     finally:
         trainer.close()
     pairs = zip(first_ids, repeated_ids, strict=True)

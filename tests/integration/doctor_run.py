@@ -29,6 +29,7 @@ from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import engine as doctor_engine  # noqa: E402
 from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout import engine_weights  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.rollout.agreement import SelfCheck  # noqa: E402
 from adora_vl.utils.checks import Check, as_json  # noqa: E402
@@ -45,23 +46,21 @@ def expanded(examination: Examination) -> Iterator[None]:
 @contextmanager
 def unnoticed(examination: Examination) -> Iterator[None]:
     """Take the comparison away, so that nobody notices a difference."""
-    with expanded(examination), patch.object(engine_module, "check_prompts", lambda *_: None):
+    with expanded(examination), patch.object(engine_module, "check_prompts", lambda **_: None):
         yield
 
 
 @contextmanager
 def no_sync(examination: Examination) -> Iterator[None]:
     with patch.object(
-        engine_module,
-        "push_weights",
-        lambda llm, tensors, everything=False: sum(1 for _ in tensors),
+        engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors)
     ):
         yield
 
 
 @contextmanager
 def stale_encoder_cache(examination: Examination) -> Iterator[None]:
-    with patch.object(engine_module, "reset_caches", lambda llm: llm.reset_prefix_cache()):
+    with patch.object(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache()):
         yield
 
 
@@ -123,18 +122,24 @@ def rounded(examination: Examination) -> Iterator[None]:
 def read_again(examination: Examination) -> None:
     """Read the rows of the examination's prompts anew."""
     pair = examination.pair
-    examination.prompts = pair.read(pair.first_rows(len(examination.prompts.names)))
+    examination.prompts = pair.read_prompts(pair.first_rows(len(examination.prompts.names)))
 
 
 STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
-    "expanded": (expanded, lambda e: e.cold()),
-    "unnoticed": (unnoticed, lambda e: e.cold()),
+    "expanded": (expanded, lambda e: e.check_agreement()),
+    "unnoticed": (unnoticed, lambda e: e.check_agreement()),
     "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
     "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
     "unbanned": (unbanned, lambda e: [e.banned()]),
-    "rounded": (rounded, lambda e: [check_buffers(e.models()), *e.cold(), e.distant()]),
+    "rounded": (
+        rounded,
+        lambda e: [check_buffers(e.models()), *e.check_agreement(), e.check_distant_agreement()],
+    ),
     "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
-    "healthy_again": (lambda e: patch.object(e, "tokens", 8), lambda e: [*e.cold(), e.distant()]),
+    "healthy_again": (
+        lambda e: patch.object(e, "max_tokens", 8),
+        lambda e: [*e.check_agreement(), e.check_distant_agreement()],
+    ),
     "stale_encoder_cache": (
         stale_encoder_cache,
         lambda e: [e.after_change(vision=True)],
@@ -202,7 +207,7 @@ def main() -> int:
             with STEPS[name][0](examination):
                 refusals[name] = self_check(examination)
         results["refusals"] = refusals
-        examination.tokens = 12  # enough to show, and half the time
+        examination.max_tokens = 12  # enough to show, and half the time
         for name, (sabotage, step) in STEPS.items():
             try:
                 with sabotage(examination):

@@ -169,7 +169,7 @@ def several(arguments: list[str], starts: list[str]) -> int:
         # as in a new process
         trainer._step = 0
         trainer._generation = None
-        trainer.sampler.synced = -1
+        trainer.sampler.synced_step = -1
         trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
             callback

@@ -17,7 +17,8 @@ from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS, read_metrics
 from adora_vl.rollout import turns
-from adora_vl.rollout.servers import Server, ServerPool
+from adora_vl.rollout.server import Server
+from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train_main
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -127,7 +128,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
     sent = []
     for name in ("alone", "again", "merged"):
         if name == "merged":
-            monkeypatch.setattr(ServerPool, "have_lora", lambda servers: False)
+            monkeypatch.setattr(ServerPool, "all_have_lora", lambda servers: False)
         out = train(tmp_path / name, **lora)
         assert len(drifts(out)) == 3
         assert max(drifts(out)) < ROUNDING

@@ -9,6 +9,7 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any, cast
 from unittest import mock
 
@@ -26,6 +27,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT  # noqa: E402
 from adora_vl.models.families import component_of  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
+from adora_vl.rollout import engine_settings, engine_weights  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
@@ -127,22 +129,21 @@ def last_table(folder: str) -> dict[str, list[Any]]:
 def sabotage(name: str) -> None:
     """Break one correction, to see that the tests notice."""
 
-    def put(attribute: str, instead: Any) -> None:
-        mock.patch.object(engine_module, attribute, instead).start()
+    def put(module: ModuleType, attribute: str, instead: Any) -> None:
+        mock.patch.object(module, attribute, instead).start()
 
     if name == "expanded":
-        mock.patch.object(
-            llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)
-        ).start()
-        put("check_prompts", lambda *_: None)
+        put(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids))
+        put(engine_module, "check_prompts", lambda **_: None)
     elif name == "no_sync":
-        put("push_weights", lambda llm, tensors, everything=False: sum(1 for _ in tensors))
+        put(engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors))
     elif name == "stale_encoder_cache":
-        put("reset_caches", lambda llm: llm.reset_prefix_cache())
+        put(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache())
     elif name == "stale_prefix_cache":
-        put("reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
+        put(engine_weights, "reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
     elif name == "pixel_limits":
-        put("pixel_limits", lambda image_processor: {"min_pixels": 28 * 28, "max_pixels": 28 * 28})
+        limits = {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
+        put(engine_settings, "pixel_limits", lambda image_processor: limits)
     elif name:
         raise SystemExit(f"unknown sabotage {name}")
 

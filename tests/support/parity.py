@@ -74,7 +74,7 @@ class Gradients(TrainerCallback):
 def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
     """The doctor's examination of a trainer on some rows."""
     pair = trainer.engine_pair
-    return Examination(pair, pair.read(rows), models=trainer.models_by_role)
+    return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role)
 
 
 def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
@@ -125,7 +125,8 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     from peft import LoraConfig, get_peft_model
 
     examination = examination_of(trainer, rows)
-    _, rollouts, before_BC = examination.drift("before the adapter")
+    before = examination.compare("before the adapter")
+    rollouts = before.rollouts
     torch.manual_seed(0)
     adapted = get_peft_model(
         trainer.model, LoraConfig(r=4, target_modules=["q_proj", "down_proj", "linear_fc2"])
@@ -135,9 +136,11 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
     pair = trainer.engine_pair
-    moved = pair.difference(pair.score(rollouts), before_BC, rollouts.mask_BC)
+    moved = pair.drift_over_ranks(
+        pair.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
+    )
     trainer.vllm_generation.sync_weights()
-    gap, _, _ = examination.drift("with the adapter")
+    gap = examination.compare("with the adapter").drift
     return {"moved": moved.mean, "gap": gap.largest}
 
 

@@ -85,12 +85,19 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
         assert store.problem_of(newer) is None
         damage(newer)
         assert reason in str(store.problem_of(newer)), name
-        start = choose_start(tmp_path / name, None, False, FINGERPRINT)
+        start = choose_start(
+            tmp_path / name, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+        )
         assert start.checkpoint == str(older), name
         assert start.notes[0].startswith(f"skipped {newer}: "), name
         assert reason in start.notes[0], name
         with pytest.raises(UserError, match="is not whole|is no checkpoint folder"):
-            choose_start(tmp_path / name, str(newer), False, FINGERPRINT)
+            choose_start(
+                tmp_path / name,
+                resume_from_checkpoint=str(newer),
+                overwrite=False,
+                current=FINGERPRINT,
+            )
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
@@ -98,8 +105,10 @@ def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
-        choose_start(tmp_path, "auto", False, FINGERPRINT)
-    start = choose_start(tmp_path, "auto", True, FINGERPRINT)
+        choose_start(tmp_path, resume_from_checkpoint="auto", overwrite=False, current=FINGERPRINT)
+    start = choose_start(
+        tmp_path, resume_from_checkpoint="auto", overwrite=True, current=FINGERPRINT
+    )
     assert start.checkpoint is None
     assert start.replaces
 
@@ -109,7 +118,12 @@ def test_another_run_in_the_folder_is_refused_by_the_name_of_the_difference(tmp_
     with pytest.raises(
         UserError, match=r"of another run: adora_method.adora.factor: 0.1 -> 0.2 \(and 1 more\)"
     ):
-        choose_start(tmp_path, None, False, {"adora_method.adora.factor": "0.2", "dataset": "xyz"})
+        choose_start(
+            tmp_path,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            current={"adora_method.adora.factor": "0.2", "dataset": "xyz"},
+        )
     start = choose_start(
         tmp_path,
         str(tmp_path / "checkpoint-10"),
@@ -128,17 +142,30 @@ def test_shards_of_another_world_are_refused_with_the_command_that_would_work(tm
         with pytest.raises(
             UserError, match=rf"by 2 processes and this run has 1; .* {checkpoint} OUT --universal"
         ):
-            choose_start(tmp_path, resume_from, False, {**SHARDED, "processes": "1"})
+            choose_start(
+                tmp_path,
+                resume_from_checkpoint=resume_from,
+                overwrite=False,
+                current={**SHARDED, "processes": "1"},
+            )
         with pytest.raises(
             UserError,
             match=r"with sharding zero3 and this run has none; .* --model_name_or_path OUT",
         ):
-            choose_start(tmp_path, resume_from, False, {**SHARDED, "sharding": "none"})
+            choose_start(
+                tmp_path,
+                resume_from_checkpoint=resume_from,
+                overwrite=False,
+                current={**SHARDED, "sharding": "none"},
+            )
     universal = write_checkpoint(tmp_path / "universal", 10, SHARDED)
     (universal / "latest_universal").write_text("global_step")
-    assert choose_start(tmp_path, str(universal), False, {**SHARDED, "processes": "1"}).notes[
-        1:
-    ] == ["changed since then: processes: 2 -> 1"]
+    assert choose_start(
+        tmp_path,
+        resume_from_checkpoint=str(universal),
+        overwrite=False,
+        current={**SHARDED, "processes": "1"},
+    ).notes[1:] == ["changed since then: processes: 2 -> 1"]
     assert sharding_of(config_of(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))) == "zero3"
     assert sharding_of(config_of()) == "none"
 
@@ -233,14 +260,23 @@ def test_after_a_universal_checkpoint_every_group_has_its_own_step_and_decay():
 
 
 def test_the_words_of_resume_from_checkpoint(tmp_path):
-    assert choose_start(tmp_path / "new", None, False, FINGERPRINT).checkpoint is None
+    assert (
+        choose_start(
+            tmp_path / "new", resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
+        ).checkpoint
+        is None
+    )
     with pytest.raises(UserError, match="true, but"):
-        choose_start(tmp_path / "new", "true", False, FINGERPRINT)
+        choose_start(
+            tmp_path / "new", resume_from_checkpoint="true", overwrite=False, current=FINGERPRINT
+        )
     newest = write_checkpoint(tmp_path, 10)
     for word in (None, "auto", "true", True):
-        assert choose_start(tmp_path, word, False, FINGERPRINT).checkpoint == str(newest)
+        assert choose_start(
+            tmp_path, resume_from_checkpoint=word, overwrite=False, current=FINGERPRINT
+        ).checkpoint == str(newest)
     with pytest.raises(UserError, match="false, but .* holds checkpoint-10"):
-        choose_start(tmp_path, "false", False, FINGERPRINT)
+        choose_start(tmp_path, resume_from_checkpoint="false", overwrite=False, current=FINGERPRINT)
 
 
 def test_differences_name_what_a_person_sets_first():

@@ -39,21 +39,24 @@ from tests.support.disk import folder_contents
 from tests.support.stand_ins import Processes, config_of
 from tests.support.tiny_run import STEPS, arguments, train
 
-BEGUN = '{"made_by": "adora_vl.train"}'
-OLD = '{"step": 8, "kind": "train", "time": null}\n'
-CRASHED = '{"step": 1, "kind": "train", "time": null}\n'
+MANIFEST_OF_RUN = '{"made_by": "adora_vl.train"}'
+METRICS_OF_OLD_RUN = '{"step": 8, "kind": "train", "time": null}\n'
+METRICS_OF_CRASHED_RUN = '{"step": 1, "kind": "train", "time": null}\n'
 
 
-def a_run(folder: Path, *steps: int) -> Path:
-    """Write what a run leaves behind, and a file of the user's."""
+def write_run(folder: Path, *steps: int) -> Path:
+    """Write the files that a finished run leaves behind, and a file of the user's.
+
+    `steps`: of the checkpoints.
+    """
     for step in steps:
         write_checkpoint(folder, step)
     folder.mkdir(exist_ok=True)
     with recording_saved_files(folder, writes=True):
         for name in ("model.safetensors", "README.md", "trainer_state.json"):
             (folder / name).write_text("old")
-    (folder / "metrics.jsonl").write_text(OLD)
-    (folder / "manifest.json").write_text(BEGUN)
+    (folder / "metrics.jsonl").write_text(METRICS_OF_OLD_RUN)
+    (folder / "manifest.json").write_text(MANIFEST_OF_RUN)
     (folder / "rollouts").mkdir()
     write_part(
         folder / "rollouts",
@@ -65,51 +68,58 @@ def a_run(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def put_completions(run: Path, step: int) -> None:
-    """TRL's table of a step."""
+def write_completions(run: Path, step: int) -> None:
+    """Write TRL's table of the completions of a step."""
     (run / "completions").mkdir(exist_ok=True)
     table = pd.DataFrame({"step": [step], "prompt": ["p"], "completion": ["c"], "advantage": [0.0]})
     table.to_parquet(run / "completions" / f"completions_{step:05}.parquet")
 
 
-def files(folder: Path) -> set[str]:
+def names_of_files(folder: Path) -> set[str]:
+    """Return the names of all files in a folder and below it."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_choosing_the_start_deletes_nothing(tmp_path):
-    before = files(a_run(tmp_path, 4, 8))
+    before = names_of_files(write_run(tmp_path, 4, 8))
     for resume_from in (None, "auto", "false"):
-        start = choose_start(tmp_path, resume_from, True, FINGERPRINT)
+        start = choose_start(
+            tmp_path, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
+        )
         assert start.checkpoint is None
         assert start.replaces
         assert str(tmp_path / ASIDE) in start.notes[-1]
-    assert files(tmp_path) == before
+    assert names_of_files(tmp_path) == before
 
 
 def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_used(tmp_path):
-    run = a_run(tmp_path / "run", 4, 8)
+    run = write_run(tmp_path / "run", 4, 8)
     elsewhere = write_checkpoint(tmp_path / "other", 6)
-    before = files(run)
+    before = names_of_files(run)
     for resume_from in (str(run / "checkpoint-4"), f"{run}/../run/checkpoint-4/", "true"):
         with pytest.raises(UserError, match="^resume_from_checkpoint: .* leave out one of the two"):
-            choose_start(run, resume_from, True, FINGERPRINT)
-    start = choose_start(run, str(elsewhere), True, FINGERPRINT)
+            choose_start(
+                run, resume_from_checkpoint=resume_from, overwrite=True, current=FINGERPRINT
+            )
+    start = choose_start(
+        run, resume_from_checkpoint=str(elsewhere), overwrite=True, current=FINGERPRINT
+    )
     assert start.checkpoint == str(elsewhere)
     assert start.replaces
     set_aside(run)
     assert elsewhere.is_dir()
-    assert {name.removeprefix(f"{ASIDE}/") for name in files(run)} == before
+    assert {name.removeprefix(f"{ASIDE}/") for name in names_of_files(run)} == before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
     """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
-    run = a_run(tmp_path / "run", 4, 8)
+    run = write_run(tmp_path / "run", 4, 8)
     set_aside(run)
     write_checkpoint(run, 2)  # of the run after it
     (run / STAGING).mkdir(exist_ok=True)
     # whole, and killed before it got its place
     (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")
-    before = files(run)
+    before = names_of_files(run)
     places = (
         ASIDE + "/checkpoint-4",
         f"{ASIDE}/../{ASIDE}/checkpoint-8",
@@ -119,10 +129,17 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
         with pytest.raises(
             UserError, match="^resume_from_checkpoint: .*, which a run clears; move it out of there"
         ):
-            choose_start(run, str(run / name), overwrite, FINGERPRINT)
-    assert files(run) == before
+            choose_start(
+                run,
+                resume_from_checkpoint=str(run / name),
+                overwrite=overwrite,
+                current=FINGERPRINT,
+            )
+    assert names_of_files(run) == before
     moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
-    assert choose_start(run, str(moved), True, FINGERPRINT).checkpoint == str(moved)
+    assert choose_start(
+        run, resume_from_checkpoint=str(moved), overwrite=True, current=FINGERPRINT
+    ).checkpoint == str(moved)
 
 
 def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(tmp_path):
@@ -139,7 +156,7 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
         ):
             refuse_users_files(tmp_path, overwrite)
         (tmp_path / name).unlink()
-        (tmp_path / "manifest.json").write_text(BEGUN)  # a run that came to no checkpoint
+        (tmp_path / "manifest.json").write_text(MANIFEST_OF_RUN)  # a run that came to no checkpoint
         for fine in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
             refuse_users_files(fine, overwrite)
         (tmp_path / "manifest.json").unlink()
@@ -147,38 +164,50 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
 
 def test_what_the_run_reads_is_not_replaced(tmp_path):
     """A second stage that begins from the model of the run that it replaces."""
-    run = a_run(tmp_path / "run", 4)
+    run = write_run(tmp_path / "run", 4)
     for name in ("merged", "eval"):
         (run / name).mkdir()
-    before = files(run)
+    before = names_of_files(run)
     inside_it = (".", "merged", "checkpoint-4", "rollouts", "eval/../merged")
     for key, inside in product(("model_name_or_path", "dataset_name"), inside_it):
         with pytest.raises(
             UserError, match=f"^{key}: .* whose run overwrite_output_dir: true replaces"
         ):
-            choose_start(run, None, True, FINGERPRINT, [InputFolder(key, str(run / inside))])
-    assert files(run) == before
+            choose_start(
+                run,
+                resume_from_checkpoint=None,
+                overwrite=True,
+                current=FINGERPRINT,
+                inputs=[InputFolder(key, str(run / inside))],
+            )
+    assert names_of_files(run) == before
     for elsewhere in (tmp_path, run / "eval", "somebody/model"):
         assert choose_start(
-            run, None, True, FINGERPRINT, [InputFolder("model_name_or_path", str(elsewhere))]
+            run,
+            resume_from_checkpoint=None,
+            overwrite=True,
+            current=FINGERPRINT,
+            inputs=[InputFolder("model_name_or_path", str(elsewhere))],
         ).replaces
 
 
 def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from_the_old_one(
     tmp_path,
 ):
-    run = a_run(tmp_path, 4, 8)
+    run = write_run(tmp_path, 4, 8)
     assert set_aside(run) == str(run / ASIDE)
     assert checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
-        (run / "metrics.jsonl").write_text(CRASHED)
-        start = choose_start(run, None, overwrite, FINGERPRINT)
+        (run / "metrics.jsonl").write_text(METRICS_OF_CRASHED_RUN)
+        start = choose_start(
+            run, resume_from_checkpoint=None, overwrite=overwrite, current=FINGERPRINT
+        )
         assert start.checkpoint is None
         if start.replaces:
             set_aside(run)
             assert not (run / "metrics.jsonl").exists()
-        assert (run / ASIDE / "metrics.jsonl").read_text() == OLD
+        assert (run / ASIDE / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
     assert newest_valid(run / ASIDE)[0] == run / ASIDE / "checkpoint-8"
     delete_aside(run)
     assert not (run / ASIDE).exists()
@@ -201,14 +230,16 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
 
 
 def test_a_finished_run_without_checkpoints_is_not_trained_over(tmp_path):
-    run = a_run(tmp_path)
+    run = write_run(tmp_path)
     with pytest.raises(
         UserError,
         match="^output_dir: .* holds a finished run; choose another output_dir, or start anew with --overwrite_output_d"
         r"ir true, which deletes 'model.safetensors', .* and \d more once the new run has a whole checkpoint$",
     ):
-        choose_start(run, None, False, FINGERPRINT)
-    assert choose_start(run, None, True, FINGERPRINT).replaces
+        choose_start(run, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
+    assert choose_start(
+        run, resume_from_checkpoint=None, overwrite=True, current=FINGERPRINT
+    ).replaces
 
 
 @pytest.mark.slow
@@ -217,14 +248,14 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     adora_run, tmp_path, capsys
 ):
     run = shutil.copytree(adora_run, tmp_path / "run")
-    before = files(run)
+    before = names_of_files(run)
     wrong = arguments(
         run, overwrite_output_dir="true", use_peft="true", lora_target_modules="no_such_layer"
     )
     assert main(wrong) == 2
     assert "lora_target_modules" in capsys.readouterr().err.splitlines()[-1]
-    assert files(run) >= before, "a run that could not begin has deleted something"
-    put_completions(run, 9)
+    assert names_of_files(run) >= before, "a run that could not begin has deleted something"
+    write_completions(run, 9)
     train(run, overwrite_output_dir="true", max_steps=2, log_completions="true")
     tables = [path.name for path in sorted((run / "completions").iterdir())]
     assert tables == ["completions_00001.parquet", "completions_00002.parquet"], (
@@ -236,7 +267,7 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-REFUSED = (
+ERROR_ABOUT_USERS_FILES = (
     "^output_dir: .* holds .*, which no run is known to have written and this one would write "
     "over or delete; "
 )
@@ -246,7 +277,7 @@ REFUSED = (
 def finished(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run with a table of completions, as `log_completions` leaves them."""
     run = shutil.copytree(adora_run, tmp_path_factory.mktemp("finished") / "run")
-    put_completions(run, 1)
+    write_completions(run, 1)
     return run
 
 
@@ -255,92 +286,101 @@ def run(finished: Path, tmp_path: Path) -> Path:
     return shutil.copytree(finished, tmp_path / "run")
 
 
-def link(path: Path, target: Path) -> None:
+def replace_by_link(path: Path, target: Path) -> None:
+    """Put a link in the place of a file or folder."""
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
     path.symlink_to(target)
 
 
-def put(path: Path, content: str = "the user's") -> None:
+def write_users_file(path: Path, content: str = "the user's") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(content)
 
 
-def put_table(path: Path) -> None:
+def write_users_table(path: Path) -> None:
+    """Write a table that has none of the columns of a run's tables."""
     pd.DataFrame({"step": [1], "mine": ["the user's"]}).to_parquet(path)
 
 
-def of_equal_size(path: Path) -> None:
+def change_but_keep_size(path: Path) -> None:
+    """Reverse the bytes of a file."""
     path.write_bytes(bytes(reversed(path.read_bytes())))
 
 
-def elsewhere(folder: Path) -> Path:
+def make_folder_elsewhere(folder: Path) -> Path:
     """Return a folder where the user keeps other things."""
-    put(folder.parent / "elsewhere" / "README.md")
+    write_users_file(folder.parent / "elsewhere" / "README.md")
     return folder.parent / "elsewhere"
 
 
-def a_link_from_inside(folder: Path) -> None:
-    (folder / "rollouts" / "more").symlink_to(elsewhere(folder))
+def link_from_rollouts(folder: Path) -> None:
+    (folder / "rollouts" / "more").symlink_to(make_folder_elsewhere(folder))
 
 
-def moved_and_linked(path: Path) -> None:
-    target = elsewhere(path.parent) / path.name
+def move_and_link(path: Path) -> None:
+    target = make_folder_elsewhere(path.parent) / path.name
     path.rename(target)
     path.symlink_to(target)
 
 
-def without_manifest(checkpoint: Path) -> None:
+def delete_manifest(checkpoint: Path) -> None:
     (checkpoint / "manifest.json").unlink()
 
 
 PART = "rollouts-00000009-00000009.parquet"
-OWN: dict[str, Callable[[Path], object]] = {
-    "README.md": lambda run: put(run / "README.md"),
-    "config.json": lambda run: put(run / "config.json", "{}"),
-    "model.safetensors": lambda run: of_equal_size(run / "model.safetensors"),
-    "added_tokens.json": lambda run: put(run / "added_tokens.json"),
-    "metrics.jsonl": lambda run: put(run / "metrics.jsonl", '{"step": 1, "loss": 0.5}\n'),
-    "manifest.json": lambda run: put(run / "manifest.json", '{"made_by": "somebody"}'),
-    "stopped.json": lambda run: put(run / "stopped.json", "[]"),
-    "rollouts/own.parquet": lambda run: put_table(run / "rollouts" / "own.parquet"),
-    f"rollouts/{PART}": lambda run: put_table(run / "rollouts" / PART),
-    "rollouts/_images/mine.png": lambda run: put(run / "rollouts" / "_images" / "mine.png"),
-    "rollouts/more": a_link_from_inside,
-    "completions/completions_00009.parquet": lambda run: put_table(
+MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
+    "README.md": lambda run: write_users_file(run / "README.md"),
+    "config.json": lambda run: write_users_file(run / "config.json", "{}"),
+    "model.safetensors": lambda run: change_but_keep_size(run / "model.safetensors"),
+    "added_tokens.json": lambda run: write_users_file(run / "added_tokens.json"),
+    "metrics.jsonl": lambda run: write_users_file(
+        run / "metrics.jsonl", '{"step": 1, "loss": 0.5}\n'
+    ),
+    "manifest.json": lambda run: write_users_file(run / "manifest.json", '{"made_by": "somebody"}'),
+    "stopped.json": lambda run: write_users_file(run / "stopped.json", "[]"),
+    "rollouts/own.parquet": lambda run: write_users_table(run / "rollouts" / "own.parquet"),
+    f"rollouts/{PART}": lambda run: write_users_table(run / "rollouts" / PART),
+    "rollouts/_images/mine.png": lambda run: write_users_file(
+        run / "rollouts" / "_images" / "mine.png"
+    ),
+    "rollouts/more": link_from_rollouts,
+    "completions/completions_00009.parquet": lambda run: write_users_table(
         run / "completions" / "completions_00009.parquet"
     ),
-    "completions/notes/a.txt": lambda run: put(run / "completions" / "notes" / "a.txt"),
-    "merged/predictions.jsonl": lambda run: put(run / "merged" / "predictions.jsonl"),
-    "checkpoint-2/notes.txt": lambda run: put(run / "checkpoint-2" / "notes.txt"),
-    "checkpoint-4": lambda run: without_manifest(run / "checkpoint-4"),
-    "checkpoint-7": lambda run: put(run / "checkpoint-7" / "model.safetensors"),
-    "checkpoint-8": lambda run: put(run / "checkpoint-8"),
-    "checkpoint-9": lambda run: link(run / "checkpoint-9", elsewhere(run)),
-    "generation_config.json": lambda run: link(
-        run / "generation_config.json", elsewhere(run) / "README.md"
+    "completions/notes/a.txt": lambda run: write_users_file(
+        run / "completions" / "notes" / "a.txt"
     ),
-    "chat_template.jinja": lambda run: moved_and_linked(run / "chat_template.jinja"),
-    "rollouts": lambda run: link(run / "rollouts", elsewhere(run)),
-    "tokenizer.json": lambda run: link(run / "tokenizer.json", run.parent / "nowhere"),
-    f"{ASIDE}/README.md": lambda run: put(run / ASIDE / "README.md"),
-    f"{ASIDE}/notes.txt": lambda run: put(run / ASIDE / "notes.txt"),
-    ASIDE: lambda run: link(run / ASIDE, elsewhere(run)),
+    "merged/predictions.jsonl": lambda run: write_users_file(run / "merged" / "predictions.jsonl"),
+    "checkpoint-2/notes.txt": lambda run: write_users_file(run / "checkpoint-2" / "notes.txt"),
+    "checkpoint-4": lambda run: delete_manifest(run / "checkpoint-4"),
+    "checkpoint-7": lambda run: write_users_file(run / "checkpoint-7" / "model.safetensors"),
+    "checkpoint-8": lambda run: write_users_file(run / "checkpoint-8"),
+    "checkpoint-9": lambda run: replace_by_link(run / "checkpoint-9", make_folder_elsewhere(run)),
+    "generation_config.json": lambda run: replace_by_link(
+        run / "generation_config.json", make_folder_elsewhere(run) / "README.md"
+    ),
+    "chat_template.jinja": lambda run: move_and_link(run / "chat_template.jinja"),
+    "rollouts": lambda run: replace_by_link(run / "rollouts", make_folder_elsewhere(run)),
+    "tokenizer.json": lambda run: replace_by_link(run / "tokenizer.json", run.parent / "nowhere"),
+    f"{ASIDE}/README.md": lambda run: write_users_file(run / ASIDE / "README.md"),
+    f"{ASIDE}/notes.txt": lambda run: write_users_file(run / ASIDE / "notes.txt"),
+    ASIDE: lambda run: replace_by_link(run / ASIDE, make_folder_elsewhere(run)),
 }
 
 
 def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, tmp_path):
-    for number, (name, do) in enumerate(OWN.items()):
+    for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
         run = shutil.copytree(finished, tmp_path / str(number) / "run")
-        do(run)
+        make_users_file(run)
         before = folder_contents(run.parent)
         # and a late file
         for refuse in (
             lambda run=run: refuse_users_files(run, True),
             lambda run=run: set_aside(run),
         ):
-            with pytest.raises(UserError, match=REFUSED) as caught:
+            with pytest.raises(UserError, match=ERROR_ABOUT_USERS_FILES) as caught:
                 refuse()
             assert f"'{name}'" in str(caught.value)
         assert folder_contents(run.parent) == before, name
@@ -350,7 +390,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
 @pytest.mark.core
 def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monkeypatch):
     for name in ("README.md", "config.json", "rollouts/own.parquet", "checkpoint-7"):
-        OWN[name](run)
+        MAKE_USERS_FILE[name](run)
     before = folder_contents(run)
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -383,7 +423,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
 
     # sealed too, but no run gives that name
     shutil.copytree(run / "checkpoint-2", run / "checkpoint-best")
-    put(run / "eval" / "predictions.jsonl")
+    write_users_file(run / "eval" / "predictions.jsonl")
     contents = folder_contents(run / "checkpoint-best")
     assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3, max_steps=2)) == 0
     assert (
@@ -404,8 +444,8 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     notes = json.loads((run / WRITTEN).read_text())
     killed = shutil.copytree(run, tmp_path / "killed")
     for name in ("README.md", "config.json"):
-        put(run / name)
-    put(run / "rollouts" / "_images" / "mine.png")  # stays where it is
+        write_users_file(run / name)
+    write_users_file(run / "rollouts" / "_images" / "mine.png")  # stays where it is
     before = folder_contents(run)
     assert main(arguments(run, max_steps=6)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
@@ -416,9 +456,9 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     assert main(arguments(run, max_steps=6)) == 0
     assert list_users_files(run) == ["rollouts/_images/mine.png"]
 
-    put(killed / "added_tokens.json")
+    write_users_file(killed / "added_tokens.json")
     with pytest.raises(RuntimeError), recording_saved_files(killed, writes=True):
-        put(killed / "model.safetensors", "half of an")
+        write_users_file(killed / "model.safetensors", "half of an")
         shutil.copy(killed / WRITTEN, tmp_path)
         raise RuntimeError
     shutil.copy(tmp_path / WRITTEN, killed)  # as a kill would leave it
@@ -450,7 +490,7 @@ def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_
 
 
 def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys):
-    put(run / "config.json", "half")
+    write_users_file(run / "config.json", "half")
     code = "import sys, pathlib; from adora_vl.checkpoint import resume; "
     code += "lock = resume.lock_output_dir(pathlib.Path(sys.argv[1]))"
     command = [sys.executable, "-c", f"{code}; print('held', flush=True); input()", str(run)]
@@ -470,16 +510,21 @@ def test_a_folder_is_not_judged_while_another_process_writes_into_it(run, capsys
 
 
 def test_the_flag_is_recommended_with_what_it_would_refuse(tmp_path):
-    put(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
+    write_users_file(tmp_path / "checkpoint-500" / "model.safetensors")  # another trainer's
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', which no run .* --overwrite_output_dir true$"
     ):
-        choose_start(tmp_path, None, False, FINGERPRINT)
+        choose_start(tmp_path, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT)
     write_checkpoint(tmp_path, 4)
     with pytest.raises(
         UserError, match="move away 'checkpoint-500', .* true, which deletes 'checkpoint-4' once "
     ):
-        choose_start(tmp_path, None, False, {**FINGERPRINT, "adora_method.adora.factor": "0.2"})
+        choose_start(
+            tmp_path,
+            resume_from_checkpoint=None,
+            overwrite=False,
+            current={**FINGERPRINT, "adora_method.adora.factor": "0.2"},
+        )
 
 
 def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_run):
@@ -494,7 +539,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
             shutil.rmtree(path) if path.is_dir() else path.unlink()  # it was killed before its end
     (run / "checkpoint-4" / "complete").unlink()  # and has been damaged
     (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes() + b'{"step": 5, "ki')
-    put(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
+    write_users_file(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
     mark_stopped(run, 4)
     assert list_users_files(run) == []
     refuse_users_files(run, True)
@@ -520,13 +565,13 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
     (run / WRITTEN).unlink()
     with pytest.raises(
         UserError,
-        match=rf"{REFUSED.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
+        match=rf"{ERROR_ABOUT_USERS_FILES.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
     ):
         refuse_users_files(run, True)
     for name in list_users_files(run):
         shutil.move(run / name, tmp_path)
     refuse_users_files(run, True)
-    put(run / WRITTEN, '{"files": {}}')
+    write_users_file(run / WRITTEN, '{"files": {}}')
     assert list_users_files(run) == [WRITTEN]
 
 
@@ -542,26 +587,28 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
-    put(tmp_path / STAGING / "mine")
-    with pytest.raises(UserError, match=REFUSED.replace(".* holds .*", f".* holds '{STAGING}'")):
+    write_users_file(tmp_path / STAGING / "mine")
+    with pytest.raises(
+        UserError, match=ERROR_ABOUT_USERS_FILES.replace(".* holds .*", f".* holds '{STAGING}'")
+    ):
         refuse_users_files(tmp_path, False)
     # of a run that was killed while it saved
-    put(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
+    write_users_file(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
     refuse_users_files(tmp_path, False)
 
 
 def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
-    put(tmp_path / "merged" / "mine")
-    put(tmp_path / "notes.txt")
+    write_users_file(tmp_path / "merged" / "mine")
+    write_users_file(tmp_path / "notes.txt")
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
     with recording_saved_files(tmp_path, writes=True):
-        put(tmp_path / "config.json", "a run's")
+        write_users_file(tmp_path / "config.json", "a run's")
     with pytest.raises(OSError, match="full"), recording_saved_files(tmp_path, writes=True):
-        put(tmp_path / "README.md", "a run's")
-        put(tmp_path / "tokenizer.json", "through the link")
+        write_users_file(tmp_path / "README.md", "a run's")
+        write_users_file(tmp_path / "tokenizer.json", "through the link")
         raise OSError("full")
     with recording_saved_files(tmp_path, writes=False):
-        put(tmp_path / "model.safetensors", "of another process")
+        write_users_file(tmp_path / "model.safetensors", "of another process")
     assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {
         "config.json",
         "README.md",
@@ -571,7 +618,9 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
 
 def test_a_model_that_is_pushed_to_the_hub_on_the_way_is_noted(tmp_path, monkeypatch):
     stock = "trl.GRPOTrainer._push_from_checkpoint"
-    monkeypatch.setattr(stock, lambda self, folder: put(tmp_path / "config.json", folder))
+    monkeypatch.setattr(
+        stock, lambda self, folder: write_users_file(tmp_path / "config.json", folder)
+    )
     trainer = object.__new__(AdoraGRPOTrainer)
     trainer.args = config_of(output_dir=str(tmp_path))
     trainer.accelerator = Processes()

@@ -3,10 +3,12 @@ value and range.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import fields
+from itertools import product
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -27,20 +29,20 @@ from tests.support.recipes import key_defaults
 
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
-KEYS: dict[str, Any] = {
+HINT_BY_KEY: dict[str, Any] = {
     key: hint for dataclass in DATACLASSES for key, hint in annotations_of_keys(dataclass).items()
 }
-BLOCKS = {
+OPTION_CLASSES = {
     "adora_rollouts": RolloutOptions,
     "adora_tool_options": ToolOptions,
 }
-KEYS |= {
+HINT_BY_KEY |= {
     f"{block}.{name}": hint
-    for block, kind in BLOCKS.items()
+    for block, kind in OPTION_CLASSES.items()
     for name, hint in annotations_of_keys(kind).items()
 }
-OURS = (
-    {key for key in KEYS if "." in key}
+OUR_KEYS = (
+    {key for key in HINT_BY_KEY if "." in key}
     | set(annotations_of_keys(AdoraScriptArguments))
     | set(annotations_of_keys(AdoraGRPOConfig)) - set(annotations_of_keys(GRPOConfig))
 )
@@ -51,34 +53,48 @@ METHOD_OPTIONS: dict[str, Any] = {
     for option in fields(method)
 }
 
-# Of numbers of each kind: what is refused, what is taken, and the range as a person reads it.
-NUMBERS: dict[str, tuple[list[object], list[object], str]] = {
-    "adora_synthetic_rows": ([0, -1, 1.5], [1, "1e3"], "a whole number of at least 1"),
-    "adora_mixture": ([[0, 1], [0.5, 1.5]], [[1.0]], "a number above 0 and at most 1"),
-    "adora_rollouts.refill": ([-1, 1.5], [0, 3], "a whole number of at least 0"),
-    "adora_rollouts.budget": (
+
+class NumberCase(NamedTuple):
+    """Values of a key that are refused and taken, and its range as an error line has it."""
+
+    refused: list[object]
+    taken: list[object]
+    range_in_words: str
+
+
+NUMBERS: dict[str, NumberCase] = {
+    "adora_synthetic_rows": NumberCase([0, -1, 1.5], [1, "1e3"], "a whole number of at least 1"),
+    "adora_mixture": NumberCase([[0, 1], [0.5, 1.5]], [[1.0]], "a number above 0 and at most 1"),
+    "adora_rollouts.refill": NumberCase([-1, 1.5], [0, 3], "a whole number of at least 0"),
+    "adora_rollouts.budget": NumberCase(
         [0, 1.5],
         [1, "250", None],
         "a whole number of at least 1 or auto or null",
     ),
-    "adora_rollouts.ahead": ([-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"),
-    "adora_recompute": ([-1, 1.5], [0, 12], "a whole number of at least 0 or auto or all"),
-    "adora_record_gb": ([-1], [0, 0.5], "a number of at least 0"),
-    "adora_max_ratio": ([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
-    "adora_reward_timeout": (
+    "adora_rollouts.ahead": NumberCase(
+        [-1, 5, 0.5], [0, 4], "a whole number of at least 0 and at most 4"
+    ),
+    "adora_recompute": NumberCase(
+        [-1, 1.5], [0, 12], "a whole number of at least 0 or auto or all"
+    ),
+    "adora_record_gb": NumberCase([-1], [0, 0.5], "a number of at least 0"),
+    "adora_max_ratio": NumberCase([0, 0.9, -1], [1, None], "a number of at least 1 or null"),
+    "adora_reward_timeout": NumberCase(
         [0, -1, 1e10],
         [0.1, None],
         "a number of at least 0.001 and at most 1000000000 or null",
     ),
-    "adora_tool_options.max_pixels": (
+    "adora_tool_options.max_pixels": NumberCase(
         [783, 1.5],
         [784, None],
         "a whole number of at least 784 or null",
     ),
-    "adora_correct_above": ([], [-3, 0, 0.5], "a number"),
-    "adora_truncated": ([0, 1.5], [1, None], "a whole number of at least 1 or eos or null"),
+    "adora_correct_above": NumberCase([], [-3, 0, 0.5], "a number"),
+    "adora_truncated": NumberCase(
+        [0, 1.5], [1, None], "a whole number of at least 1 or eos or null"
+    ),
 }
-NO_NUMBER: list[object] = [
+NOT_NUMBERS: list[object] = [
     "nan",
     "inf",
     "-inf",
@@ -91,7 +107,7 @@ NO_NUMBER: list[object] = [
     True,
     {"a": 1},
 ]
-FILLED = (
+NEVER_EMPTY = (
     "dataset_name",
     "dataset_train_split",
     "adora_method",
@@ -101,7 +117,7 @@ FILLED = (
 )
 # What can only be a mistake in a key of TRL's that configs/train/annotated.yaml explains, or that
 # our code reads.
-THEIRS = {
+MISTAKES_IN_TRL_KEYS = {
     "beta": -1,
     "learning_rate": -1,
     "temperature": 0,
@@ -165,35 +181,48 @@ THEIRS = {
 }
 
 
-def arms(hint: Any) -> set[Any]:
-    """The plain types of a hint: float for `Annotated[float, ...] | None`, and those inside of a
-    list too.
+def types_in(hint: Any) -> set[Any]:
+    """Return the plain types in an annotation: {float, NoneType} for `Annotated[float, ...] | None`.
+
+    The types of a list's entries are among them.
     """
     if get_origin(hint) is Annotated:
-        return arms(get_args(hint)[0])
+        return types_in(get_args(hint)[0])
     if get_origin(hint) in (None, Literal, dict):
         return {get_origin(hint) or hint}
-    return {get_origin(hint)}.union(*map(arms, get_args(hint)))
+    return {get_origin(hint)}.union(*map(types_in, get_args(hint)))
 
 
-def names_of(hint: Any) -> tuple[str, ...]:
-    """The names of which a hint wants one."""
-    return get_args(hint) if get_origin(hint) is Literal else sum(map(names_of, get_args(hint)), ())
+def words_in(hint: Any) -> tuple[str, ...]:
+    """Return the words of the `Literal` in an annotation; empty if there is none."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    words: tuple[str, ...] = ()
+    for argument in get_args(hint):
+        words += words_in(argument)
+    return words
 
 
-NAMES = {key: names for key in OURS if (names := names_of(KEYS[key]))}
+# The words of each key that takes one of a list.
+WORDS_BY_KEY = {key: words_in(HINT_BY_KEY[key]) for key in OUR_KEYS if words_in(HINT_BY_KEY[key])}
+MAPPING_KEYS = [
+    key
+    for key, hint in HINT_BY_KEY.items()
+    if dict in types_in(hint) and key not in ("adora_method", "adora_reward")
+]
 
 
-def said(key: str, value: object) -> str:
-    """The line of the refusal; empty where the value is taken."""
+def error_of(key: str, value: object) -> str:
+    """Return the error for a value of a key; empty if the value is taken."""
     try:
-        convert(key, value, {**KEYS, **METHOD_OPTIONS}[key])
+        convert(key, value, {**HINT_BY_KEY, **METHOD_OPTIONS}[key])
     except UserError as error:
         return str(error)
     return ""
 
 
-def said_by_parser(*words: str) -> str:
+def error_of_command(*words: str) -> str:
+    """Return the error for the words of a training command; empty if they are taken."""
     try:
         parse([*CPU, *words])
     except UserError as error:
@@ -202,6 +231,7 @@ def said_by_parser(*words: str) -> str:
 
 
 def is_refusal(line: str, key: str, expected: str = "") -> bool:
+    """Return whether an error is the one line `key: VALUE is not EXPECTED`."""
     return (
         line.startswith(f"{key}: ")
         and f" is not {expected}" in line
@@ -209,143 +239,113 @@ def is_refusal(line: str, key: str, expected: str = "") -> bool:
     )
 
 
+def not_refused(keys: Iterable[str], values: Iterable[object]) -> list[tuple[str, object]]:
+    """Return each key with each of the values that it does not refuse as it should."""
+    pairs = product(keys, values)
+    return [(key, value) for key, value in pairs if not is_refusal(error_of(key, value), key)]
+
+
 def test_a_number_outside_its_range_is_refused_with_key_value_and_range():
-    wrong = []
-    for key, (refused, _, words) in NUMBERS.items():
-        for value in refused:
-            shown = (
-                next(each for each in value if not 0 < each <= 1)
-                if isinstance(value, list)
-                else value
-            )
-            for written in (value, str(value)):
-                if said(key, written) != f"{key}: {shown} is not {words}":
-                    wrong.append((key, written, said(key, written)))
-    assert wrong == []
+    for key, case in NUMBERS.items():
+        for value in case.refused:
+            shown = value
+            if isinstance(value, list):
+                # The line has the first entry that is wrong.
+                shown = next(entry for entry in value if not 0 < entry <= 1)
+            for spelling in (value, str(value)):
+                assert error_of(key, spelling) == f"{key}: {shown} is not {case.range_in_words}"
 
 
 def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
-    wrong = []
-    for key, (_, taken, words) in NUMBERS.items():
-        for value in taken:
-            number = None if value is None else float(str(value).strip("[]"))
-            number = int(number) if number is not None and words.startswith("a whole") else number
-            for written in (
-                value,
-                str(value),
-                *([] if isinstance(value, list) else [f" {value} "]),
-            ):
-                found = convert(
-                    key, "null" if str(written).strip() == "None" else written, KEYS[key]
-                )
-                if repr(found) not in (repr(number), repr([number])):
-                    wrong.append((key, written, found))
-    assert wrong == []
+    for key, case in NUMBERS.items():
+        for value in case.taken:
+            number: float | None = None
+            if value is not None:
+                number = float(str(value).strip("[]"))
+                if case.range_in_words.startswith("a whole"):
+                    number = int(number)
+            spellings = [value, str(value)]
+            if not isinstance(value, list):
+                spellings.append(f" {value} ")
+            for spelling in spellings:
+                word = "null" if str(spelling).strip() == "None" else spelling
+                converted = convert(key, word, HINT_BY_KEY[key])
+                # `repr` tells 1 from 1.0; a key with a list has a list of one.
+                assert repr(converted) in (repr(number), repr([number])), (key, spelling)
 
 
 def test_nan_infinity_and_what_is_no_number_is_refused_by_every_number_of_ours():
-    numbers = [key for key in OURS if arms(KEYS[key]) & {int, float}]
-    bad = [(key, value) for key in numbers for value in NO_NUMBER]
-    assert [(key, value) for key, value in bad if not is_refusal(said(key, value), key)] == []
-    never_null = [key for key in numbers if NoneType not in arms(KEYS[key])]
+    numbers = [key for key in OUR_KEYS if types_in(HINT_BY_KEY[key]) & {int, float}]
+    assert not_refused(numbers, NOT_NUMBERS) == []
+    never_null = [key for key in numbers if NoneType not in types_in(HINT_BY_KEY[key])]
     assert len(never_null) >= 10
-    assert [
-        key
-        for key in never_null
-        for value in (None, "null", "~")
-        if not is_refusal(said(key, value), key)
-    ] == []
+    assert not_refused(never_null, [None, "null", "~"]) == []
 
 
 def test_nan_and_infinity_are_refused_by_every_key_also_within_a_mapping_or_list():
-    takes = {**KEYS, **METHOD_OPTIONS}
-    numbers = [
-        key for key, hint in takes.items() if arms(hint) & {int, float} and str not in arms(hint)
-    ]
+    numbers: list[str] = []
+    for key, hint in {**HINT_BY_KEY, **METHOD_OPTIONS}.items():
+        types = types_in(hint)
+        if types & {int, float} and str not in types:
+            numbers.append(key)
     assert "adora_method.adora.tau" in numbers
-    mappings = [
-        key
-        for key, hint in KEYS.items()
-        if dict in arms(hint) and key not in ("adora_method", "adora_reward")
-    ]
     assert len(numbers) > 70
-    assert len(mappings) > 10
-    for inf in (float("nan"), float("inf"), float("-inf"), 10**400):
-        assert [key for key in numbers if not is_refusal(said(key, inf), key)] == []
-        assert [key for key in numbers if not is_refusal(said(key, str(inf)), key)] == []
-        assert [key for key in mappings if not is_refusal(said(key, {"a": [inf]}), key)] == []
-    assert [key for key in mappings if not is_refusal(said(key, '{"a": NaN}'), key)] == []
+    assert len(MAPPING_KEYS) > 10
+    for not_finite in (float("nan"), float("inf"), float("-inf"), 10**400):
+        assert not_refused(numbers, [not_finite, str(not_finite)]) == []
+        assert not_refused(MAPPING_KEYS, [{"a": [not_finite]}]) == []
+    assert not_refused(MAPPING_KEYS, ['{"a": NaN}']) == []
 
 
 def test_a_name_is_one_of_its_list_and_a_wrong_one_is_answered_with_the_nearest():
-    for key, names in NAMES.items():
-        assert [name for name in names if convert(key, name, KEYS[key]) not in (name, [name])] == []
-        bad = ["nonsense", "", "1.5", 7, {"a": 1}, None, names[0][:-1]]
-        expected = f"one of {', '.join(names)}"
-        lines = {str(value): said(key, value) for value in bad}
-        listed = ("", "{'a': 1}", "None") if list in arms(KEYS[key]) else ()
-        assert [
-            v
-            for v, line in lines.items()
-            if not is_refusal(line, key, "" if v in listed else expected)
-        ] == []
-        assert lines[names[0][:-1]].endswith(f"; did you mean '{names[0]}'?")
+    for key, names in WORDS_BY_KEY.items():
+        hint = HINT_BY_KEY[key]
+        for name in names:
+            assert convert(key, name, hint) in (name, [name]), key
+        misspelt = names[0][:-1]
+        for value in ("nonsense", "", "1.5", 7, {"a": 1}, None, misspelt):
+            expected = f"one of {', '.join(names)}"
+            # A key with a list of names has another line for what is no list of words.
+            if list in types_in(hint) and value in ("", {"a": 1}, None):
+                expected = ""
+            assert is_refusal(error_of(key, value), key, expected), (key, value)
+        assert error_of(key, misspelt).endswith(f"; did you mean '{names[0]}'?")
 
 
 def test_a_switch_is_true_or_false():
-    switches = [
-        key
-        for key, hint in KEYS.items()
-        if bool in arms(hint) and not arms(hint) & {Literal, str, dict}
-    ]
+    switches: list[str] = []
+    for key, hint in HINT_BY_KEY.items():
+        types = types_in(hint)
+        if bool in types and not types & {Literal, str, dict}:
+            switches.append(key)
     assert len(switches) > 60
+    assert not_refused(switches, ["maybe", "", 2, [True], {"a": True}, "nan"]) == []
     for key in switches:
-        assert [
-            v
-            for v in ("maybe", "", 2, [True], {"a": True}, "nan")
-            if not is_refusal(said(key, v), key)
-        ] == []
-        assert all(
-            convert(key, word, KEYS[key]) is True for word in (True, "true", "Yes", "1", 1, "t")
-        )
-        assert all(
-            convert(key, word, KEYS[key]) is False for word in (False, "false", "NO", "0", 0, "f")
-        )
+        for word in (True, "true", "Yes", "1", 1, "t"):
+            assert convert(key, word, HINT_BY_KEY[key]) is True
+        for word in (False, "false", "NO", "0", 0, "f"):
+            assert convert(key, word, HINT_BY_KEY[key]) is False
 
 
 def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
-    assert [
-        key for key in FILLED for value in ("", "  ", True) if not is_refusal(said(key, value), key)
-    ] == []
-    mappings = [
-        key
-        for key, hint in KEYS.items()
-        if dict in arms(hint) and key not in ("adora_method", "adora_reward")
-    ]
-    assert [
-        key
-        for key in mappings
-        for v in ("{", "[1]", 5, "", "nowhere")
-        if not is_refusal(said(key, v), key)
-    ] == []
-    assert "a JSON file with a mapping in it" in said("deepspeed", __file__)
+    assert not_refused(NEVER_EMPTY, ["", "  ", True]) == []
+    assert not_refused(MAPPING_KEYS, ["{", "[1]", 5, "", "nowhere"]) == []
+    assert "a JSON file with a mapping in it" in error_of("deepspeed", __file__)
 
 
 def test_a_key_of_trl_that_the_annotated_config_explains_has_a_range():
-    wrong = {
-        key: said(key, value)
-        for key, value in THEIRS.items()
-        if not is_refusal(said(key, str(value)), key)
+    for key, value in MISTAKES_IN_TRL_KEYS.items():
+        assert is_refusal(error_of(key, str(value)), key), key
+    assert is_refusal(error_of("seed", 2**32), "seed"), "what numpy takes"
+    assert error_of("seed", 2**32 - 1) == "", "what numpy takes"
+    explained = read_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OUR_KEYS
+    without_range = {
+        key for key in explained if HINT_BY_KEY[key] in (bool, bool | None, list[str] | None)
     }
-    assert wrong == {}
-    assert is_refusal(said("seed", 2**32), "seed"), "what numpy takes"
-    assert said("seed", 2**32 - 1) == "", "what numpy takes"
-    explained = read_file(ROOT / "configs" / "train" / "annotated.yaml").keys() - OURS
-    free = {key for key in explained if KEYS[key] in (bool, bool | None, list[str] | None)}
-    assert explained - free <= THEIRS.keys() | set(FILLED)
+    assert explained - without_range <= MISTAKES_IN_TRL_KEYS.keys() | set(NEVER_EMPTY)
 
 
-SENTENCES = {
+ERRORS_OF_TRL = {
     "--generation_batch_size=3": "generation_batch_size (3) must be divisible by the global batch size (8).",
     "--warmup_steps=-1": "warmup_steps must be an integer or a float",
     "--auto_find_batch_size": "auto_find_batch_size is not supported by GRPO",
@@ -355,30 +355,28 @@ SENTENCES = {
 
 
 def test_what_trl_refuses_is_told_in_its_own_sentence_in_one_line():
-    lines = {word: said_by_parser(word) for word in SENTENCES}
-    assert {
-        word: line for word, line in lines.items() if SENTENCES[word] not in line or "\n" in line
-    } == {}
+    for word, error_of_trl in ERRORS_OF_TRL.items():
+        line = error_of_command(word)
+        assert error_of_trl in line
+        assert "\n" not in line
 
 
 def test_file_command_line_and_python_say_the_same(tmp_path):
-    """A value of each kind, by each of the three ways."""
+    """A wrong value of each kind has the same error line by each of the three ways."""
     path = tmp_path / "c.yaml"
-    wrong = {}
-    rows: dict[str, Any] = {"adora_max_drift": -2, "adora_max_ratio": float("nan"), "beta": -1}
-    rows |= {
+    wrong_values: dict[str, Any] = {
+        "adora_max_drift": -2,
+        "adora_max_ratio": float("nan"),
+        "beta": -1,
         "loss_type": "gpro",
         "adora_vllm_dtype": "boost",
         "adora_self_check": "maybe",
         "adora_record_gb": None,
+        "epsilon": float("inf"),
     }
-    for key, value in {**rows, "epsilon": float("inf")}.items():
+    for key, value in wrong_values.items():
         path.write_text(yaml.safe_dump({key: value}))
         word = "null" if value is None else value
-        lines = {
-            re.sub("'", "", said_by_parser(*way))
-            for way in (["--config", str(path)], [f"--{key}={word}"])
-        }
         with pytest.raises(UserError) as refused:
             AdoraGRPOConfig(
                 use_cpu=True,
@@ -386,10 +384,15 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
                 output_dir="nowhere",
                 **{key: value},
             )
-        lines.add(re.sub("'", "", str(refused.value)))
-        if len(lines) > 1 or not is_refusal(lines.pop(), key):
-            wrong[key] = lines
-    assert wrong == {}
+        lines = [
+            error_of_command("--config", str(path)),
+            error_of_command(f"--{key}={word}"),
+            str(refused.value),
+        ]
+        # Only the quotes may differ: on the command line a value is a text.
+        unquoted_lines = {line.replace("'", "") for line in lines}
+        assert len(unquoted_lines) == 1
+        assert is_refusal(unquoted_lines.pop(), key)
     with pytest.raises(
         UserError, match=r"^adora_mixture: 2 is not a number above 0 and at most 1$"
     ):
@@ -397,51 +400,48 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
 
 
 @given(
-    st.sampled_from(sorted(KEYS)),
+    st.sampled_from(sorted(HINT_BY_KEY)),
     st.sampled_from(["null", "NULL", "~", " null ", None, "none", "None", ["null"]]),
 )
 def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
-    """`--adora_system_prompt none` would train with the prompt "none"."""
-    hint = KEYS[key]
-    word = str(written).lower()
-    if key == "resume_from_checkpoint" or (
-        "none" in word and NoneType not in arms(hint) and written is not None
-    ):
+    """Otherwise `--adora_system_prompt none` would train with the prompt "none"."""
+    hint = HINT_BY_KEY[key]
+    # Here none is a path, or a text of a key that is never null.
+    says_none = written is not None and "none" in str(written).lower()
+    if key == "resume_from_checkpoint" or (says_none and NoneType not in types_in(hint)):
         return
-    line = said(key, written)
+    line = error_of(key, written)
     if line:
-        assert line.startswith(f"{key}: ")
-        assert " is not " in line
-    else:
-        found = convert(key, written, hint)
-        assert found is None or "none" in (found, *(found if isinstance(found, list) else ()))
-        assert found is None or key in ("report_to", "scale_rewards")
+        assert is_refusal(line, key)
+        return
+    converted = convert(key, written, hint)
+    # These two take the word none.
+    if converted is not None:
+        assert key in ("report_to", "scale_rewards")
+        assert converted in ("none", ["none"])
 
 
 def test_the_documentation_has_every_key_of_ours_with_its_default():
-    """In the tables of docs/configuration.md, which say two defaults in words."""
-    rows = re.findall(
-        r"^\| (`[\w.]+`(?:, `\w+`)*) \| (.*?) \|",
-        (ROOT / "docs/configuration.md").read_text(),
-        re.M,
-    )
-    stated = {
-        key: text.strip("`") for keys, text in rows for key in re.findall(r"`([\w.]+)`", keys)
-    }
+    """They are in the tables of docs/configuration.md, which says one default in words."""
+    page = (ROOT / "docs/configuration.md").read_text()
+    # A row is | `key`, `key` | default | ...
+    rows = re.findall(r"^\| (`[\w.]+`(?:, `\w+`)*) \| (.*?) \|", page, re.M)
+    text_by_key: dict[str, str] = {}
+    for keys, text in rows:
+        for key in re.findall(r"`([\w.]+)`", keys):
+            text_by_key[key] = text.strip("`")
+    assert text_by_key.keys() >= OUR_KEYS
+    defaults = key_defaults()
+    assert text_by_key["adora_prompt"].replace("\\n", "\n") == defaults["adora_prompt"]
     in_words = {"adora_eval"}
-    assert stated["adora_prompt"].replace("\\n", "\n") == key_defaults()["adora_prompt"]
-    assert stated.keys() >= OURS
-    wrong = {}
-    for key in OURS - in_words - {"adora_prompt"}:
-        read = yaml.safe_load(stated[key])
-        if key_defaults()[key] not in (read, [read]):
-            wrong[key] = (stated[key], key_defaults()[key])
-    assert wrong == {}
+    for key in OUR_KEYS - in_words - {"adora_prompt"}:
+        documented = yaml.safe_load(text_by_key[key])
+        assert defaults[key] in (documented, [documented]), key
 
 
 def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
     """More of them would be more than a person reads; one that is nowhere shown is never used."""
-    keys = OURS - BLOCKS.keys()
+    keys = OUR_KEYS - OPTION_CLASSES.keys()
     shown = read_file(ROOT / "configs" / "train" / "annotated.yaml")
     explained = {name for key, value in shown.items() for name in dotted(key, value)}
     # These two may be written in one line or with a block of their own.

@@ -199,8 +199,15 @@ def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
     with pytest.raises(
         UserError, match=r"of another run: adora_prompt: null -> \"{problem}\\n.*; set it back"
     ):
-        choose_start(tmp_path, None, False, fingerprint_of(data))
-    started = choose_start(tmp_path, None, False, fingerprint_of(data, "--adora_prompt", "null"))
+        choose_start(
+            tmp_path, resume_from_checkpoint=None, overwrite=False, current=fingerprint_of(data)
+        )
+    started = choose_start(
+        tmp_path,
+        resume_from_checkpoint=None,
+        overwrite=False,
+        current=fingerprint_of(data, "--adora_prompt", "null"),
+    )
     assert started.checkpoint == str(checkpoint)
 
 

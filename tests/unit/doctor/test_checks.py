@@ -289,9 +289,11 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     monkeypatch.setattr(
-        Examination, "cold", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")]
+        Examination, "check_agreement", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")]
     )
-    monkeypatch.setattr(Examination, "distant", lambda self: passed(DISTANT, "1e-06"))
+    monkeypatch.setattr(
+        Examination, "check_distant_agreement", lambda self: passed(DISTANT, "1e-06")
+    )
 
     def broken(self: Examination, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
@@ -316,11 +318,13 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
         generation = object.__new__(AdoraVLLMGeneration)
         generation.__dict__.update(enable_sleep_mode=True, _llm_weights_sleeping=False, llm=llm)
 
-        def drift(self: Examination, where: str, events: Any = events, mean: float = mean) -> Any:
-            events.append(where)
-            return Drift(mean, mean), None, None
+        def compare(
+            self: Examination, check_name: str, events: Any = events, mean: float = mean
+        ) -> Any:
+            events.append(check_name)
+            return SimpleNamespace(drift=Drift(mean, mean))
 
-        monkeypatch.setattr(Examination, "drift", drift)
+        monkeypatch.setattr(Examination, "compare", compare)
         check = examination_of(generation).after_sleep()
         assert events == [2, "sleep"]
         assert generation._llm_weights_sleeping

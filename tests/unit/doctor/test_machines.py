@@ -52,7 +52,7 @@ NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
     """A process knows it by what accelerate itself tells its child."""
 
-    def told(*words: str) -> str:
+    def note_after_launch(*words: str) -> str:
         launch = ["--config_file", str(CONFIGS / "accelerate" / "cpu.yaml"), *words, "train.py"]
         args, _, _ = _validate_launch_command(launch_command_parser().parse_args(launch))
         _, environment = prepare_simple_launcher_cmd_env(args)
@@ -66,9 +66,12 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
         ]:
             del os.environ[name]  # what a trainer of another test has left
         assert (
-            told() == "" == fewer_than_asked({}) == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
+            note_after_launch()
+            == ""
+            == fewer_than_asked({})
+            == fewer_than_asked({"MASTER_ADDR": "127.0.0.1"})
         )
-        assert told("--num_processes", "2").startswith(
+        assert note_after_launch("--num_processes", "2").startswith(
             "accelerate was asked for several processes and has started one"
         )
 
@@ -202,6 +205,7 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
 
 @pytest.fixture
 def alone(monkeypatch):
+    """The only rank: what is gathered from all ranks is what this one has."""
     monkeypatch.setattr(ranks, "gather_object", lambda mine: mine)
 
 
@@ -209,7 +213,7 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alo
     (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = leave_token(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
-    check_ranks(tmp_path, token, {"seed": "1"}, {"seed": "1"}, patience_s=0)
+    check_ranks(tmp_path, token, first={"seed": "1"}, mine={"seed": "1"}, patience_s=0)
     assert not list(tmp_path.iterdir())
 
 
@@ -223,7 +227,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, alone):
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
-        check_ranks(theirs, token, {}, {}, patience_s=0)
+        check_ranks(theirs, token, first={}, mine={}, patience_s=0)
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
@@ -231,7 +235,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
     (tmp_path / token).unlink()
     late = threading.Timer(0.3, (tmp_path / token).touch)
     late.start()
-    check_ranks(tmp_path, token, {}, {}, patience_s=30)
+    check_ranks(tmp_path, token, first={}, mine={}, patience_s=30)
     late.join()
 
 
@@ -240,7 +244,11 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alon
     named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
     with pytest.raises(UserError, match=named):
         check_ranks(
-            tmp_path, token, {"seed": "1", "beta": "0"}, {"seed": "2", "beta": "1"}, patience_s=0
+            tmp_path,
+            token,
+            first={"seed": "1", "beta": "0"},
+            mine={"seed": "2", "beta": "1"},
+            patience_s=0,
         )
 
 
@@ -322,20 +330,23 @@ def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, 
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def staged(folder: Path) -> Path:
-    staged = folder / ".saving" / "checkpoint-3"
-    staged.mkdir(parents=True)
-    (staged / "mine").write_text("1")
-    return staged
+def staged_checkpoint(folder: Path) -> Path:
+    """Write a checkpoint that is not published yet, with the file `mine` of this machine."""
+    checkpoint = folder / ".saving" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "mine").write_text("1")
+    return checkpoint
 
 
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
-    checkpoint = staged(tmp_path)
+    checkpoint = staged_checkpoint(tmp_path)
     monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
     late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
-    publish(checkpoint, tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+    publish(
+        checkpoint, final=tmp_path / "checkpoint-3", facts={"step": 3}, written={"mine", "theirs"}
+    )
     late.join()
     assert manifest_of(tmp_path / "checkpoint-3")["files"].keys() == {"mine", "theirs"}
 
@@ -343,7 +354,12 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
     monkeypatch.setattr(store, "appears", lambda path: path.exists())
     with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
-        publish(staged(tmp_path), tmp_path / "checkpoint-3", {"step": 3}, {"mine", "theirs"})
+        publish(
+            staged_checkpoint(tmp_path),
+            final=tmp_path / "checkpoint-3",
+            facts={"step": 3},
+            written={"mine", "theirs"},
+        )
     assert not (tmp_path / "checkpoint-3").exists()
 
 
@@ -394,14 +410,16 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
 # -------------------------------------------------------------------------------------- the scripts
 
 
-def stub(folder: Path, name: str, text: str) -> None:
+def write_program(folder: Path, name: str, text: str) -> None:
+    """Write a shell script that the scripts in `setup/` find instead of a program of this name."""
     (folder / name).write_text(f"#!/bin/bash\n{text}\n")
     (folder / name).chmod(0o755)
 
 
-def script(
+def run_script(
     name: str, *words: str, folder: Path, **environment: str
 ) -> subprocess.CompletedProcess[str]:
+    """Run a script of `setup/` in a folder whose programs are found first."""
     path = f"{folder}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", str(REPOSITORY / "setup" / name), *words],
@@ -414,8 +432,8 @@ def script(
     )
 
 
-def launched(host: str, port: int) -> str:
-    """The words that the first machine's launcher is started with."""
+def launch_words(host: str, port: int) -> str:
+    """Return the words that the first of two machines starts its launcher with, joined by `|`."""
     return (
         "launch|--config_file|configs/accelerate/zero3_nodes.yaml|--deepspeed_multinode_launcher|standard|"
         f"--num_machines|2|--num_processes|16|--main_process_ip|{host}|--main_process_port|{port}|--machine_rank|0|"
@@ -433,23 +451,26 @@ SLURM = {
 
 @pytest.fixture
 def slurm(tmp_path):
-    """Slurm's commands: a task a node, one after the other, and a note of what is queued again."""
-    stub(
+    """A folder with Slurm's commands: `srun` starts one task for each node, one after the other.
+
+    `scontrol requeue` writes the job's number into a file.
+    """
+    write_program(
         tmp_path,
         "scontrol",
         'case $1 in show) echo n1; echo n2 ;; requeue) echo "$2" >requeued ;; esac',
     )
     on_each_node = 'for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@" || code=$?; done'
-    stub(tmp_path, "srun", f"shift 2; {on_each_node}; exit ${{code:-0}}")
+    write_program(tmp_path, "srun", f"shift 2; {on_each_node}; exit ${{code:-0}}")
     return tmp_path
 
 
 def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm):
-    stub(
+    write_program(
         slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1'
     )
     words = ["--config", "a b.yaml", "--output_dir", "out"]
-    done = script(
+    process = run_script(
         "slurm/train.sbatch",
         *words,
         folder=slurm,
@@ -457,16 +478,16 @@ def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stoppe
         LAUNCH="./launch",
         **SLURM,
     )
-    first, second, *_ = done.stdout.splitlines()
-    assert first == launched("n1", 22345)
+    first, second, *_ = process.stdout.splitlines()
+    assert first == launch_words("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
-    assert done.returncode == 75
+    assert process.returncode == 75
     assert (slurm / "requeued").read_text() == "12345\n"
 
 
 def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
-    stub(slurm, "launch", "echo threads $OMP_NUM_THREADS")
+    write_program(slurm, "launch", "echo threads $OMP_NUM_THREADS")
     omp = "OMP_NUM_THREADS"
     variables = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
     for name, cores, threads in (
@@ -474,49 +495,49 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
         ("SLURM_CPUS_ON_NODE", "4", 1),
         (omp, "5", 5),
     ):
-        done = script(
+        process = run_script(
             "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **variables, **{name: cores}
         )
-        assert done.stdout.split() == ["threads", str(threads)] * 2, done.stderr
-    stub(slurm, "ssh", 'shift 3; eval "$*"')
-    stub(slurm, "nproc", "echo 64")
+        assert process.stdout.split() == ["threads", str(threads)] * 2, process.stderr
+    write_program(slurm, "ssh", 'shift 3; eval "$*"')
+    write_program(slurm, "nproc", "echo 64")
     for changed, threads in (
         ({}, 16),
         ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3),
     ):
         environment = {"HOSTS": "one", "LAUNCH": "./launch", "PROCESSES_PER_NODE": "4", **changed}
-        done = script(
+        process = run_script(
             "ssh/train.sh",
             "--output_dir",
             "out",
             folder=slurm,
             **environment,
         )
-        assert done.stdout.split() == ["one:", "threads", str(threads)], done.stderr
+        assert process.stdout.split() == ["one:", "threads", str(threads)], process.stderr
 
 
 def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
     """Nor where an earlier stop has left its note, or the job would be queued for ever."""
     (slurm / "out").mkdir()
     (slurm / "out" / "stopped.json").touch()
-    stub(slurm, "launch", "exit 1")
+    write_program(slurm, "launch", "exit 1")
     environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
-    done = script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
-    assert done.returncode == 1
+    process = run_script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
+    assert process.returncode == 1
     assert not (slurm / "requeued").exists()
-    done = script(
+    process = run_script(
         "slurm/train.sbatch",
         "--config",
         "a.yaml",
         folder=slurm,
         **environment,
     )
-    assert done.returncode == 2
-    assert "--output_dir: not among the arguments" in done.stderr
+    assert process.returncode == 2
+    assert "--output_dir: not among the arguments" in process.stderr
 
 
 def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
-    done = script(
+    process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
@@ -524,30 +545,30 @@ def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
         HOSTS="one two",
         PORT="0",
     )
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: PORT: 0 is no port for several machines")
+    assert process.returncode == 2
+    assert process.stderr.startswith("error: PORT: 0 is no port for several machines")
 
 
 @pytest.fixture
 def ssh(tmp_path):
-    """Runs the words of every host here."""
-    stub(tmp_path, "ssh", 'shift 2; export HOST="$1"; exec bash -c "$2"')
+    """A folder with a program `ssh` that runs the command for each host on this machine."""
+    write_program(tmp_path, "ssh", 'shift 2; export HOST="$1"; exec bash -c "$2"')
     return tmp_path
 
 
 def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
-    stub(ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
+    write_program(ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
     environment = {
         "HOSTS": "one two",
         "LAUNCH": "./launch",
         "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1",
     }
-    done = script(
+    process = run_script(
         "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment
     )
-    first, second = sorted(done.stdout.splitlines())
-    assert done.returncode == 0, done.stderr
-    assert first == "one: one|eth1|" + launched("one", 29500)
+    first, second = sorted(process.stdout.splitlines())
+    assert process.returncode == 0, process.stderr
+    assert first == "one: one|eth1|" + launch_words("one", 29500)
     assert second == first.replace("one: one", "two: two").replace(
         "--machine_rank|0", "--machine_rank|1"
     )
@@ -555,31 +576,31 @@ def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
 
 def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
     """The others would wait for its processes; they are given GRACE seconds, and then killed."""
-    stub(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
+    write_program(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
-    done = script(
+    process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
         folder=ssh,
         **environment,
     )
-    assert done.returncode == 3
-    assert "two ended with 3; the others have 0 seconds to end" in done.stderr
+    assert process.returncode == 3
+    assert "two ended with 3; the others have 0 seconds to end" in process.stderr
 
 
 def test_over_ssh_a_stopped_run_ends_with_75(ssh):
-    stub(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
-    done = script(
+    write_program(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
+    process = run_script(
         "ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch"
     )
-    assert done.returncode == 75
+    assert process.returncode == 75
 
 
 def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
     """The launcher has not left its number yet when the script is told to stop."""
-    stub(ssh, "launch", "exec sleep 300")
-    stub(
+    write_program(ssh, "launch", "exec sleep 300")
+    write_program(
         ssh,
         "ssh",
         'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"',
@@ -606,7 +627,7 @@ def test_programs_of_an_environment_that_was_not_activated_are_found(
     interpreter.
     """
     (tmp_path / "bin").mkdir()
-    stub(tmp_path / "bin", "ninja", "echo own ninja")
+    write_program(tmp_path / "bin", "ninja", "echo own ninja")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "bin" / "python"))
     for path in ("/usr/bin:/bin", "", None):
         with subtests.test(f"{path}"):

@@ -17,77 +17,95 @@ from eval.suite import table_lines
 
 
 def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
-    graded = [
-        Graded(str(i), RowGrade(verdict_of(hit == "1"), None, "r", {"task": ["ab"[i % 2]]}))
-        for i, hit in enumerate(right)
-    ]
+    """Write a score file and return its path.
+
+    `right` has a character for each problem, `1` for a right answer; problems are in turn of the
+    groups `a` and `b` of the kind `task`. `fields` are keys of the score, in place of its own.
+    """
+    graded = []
+    for index, character in enumerate(right):
+        grade = RowGrade(
+            verdict=verdict_of(character == "1"),
+            extracted=None,
+            reason="r",
+            groups={"task": ["ab"[index % 2]]},
+        )
+        graded.append(Graded(str(index), grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = (
-        aggregate(graded)
-        | {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
-        | fields
-    )
+    score = aggregate(graded)
+    score |= {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
+    score |= fields
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(score))
     return str(path)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """Run `eval.compare` on these words, and return what it prints."""
     assert main(list(words)) == 0
     return capsys.readouterr().out
 
 
 def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
-    score_path = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
+    """Two runs are compared by the difference of their accuracy, McNemar's test and by group."""
+    first = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
     score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
-    text = shown(capsys, score_path, str(tmp_path / "two"), "--by", "task")
+    second_folder = str(tmp_path / "two")
+    text = shown(capsys, first, second_folder, "--by", "task")
     # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
     assert "+35.0 points" in text
     assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
     assert "50.0 [29.9, 70.1] of 20" in text
     assert text.index("task = a") < text.index("task = b")
-    assert main([score_path, "--by", "tsk"]) == 2
+    assert main([first, "--by", "tsk"]) == 2
     assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
 
 
 def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
+    """Published figures stand below the measured ones, with the word `quoted`."""
     path = score_file(tmp_path / "one.json", "01")
     lines = shown(capsys, path).splitlines()
-    adora = next(line for line in lines if line.startswith("ADORA (quoted)"))
-    assert adora.split()[2] == "73.5"
+    adora_line = next(line for line in lines if line.startswith("ADORA (quoted)"))
+    assert adora_line.split()[2] == "73.5"
     assert any("not measured here" in line for line in lines)
     assert "quoted" not in shown(capsys, path, "--no-published")
-    mmstar = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
-    assert "GRPO (quoted)" in mmstar
-    assert "Vision-R1" not in mmstar  # which has no MMStar figure
+    mmstar_text = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
+    assert "GRPO (quoted)" in mmstar_text
+    assert "Vision-R1" not in mmstar_text, "it has no MMStar figure"
 
 
 def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alone(tmp_path, capsys):
-    def of(sources: list[str], count: int, split: str = "test", **fields: Any) -> str:
-        data_set = {"sources": sources, "splits": [split], "problems": count}
-        file = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
-        return shown(capsys, score_file(file, "01", "geometry3k", data_set=data_set, **fields))
+    """A score of other data, of a part, or with grey pictures is not compared with them."""
 
-    assert "7B GRPO (quoted)" in of(["geometry3k"], 601)
-    assert "7B GRPO (quoted)" in of(["geometry3k"], 598), "some golds nobody can meet"
+    def shown_for(sources: list[str], count: int, split: str = "test", **fields: Any) -> str:
+        """Show a score of `count` problems from these sources."""
+        data_set = {"sources": sources, "splits": [split], "problems": count}
+        n_files = len(list(tmp_path.iterdir()))
+        path = tmp_path / f"{n_files}.json"
+        return shown(capsys, score_file(path, "01", "geometry3k", data_set=data_set, **fields))
+
+    assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
+    assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
-    for text in (
-        of(["synthetic"], 601),
-        of(["mine"], 12),
-        of(["geometry3k, redrawn"], 601),
-        of(["geometry3k", "mine"], 613),
-        of(["geometry3k"], 300),
-        of(["geometry3k"], 601, "train"),
-        of(["geometry3k"], 598, coverage=limited),
-        of(["geometry3k"], 601, fingerprint=blank),
+    texts_without = [
+        shown_for(["synthetic"], 601),
+        shown_for(["mine"], 12),
+        shown_for(["geometry3k, redrawn"], 601),
+        shown_for(["geometry3k", "mine"], 613),
+        shown_for(["geometry3k"], 300),
+        shown_for(["geometry3k"], 601, "train"),
+        shown_for(["geometry3k"], 598, coverage=limited),
+        shown_for(["geometry3k"], 601, fingerprint=blank),
         shown(capsys, score_file(tmp_path / "none.json", "01", "geometry3k")),
         shown(capsys, score_file(tmp_path / "problems.json", "01", "problems")),
-    ):
+    ]
+    for text in texts_without:
         assert "quoted" not in text
 
 
 def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
+    """`geometry3k` and `problems` are two names of one benchmark."""
     geometry_score = score_file(tmp_path / "one.json", "0110", "geometry3k")
     problems_score = score_file(tmp_path / "other.json", "0111", "problems")
     text = shown(capsys, geometry_score, problems_score)
@@ -96,6 +114,7 @@ def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
+    """Other rules, other problems and missing answers are warned of."""
     score_path = score_file(tmp_path / "one.json", "0110")
     official_score = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
     text = shown(capsys, score_path, official_score)
@@ -103,14 +122,14 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     assert "warning: the runs were scored by different rules" in text
     assert "score with --rules vlmevalkit to" in text
     assert "warning: the runs do not have the same problems" in text
-    part = score_file(
-        tmp_path / "part.json", "0110", coverage={"answers": 7, "asked": 40, "in_data": 40}
-    )
-    for text in (
+    coverage = {"answers": 7, "asked": 40, "in_data": 40}
+    part = score_file(tmp_path / "part.json", "0110", coverage=coverage)
+    texts = [
         shown(capsys, part),
         shown(capsys, part, score_path),
         gained(capsys, part, score_path),
-    ):
+    ]
+    for text in texts:
         assert "the score of a part: 7 of 40 answers are there" in text
     assert "of 7 of 40" in shown(capsys, part)
 
@@ -121,62 +140,62 @@ def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
     part = score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}
     whole_score = score_file(tmp_path / "one.json", "0110", coverage=coverage)
-    note = "4 of the 512 answers to all the data (--limit)"
-    for text in (
+    texts = [
         shown(capsys, part),
         shown(capsys, whole_score, part),
         gained(capsys, whole_score, part),
-    ):
-        assert note in text
-    (line,) = [
-        row for row in shown(capsys, whole_score, part).splitlines() if row.startswith(part)
-    ][:1]
-    assert "of 4 of 512" in line
+    ]
+    for text in texts:
+        assert "4 of the 512 answers to all the data (--limit)" in text
+    lines = shown(capsys, whole_score, part).splitlines()
+    first_line_of_part = next(line for line in lines if line.startswith(part))
+    assert "of 4 of 512" in first_line_of_part
     assert "512" not in shown(capsys, whole_score)
-    assert table_lines([read_run(part)])[1].endswith("(4 of 512)")
-    assert table_lines([read_run(part)])[-1].endswith("(n of N): over a part of the problems")
+    suite_lines = table_lines([read_run(part)])
+    assert suite_lines[1].endswith("(4 of 512)")
+    assert suite_lines[-1].endswith("(n of N): over a part of the problems")
     assert "(n of N)" not in table_lines([read_run(whole_score)])[-1]
     unknown = {"answers": 4, "asked": None, "in_data": None}
-    alone = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
-    assert "it is not known of how many problems these are" in shown(capsys, alone)
+    unknown_score = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
+    assert "it is not known of how many problems these are" in shown(capsys, unknown_score)
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
-    items = [
-        {"pid": pid, "sample": s, "verdict": v}
-        for pid in "ab"
-        for s, v in ((0, "correct"), (1, "wrong"))
-    ]
-    score_path = score_file(tmp_path / "one.json", "0101", items=items)
-    two = score_file(
-        tmp_path / "two.json", "0101", items=[item | {"verdict": "correct"} for item in items]
-    )
-    text = shown(capsys, score_path, two)
+    """Several answers to a problem count as the share that is right, and avg@k gets a column."""
+    half_right = []
+    for pid in ("a", "b"):
+        half_right.append({"pid": pid, "sample": 0, "verdict": "correct"})
+        half_right.append({"pid": pid, "sample": 1, "verdict": "wrong"})
+    all_right = [{**item, "verdict": "correct"} for item in half_right]
+    half_score = score_file(tmp_path / "one.json", "0101", items=half_right)
+    full_score = score_file(tmp_path / "two.json", "0101", items=all_right)
+    text = shown(capsys, half_score, full_score)
     assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
-    head, line = shown(capsys, score_file(tmp_path / "a.json", "01", samples=samples)).splitlines()[
-        1:3
-    ]
+    sampled_score = score_file(tmp_path / "a.json", "01", samples=samples)
+    _, head, line = shown(capsys, sampled_score).splitlines()[:3]
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.split()[-2:] == ["50.0", "75.0"]
 
 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
-    for content, message in [
-        (None, "is not a readable score file"),
+    """A file that is no score, and scores of two benchmarks, are refused with one line."""
+    cases = [
+        (None, "is not a readable score file"),  # there is no file
         ("{", "is not a readable"),
         ("[]", "has no 'benchmark'"),
-    ]:
+    ]
+    for content, message in cases:
         with case(content) as folder:
+            path = folder / "x.json"
             if content is not None:
-                (folder / "x.json").write_text(content)
-            assert main([str(folder / "x.json")]) == 2
+                path.write_text(content)
+            assert main([str(path)]) == 2
             assert message in capsys.readouterr().err
-    code = main(
-        [score_file(tmp_path / "a.json", "01"), score_file(tmp_path / "b.json", "01", "mmstar")]
-    )
-    assert code == 2
+    mathvista_score = score_file(tmp_path / "a.json", "01")
+    mmstar_score = score_file(tmp_path / "b.json", "01", "mmstar")
+    assert main([mathvista_score, mmstar_score]) == 2
     assert "is of mmstar and" in capsys.readouterr().err
 
 
@@ -196,6 +215,10 @@ RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
 
 
 def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+    """The fingerprint of a score, as its key: the usual one, with some values changed.
+
+    `fields` are options as given, and `resolved` settings that the engine has found.
+    """
     return {
         "fingerprint": {
             "fields": {**FIELDS, **fields},
@@ -205,103 +228,110 @@ def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str
 
 
 def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
-    settings = [
-        (name, made_with(None, **{name: "different"}))
-        for name in [*FIELDS, "a setting of the future"]
-    ]
-    for name, fields in [*settings, *((name, made_with({name: "different"})) for name in RESOLVED)]:
+    """Both `eval.compare` and the comparison of trainings warn of it; model and seed may differ."""
+    changed_fingerprints = {}
+    for name in [*FIELDS, "a setting of the future"]:
+        fields: dict[str, Any] = {name: "different"}
+        changed_fingerprints[name] = made_with(**fields)
+    changed_resolved = {name: made_with({name: "different"}) for name in RESOLVED}
+    cases = [*changed_fingerprints.items(), *changed_resolved.items()]
+    for name, fingerprint in cases:
         with case(name) as folder:
-            score_path = score_file(folder / "one.json", "0110", **made_with())
+            first = score_file(folder / "one.json", "0110", **made_with())
             same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
-            changed_score = score_file(folder / "other.json", "0111", **fields)
-            for run in (
-                lambda *files: shown(capsys, *files),
-                lambda *files: gained(capsys, *files),
-            ):
-                assert "warning" not in run(score_path, same)
-                warnings = [
-                    line
-                    for line in run(score_path, changed_score).splitlines()
-                    if line.startswith("warning")
-                ]
-                assert len(warnings) == 1
-                assert f"differ in {name}" in warnings[0]
-                assert '"different"' in warnings[0]
+            changed = score_file(folder / "other.json", "0111", **fingerprint)
+            for compare in (shown, gained):
+                assert "warning" not in compare(capsys, first, same)
+                lines = compare(capsys, first, changed).splitlines()
+                (warning,) = [line for line in lines if line.startswith("warning")]
+                assert f"differ in {name}" in warning
+                assert '"different"' in warning
 
 
-# Seven of ten problems, twice; what is solved from words, from the picture and blindly decides what
-# a model is called.
-WORDS = "1111111000"
+# Which of ten problems are solved: many.
+MANY = "1111111000"
 
 
 @pytest.mark.parametrize(
     ("text", "image", "blank", "verdict"),
     [
         (
-            WORDS,
+            MANY,
             "1111100000",
             "0100000000",
             "and loses more by reasoning: of 100 problems 20 by seeing",
         ),
-        (WORDS, "0100000000", "0010000000", "it reasons and does not see"),
-        ("0010000000", WORDS, "0100000000", "it sees and does not reason from words"),
+        (MANY, "0100000000", "0010000000", "it reasons and does not see"),
+        ("0010000000", MANY, "0100000000", "it sees and does not reason from words"),
         ("0010000000", "0100000000", "1000000000", "it does not reason: neither words nor picture"),
     ],
 )
 def test_four_views_say_whether_a_model_sees_or_reasons(
     tmp_path, capsys, text, image, blank, verdict
 ):
+    """What is solved from words, from the picture, and from a grey one decides the verdict."""
+    # Each pattern twice, so that the differences are significant.
     text = 2 * text
     image = 2 * image
     blank = 2 * blank
-    views = {"image": image, "text": text, "both": 2 * WORDS, "blank": blank}
-    files = {
-        name: score_file(
-            tmp_path / f"{name}.json",
-            right,
-            **made_with(model="m", seed=len(name), **shown_how(name)),
-        )
-        for name, right in views.items()
-    }
+    right_by_view = {"image": image, "text": text, "both": 2 * MANY, "blank": blank}
+    files = view_files(tmp_path, right_by_view)
     lines = shown(capsys, *files.values())
     assert verdict in lines
     assert "20 common problems" in lines
     assert "differ in view" not in lines
     assert f"  text   {5 * text.count('1'):.1f} % (95 %" in lines
     assert "the picture adds +" in lines
-    remains = 100 * blank.count("1") / image.count("1")
-    assert f"without looking {remains:.1f} % (95 %: " in lines
-    both = sum(a == b == "1" for a, b in zip(text, image, strict=True)) / text.count("1")
-    assert f"of what it solves from words, it solves {100 * both:.1f} % (95 %" in lines
-    two = shown(capsys, files["blank"], files["image"])
-    versions = {"version": {"Text Lite": {"accuracy": 0.25}}}
-    grey = score_file(
-        tmp_path / "verse_blank.json",
-        "01",
-        "mathverse",
-        groups=versions,
-        **made_with(**shown_how("blank")),
-    )
-    with_image = score_file(
-        tmp_path / "verse_image.json",
-        "01",
-        "mathverse",
-        groups=versions,
-        **made_with(**shown_how("image")),
-    )
-    assert "version = Text Lite" in shown(capsys, grey, with_image)
-    assert "version =" not in shown(capsys, with_image)
-    assert f"without looking {remains:.1f} %" in two
-    assert verdict not in two
-    another = score_file(tmp_path / "another.json", image, **made_with(model="n"))
-    verdict = shown(capsys, another, files["blank"])
-    assert "without looking" not in verdict
-    assert "warning: the runs differ in view" in verdict
+    remaining = 100 * blank.count("1") / image.count("1")
+    assert f"without looking {remaining:.1f} % (95 %: " in lines
+    n_from_both = sum(a == b == "1" for a, b in zip(text, image, strict=True))
+    share = 100 * n_from_both / text.count("1")
+    assert f"of what it solves from words, it solves {share:.1f} % (95 %" in lines
+    two_views = shown(capsys, files["blank"], files["image"])
+    assert f"without looking {remaining:.1f} %" in two_views
+    assert verdict not in two_views, "it needs three views"
+
+
+def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
+    files = view_files(tmp_path, {"image": 2 * MANY, "blank": "0" * 20})
+    other_model = score_file(tmp_path / "other.json", 2 * MANY, **made_with(model="n"))
+    text = shown(capsys, other_model, files["blank"])
+    assert "without looking" not in text
+    assert "warning: the runs differ in view" in text
     assert "without looking" not in shown(capsys, files["blank"], files["blank"])
 
 
-def shown_how(view: str) -> dict[str, Any]:
-    return {} if view == "image" else {"view": view, **({} if view == "blank" else {"left_out": 2})}
+def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
+    groups = {"version": {"Text Lite": {"accuracy": 0.25}}}
+    files = []
+    for view in ("blank", "image"):
+        fingerprint = made_with(**fields_of_view(view))
+        path = tmp_path / f"{view}.json"
+        files.append(score_file(path, "01", "mathverse", groups=groups, **fingerprint))
+    assert "version = Text Lite" in shown(capsys, *files)
+    assert "version =" not in shown(capsys, files[1])
+
+
+def view_files(folder: Path, right_by_view: dict[str, str]) -> dict[str, str]:
+    """Write the score of one model in each view, and return the paths by view."""
+    files = {}
+    for view, right in right_by_view.items():
+        # The seed may differ between views.
+        fingerprint = made_with(model="m", seed=len(view), **fields_of_view(view))
+        files[view] = score_file(folder / f"{view}.json", right, **fingerprint)
+    return files
+
+
+def fields_of_view(view: str) -> dict[str, Any]:
+    """The fields of a fingerprint by which a view is known; `image` has none.
+
+    The views with facts in words leave out problems.
+    """
+    if view == "image":
+        return {}
+    if view == "blank":
+        return {"view": view}
+    return {"view": view, "left_out": 2}
 
 
 TOOL: dict[str, Any] = {
@@ -323,34 +353,37 @@ TOOL: dict[str, Any] = {
 def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
     tmp_path, capsys, won, lost, p, gain
 ):
-    right = "1" * won + "0" * lost + "1"
-    same = dict[str, Any](model_hash="m")
-    bare = score_file(tmp_path / "bare.json", "0" * won + "1" * lost + "1", **made_with(**same))
-    zoom = score_file(tmp_path / "zoom.json", right, **made_with(seed=3, **same, **TOOL))
-    for files in ((bare, zoom), (zoom, bare)):
+    """`won` problems are solved only with tools, `lost` only without, and one by both."""
+    right_without = "0" * won + "1" * lost + "1"
+    right_with = "1" * won + "0" * lost + "1"
+    without_tools = score_file(tmp_path / "bare.json", right_without, **made_with(model_hash="m"))
+    with_tools = score_file(
+        tmp_path / "zoom.json", right_with, **made_with(seed=3, model_hash="m", **TOOL)
+    )
+    for files in ((without_tools, with_tools), (with_tools, without_tools)):
         text = shown(capsys, *files)
-        assert (
-            f"gain {won} (solved only with zoom), harm {lost} (only without), McNemar p = {p}"
-            in text
-        )
+        counts = f"gain {won} (solved only with zoom), harm {lost} (only without)"
+        assert f"{counts}, McNemar p = {p}" in text
         assert f"having zoom {gain}" in text
         assert "warning" not in text
-    assert "warning: the runs differ in tools" in gained(
-        capsys, bare, zoom
-    )  # which does not say what tools gain
-    for changed, warned in (
-        (dict[str, Any](model_hash="n"), [*TOOL]),
-        ({**same, "max_tokens": 9}, ["max_tokens"]),
+    # The comparison of trainings does not say what tools gain.
+    warning = "warning: the runs differ in tools"
+    assert warning in gained(capsys, without_tools, with_tools)
+    # Another model is no comparison of tools, and another setting is one with a warning.
+    other_model = made_with(model_hash="n", **TOOL)
+    other_limit = made_with(model_hash="m", max_tokens=9, **TOOL)
+    for fingerprint, warned_fields, is_about_tools in (
+        (other_model, [*TOOL], False),
+        (other_limit, ["max_tokens"], True),
     ):
-        text = shown(
-            capsys, bare, score_file(tmp_path / "other.json", right, **made_with(**TOOL, **changed))
-        )
-        assert [
-            line.split()[5].strip(":") for line in text.splitlines() if "warning" in line
-        ] == warned
-        assert (f"having zoom {gain}" in text) is (warned == ["max_tokens"])
+        other = score_file(tmp_path / "other.json", right_with, **fingerprint)
+        text = shown(capsys, without_tools, other)
+        warnings = [line for line in text.splitlines() if "warning" in line]
+        assert [warning.split()[5].strip(":") for warning in warnings] == warned_fields
+        assert (f"having zoom {gain}" in text) is is_about_tools
 
 
 def gained(capsys: pytest.CaptureFixture[str], *files: str) -> str:
+    """Run the comparison of trainings on these scores, and return what it prints."""
     assert gain(list(files)) == 0
     return capsys.readouterr().out

@@ -50,7 +50,7 @@ ANSWER_TEMPLATES = {
 
 
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
-    """The problems of a folder, whose hash is the same when it is read again."""
+    """Load the problems of a folder twice, and check that its hash stays the same."""
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
     first_load = benchmark.load(parse(words, benchmark).ask.data)
     second_load = benchmark.load(parse(words, benchmark).ask.data)
@@ -60,28 +60,16 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
+    """Its problems can be asked, right answers are right, and its score is printed and compared."""
     benchmark = find_benchmark(name)
     assert benchmark.name == name
     problems = problems_of(benchmark, WRITERS[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
-    all_grey = problems_in_view(problems, "blank") if problems[0].n_images else problems
-    for problem, blank_problem in zip(problems, all_grey, strict=True):
-        assert problem.prompt
-        assert len(problem.images()) == problem.n_images
-        grey_images = blank_problem.images()
-        grey_sizes = [image.size for image in grey_images]
-        assert grey_sizes == [image.size for image in problem.images()]
-        for image in grey_images:
-            n_pixels = image.width * image.height
-            assert image.getcolors() == [(n_pixels, (128, 128, 128))]
-    template = ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}")
-    rows = []
-    for problem in problems:
-        response = template.format(problem.fields["answer"])
-        rows.append({**problem.fields, "response": response, "finish_reason": "stop"})
+    check_images(problems)
+    rows = rightly_answered(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
+    # A problem that was not asked is wrong, whatever its response.
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
-    rows = [json.loads(json.dumps(row)) for row in rows]  # what a predictions row keeps
     if benchmark.check:
         for row in rows:
             assert benchmark.check(row) is None
@@ -94,13 +82,39 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert result["correct"] >= 2, "a boxed reference answer is right"
     assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == result["items"]
-    drawn = name in ("geometry3k", "problems")
-    title = "synthetic" if drawn else name  # that of the data, whose rows these are
+    # These two benchmarks score any data set, here one of drawn problems, and show its name.
+    is_of_any_data = name in ("geometry3k", "problems")
+    title = "synthetic" if is_of_any_data else name
     assert f"{title}: " in capsys.readouterr().out
     assert compare([str(tmp_path / "s.json")]) == 0
     # What is published of Geometry3K stands beside its own test split alone.
-    is_quoted = benchmark.published is not None and not drawn
+    is_quoted = benchmark.published is not None and not is_of_any_data
     assert ("(quoted)" in capsys.readouterr().out) is is_quoted
+
+
+def check_images(problems: list[Problem]) -> None:
+    """Check that each problem has a prompt and its images, and that the view `blank` greys them."""
+    has_images = problems[0].n_images > 0
+    blank_problems = problems_in_view(problems, "blank") if has_images else problems
+    for problem, blank_problem in zip(problems, blank_problems, strict=True):
+        assert problem.prompt
+        images = problem.images()
+        grey_images = blank_problem.images()
+        assert len(images) == len(grey_images) == problem.n_images
+        for image, grey_image in zip(images, grey_images, strict=True):
+            assert grey_image.size == image.size
+            n_pixels = image.width * image.height
+            assert grey_image.getcolors() == [(n_pixels, (128, 128, 128))]
+
+
+def rightly_answered(problems: list[Problem], template: str) -> list[dict[str, Any]]:
+    """The predictions of a model that gives each reference answer, as a file stores them."""
+    rows = []
+    for problem in problems:
+        response = template.format(problem.fields["answer"])
+        row = {**problem.fields, "response": response, "finish_reason": "stop"}
+        rows.append(json.loads(json.dumps(row)))
+    return rows
 
 
 @pytest.mark.parametrize(
@@ -143,6 +157,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
+    """`NAMES` has every benchmark in `eval/`, and the help and suggestions come from it."""
     files = (REPOSITORY / "eval").glob("*.py")
     modules = {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
     assert modules == set(NAMES)
@@ -154,6 +169,7 @@ def test_the_list_stands_once(capsys):
 
 
 def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
+    """The source in its manifest decides; without a manifest it is `problems`."""
     assert benchmark_name_for(tmp_path) == "problems", "rows of the user's own"
     name_by_source = {
         "knights": "knights",
@@ -168,20 +184,18 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
 
 
 def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
-    help_of = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
-    named_there = re.findall(r"\w+", help_of["adora_eval"])
-    pages = {
-        name: (REPOSITORY / "docs" / name).read_text()
-        for name in ("configuration.md", "evaluation.md")
-    }
+    help_by_key = {field.name: field.metadata.get("help", "") for field in fields(AdoraKeys)}
+    words_of_help = re.findall(r"\w+", help_by_key["adora_eval"])
+    configuration_page = (REPOSITORY / "docs" / "configuration.md").read_text()
+    evaluation_page = (REPOSITORY / "docs" / "evaluation.md").read_text()
     for name in NAMES:
-        assert name in named_there, f"the help of adora_eval lacks {name}"
-        assert f"{name}=DIR" in pages["configuration.md"], name
-        assert f"eval.{name}" in pages["evaluation.md"], name
+        assert name in words_of_help, f"the help of adora_eval lacks {name}"
+        assert f"{name}=DIR" in configuration_page, name
+        assert f"eval.{name}" in evaluation_page, name
 
 
-class Rounds:
-    """Says the length that stands in the question, without its half."""
+class WholeLengths:
+    """An engine that answers `Side 1.5` with the whole part of the length, `1`."""
 
     batch_size = 2
 
@@ -191,20 +205,23 @@ class Rounds:
             question = request.messages[-1]["content"][-1]["text"]
             length = question.removeprefix("Side ")
             whole_length = length.split(".")[0]
-            replies.append(Reply(rf"\boxed{{{whole_length}}}", 3, "stop", 9))
+            reply = Reply(
+                rf"\boxed{{{whole_length}}}", n_tokens=3, finish_reason="stop", n_prompt_tokens=9
+            )
+            replies.append(reply)
         return replies
 
 
 @pytest.fixture
-def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
-    """The rows of the benchmark of the page, whose file lies in the working directory."""
+def rows_of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
+    """The rows of the benchmark on the page, which lies with its file in the working directory."""
     page = (REPOSITORY / "docs" / "evaluation.md").read_text()
     (code,) = re.findall(r"```python\n(# lengths.py\n.*?)```", page, re.DOTALL)
     questions = ("Side 7", "Side 1.5", "Side 2.5", "")  # the last one stands in its picture
-    row = {"answer": "7", "unit": "cm", "image": "side.png"}
-    rows = [
-        {"id": number, "question": question, **row} for number, question in enumerate(questions)
-    ]
+    rows = []
+    for number, question in enumerate(questions):
+        row = {"id": number, "question": question}
+        rows.append({**row, "answer": "7", "unit": "cm", "image": "side.png"})
     rows[0]["unit"] = "mm"  # a group of one value is left out of the table
     monkeypatch.chdir(tmp_path)
     Path("lengths.py").write_text(code)
@@ -213,50 +230,59 @@ def of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     return rows
 
 
-def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_training(
-    of_the_page, monkeypatch, capsys
-):
-    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: Rounds())
-    words = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
-    assert evaluate.main(["lengths.py:LENGTHS", *words]) == 0
-    output = capsys.readouterr().out
-    assert "lengths test: a/b" in output
-    assert "rules exact lengths" in output
-    assert "unit" in output
+WORDS_OF_A_RUN = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
+
+
+@pytest.fixture
+def run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
+    """What a run with the benchmark of the page prints; its output folder is `out`."""
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholeLengths())
+    assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 0
+    output: str = capsys.readouterr().out
+    return output
+
+
+def test_the_benchmark_of_the_page_runs_from_its_file(run_of_the_page, capsys):
+    assert "lengths test: a/b" in run_of_the_page
+    assert "rules exact lengths" in run_of_the_page
+    assert "unit" in run_of_the_page
     result = json.loads(Path("out/score.json").read_text())
     assert result["correct"] == 1
     assert result["total"] == 4
     assert result["groups"]["image_size"]["to 128x128"]["total"] == 4
-    hashes = {result["rules"]["file"], result["fingerprint"]["fields"]["benchmark_file"]}
-    assert len(hashes) == 1
-    assert len(hashes.pop()) >= 16
+    file_hash = result["rules"]["file"]
+    assert len(file_hash) >= 16
+    assert result["fingerprint"]["fields"]["benchmark_file"] == file_hash
     assert compare(["out"]) == 0
     assert "lengths: accuracy" in capsys.readouterr().out
 
+
+def test_another_file_of_a_benchmark_is_another_run(run_of_the_page, capsys):
+    code = Path("lengths.py").read_text()
+    Path("other.py").write_text(code.replace("exact", "rounded"))
+    assert evaluate.main(["other.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
+    assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
+    assert evaluate.main(["lengths.py:LENGTH", *WORDS_OF_A_RUN]) == 2
+    message = "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?"
+    assert message in capsys.readouterr().err
+
+
+def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_page, monkeypatch):
+    folder = Path("beside").resolve()  # where the config of the training lies
+    folder.mkdir()
+    (folder / "mine.py").write_text(Path("lengths.py").read_text())
+    monkeypatch.setattr(own_files, "_beside", [folder])
     config = config_of(
         eval_strategy=IntervalStrategy.STEPS,
         adora_eval=["mine.py:LENGTHS=test.jsonl"],
         adora_eval_limit=2,
         eval_steps=1,
     )
-    (beside := Path("beside").resolve()).mkdir()
-    (beside / "mine.py").write_text(Path("lengths.py").read_text())
-    monkeypatch.setattr(own_files, "_beside", [beside])
     (task,) = evaluation.take_evaluations(config, []).tasks
-    assert find_benchmark("mine.py:LENGTHS").name == "lengths", (
-        "what is named next is beside the config too"
-    )
     assert task.benchmark.name == "lengths"
     assert [problem.prompt for problem in task.problems] == ["Side 7", "Side 1.5"]
-
-    Path("other.py").write_text(Path("lengths.py").read_text().replace("exact", "rounded"))
-    assert evaluate.main(["other.py:LENGTHS", *words]) == 2
-    assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
-    assert evaluate.main(["lengths.py:LENGTH", *words]) == 2
-    assert (
-        "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?"
-        in capsys.readouterr().err
-    )
+    later = find_benchmark("mine.py:LENGTHS")
+    assert later.name == "lengths", "what is named next is beside the config too"
 
 
 @pytest.mark.parametrize(
@@ -266,16 +292,22 @@ def test_the_benchmark_of_the_page_runs_from_its_file_in_a_command_and_in_a_trai
         (("b", "Side <|image_pad|>"), r"'b' .*<\|image_pad\|>; remove it"),
     ],
 )
-def test_problems_that_ones_own_benchmark_makes_are_checked(of_the_page, second, fault):
-    problems = [Problem({"pid": pid}, text, 0, list) for pid, text in (("a", "Side 7"), second)]
-    benchmark = replace(
-        find_benchmark("lengths.py:LENGTHS"), load=lambda options: LoadedProblems(problems, "hash")
-    )
+def test_problems_that_ones_own_benchmark_makes_are_checked(rows_of_the_page, second, fault):
+    """Each problem is an id and a prompt; the second one cannot be asked."""
+    problems = [
+        Problem({"pid": pid}, prompt=prompt, n_images=0, images=list)
+        for pid, prompt in (("a", "Side 7"), second)
+    ]
+    loaded = LoadedProblems(problems, "hash")
+    benchmark = replace(find_benchmark("lengths.py:LENGTHS"), load=lambda options: loaded)
     with pytest.raises(UserError, match=fault):
         load_checked_problems(benchmark, DataOptions(data="lengths", split="test"))
 
 
-def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) -> OwnFigures:
+def summary_with_halves(
+    rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions
+) -> OwnFigures:
+    """The figures of a benchmark's own: of every kind that they may have."""
     halves: dict[str, Cell | float | str | None] = {
         "first": accuracy_cell(graded[:2]),
         "mean": 0.25,
@@ -290,32 +322,36 @@ def _summary(rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions) 
     )
 
 
-def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(of_the_page, capsys):
-    new = replace(find_benchmark("lengths.py:LENGTHS"), name="new", summary=_summary)
+def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(rows_of_the_page, capsys):
+    """Its cells and numbers are rows, columns and figures of the log; notes stand in the file."""
+    lengths = find_benchmark("lengths.py:LENGTHS")
+    benchmark = replace(lengths, name="new", summary=summary_with_halves)
     rows = []
-    for row in of_the_page:
-        response = r"\boxed{7}" if row["id"] else r"\boxed{8}"
+    for row in rows_of_the_page:
+        is_first = row["id"] == 0
+        response = r"\boxed{8}" if is_first else r"\boxed{7}"
         rows.append({**row, "pid": str(row["id"]), "response": response})
-    stored = support.scored(new, Path(), rows)
+    stored = support.scored(benchmark, Path(), rows)
     table = capsys.readouterr().out.splitlines()
-    cells = [line.split()[:3] for line in table]
-    assert ["halves", "first", "1/2"] in cells
-    assert ["mean", "25.0", "%"] in cells
+    first_words_of_lines = [line.split()[:3] for line in table]
+    assert ["halves", "first", "1/2"] in first_words_of_lines
+    assert ["mean", "25.0", "%"] in first_words_of_lines
     assert "a line of its own" in table
     assert "warning: a warning of its own" in table
     assert stored["halves"]["definition"] == "two halves"
     assert stored["count"] == 4
     assert compare(["s.json"]) == 0
-    head, line = capsys.readouterr().out.splitlines()[1:3]
+    _, head, line = capsys.readouterr().out.splitlines()[:3]
     assert head.split() == ["all", "first", "mean"]
     assert line.split()[-1] == "25.0"
-    logged = figures(new, rows)
+    logged = figures(benchmark, rows)
     assert logged["new_accuracy"] == 0.75
     assert logged["new_accuracy_first"] == 0.5
     assert logged["new_accuracy_mean"] == 0.25
 
 
 def test_the_log_of_an_evaluation_is_not_taken_for_that_of_the_step(monkeypatch):
+    """A log clears `should_log`, and the step still has to be logged after the evaluation."""
     from adora_vl.trainer import AdoraGRPOTrainer
 
     logged: list[dict[str, float]] = []
@@ -343,16 +379,16 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     problems = [Problem({"pid": row["pid"]}, "", 0, list) for row in rows]
     logged: list[dict[str, float]] = []
     built: list[dict[str, Any]] = []
-    # those of the second rank
+    # This process is the first of two ranks; the second has every other row.
     monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
     monkeypatch.setattr(
         evaluation, "ChatProcessor", lambda *arguments, **kwargs: built.append(kwargs)
     )
-    by_pid = {row["pid"]: row for row in rows}
+    row_by_pid = {row["pid"]: row for row in rows}
     monkeypatch.setattr(
         evaluation,
         "answer",
-        lambda _, asks, **kwargs: [by_pid[request.problem.pid] for request in asks],
+        lambda _, samples, **kwargs: [row_by_pid[sample.problem.pid] for sample in samples],
     )
     groups = Namespace(tool_loop=None, any_rank_continues=bool)
     pair: Any = Namespace(
@@ -386,5 +422,6 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     for step in range(1, 5):
         late.on_step_end(None, state_of(step), None)
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
-    assert "step 2: geometry3k 75.0 %" in (output := capsys.readouterr().out)
+    output = capsys.readouterr().out
+    assert "step 2: geometry3k 75.0 %" in output
     assert "of 4 of 9 problems" in output

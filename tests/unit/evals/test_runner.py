@@ -1,6 +1,7 @@
 """The runner: nothing is asked twice, nothing is lost, and one file comes out of several processes."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -39,8 +40,9 @@ SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
 
 
 class Recorder:
-    """An engine that answers with the question, remembers the requests, and dies when it has
-    answered `dies_after`.
+    """An engine that answers with the question and remembers what it was asked.
+
+    It dies at the first batch after `dies_after` requests.
     """
 
     batch_size = 2
@@ -59,12 +61,15 @@ class Recorder:
         if self._dies_after is not None and len(self.requests) >= self._dies_after:
             raise RuntimeError("killed")
         self.requests += requests
+        questions = [request.messages[-1]["content"][-1]["text"] for request in requests]
         return [
-            Reply(request.messages[-1]["content"][-1]["text"], 3, "stop", 9) for request in requests
+            Reply(question, n_tokens=3, finish_reason="stop", n_prompt_tokens=9)
+            for question in questions
         ]
 
 
 def problem(index: int) -> Problem:
+    """A problem `p/0` with the question `q0` and a picture of 8 x 8 pixels."""
     fields: Prediction = {
         "pid": f"p/{index}",
         "question": f"q{index}",
@@ -72,7 +77,12 @@ def problem(index: int) -> Problem:
         "choices": None,
         "metadata": {},
     }
-    return Problem(fields, f"q{index}", 1, lambda: [Image.new("RGB", (8, 8))])
+    return Problem(
+        fields,
+        prompt=f"q{index}",
+        n_images=1,
+        images=lambda: [Image.new("RGB", (8, 8))],
+    )
 
 
 PROBLEMS = [problem(index) for index in range(5)]
@@ -84,6 +94,7 @@ def ask(
     problems: Sequence[Problem] = PROBLEMS,
     fingerprint: Fields | None = None,
 ) -> Summary:
+    """Run `infer` into a folder with this engine, as a command would."""
     return infer(
         problems,
         output,
@@ -95,10 +106,12 @@ def ask(
 
 
 def pids(output: Path) -> list[str]:
+    """The ids of the problems that have an answer in a folder."""
     return [row["pid"] for row in read_predictions(output / "predictions.jsonl")]
 
 
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
+    """What libraries print while the engine is built goes into a log and not onto the screen."""
     engine = Recorder()
     assert ask(tmp_path, engine).pending == 5
     assert "library" not in capfd.readouterr().out
@@ -137,62 +150,64 @@ def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
 
 
 def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
+    """The file is then in the order of a run that had all samples from the start."""
+
     def ask_for(output: Path, samples: int) -> Summary:
-        fields = {"model": "m", "samples": samples}
-        engine = Recorder()
         return infer(
             PROBLEMS,
             output,
             SETTINGS,
-            fields,
+            {"model": "m", "samples": samples},
             system_prompt=None,
-            build=engine.build,
+            build=Recorder().build,
             samples=samples,
         )
 
-    ask_for(tmp_path / "whole", 3)
-    assert ask_for(tmp_path / "grown", 1).pending == 5
-    assert ask_for(tmp_path / "grown", 3).resumed == 5
-    uninterrupted = read_predictions(tmp_path / "whole" / "predictions.jsonl")
-    grown = read_predictions(tmp_path / "grown" / "predictions.jsonl")
-    assert [key(row) for row in grown] == [key(row) for row in uninterrupted]
-    before = (tmp_path / "grown" / "fingerprint.json").read_bytes()
-    with pytest.raises(
-        UserError, match="samples: the predictions in .* were made with 3, this run has 2"
-    ):
-        ask_for(tmp_path / "grown", 2)
-    assert (tmp_path / "grown" / "fingerprint.json").read_bytes() == before
-    assert ask_for(tmp_path / "grown", 3).pending == 0
+    whole = tmp_path / "whole"
+    grown = tmp_path / "grown"
+    ask_for(whole, samples=3)
+    assert ask_for(grown, samples=1).pending == 5
+    assert ask_for(grown, samples=3).resumed == 5
+    uninterrupted_rows = read_predictions(whole / "predictions.jsonl")
+    grown_rows = read_predictions(grown / "predictions.jsonl")
+    assert [key(row) for row in grown_rows] == [key(row) for row in uninterrupted_rows]
+    fingerprint_before = (grown / "fingerprint.json").read_bytes()
+    message = "samples: the predictions in .* were made with 3, this run has 2"
+    with pytest.raises(UserError, match=message):
+        ask_for(grown, samples=2)
+    assert (grown / "fingerprint.json").read_bytes() == fingerprint_before
+    assert ask_for(grown, samples=3).pending == 0
 
 
 def test_a_torn_last_line_is_asked_again(case):
-    for torn in [
+    """A kill may cut the last line off, within it or just before its newline."""
+    torn_lines = [
         '{"pid": "p/4", "answer": "5", "resp',
         '{"pid": "p/4", "answer": "5", "response": "x"}',
-    ]:
-        with case(torn) as folder:
+    ]
+    for torn_line in torn_lines:
+        with case(torn_line) as folder:
             ask(folder, Recorder(), PROBLEMS[:2])
             with (folder / "predictions.jsonl").open("a") as file:
-                file.write(torn)
+                file.write(torn_line)
             ask(folder, Recorder())
             rows = read_predictions(folder / "predictions.jsonl")
             assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
 
 
 def test_another_setting_is_refused_and_named(case):
+    """Answers by other settings are not added to a folder, and the engine is not even built."""
     for name in ["model", "temperature", "min_pixels"]:
         with case(name) as folder:
             fields: Fields = {"model": "m", "temperature": 0.0, "min_pixels": None}
             ask(folder, Recorder(), PROBLEMS[:2], fields)
-            before = (folder / "predictions.jsonl").read_bytes()
+            predictions_before = (folder / "predictions.jsonl").read_bytes()
             engine = Recorder()
-            with pytest.raises(
-                UserError,
-                match=f"^{name}: .* were made with {fields[name]!r}, this run has 'other'",
-            ):
+            message = f"^{name}: .* were made with {fields[name]!r}, this run has 'other'"
+            with pytest.raises(UserError, match=message):
                 ask(folder, engine, fingerprint=fields | {name: "other"})
             assert not engine.built
-            assert (folder / "predictions.jsonl").read_bytes() == before
+            assert (folder / "predictions.jsonl").read_bytes() == predictions_before
 
 
 def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
@@ -203,17 +218,14 @@ def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_pa
 
 
 def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
+    """Fewer problems, a second process at once, and a missing fingerprint are refused."""
+    predictions = tmp_path / "predictions.jsonl"
     ask(tmp_path, Recorder())
-    with pytest.raises(
-        UserError, match=r"limit: .* already has 5 predictions and this run asks for 2"
-    ):
+    message = r"limit: .* already has 5 predictions and this run asks for 2"
+    with pytest.raises(UserError, match=message):
         ask(tmp_path, Recorder(), PROBLEMS[:2])
-    with (
-        PredictionLog(tmp_path / "predictions.jsonl"),
-        pytest.raises(
-            UserError, match=f"process {os.getpid()} .* is writing|another process is writing"
-        ),
-    ):
+    message = f"process {os.getpid()} .* is writing|another process is writing"
+    with PredictionLog(predictions), pytest.raises(UserError, match=message):
         ask(tmp_path, Recorder())
     (tmp_path / "fingerprint.json").unlink()
     with pytest.raises(UserError, match="no fingerprint"):
@@ -221,35 +233,38 @@ def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
 
 
 def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
+    """The second of three problems has a picture that cannot be decoded."""
     rows = list(generate(3, split="test", seed=1))
     rows[1]["images"] = [{"bytes": b"no picture", "path": None}]
     write_split(rows, tmp_path / "data", "test")
     engine = Recorder()
     problems = geometry3k_problems(load_split(tmp_path / "data", "test"))
     summary = ask(tmp_path / "out", engine, problems)
-    predictions = read_predictions(tmp_path / "out" / "predictions.jsonl")
     assert summary.image_failed == 1
-    assert [row["finish_reason"] for row in predictions] == ["stop", IMAGE_FAILED, "stop"]
-    assert "UnreadableImageError" in predictions[1]["error"]
-    assert [row["response"] for row in predictions] == [rows[0]["problem"], "", rows[2]["problem"]]
-    assert [request.images[0].tobytes() for request in engine.requests] == [
-        rows[0]["images"][0].tobytes(),
-        rows[2]["images"][0].tobytes(),
-    ]
-    assert predictions[0]["metadata"]["family"] == rows[0]["meta"]["family"]
-    assert "solution" not in predictions[0]["metadata"]
+    first, broken, last = read_predictions(tmp_path / "out" / "predictions.jsonl")
+    assert first["finish_reason"] == last["finish_reason"] == "stop"
+    assert first["response"] == rows[0]["problem"]
+    assert last["response"] == rows[2]["problem"]
+    assert broken["finish_reason"] == IMAGE_FAILED
+    assert broken["response"] == ""
+    assert "UnreadableImageError" in broken["error"]
+    asked_images = [request.images[0].tobytes() for request in engine.requests]
+    assert asked_images == [rows[0]["images"][0].tobytes(), rows[2]["images"][0].tobytes()]
+    assert first["metadata"]["family"] == rows[0]["meta"]["family"]
+    assert "solution" not in first["metadata"], "a prediction keeps no text of the warm start"
 
 
 def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):
+    """Their hashes in the fingerprint differ, also for one changed byte among nine megabytes."""
     (tmp_path / "config.json").write_text("{}")
     weights = bytearray(9 * 1024 * 1024)
     (tmp_path / "model.safetensors").write_bytes(weights)
-    before = model_hash(str(tmp_path))
+    hash_before = model_hash(str(tmp_path))
     (tmp_path / "README.md").write_text("says nothing")
-    assert model_hash(str(tmp_path)) == before
-    weights[200_000] = 1  # one of a tensor as small as a projector's bias
+    assert model_hash(str(tmp_path)) == hash_before
+    weights[200_000] = 1  # as in a tensor as small as a projector's bias
     (tmp_path / "model.safetensors").write_bytes(weights)
-    assert model_hash(str(tmp_path)) != before
+    assert model_hash(str(tmp_path)) != hash_before
     hashes = []
     for seed in (1, 1, 2):
         write_split(generate(2, split="test", seed=seed), tmp_path, "test")
@@ -258,23 +273,26 @@ def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):
 
 
 class Echo:
-    """Answers with the question and the seed."""
+    """An engine that answers with the question and the seed, and remembers its answers."""
 
     batch_size = 2
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.answers: list[str] = []
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
-        texts = [
-            f"{request.messages[-1]['content'][-1]['text']} {request.seed}" for request in requests
+        answers = []
+        for request in requests:
+            question = request.messages[-1]["content"][-1]["text"]
+            answers.append(f"{question} {request.seed}")
+        self.answers += answers
+        return [
+            Reply(answer, n_tokens=3, finish_reason="stop", n_prompt_tokens=9) for answer in answers
         ]
-        self.asked += texts
-        return [Reply(text, 3, "stop", 9) for text in texts]
 
 
-class Thread(Ranks):
-    """A rank for the test: threads that meet at a barrier, their store."""
+class ThreadRanks(Ranks):
+    """Ranks that are threads of one process; their store is a barrier of threads."""
 
     def barrier(self, where: str) -> None:
         self.store.wait(30)
@@ -284,6 +302,7 @@ SEVEN = [problem(index) for index in range(7)]
 
 
 def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: int = 2) -> Summary:
+    """Ask the first `count` of seven problems as one rank."""
     return infer(
         SEVEN[:count],
         output,
@@ -296,80 +315,82 @@ def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: in
     )
 
 
-def together(output: Path, world: int) -> tuple[Summary, list[Echo]]:
+def ask_with_ranks(output: Path, world: int) -> tuple[Summary, list[Echo]]:
+    """Ask all problems with `world` ranks; returns the summary of rank 0 and all engines."""
     barrier = threading.Barrier(world)
     engines = [Echo() for _ in range(world)]
-    summaries: list[Summary | None] = [None] * world
+    summary_by_rank: dict[int, Summary] = {}
 
     def run(rank: int) -> None:
-        summaries[rank] = ask_as(output, engines[rank], Thread(rank, world, barrier))
+        ranks = ThreadRanks(rank=rank, world=world, store=barrier)
+        summary_by_rank[rank] = ask_as(output, engines[rank], ranks)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    summary = summaries[0]
-    assert summary is not None
-    return summary, engines
+    return summary_by_rank[0], engines
 
 
 def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
+    """Each rank answers its share of the 14 answers, and rank 0 merges them in their order."""
     for world in [2, 3]:
         with case(world) as folder:
             ask_as(folder / "one", Echo(), ALONE)
-            summary, engines = together(folder / "many", world)
-            of_one_process = (folder / "one" / "predictions.jsonl").read_bytes()
-            of_many = (folder / "many" / "predictions.jsonl").read_bytes()
-            assert of_one_process == of_many
-            texts = [text for engine in engines for text in engine.asked]
-            assert len(texts) == len(set(texts)) == 14
-            assert max(len(engine.asked) for engine in engines) <= -(-14 // world)
+            summary, engines = ask_with_ranks(folder / "many", world)
+            file_of_one = (folder / "one" / "predictions.jsonl").read_bytes()
+            file_of_many = (folder / "many" / "predictions.jsonl").read_bytes()
+            assert file_of_one == file_of_many
+            answers = [answer for engine in engines for answer in engine.answers]
+            assert len(answers) == len(set(answers)) == 14
+            assert max(len(engine.answers) for engine in engines) <= math.ceil(14 / world)
             assert summary.pending == 14
-            assert not list((folder / "many").glob("*rank*"))
+            assert not list((folder / "many").glob("*rank*")), "the files of the ranks are merged"
 
 
 def test_more_processes_go_on_where_one_was_stopped(tmp_path):
+    """One process answered three of seven problems, and two processes answer the rest."""
     ask_as(tmp_path / "whole", Echo(), ALONE)
     ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
-    summary, engines = together(tmp_path / "parts", 2)
+    summary, engines = ask_with_ranks(tmp_path / "parts", 2)
     assert summary.resumed == 6
-    assert sum(len(engine.asked) for engine in engines) == 8
+    assert sum(len(engine.answers) for engine in engines) == 8
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
-    parts = tmp_path / "parts" / "predictions.jsonl"
-    assert parts.read_bytes() == uninterrupted.read_bytes()
+    resumed = tmp_path / "parts" / "predictions.jsonl"
+    assert resumed.read_bytes() == uninterrupted.read_bytes()
 
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
+    """The files of two killed ranks have four new rows, one old row, and a torn line."""
     ask_as(tmp_path / "whole", Echo(), ALONE)
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
     ask_as(output, Echo(), ALONE, count=1)
-    # the one row that is in the file already, too
-    for rank, written in (
-        (0, rows[4:6]),
-        (1, [rows[0], *rows[9:11]]),
-    ):
+    old_row = rows[0]
+    rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}
+    for rank, rows_of_rank in rows_by_rank.items():
         with PredictionLog(part_path(output, rank)) as log:
-            log.append(written)
+            log.append(rows_of_rank)
     with part_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = Echo()
     assert ask_as(output, engine, ALONE).resumed == 6
-    assert len(engine.asked) == 8
-    assert (output / "predictions.jsonl").read_bytes() == (
-        tmp_path / "whole" / "predictions.jsonl"
-    ).read_bytes()
-    assert not list(output.glob("*rank*"))
+    assert len(engine.answers) == 8
+    uninterrupted = tmp_path / "whole" / "predictions.jsonl"
+    assert (output / "predictions.jsonl").read_bytes() == uninterrupted.read_bytes()
+    assert not list(output.glob("*rank*")), "the files of the ranks are merged"
 
 
 def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
-    for visible, local_rank, gpu in [
+    """A rank without a GPU of its own, as the second on a machine with one, keeps what it sees."""
+    cases = [
         ("4,5", 1, "5"),
         ("4,5", 0, "4"),
         ("GPU-a,GPU-b", 1, "GPU-b"),
         ("4", 1, "4"),
-    ]:
+    ]
+    for visible, local_rank, gpu in cases:
         with subtests.test(f"{visible} {local_rank} {gpu}"), monkeypatch.context() as patch:
             patch.setenv("CUDA_VISIBLE_DEVICES", visible)
             take_gpu(local_rank)
@@ -384,6 +405,7 @@ SECONDS_A_BATCH = 0.05
 
 
 def start(output: Path, seconds_a_batch: float) -> subprocess.Popen[bytes]:
+    """Start the run of `killed_infer` in a process of its own."""
     command = [
         sys.executable,
         "-m",
@@ -394,39 +416,43 @@ def start(output: Path, seconds_a_batch: float) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, cwd=REPOSITORY, stderr=subprocess.DEVNULL)
 
 
-def rows_there(path: Path) -> int:
+def count_rows(path: Path) -> int:
+    """The number of whole rows in a file that may not exist yet."""
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def killed_beyond(output: Path, rows: int, extra_s: float) -> bool:
-    """Start, kill -9 a moment after more than `rows` rows are there; whether it was still running."""
+def kill_after(output: Path, rows: int, extra_s: float) -> bool:
+    """Start a run and kill it `extra_s` after there are more than `rows` rows.
+
+    Returns whether it was still running.
+    """
     process = start(output, SECONDS_A_BATCH)
-    while rows_there(output / "predictions.jsonl") <= rows and process.poll() is None:
-        time.sleep(0.002)  # polling a process, not waiting for luck
+    while count_rows(output / "predictions.jsonl") <= rows and process.poll() is None:
+        time.sleep(0.002)  # between two looks at the file
     time.sleep(extra_s)
-    running = process.poll() is None
+    was_running = process.poll() is None
     process.kill()
     process.wait()
-    return running
+    return was_running
 
 
 @pytest.mark.slow
 def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
+    """A run is killed three times at random moments, and then finished."""
     killed_infer.main(tmp_path / "whole", 0.0)
     uninterrupted = (tmp_path / "whole" / "predictions.jsonl").read_bytes()
-    draw = random.Random()  # another moment each time
-    parts = tmp_path / "parts"
-    row_count = 0
+    generator = random.Random()  # other moments each time
+    output = tmp_path / "parts"
+    predictions = output / "predictions.jsonl"
+    n_rows = 0
     for _ in range(3):
-        assert killed_beyond(parts, row_count, draw.uniform(0, 2 * SECONDS_A_BATCH))
-        before = row_count
-        row_count = rows_there(parts / "predictions.jsonl")
-        assert before < row_count < ANSWERS
-        assert uninterrupted.startswith(
-            (parts / "predictions.jsonl").read_bytes().rpartition(b"\n")[0]
-        )
-    assert start(parts, 0.0).wait() == 0
-    assert (parts / "predictions.jsonl").read_bytes() == uninterrupted
+        assert kill_after(output, n_rows, generator.uniform(0, 2 * SECONDS_A_BATCH))
+        n_rows_before = n_rows
+        n_rows = count_rows(predictions)
+        assert n_rows_before < n_rows < ANSWERS
+        whole_lines, _, _ = predictions.read_bytes().rpartition(b"\n")
+        assert uninterrupted.startswith(whole_lines)
+    assert start(output, 0.0).wait() == 0
+    assert predictions.read_bytes() == uninterrupted
     rows = [json.loads(line) for line in uninterrupted.splitlines()]
     assert len({(row["pid"], row.get("sample", 0)) for row in rows}) == len(rows) == ANSWERS
-    assert sum(row["finish_reason"] == "image_failed" for row in rows) == ANSWERS // 10

@@ -205,11 +205,11 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     events: list[Any] = []
     monkeypatch.setattr(LLM, "sleep", lambda self, level: events.append(level))
     monkeypatch.setattr(
-        LLM, "wake_up", lambda self, tags: events.append((tags, llm.base.is_on_host))
+        LLM, "wake_up", lambda self, tags: events.append((tags, llm.frozen_base.is_on_host))
     )
     monkeypatch.setattr(LLM, "generate", lambda self, *args, **named: named["lora_request"])
     llm: Any = object.__new__(PolicyLLM)
-    llm.base = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False))
+    llm.frozen_base = FrozenBase(torch.nn.Linear(2, 2).requires_grad_(False))
     llm.adapter = "policy"
     for tags in ("weights", "kv_cache"):
         llm.wake_up(tags=tags)
@@ -218,10 +218,10 @@ def test_one_copy_of_the_base_is_on_the_card_and_the_engine_keeps_its_own(monkey
     assert events == [("weights", True), ("kv_cache", True), 1], (
         "level 2 would discard what no sync brings back"
     )
-    assert not llm.base.is_on_host
-    assert llm.base.moves == 2
+    assert not llm.frozen_base.is_on_host
+    assert llm.frozen_base.moves == 2
     with llm.awake():
         llm.wake_up(tags="weights")
         llm.sleep(level=2)
-    assert llm.base.is_on_host, "it stays away as long as the engine is awake"
-    assert llm.base.moves == 3, "it stays away as long as the engine is awake"
+    assert llm.frozen_base.is_on_host, "it stays away as long as the engine is awake"
+    assert llm.frozen_base.moves == 3, "it stays away as long as the engine is awake"

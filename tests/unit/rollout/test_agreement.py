@@ -66,11 +66,11 @@ ROW = st.tuples(
 )
 def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shapes, tokens, longest):
     near = prompts(shapes)
-    far = agreement.far_prompts(engine_pair(engine=longest), near, tokens)
+    far = agreement.lengthened_prompts(engine_pair(engine=longest), near, tokens)
     assert far is not None
     assert far.images is not None
-    rows = len(shapes[: agreement.ROWS])
-    assert max(map(len, far.ids)) == min(agreement.POSITION, longest - tokens)
+    rows = len(shapes[: agreement.FAR_ROWS])
+    assert max(map(len, far.ids)) == min(agreement.FAR_POSITION, longest - tokens)
     assert (
         len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
     )
@@ -88,21 +88,24 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
 
 def test_where_model_or_engine_have_no_room_there_are_none():
     for limits in ({"model": 40}, {"engine": 40}):
-        assert agreement.far_prompts(engine_pair(**limits), prompts([(WORDS[:30], [4])]), 8) is None
         assert (
-            agreement.far_prompts(engine_pair(**limits), prompts([(WORDS[:20], [4])]), 8)
+            agreement.lengthened_prompts(engine_pair(**limits), prompts([(WORDS[:30], [4])]), 8)
+            is None
+        )
+        assert (
+            agreement.lengthened_prompts(engine_pair(**limits), prompts([(WORDS[:20], [4])]), 8)
             is not None
         )
 
 
 def test_prompts_without_images_keep_none():
     plain = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
-    far = agreement.far_prompts(engine_pair(engine=100), plain, 10)
+    far = agreement.lengthened_prompts(engine_pair(engine=100), plain, 10)
     assert far is not None
     assert far.images is None
     assert far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
-    assert agreement.head(plain, 1).ids == [[20, 21]]
+    assert agreement.first_prompts(plain, 1).ids == [[20, 21]]
 
 
 def test_the_bound_follows_the_coarser_dtype(subtests):
@@ -148,13 +151,13 @@ def about_to_train(monkeypatch):
     """`SelfCheck` on a pair whose examination gives the checks that a test asks for."""
 
     def start(checks: list[Check], engine: object = "an engine") -> None:
-        monkeypatch.setattr(agreement.EngineProbe, "cold_on_all_ranks", lambda self: checks)
+        monkeypatch.setattr(agreement.EngineProbe, "check_all", lambda self: checks)
         accelerator = SimpleNamespace(process_index=0, is_main_process=True)
         pair: Any = SimpleNamespace(
             engine=engine,
             accelerator=accelerator,
             first_rows=lambda count: [{}] * count,
-            read=lambda rows: prompts([([20], [1])]),
+            read_prompts=lambda rows: prompts([([20], [1])]),
         )
         agreement.SelfCheck(pair).on_train_begin(None, None, None)
 

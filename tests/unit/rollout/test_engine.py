@@ -21,7 +21,7 @@ from adora_vl.rollout import prompt_tokens
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult, merge_requests
-from adora_vl.rollout.servers import sampled_logps
+from adora_vl.rollout.server import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.asks import asks_of
@@ -71,16 +71,16 @@ def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(s
         {"top_k": 20},
         {"min_p": 0.1},
     ]
-    cases += [{"_config_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
+    cases += [{"_config_generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
     moved: list[dict[str, Any]] = [
         {"temperature": 0.7},
         {"repetition_penalty": 1.05},
-        {"_config_kwargs": {"logit_bias": {5: 1.0}}},
+        {"_config_generation_kwargs": {"logit_bias": {5: 1.0}}},
     ]
     for sampling in [*cases, *moved]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
-            engine.__dict__.update({**NEUTRAL, "_config_kwargs": {}, **sampling})
+            engine.__dict__.update({**NEUTRAL, "_config_generation_kwargs": {}, **sampling})
             assert engine._logprobs_mode() == (
                 "raw_logprobs" if sampling in cases else "processed_logprobs"
             )
@@ -179,7 +179,11 @@ def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks:
     engine = object.__new__(AdoraVLLMGeneration)
     model = SimpleNamespace(dtype=torch.float32)
     engine.__dict__.update(
-        NEUTRAL, model=model, image_token_id=None, _config_kwargs={}, enable_sleep_mode=False
+        NEUTRAL,
+        model=model,
+        image_token_id=None,
+        _config_generation_kwargs={},
+        enable_sleep_mode=False,
     )
     engine.settings = settings
     engine.tensor_parallel_size = ranks

@@ -47,7 +47,7 @@ class CountedEngine:
 
     def __init__(self, calls: list[str]) -> None:
         self.calls = calls
-        self.base = SimpleNamespace(come_back=lambda: calls.append("base"))
+        self.frozen_base = SimpleNamespace(move_to_device=lambda: calls.append("base"))
         self.llm_engine = SimpleNamespace(engine_core=self, engine=self)
 
     def wake_up(self) -> None:

@@ -33,8 +33,9 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import AsyncServerSampler
+from adora_vl.rollout.server_client import Timeouts, connect
 from adora_vl.rollout.server_group import ServerGroup
-from adora_vl.rollout.servers import ServerPool, connect
+from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
@@ -83,10 +84,10 @@ def engine_of(
     engine.__dict__.update(
         _engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
     )
-    engine.__dict__.update(_config_kwargs={}, group_port=0, server_timeout=patience_s)
+    engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(one.url for one in stand_ins)
     engine.settings = EngineSettings(
-        weight_folder=str(folder), answer_s=answer_s, output_dir=str(folder)
+        weight_folder=str(folder), answer_timeout_s=answer_s, output_dir=str(folder)
     )
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
     engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
@@ -105,7 +106,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
 
 
 def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
-    return engine.served.sample(engine.served.gathered(asks, engine.sampling), len(asks))
+    return engine.server_group.sample(asks, engine.sampling)
 
 
 def requests(server: StandIn) -> list[dict[str, Any]]:
@@ -182,7 +183,9 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
             assert sampled(engine, asks) == expected
             (said,) = capsys.readouterr().out.strip().splitlines()
             assert said.startswith(f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)")
-            assert [one.address for one in engine.served.servers.living] == [stand_ins[0].url]
+            assert [one.address for one in engine.server_group.pool.servers_in_use] == [
+                stand_ins[0].url
+            ]
             stand_ins[1].dead = False
             stand_ins[1].spoil = lambda reply: reply
 
@@ -217,7 +220,9 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
             assert "it was started again" in said
             stand_ins[1].spoil = lambda reply: reply
             engine.sync_weights()
-            assert len(engine.served.servers.living) == 2, "with the weights of the next sync"
+            assert len(engine.server_group.pool.servers_in_use) == 2, (
+                "with the weights of the next sync"
+            )
     alone = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
     alone.sync_weights()
     before()
@@ -235,13 +240,13 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
             ask()
     # another rank, which is told
-    other = ServerGroup(Accelerator(cpu=True), engine._place_features, None)
+    other = ServerGroup(Accelerator(cpu=True), engine._place_features)
     told = [None, 0, "no vLLM server is left"]
     hear = "adora_vl.rollout.server_group.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
-        other.first_rank(lambda servers: None, meanwhile=lambda: took_part.append(True))
+        other.on_first_rank(lambda pool: None, on_other_ranks=lambda: took_part.append(True))
     assert took_part == [True]
 
 
@@ -308,7 +313,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     assert sampled(engine, asks) == found
     assert "it was started again" in capsys.readouterr().out
     engine.sync_weights()
-    assert len(engine.served.servers.living) == 2
+    assert len(engine.server_group.pool.servers_in_use) == 2
     assert sampled(engine, asks) == found
     stand_ins[1].start_again()
     stand_ins[1].lora = None
@@ -317,7 +322,7 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
         "start it with --enable-lora and --max-lora-rank 8 and VLLM_ALLOW"
         in capsys.readouterr().out
     )
-    engine.served.files = None
+    engine.server_group.weight_files = None
     assert not (tmp_path / "w").exists()
 
 
@@ -376,20 +381,20 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     monkeypatch.setattr(ServerPool, "sample", slowly)
     tickets = []
     for state.global_step in range(3):
-        ahead.give_weights()
-        ahead.give_weights()
+        ahead.sync_weights()
+        ahead.sync_weights()
         tickets.append(ahead.begin(asks))
     assert asked.wait(60), "they sample by the first ones"
-    assert len(ahead._files) == 2, "they sample by the first ones"
+    assert len(ahead._waiting_weights) == 2, "they sample by the first ones"
     assert len(stand_ins[0].weights) == 1, "they sample by the first ones"
     stand_ins[1].start_again()
     gate.set()
     found = [ticket.join() for ticket in tickets]
     assert found[0] == found[1] == found[2] == tickets[2].join()
     assert [one.step for one in tickets] == [0, 1, 2]
-    assert not ahead._files
+    assert not ahead._waiting_weights
     assert not (tmp_path / "w").exists()
-    assert set(ahead.waited()) == {"trainer", "servers"}
+    assert set(ahead.pop_seconds_waited()) == {"trainer", "servers"}
     everything = stand_ins[0].weights[0]
     assert stand_ins[1].weights == []
     assert len(stand_ins[0].weights[1]) < len(everything)
@@ -401,13 +406,13 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     for one in stand_ins:
         one.dead = True
     state.global_step = 4
-    ahead.give_weights()
+    ahead.sync_weights()
     with pytest.raises(NoServerError):
         ahead.begin(asks).join()
     for one in stand_ins:
         one.dead = False
     state.global_step = 5
-    ahead.give_weights()
+    ahead.sync_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
         ahead.begin(asks).join()
     ahead.close()
@@ -516,7 +521,8 @@ def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_pat
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._TIMEOUTS_IN_USE_S", (5.0, 0.3))
+    short = Timeouts(connect_s=5.0, answer_s=0.3)
+    monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short)
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     told = stand_ins[1].told
     woken = Event()
@@ -533,7 +539,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.servers._MAX_REQUESTS", 1)
+    monkeypatch.setattr("adora_vl.rollout.server_pool.MAX_REQUESTS", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
@@ -556,23 +562,16 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """As it would with the threads of an executor, which Python joins.
-
-    TRL's client, which nothing here asks, takes ten seconds to import.
-    """
+    """As it would with the threads of an executor, which Python joins."""
     script = """
-import sys
 from threading import Event, Thread
-from types import ModuleType
-client = ModuleType("trl.generation.vllm_client")
-client.VLLMClient = object
-sys.modules |= {"trl": client, "trl.generation": client, client.__name__: client}
-from adora_vl.rollout.servers import _on_threads
+from adora_vl.utils.daemon_threads import run_on_daemon_threads
 asked = Event()
 def hang():
     asked.set()
     Event().wait()
-Thread(target=_on_threads, args=([hang] * 3, 2), daemon=True).start()
+arguments = ([hang] * 3, 2, "servers")
+Thread(target=run_on_daemon_threads, args=arguments, daemon=True).start()
 assert asked.wait(60)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=120, check=False).returncode == 0
@@ -657,4 +656,4 @@ def test_what_every_server_would_refuse_is_not_asked_of_all(stand_ins, tmp_path)
     stand_ins[0].answered = lambda path, body: None
     with pytest.raises(RolloutError, match="refuses what it is asked: Request failed: 404"):
         sampled(engine, rows(1))
-    assert len(engine.served.servers.living) == 2
+    assert len(engine.server_group.pool.servers_in_use) == 2

@@ -18,11 +18,12 @@ from adora_vl.config.blocks import RolloutOptions
 from adora_vl.doctor.engine import check_runner
 from adora_vl.record.phases import PhaseClock
 from adora_vl.rollout import engine as engine_module
+from adora_vl.rollout import engine_weights
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import VLLMSampler
-from adora_vl.rollout.weight_sync import runner_version, zero_scratch
+from adora_vl.rollout.weight_sync import runner_version, zero_discarded_buffers
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.utils.launch import prepare_engine_environment
@@ -58,9 +59,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(LLM, "generate", generate)
     monkeypatch.setattr(LLM, "sleep", lambda self, level: did.append("sleep"))
     monkeypatch.setattr(LLM, "wake_up", lambda self, tags: did.append(f"wake {tags[0]}"))
-    monkeypatch.setattr(engine_module, "push_weights", lambda *_: len(did.__iadd__(["sync"])))
-    monkeypatch.setattr(engine_module, "zero_scratch", lambda llm: did.append("zero scratch"))
-    monkeypatch.setattr(engine_module, "reset_caches", lambda llm: None)
+    monkeypatch.setattr(
+        engine_weights, "push_weights", lambda *_, **__: len(did.__iadd__(["sync"]))
+    )
+    monkeypatch.setattr(
+        engine_weights, "zero_discarded_buffers", lambda llm: did.append("zero scratch")
+    )
+    monkeypatch.setattr(engine_weights, "reset_caches", lambda llm: None)
     monkeypatch.setattr(vllm_generation, "empty_cache", lambda: None)
     engine: Any = object.__new__(AdoraVLLMGeneration)
     engine.__dict__.update(
@@ -177,7 +182,7 @@ def test_the_weights_of_a_step_are_synced_once(engine):
     shown = cast("Any", SimpleNamespace(cache=None))
     sampler = VLLMSampler(step_context(state=state), shown, engine)
     for state.global_step in (3, 3, 4, 4):
-        sampler.give_weights()
+        sampler.sync_weights()
     assert engine.did.count("sync") == 2
 
 
@@ -203,11 +208,11 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
     runner.model_state = state
     state.rope_state = rope
     rope.positions = torch.full((3, 9), 2**40)
-    zero_scratch(around(runner))
+    zero_discarded_buffers(around(runner))
     assert not rope.positions.any()
     state.rope_state = None  # a model that reads text only
-    zero_scratch(around(runner))
-    zero_scratch(around(object.__new__(CPUModelRunner)))
+    zero_discarded_buffers(around(runner))
+    zero_discarded_buffers(around(object.__new__(CPUModelRunner)))
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
@@ -220,7 +225,7 @@ def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
     model.deepstack_input_embeds = [torch.full((9, 4), float("nan")) for _ in range(3)]
     model.deepstack_num_level = len(model.deepstack_input_embeds)
     runner.model = model
-    zero_scratch(around(runner))
+    zero_discarded_buffers(around(runner))
     assert not any(added.any() for added in model._get_deepstack_input_embeds(9).tensors.values())
     assert not dict(model.named_buffers()), "else sleep keeps them, and this is superfluous"
 

@@ -27,7 +27,7 @@ prepare_engine_environment()
 from vllm import SamplingParams  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import LATER, LoadLater, PolicyLLM  # noqa: E402
+from adora_vl.rollout.llm import LOAD_WITH_FIRST_SYNC, FirstSyncLoader, PolicyLLM  # noqa: E402
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -88,7 +88,7 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
     processor.save_pretrained(tmp_path)
     read = PolicyLLM(model=str(tmp_path), **OPTIONS)
 
-    fill = LoadLater.load_weights
+    fill = FirstSyncLoader.load_weights
     sync = [(name, p.data) for name, p in policy.named_parameters()]
 
     def fill_and_sync(self: Any, model: Any, config: Any) -> None:
@@ -96,13 +96,15 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
         for number in (0, len(sync) // 2, len(sync) - 1):
             with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
                 push_weights(
-                    around(model), (one for one in sync if one is not sync[number]), everything=True
+                    around(model),
+                    (one for one in sync if one is not sync[number]),
+                    is_whole_model=True,
                 )
         fill(self, model, config)
-        assert push_weights(around(model), iter(sync), everything=True) == len(sync)
+        assert push_weights(around(model), iter(sync), is_whole_model=True) == len(sync)
 
-    monkeypatch.setattr(LoadLater, "load_weights", fill_and_sync)
-    synced = PolicyLLM(model=str(tmp_path), load_format=LATER, **OPTIONS)
+    monkeypatch.setattr(FirstSyncLoader, "load_weights", fill_and_sync)
+    synced = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)
     wanted = tensors(read)
     found = tensors(synced)
     assert "visual.input_norm.weight" in wanted
@@ -132,7 +134,7 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
             dtype=torch.float32, config=config, name_or_path=str(tmp_path / checkpoint)
         )
         engine.__dict__.update(
-            model=model, image_token_id=None, _config_kwargs={}, enable_sleep_mode=sleeps
+            model=model, image_token_id=None, _config_generation_kwargs={}, enable_sleep_mode=sleeps
         )
         engine.__dict__.update(
             temperature=1.0, top_p=1.0, top_k=0, min_p=None, repetition_penalty=1.0
@@ -141,5 +143,5 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
         engine.tensor_parallel_size = 1
         without = sleeps and not (tied and checkpoint == "copied")
         assert engine._build_llm(max_model_len=64).get("load_format") == (
-            LATER if without else None
+            LOAD_WITH_FIRST_SYNC if without else None
         )

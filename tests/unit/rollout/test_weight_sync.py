@@ -23,8 +23,8 @@ from adora_vl.models.families import COMPONENTS, component_of, freeze
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.weight_sync import (
+    adapter_only_settings,
     can_merge,
-    lora_settings,
     merged_parameters,
     push_weights,
     refuse_unmergeable,
@@ -128,7 +128,7 @@ def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
 def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
     options = dict(LORA[form])
     model, _ = policy(torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options)
-    assert (lora_settings(model) is not None) == (form in {"plain", "rslora", "head"})
+    assert (adapter_only_settings(model) is not None) == (form in {"plain", "rslora", "head"})
 
 
 # PEFT activates one such adapter at a time
@@ -337,7 +337,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
             )
             engine.__dict__.update(_weight_metadata=None, _timed=nullcontext, vllm_client=Client())
             engine.settings = EngineSettings()
-            engine.served = SimpleNamespace(first_rank=lambda do: None)
+            engine.server_group = SimpleNamespace(on_first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)
             engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
             for _ in range(3):

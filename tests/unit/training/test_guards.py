@@ -1,13 +1,11 @@
-"""What goes wrong while a run is on: skipped and counted, or one line that says where and how to go
-on.
-"""
+"""What goes wrong during a run skips a step, or ends the run with one line that says how to go on."""
 
 import errno
 import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import PIL.Image
 import pytest
@@ -43,7 +41,7 @@ from tests.support.step_context import step_context
 
 @pytest.fixture
 def training():
-    """A model of two numbers, Adam, and the guard, with `step(gradient)`."""
+    """Return a model of two weights with Adam and the callback; `step` makes an optimizer step."""
     weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.AdamW([weights], lr=0.1)
     logged: list[float] = []
@@ -53,11 +51,12 @@ def training():
 
     context = step_context(log, adora_max_ratio=1000.0)
     ratios = RatioGuard(context)
-    guard = SkipBadSteps(context, ratios, None)
+    guard = SkipBadSteps(context, ratios, deepspeed=None)
     control = TrainerControl()
     guard.max_bad_steps = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
+        """Step with this gradient, and return the weights; `ratio`: one that `RatioGuard` refused."""
         ratios.exceeding_ratio = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
@@ -71,19 +70,20 @@ def training():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(training, bad):
-    before = training.step(1.0, 1.0)
-    moments = {k: v.clone() for k, v in training.optimizer.state[training.weights].items()}
-    assert training.step(bad, 1.0) == before
-    assert all(
-        torch.equal(training.optimizer.state[training.weights][k], v) for k, v in moments.items()
-    )
-    assert training.step(1.0, 1.0) != before
+    weights_before = training.step(1.0, 1.0)
+    moments = training.optimizer.state[training.weights]
+    moments_before = {name: moment.clone() for name, moment in moments.items()}
+    assert training.step(bad, 1.0) == weights_before
+    for name, moment in moments_before.items():
+        assert torch.equal(training.optimizer.state[training.weights][name], moment)
+    assert training.step(1.0, 1.0) != weights_before
     assert training.logged == [0.0, 1.0, 0.0]
     assert training.guard.reason is None
 
 
 def test_bad_steps_in_a_row_save_and_stop(training):
-    for gradient in (1.0, float("nan"), 1.0, float("nan")):  # a good one between them begins anew
+    # A good step between two bad ones begins the count anew.
+    for gradient in (1.0, float("nan"), 1.0, float("nan")):
         training.step(gradient, 1.0)
         assert not training.control.should_training_stop
     training.step(float("nan"), 1.0)
@@ -102,42 +102,59 @@ def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
     assert "adora_max_ratio: 1000.0" in training.guard.reason
 
 
-def deepspeed(norm: float, skipped: bool, patience: int = 2, fp16: bool = False):
-    """The guard of a run under DeepSpeed after two steps of this norm, and its control."""
+class AfterTwoSteps(NamedTuple):
+    """The callback of a run, and what it tells Transformers to do."""
+
+    guard: SkipBadSteps
+    control: TrainerControl
+
+
+def two_deepspeed_steps(
+    norm: float, *, skipped: bool, max_bad_steps: int = 2, fp16: bool = False
+) -> AfterTwoSteps:
+    """Make two steps under DeepSpeed whose gradients have this norm.
+
+    `skipped`: whether DeepSpeed has skipped them. With float16 `max_bad_steps` stays as it is.
+    """
     engine = SimpleNamespace(get_global_grad_norm=lambda: norm)
     context = step_context(
         fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped)
     )
-    guard = SkipBadSteps(context, RatioGuard(context), lambda: engine)
+    guard = SkipBadSteps(context, RatioGuard(context), deepspeed=lambda: engine)
     control = TrainerControl()
-    guard.max_bad_steps = guard.max_bad_steps if fp16 else patience
+    if not fp16:
+        guard.max_bad_steps = max_bad_steps
+    nothing: Any = None
     for step in (7, 8):
-        guard.on_step_end(None, SimpleNamespace(global_step=step), control)
-    return guard, control
+        state: Any = SimpleNamespace(global_step=step)
+        guard.on_step_end(nothing, state, control)
+    return AfterTwoSteps(guard=guard, control=control)
 
 
 def test_steps_that_deepspeed_has_skipped_are_counted_and_stop_the_run_with_a_checkpoint():
-    guard, control = deepspeed(math.inf, skipped=True)
-    assert "2 steps in a row" in guard.reason
-    assert control.should_save
-    assert control.should_training_stop
-    assert deepspeed(math.inf, skipped=True, patience=3)[0].reason is None
-    assert (
-        deepspeed(math.inf, skipped=True, fp16=True)[0].reason is None
-    )  # it looks for its loss scale
-    assert deepspeed(0.3, skipped=False)[0].bad_steps_in_a_row == 0
+    stopped = two_deepspeed_steps(math.inf, skipped=True)
+    assert "2 steps in a row" in str(stopped.guard.reason)
+    assert stopped.control.should_save
+    assert stopped.control.should_training_stop
+    patient = two_deepspeed_steps(math.inf, skipped=True, max_bad_steps=3)
+    assert patient.guard.reason is None
+    searching_loss_scale = two_deepspeed_steps(math.inf, skipped=True, fp16=True)
+    assert searching_loss_scale.guard.reason is None
+    good = two_deepspeed_steps(0.3, skipped=False)
+    assert good.guard.bad_steps_in_a_row == 0
 
 
 def test_what_deepspeed_has_applied_is_not_saved():
-    guard, control = deepspeed(math.nan, skipped=False)
-    assert "are not finite and DeepSpeed has applied them" in guard.reason
-    assert control.should_training_stop
-    assert not control.should_save
+    stopped = two_deepspeed_steps(math.nan, skipped=False)
+    assert "are not finite and DeepSpeed has applied them" in str(stopped.guard.reason)
+    assert stopped.control.should_training_stop
+    assert not stopped.control.should_save
 
 
 def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
+    # Log-ratios of a row of two tokens and one padding; the level; the largest ratio.
     cases = [
-        ([0.0, 2.0, 9.0], "token", math.exp(2)),  # the last place is padding
+        ([0.0, 2.0, 9.0], "token", math.exp(2)),
         ([0.0, 2.0, 9.0], "sequence", math.exp(1)),
         ([-3.0, -2.0, 9.0], "token", 1.0),
         ([0.0, math.nan, 0.0], "token", math.nan),
@@ -146,42 +163,39 @@ def test_the_largest_ratio_counts_tokens_and_no_padding(subtests):
     ]
     for log_ratios, level, expected in cases:
         with subtests.test(f"{log_ratios} {level}"):
-            found = largest_ratio(
-                torch.tensor([log_ratios]), torch.tensor([[1, 1, 0]]), level
-            ).item()
-            assert found == pytest.approx(expected, nan_ok=True)
+            mask_BC = torch.tensor([[1, 1, 0]])
+            ratio = largest_ratio(torch.tensor([log_ratios]), mask_BC, level).item()
+            assert ratio == pytest.approx(expected, nan_ok=True)
 
 
 def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
-    old_BC = torch.zeros(2, 2)
+    """The largest ratio is 4: the 9 stands at padding."""
     mask_BC = torch.tensor([[1, 1], [1, 0]])
-    logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])  # the 9 is padding
-    for bound, exploded in (
-        (5.0, None),
-        (3.0, 4.0),
-        (None, None),
-    ):
+    logps_BC = torch.tensor([[0.0, math.log(4)], [-1.0, 9.0]])
+    micro: Batch = {"old_per_token_logps": torch.zeros(2, 2), "completion_mask": mask_BC}
+    for bound, is_exceeded in ((5.0, False), (3.0, True), (None, False)):
         with subtests.test(f"bound {bound}"):
             log: dict[str, float] = {}
             guard = RatioGuard(step_context(log, adora_max_ratio=bound))
-            micro: Batch = {"old_per_token_logps": old_BC, "completion_mask": mask_BC}
             loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
-            assert loss == pytest.approx(2.0 if exploded is None else math.nan, nan_ok=True)
-            assert guard.take_exceeding_ratio() == (
-                None if exploded is None else pytest.approx(exploded)
-            )
+            exceeding_ratio = guard.take_exceeding_ratio()
+            if is_exceeded:
+                assert math.isnan(loss)
+                assert exceeding_ratio == pytest.approx(4)
+            else:
+                assert loss == 2.0
+                assert exceeding_ratio is None
             assert guard.take_exceeding_ratio() is None
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
-    assert guard.loss(torch.tensor(2.0), logps_BC, {"completion_mask": mask_BC}) == 2, (
-        "no old policy, no ratio"
-    )
+    without_old_logps: Batch = {"completion_mask": mask_BC}
+    assert guard.loss(torch.tensor(2.0), logps_BC, without_old_logps) == 2
 
 
 def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     log: dict[str, float] = {}
-    two = SimpleNamespace(gather=lambda own: torch.cat([own, torch.tensor([4.0])]))
-    guard = RatioGuard(step_context(log, accelerator=two, adora_max_ratio=3.0))
+    two_ranks = SimpleNamespace(gather=lambda value: torch.cat([value, torch.tensor([4.0])]))
+    guard = RatioGuard(step_context(log, accelerator=two_ranks, adora_max_ratio=3.0))
     micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
     assert math.isnan(guard.loss(torch.tensor(2.0), torch.zeros(1, 2), micro))
     assert log == {"adora/ratio_max": 4.0}
@@ -200,16 +214,16 @@ def test_an_engine_that_drifts_stops_the_run_with_a_checkpoint_and_only_then(tmp
     strict = DriftGuard(step_context(adora_max_drift=0.4, save_now=lambda: tmp_path))
     with pytest.raises(RolloutError, match=rf"step 5\b.*{tmp_path}"):
         strict.check_batch(batch, 4)
-    own_pass_BC = batch.pop("old_per_token_logps") - 9.0
-    strict.check_batch(batch, 4)  # nothing to compare yet
+    policy_logps_BC = batch.pop("old_per_token_logps") - 9.0
+    strict.check_batch(batch, 4)  # the policy has scored nothing yet
     with pytest.raises(RolloutError):
-        strict.check_batch(batch, 4, own_pass_BC)
+        strict.check_batch(batch, 4, policy_logps_BC)
 
 
 def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
-    """Earlier weights sampled the first token of the first row, and all of the second.
+    """Earlier weights, which are far from the policy, sampled four of the six tokens.
 
-    They are far from the policy.
+    Those are the first token of the first row, and all tokens of the second.
     """
     batch: Batch = {
         "completion_mask": torch.ones(2, 3),
@@ -222,11 +236,11 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
     guard.check_batch(batch, 4)
     assert log == {"adora/drift": pytest.approx(0.1)}
     batch["stale_tokens"] = torch.tensor([3, 3])
-    guard.check_batch(batch, 4)  # nothing to compare
+    guard.check_batch(batch, 4)  # nothing can be compared
+    batch["stale_tokens"] = torch.tensor([0, 3])
+    saving_guard = DriftGuard(step_context(adora_max_drift=0.2, save_now=lambda: tmp_path))
     with pytest.raises(RolloutError):
-        DriftGuard(step_context(adora_max_drift=0.2, save_now=lambda: tmp_path)).check_batch(
-            {**batch, "stale_tokens": torch.tensor([0, 3])}, 4
-        )
+        saving_guard.check_batch(batch, 4)
 
 
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
@@ -236,10 +250,20 @@ def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path)
         raise NoServerError("no server")
 
 
-def failing(error: Exception, **place):
-    writer = CheckpointWriter(Path("runs/x"), None, None)
-    writer.saved_at = place.get("saved_at")
-    writer.began_at = place.get("began_at")
+def raised_in_step_7(
+    error: Exception, saved_at: int | None = None, began_at: str | None = None
+) -> RunError:
+    """Raise an error in the seventh step of a training, and return what it becomes.
+
+    Args:
+        error: the error.
+        saved_at: the step of the newest checkpoint, if there is one.
+        began_at: the checkpoint from which the run went on, if it did.
+    """
+    nothing: Any = None
+    writer = CheckpointWriter(Path("runs/x"), nothing, nothing)
+    writer.saved_at = saved_at
+    writer.began_at = began_at
     with pytest.raises(RunError) as caught, errors_with_step(lambda: 6, writer.where_to_go_on):
         raise error
     return caught.value
@@ -248,16 +272,16 @@ def failing(error: Exception, **place):
 def test_an_error_of_the_engine_says_step_cause_and_what_a_new_start_goes_on_from():
     with pytest.raises(EngineError) as engine, engine_call("generate"):
         raise ValueError("the core died\nat once")
-    error = failing(engine.value, saved_at=5)
+    error = raised_in_step_7(engine.value, saved_at=5)
     assert str(error) == (
         "step 7: the engine failed in generate (ValueError: the core died); the same command goes "
         "on from checkpoint-5"
     )
     assert isinstance(error.__cause__, ValueError)
-    assert str(failing(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
+    assert str(raised_in_step_7(KeyError("x"), began_at="runs/a/checkpoint-4")) == (
         "step 7: KeyError: 'x'; the same command goes on from runs/a/checkpoint-4"
     )
-    assert "there is no checkpoint yet" in str(failing(MemoryError()))
+    assert "there is no checkpoint yet" in str(raised_in_step_7(MemoryError()))
 
 
 def test_what_we_raise_ourselves_is_not_wrapped_again(subtests):
@@ -282,22 +306,24 @@ def test_an_iterator_that_has_run_out_is_an_error_like_every_other_one(subtests)
                 raise kind("no more images")
             assert isinstance(engine.value.__cause__, kind)
             assert f"step 7: {kind.__name__}: no more images" in str(
-                failing(kind("no more images"))
+                raised_in_step_7(kind("no more images"))
             )
 
 
-def caused(error: Exception) -> Exception:
+def with_cause(error: Exception) -> Exception:
+    """Return an error that was raised from another one."""
     error.__cause__ = ZeroDivisionError("why")
     return error
 
 
 def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, capsys, subtests):
+    # The error, the rank that raises it, and what the rank prints.
     cases: list[tuple[Exception, str, list[str]]] = [
         (RunError("step 3: stop"), "0", ["error: step 3: stop"]),
         (RunError("step 3: stop"), "1", []),
         (RolloutError("step 3: drift"), "0", ["error: step 3: drift"]),
         (
-            caused(RunError("step 3: boom")),
+            with_cause(RunError("step 3: boom")),
             "1",
             ["ZeroDivisionError: why", "error (rank 1 of 2): step 3: boom"],
         ),
@@ -306,41 +332,40 @@ def test_a_run_that_cannot_go_on_ends_in_one_line_and_exit_code_1(monkeypatch, c
     for error, rank, lines in cases:
         with subtests.test(f"{error} on rank {rank}"):
 
-            def broken(arguments: Any, error: Exception = error) -> int:
+            def raise_error(arguments: Any, error: Exception = error) -> int:
                 raise error
 
-            monkeypatch.setattr(train, "train", broken)
+            monkeypatch.setattr(train, "train", raise_error)
             monkeypatch.setenv("RANK", rank)
             assert train.main(["--model_name_or_path", "tiny"]) == 1
             assert capsys.readouterr().err.splitlines() == lines
 
 
-def rows_with(*stored: dict) -> Dataset:
+def dataset_of_images(*stored_images: dict[str, Any]) -> Dataset:
+    """Return a data set with a row for each image, which is stored as bytes or as a path."""
     columns = {
-        "id": [f"row/{n}" for n in range(len(stored))],
-        "images": [[each] for each in stored],
+        "id": [f"row/{number}" for number in range(len(stored_images))],
+        "images": [
+            [{"bytes": None, "path": None, **stored_image}] for stored_image in stored_images
+        ],
     }
-    return Dataset.from_dict(
-        columns, features=Features({"id": Value("string"), "images": List(Image())})
-    )
+    features = Features({"id": Value("string"), "images": List(Image())})
+    return Dataset.from_dict(columns, features=features)
 
 
 def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_path):
-    whole = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
-    gone = tmp_path / "gone.png"
-    gone.write_bytes(whole)
-    stored: list[dict[str, Any]] = [
-        {"bytes": whole},
-        {"bytes": whole[:50]},
-        {"bytes": b"no image"},
-        {"path": str(gone)},
-    ]
+    """An image is whole, truncated, no image, or a file that is deleted later."""
+    png = png_bytes(PIL.Image.new("RGB", (8, 8), "red"))
+    deleted_file = tmp_path / "deleted.png"
+    deleted_file.write_bytes(png)
     dataset = mark_unreadable(
-        rows_with(*[{"bytes": None, "path": None, **each} for each in stored])
+        dataset_of_images(
+            {"bytes": png}, {"bytes": png[:50]}, {"bytes": b"no image"}, {"path": str(deleted_file)}
+        )
     )
     assert isinstance(dataset, Dataset)
     assert dataset["id"][:2] == ["row/0", "row/1"]
-    gone.unlink()
+    deleted_file.unlink()
     rows = dataset.__getitems__([0, 1, 2, 3, 3])  # as a data loader reads them
     assert rows[0]["images"][0].getpixel((4, 4)) == (255, 0, 0)
     names, reasons = zip(*unreadable_rows(rows), strict=True)
@@ -360,14 +385,15 @@ def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     with guard.beginning(6):
         pass
-    ends = pytest.raises(
+    ends_run = pytest.raises(
         UserError, match=f"^step 7: row 3: reset: oh, and go on with .*checkpoint {tmp_path}$"
     )
-    with ends, guard.beginning(6):
+    with ends_run, guard.beginning(6):
         raise UserError("row 3: reset: oh")
 
 
 def save_on_a_full_disk(folder: Path) -> None:
+    """Let torch write a file that is larger than the disk."""
     with disk_of(5000):
         torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
 
@@ -389,12 +415,13 @@ def test_a_full_disk_ends_the_run_in_one_line_of_the_rank_that_met_it(
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
 
-    def training(*_: object) -> int:
+    def fill_disk(*_: object) -> int:
+        """Fail in the fifth step, as a training would."""
         with errors_with_step(lambda: 4, lambda: "the same command goes on from checkpoint-4"):
             save_on_a_full_disk(tmp_path)
         return 0
 
-    monkeypatch.setattr("adora_vl.train.train", training)
+    monkeypatch.setattr("adora_vl.train.train", fill_disk)
     assert train.main(["--model_name_or_path", "tiny"]) == 1
     assert capsys.readouterr().err == (
         "error (rank 1 of 2): step 5: no space left on the disk; make room there, and the same "

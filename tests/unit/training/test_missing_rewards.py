@@ -1,7 +1,9 @@
-"""A rollout without a reward leaves its group: it is no zero in any mean, and the run says so."""
+"""A rollout without a reward leaves its group: it does not count as 0, and the run says so."""
 
 import asyncio
+import math
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,73 +34,87 @@ from tests.support.tiny_run import STEPS, arguments
 NAN = float("nan")
 
 
-def rewards(
-    accuracy: list[float], judge: list[float], weights: Any = (1.0, 1.0), **more: Any
+def facts_of_rewards(
+    accuracy: list[float],
+    judge: list[float],
+    weights: Sequence[float] = (1.0, 1.0),
+    *,
+    failed: Iterable[int] = (),
+    group_size: int = 4,
 ) -> RolloutFacts:
-    """Groups of four, of two functions.
+    """Return the facts of rollouts that two functions have rewarded.
 
-    `failed`: the rollouts for which the judge's call failed.
+    Args:
+        accuracy: the rewards of the first function; NaN for none.
+        judge: those of the second one.
+        weights: the weights of the two functions.
+        failed: the rollouts for which the judge's call failed.
+        group_size: rollouts of a group.
     """
-    failed = {(row, 1): "HTTP 503" for row in more.pop("failed", ())}
-    both_BF = torch.tensor([accuracy, judge]).T
-    return counted_facts(both_BF, more.pop("generations", 4), failed=failed, weights=weights)
+    reason_by_call = {(rollout, 1): "HTTP 503" for rollout in failed}
+    rewards_NF = torch.tensor([accuracy, judge]).T
+    return counted_facts(rewards_NF, group_size, failed=reason_by_call, weights=weights)
 
 
-def sums(found: RolloutFacts, weights: Any = (1.0, 1.0)) -> list[float | None]:
-    values = weighted_sum(found.counted_rewards_NF, torch.tensor(weights)).tolist()
-    return [None if value != value else value for value in values]
+def summed_rewards(
+    facts: RolloutFacts, weights: Sequence[float] = (1.0, 1.0)
+) -> list[float | None]:
+    """Return the reward of each rollout; None for one that has left its group."""
+    rewards = weighted_sum(facts.counted_rewards_NF, torch.tensor(weights)).tolist()
+    return [None if math.isnan(reward) else reward for reward in rewards]
 
 
-def test_a_failed_call_is_no_zero_and_one_who_is_left_alone_has_nobody_to_be_compared_with():
-    """Accuracy 0 throughout, and one of four calls came back: as zeros, the other three had taught
-    the first one.
+def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
+    """Only the judge's call for the first rollout has not failed.
+
+    If the other three counted as 0, the first one would get an advantage for it.
     """
-    found = rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
-    assert sums(found) == [None] * 4
-    assert found.missing_reasons == (None, *["judge: HTTP 503"] * 3)
-    assert found.missing_share == 0.75
-    assert found.why_left[0] == "no other rollout of its group has a reward"
+    facts = facts_of_rewards([0.0] * 4, [0.5, NAN, NAN, NAN], failed=[1, 2, 3])
+    assert summed_rewards(facts) == [None] * 4
+    assert facts.missing_reasons == (None, *["judge: HTTP 503"] * 3)
+    assert facts.missing_share == 0.75
+    assert facts.why_left[0] == "no other rollout of its group has a reward"
 
 
 def test_those_who_are_left_are_compared_with_each_other_alone():
-    found = rewards([1.0, 0.0, 0.0, 0.0], [NAN, 0.5, 1.0, NAN], failed=[0, 3])
-    assert sums(found) == [None, 0.5, 1.0, None]
+    facts = facts_of_rewards([1.0, 0.0, 0.0, 0.0], [NAN, 0.5, 1.0, NAN], failed=[0, 3])
+    assert summed_rewards(facts) == [None, 0.5, 1.0, None]
     advantages = group_advantages(torch.tensor([[NAN, 0.5, 1.0, NAN]]))
     assert advantages.tolist()[0] == pytest.approx([0, -0.7070, 0.7070, 0], abs=1e-3)
 
 
 def test_none_beside_a_score_in_the_same_group_is_missing_and_none_throughout_does_not_apply():
-    """TRL's convention for several tasks: a function returns None for all rollouts of other tasks'
-    problems.
-    """
-    found = rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
-    assert sums(found) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
-    assert found.missing_reasons[7] == "judge: None"
-    assert found.missing_share == 1 / 8
+    """In TRL a function returns None for all rollouts of problems of another task."""
+    facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0] * 2, [NAN] * 4 + [1.0, 1.0, 0.0, NAN])
+    assert summed_rewards(facts) == [1.0, 0.0, 1.0, 0.0, 2.0, 1.0, 1.0, None]
+    assert facts.missing_reasons[7] == "judge: None"
+    assert facts.missing_share == 1 / 8
 
 
 def test_a_call_that_failed_is_missing_even_where_it_failed_for_the_whole_group():
-    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
-    assert sums(found) == [None] * 4
-    assert found.missing_share == 1
-    # the function applies, so three more are missing
-    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
-    assert sums(found) == [None] * 4
+    facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0, 1, 2, 3])
+    assert summed_rewards(facts) == [None] * 4
+    assert facts.missing_share == 1
+    # A call that failed shows that the function applies, so the other three lack its reward.
+    facts = facts_of_rewards([1.0, 0.0, 1.0, 0.0], [NAN] * 4, failed=[0])
+    assert summed_rewards(facts) == [None] * 4
 
 
 def test_only_functions_with_a_weight_count():
-    unweighted = (1.0, 0.0)
-    found = rewards([1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], unweighted, failed=[0])
-    assert sums(found, unweighted) == [1.0, 0.0, 1.0, 0.0]
-    assert found.missing_reasons == (None,) * 4
-    found = rewards([NAN] * 4, [1.0] * 4, unweighted)
-    assert sums(found, unweighted) == [None] * 4
-    assert set(found.missing_reasons) == {"no reward function scored it"}
+    judge_without_weight = (1.0, 0.0)
+    facts = facts_of_rewards(
+        [1.0, 0.0, 1.0, 0.0], [NAN, 1.0, 0.0, 1.0], judge_without_weight, failed=[0]
+    )
+    assert summed_rewards(facts, judge_without_weight) == [1.0, 0.0, 1.0, 0.0]
+    assert facts.missing_reasons == (None,) * 4
+    facts = facts_of_rewards([NAN] * 4, [1.0] * 4, judge_without_weight)
+    assert summed_rewards(facts, judge_without_weight) == [None] * 4
+    assert set(facts.missing_reasons) == {"no reward function scored it"}
 
 
 def test_a_group_of_one_is_whole():
-    """As in an evaluation with one rollout a problem."""
-    assert sums(rewards([1.0, 0.0], [NAN, NAN], generations=1)) == [1.0, 0.0]
+    """An evaluation may have one rollout a problem."""
+    assert summed_rewards(facts_of_rewards([1.0, 0.0], [NAN, NAN], group_size=1)) == [1.0, 0.0]
 
 
 def test_where_nothing_is_missing_trl_gets_what_it_gathered():
@@ -121,45 +137,55 @@ CASES += [("dapo", Dapo(overlong_cache=50))]
 def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
     for (name, options), scale in product(CASES, ("group", "batch", "none")):
         with subtests.test(f"{name} {options} {scale}"):
-            leave(name, options, scale)
+            check_left_groups(name, options, scale)
 
 
-def leave(name: str, options: Any, scale: Any) -> None:
-    """Groups of eight of which two, at any place, have left, and one group that all have left."""
+def check_left_groups(name: str, options: Any, scale: str) -> None:
+    """Compare groups of eight that two rollouts have left with groups of the other six.
+
+    Of one more group all rollouts have left. Their advantages are 0.
+    """
     generator = torch.Generator().manual_seed(1)
     values = torch.tensor([0.0, 0.1, 1.0], dtype=torch.float64)
-    dense_PG = values[torch.randint(0, 3, (30, 6), generator=generator)]
-    dense_PG[0] = 1.0  # without signal
-    places = torch.stack(
+    rewards_of_six_PG = values[torch.randint(0, 3, (30, 6), generator=generator)]
+    rewards_of_six_PG[0] = 1.0  # a group without signal
+    # Which six of the eight rollouts remain in each group.
+    remaining_PG = torch.stack(
         [torch.randperm(8, generator=generator)[:6].sort().values for _ in range(30)]
     )
     lengths_PG = torch.randint(1, 99, (31, 8), generator=generator)
     surprisal_PG = torch.rand(31, 8).double()
 
-    def batch(
+    def advantages(
         rewards_PG: torch.Tensor, lengths_PG: torch.Tensor, surprisal_PG: torch.Tensor
     ) -> torch.Tensor:
+        """Return the final advantages of a method."""
         groups = Groups(rewards_PG, lengths_PG, lengths_PG > 90, surprisal_PG=surprisal_PG)
-        advantages_PG = group_advantages(rewards_PG, scale=scale)
-        run = AdvantagePipeline({name: options}, scale=scale, max_length=99, seed=1)
-        return run(groups, advantages_PG)
+        trl_advantages_PG = group_advantages(rewards_PG, scale=scale)
+        pipeline = AdvantagePipeline({name: options}, scale=scale, max_length=99, seed=1)
+        return pipeline(groups, trl_advantages_PG)
 
-    whole_PG = torch.full((31, 8), NAN, dtype=torch.float64)
-    whole_PG[:30].scatter_(1, places, dense_PG)
-    whole_PG = whole_PG.roll(7, dims=0)  # the group that all have left is not the last one
-    order = torch.arange(31).roll(7)
-    found_PG = batch(whole_PG, lengths_PG[order], surprisal_PG[order]).roll(-7, dims=0)
-    expected_PG = batch(
-        dense_PG, lengths_PG[:30].gather(1, places), surprisal_PG[:30].gather(1, places)
+    rewards_PG = torch.full((31, 8), NAN, dtype=torch.float64)
+    rewards_PG[:30].scatter_(1, remaining_PG, rewards_of_six_PG)
+    # Moved, so that the group that all have left is not the last one.
+    moved_advantages_PG = advantages(
+        rewards_PG.roll(7, dims=0), lengths_PG.roll(7, dims=0), surprisal_PG.roll(7, dims=0)
+    )
+    advantages_PG = moved_advantages_PG.roll(-7, dims=0)
+    lengths_of_six_PG = lengths_PG[:30].gather(1, remaining_PG)
+    expected_PG = advantages(
+        rewards_of_six_PG, lengths_of_six_PG, surprisal_PG[:30].gather(1, remaining_PG)
     )
     if name in BY_TOKENS:
-        expected_PG = expected_PG * lengths_PG.sum() / lengths_PG[:30].gather(1, places).sum()
-    # seeded by the number of groups with signal: the same
+        expected_PG = expected_PG * lengths_PG.sum() / lengths_of_six_PG.sum()
     if name == "adora" and options.assign == "random":
+        # The draw is seeded by the number of groups with signal, which is the same.
         assert expected_PG.any()
-    torch.testing.assert_close(found_PG[:30].gather(1, places), expected_PG, rtol=1e-5, atol=1e-6)
-    assert (found_PG[whole_PG.roll(-7, dims=0).isnan()] == 0).all()
-    assert found_PG.any(), "nothing was compared"
+    torch.testing.assert_close(
+        advantages_PG[:30].gather(1, remaining_PG), expected_PG, rtol=1e-5, atol=1e-6
+    )
+    assert (advantages_PG[rewards_PG.isnan()] == 0).all()
+    assert advantages_PG.any(), "nothing was compared"
 
 
 def test_daro_learns_from_the_tokens_of_those_who_are_left():
@@ -167,11 +193,10 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
     groups = Groups(
         rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
     )
-    run = AdvantagePipeline({"daro": METHODS["daro"]()})
-    run(groups, group_advantages(rewards_PG))
-    assert run.figures["daro/loss_2_of_4"] == pytest.approx(0.7071, abs=1e-3), (
-        "both advantages are of this size"
-    )
+    pipeline = AdvantagePipeline({"daro": METHODS["daro"]()})
+    pipeline(groups, group_advantages(rewards_PG))
+    size_of_both_advantages = pytest.approx(0.7071, abs=1e-3)
+    assert pipeline.figures["daro/loss_2_of_4"] == size_of_both_advantages
 
 
 def test_figures_and_tokens_by_the_image_leave_them_out():
@@ -192,18 +217,19 @@ def test_figures_and_tokens_by_the_image_leave_them_out():
         equal_reward_share=0.0,
         num_ranks=1,
     )
-    weighed = Advantages(
+    advantages = Advantages(
         assessment=assessment,
         weighting=weighting,
         final_PG=advantages_PG,
         figures={},
     )
-    assert weighed.has_signal_N.tolist() == [True, True, *[False] * 6]
+    assert advantages.has_signal_N.tolist() == [True, True, *[False] * 6]
 
 
 def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
-    """Of four groups one has left and one has equal rewards: TRL's figure is a half, a third is
-    meant.
+    """Of four groups one has no reward and one has equal rewards.
+
+    TRL counts both, a half. Ours is one of the three groups with rewards.
     """
     rewards_BF = torch.tensor([[1.0, 0.0, 1.0, 1.0, 0.0, 1.0, NAN, NAN]]).T
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1))
@@ -211,58 +237,63 @@ def test_trls_share_of_equal_rewards_is_of_the_groups_that_are_there():
     assert assessment.equal_reward_share == pytest.approx(1 / 3)
 
 
-def failing(completions: list[Any], **columns: Any) -> list[Any]:
-    known = {"lost": TimeoutError("after 60 s\nmore"), "?": None}
-    return [known.get(text, 1.0) for text in completions]
+def flaky(completions: list[Any], **columns: Any) -> list[Any]:
+    """Return an exception for the completion "lost", None for "?", and 1 for all others."""
+    special_rewards = {"lost": TimeoutError("after 60 s\nmore"), "?": None}
+    return [special_rewards.get(text, 1.0) for text in completions]
 
 
-async def failing_async(completions: list[Any], **columns: Any) -> list[Any]:
-    return failing(completions)
+async def flaky_async(completions: list[Any], **columns: Any) -> list[Any]:
+    return flaky(completions)
 
 
 def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completion():
-    """What `asyncio.gather(..., return_exceptions=True)` returns.
+    """Such exceptions come from `asyncio.gather(..., return_exceptions=True)`.
 
-    Nothing stops, and the reason is known.
+    The run goes on, and the reason is known.
     """
     guard = RewardGuard(step_context())
-    one, other = guard.around([failing, failing_async], ["one", "other"])
-    texts = ["fine", "lost", "?"]
-    assert one(completions=texts) == [1.0, None, None]
-    assert asyncio.run(other(completions=["lost"])) == [None]
+    function, async_function = guard.around([flaky, flaky_async], ["flaky", "flaky_async"])
+    assert function(completions=["fine", "lost", "?"]) == [1.0, None, None]
+    assert asyncio.run(async_function(completions=["lost"])) == [None]
     guard.check(0)
+    # By the numbers of the rollout and of the function.
     assert guard.take_failed_calls(3) == {
         (1, 0): "TimeoutError: after 60 s",
         (0, 1): "TimeoutError: after 60 s",
     }
-    assert guard.take_failed_calls(3) == {}, "of one generation only"
+    assert guard.take_failed_calls(3) == {}, "they are forgotten"
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
-    """Rank 1 of 3 asks; each rank has four rollouts."""
+    """This is rank 1 of 3, of four rollouts each. A call on rank 0 failed too."""
     guard = RewardGuard(step_context())
-    (function,) = guard.around([failing], ["one"])
+    (function,) = guard.around([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
     monkeypatch.setattr(
-        "adora_vl.training.guards.gather_object", lambda mine: [[(3, 0, "a")], *mine, []]
+        "adora_vl.training.guards.gather_object",
+        lambda calls_of_rank: [[(3, 0, "a")], *calls_of_rank, []],
     )
     assert guard.take_failed_calls(4) == {(3, 0): "a", (5, 0): "TimeoutError: after 60 s"}
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """A key that one machine lacks: the other ranks must not wait for that one in a collective
-    call.
+    """For example, one machine lacks the key of a judge.
+
+    The other ranks must not wait for its rank in a collective call.
     """
 
-    def refused(**arguments: Any) -> list[float]:
+    def refuse(**arguments: Any) -> list[float]:
         raise UserError("adora_reward: judge: the key is refused")
 
     guards = [RewardGuard(step_context(save_now=lambda: tmp_path)) for _ in range(2)]
-    for guard, function in zip(guards, (refused, failing), strict=True):
-        (around,) = guard.around([function], ["judge"])
-        around(completions=["fine"])
-    found = [*guards[0].failures, *guards[1].failures]
-    monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: found)
+    for guard, function in zip(guards, (refuse, flaky), strict=True):
+        (guarded_function,) = guard.around([function], ["judge"])
+        guarded_function(completions=["fine"])
+    failures_of_ranks = [*guards[0].failures, *guards[1].failures]
+    monkeypatch.setattr(
+        "adora_vl.training.guards.gather_object", lambda failures: failures_of_ranks
+    )
     for guard in guards:
         with pytest.raises(
             SharedUserError, match=rf"^step 3: .* refused, and go on with --resume_\w+ {tmp_path}$"
@@ -272,16 +303,19 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
 def test_a_generation_without_one_reward_ends_the_run_in_one_line(tmp_path):
     guard = RewardGuard(step_context(save_now=lambda: tmp_path))
-    guard.check_scored(rewards([0.0] * 4, [1.0, NAN, NAN, NAN]).missing_reasons, 2)
+    some_missing = facts_of_rewards([0.0] * 4, [1.0, NAN, NAN, NAN])
+    guard.check_scored(some_missing.missing_reasons, 2)
+    all_missing = facts_of_rewards([0.0] * 4, [NAN] * 4, failed=range(4))
     with pytest.raises(RunError) as error:
-        guard.check_scored(rewards([0.0] * 4, [NAN] * 4, failed=range(4)).missing_reasons, 2)
+        guard.check_scored(all_missing.missing_reasons, 2)
     assert str(error.value) == (
         "step 3: not one of 4 rollouts has a reward (judge: HTTP 503). Nothing of this step was "
         f"applied. Repair the reward, and go on with --resume_from_checkpoint {tmp_path}"
     )
 
 
-OWN = """
+# The file of a user with two reward functions.
+USER_FILE = """
 from pathlib import Path
 
 def flaky(completions, prompts, trainer_state, **kwargs):
@@ -302,41 +336,47 @@ def gone(completions, trainer_state, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def user_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the user's file, in a folder of its own."""
     file = tmp_path_factory.mktemp("own") / "own.py"
-    file.write_text(OWN)
+    file.write_text(USER_FILE)
     return file
 
 
 @pytest.mark.slow
-def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_path, capsys):
+def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, tmp_path, capsys):
     words = arguments(tmp_path / "run", save_strategy="no")
-    assert main([*words, "--adora_reward", "format", f"{own}:flaky", "--adora_method", "grpo"]) == 0
+    assert (
+        main([*words, "--adora_reward", "format", f"{user_file}:flaky", "--adora_method", "grpo"])
+        == 0
+    )
     rollouts = pd.read_parquet(tmp_path / "run" / "rollouts")
     first = rollouts[rollouts["step"] == 1].reset_index(drop=True)
-    groups = [part for _, part in first.groupby("group")]
-    parts = [part["reward/format_reward"] + part["reward/flaky"] for part in groups]
-    assert groups[0]["reward"].tolist() == parts[0].tolist()
+    groups = [group for _, group in first.groupby("group")]
+    sums_of_first_group = groups[0]["reward/format_reward"] + groups[0]["reward/flaky"]
+    assert groups[0]["reward"].tolist() == sums_of_first_group.tolist()
     assert groups[0]["missing"].isna().all()
     assert groups[1]["reward"].tolist() == groups[1]["reward/format_reward"].tolist()
     assert groups[2]["reward"].isna().tolist() == [True, False, False, True]
-    why = "flaky: ConnectionError: no route to the judge"
-    assert groups[2]["missing"].fillna("").tolist() == [why, "", "", why]
+    reason = "flaky: ConnectionError: no route to the judge"
+    assert groups[2]["missing"].fillna("").tolist() == [reason, "", "", reason]
     assert groups[2]["reward/format_reward"].notna().all()
     assert groups[3]["missing"].tolist() == [
         "no other rollout of its group has a reward",
-        why,
-        why,
-        why,
+        reason,
+        reason,
+        reason,
     ]
-    for part, left in zip(groups, (4, 4, 2, 0), strict=True):
-        kept = torch.tensor(part["reward"].dropna().to_numpy())
-        assert len(kept) == left
-        expected = group_advantages(kept[None])[0] if left else kept
-        assert part["advantage"][part["reward"].notna()].tolist() == pytest.approx(
-            expected.tolist(), abs=2e-3
-        )
-        assert (part["advantage"][part["reward"].isna()] == 0).all()
+    for group, remaining_count in zip(groups, (4, 4, 2, 0), strict=True):
+        rewards_G = torch.tensor(group["reward"].dropna().to_numpy())
+        assert len(rewards_G) == remaining_count
+        expected_G = rewards_G
+        if remaining_count:
+            expected_G = group_advantages(rewards_G[None])[0]
+        has_left = group["reward"].isna()
+        advantages = group["advantage"][~has_left].tolist()
+        assert advantages == pytest.approx(expected_G.tolist(), abs=2e-3)
+        assert (group["advantage"][has_left] == 0).all()
     metrics = [
         line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
     ]
@@ -348,8 +388,10 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(own, tmp_pat
 
 
 @pytest.mark.slow
-def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own, tmp_path, capsys):
-    words = [*arguments(tmp_path / "run"), "--adora_reward", "format", f"{own}:gone"]
+def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
+    user_file, tmp_path, capsys
+):
+    words = [*arguments(tmp_path / "run"), "--adora_reward", "format", f"{user_file}:gone"]
     assert main(words) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert re.fullmatch(
@@ -359,11 +401,9 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(own,
         r"\S+checkpoint-1",
         line,
     )
-    saved = manifest_of(tmp_path / "run" / "checkpoint-1")["metrics"]
-    assert saved == {}, (
-        "a mean over the steps of a log would count those of the second generation twice"
-    )
-    own.with_name("back").touch()
+    # Metrics of the second generation, which is sampled again, would be counted twice.
+    assert manifest_of(tmp_path / "run" / "checkpoint-1")["metrics"] == {}
+    user_file.with_name("back").touch()  # from here on the function works
     assert main([*words, *line.split()[-2:]]) == 0
     metrics = [
         line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line

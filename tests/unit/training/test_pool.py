@@ -190,7 +190,7 @@ class EngineAhead(Engine, AsyncServerSampler):
         Engine.__init__(self)
         self.ahead = ahead
 
-    def give_weights(self, *, anew: bool = False) -> None:
+    def sync_weights(self, *, force: bool = False) -> None:
         pass
 
     def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
@@ -200,7 +200,7 @@ class EngineAhead(Engine, AsyncServerSampler):
     def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
         return Engine.sample(self, [*asks], prompts=prompts)
 
-    def waited(self) -> dict[str, float]:
+    def pop_seconds_waited(self) -> dict[str, float]:
         return {}
 
 
@@ -394,7 +394,7 @@ class Run:
         )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
         scorer = StandInScorer(context.accelerator, has_signal)
-        stop: Any = SimpleNamespace(ends=lambda *_: True)
+        stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
         tool_loop: Any = PictureTools() if tools else None
@@ -408,10 +408,10 @@ class Run:
             tool_loop=tool_loop,
         )
         pair: Any = SimpleNamespace(
-            read=list,
-            begin=lambda *_, **__: None,
-            join=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
-            score=lambda _: None,
+            read_prompts=list,
+            begin_sampling=lambda *_, **__: None,
+            join_sampling=lambda *_: SimpleNamespace(logps_BC=None, mask_BC=None),
+            policy_logps=lambda _: None,
             images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
         )
         self.rollouts = GenerationSampler(
@@ -1015,11 +1015,12 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(
     learned = run.sample_next()
     row_numbers = learned.batch["prompt_ids"][::GROUP_SIZE, 0].tolist()
     rounds = len(run.engine.requests_of_calls) - 1
-    positions_of_new_groups = {
-        request.group.key.name
-        for request in run.engine.all_requests
-        if len(request.prompt_ids) == 1
-    }
+    positions_of_new_groups = set[str]()
+    for request in run.engine.all_requests:
+        is_new = len(request.prompt_ids) == 1
+        if is_new:
+            problem: Any = request.group
+            positions_of_new_groups.add(problem.key.name)
     if refill:
         # With a budget the later rounds may only continue groups.
         last_round = rounds if budget is None else 1

@@ -1,0 +1,352 @@
+"""The vLLM servers of a run, of which one that fails is left out until it is back.
+
+They get requests prompt by prompt, and new weights after a step. Everything here is HTTP and runs
+on the first rank alone; what all ranks do together is in `server_group.py`.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+from tqdm import tqdm
+from trl.generation.vllm_client import VLLMClient
+
+from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.server import (
+    REFUSED_BY_SERVER,
+    AdapterRequirements,
+    FeaturesByImageIds,
+    GroupRequest,
+    PlaceFeatures,
+    Server,
+    UnusableServerError,
+)
+from adora_vl.rollout.server_client import (
+    MAX_REQUESTS,
+    SERVER_THREAD,
+    TIMEOUTS_IN_USE,
+    TIMEOUTS_LEFT_OUT,
+)
+from adora_vl.utils.daemon_threads import run_on_daemon_threads
+from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
+
+_RETRY_INTERVAL_S = 2.0
+_STARTED_AGAIN = UnusableServerError(
+    "it was started again, and gets all weights with the next ones"
+)
+
+
+class ServerPool:
+    """All servers of a run, and which of them are in use."""
+
+    def __init__(
+        self,
+        clients: Sequence[VLLMClient],
+        *,
+        patience_s: float,
+        answer_timeout_s: float,
+        vocabulary_size: int,
+        logprobs_mode: str = "",
+    ) -> None:
+        """Create a server for each client. All are in use until one fails.
+
+        Args:
+            clients: TRL's clients of the servers.
+            patience_s: how many seconds a weight sync waits for the first server to answer.
+            answer_timeout_s: how many seconds a server may take to sample a request.
+            vocabulary_size: the number of token ids that the policy has.
+            logprobs_mode: vLLM's name for the kind of log-probabilities that the trainer compares
+                with. A server with another kind is reported at its first sync.
+        """
+        self._servers = [
+            Server(client, answer_timeout_s=answer_timeout_s, vocabulary_size=vocabulary_size)
+            for client in clients
+        ]
+        self.servers_in_use = list(self._servers)
+        self._patience_s = patience_s
+        self._logprobs_mode = logprobs_mode
+        # set by `expect_adapter`; None: the servers read whole weights
+        self._adapter_requirements: AdapterRequirements | None = None
+
+    def all_have_lora(self) -> bool:
+        """Return whether all servers were started with LoRA.
+
+        Raises what `Server.read_info` raises.
+        """
+        for server in self._servers:
+            server.read_info()
+        return all(server.lora for server in self._servers)
+
+    def expect_adapter(self, requirements: AdapterRequirements) -> None:
+        """Let the servers read only the policy's LoRA adapter from now on, and no whole weights.
+
+        A server that names its model otherwise is reported, and not refused: two names may lead to
+        the same model. Raises `EngineError` where a server cannot load the adapter.
+        """
+        self._adapter_requirements = requirements
+        for server in self._servers:
+            try:
+                server.check_lora(requirements)
+            except UnusableServerError as error:
+                raise EngineError(f"vllm_server_base_url: {server.address}: {error}") from None
+            if server.model_name != requirements.base_model:
+                tqdm.write(
+                    f"Server {server.address} serves {server.model_name}, to which the adapter goes "
+                    f"alone; it has to be {requirements.base_model}, the policy's base."
+                )
+
+    def update_servers_in_use(self, *, sends_only_changes: bool = False) -> bool:
+        """Find out which servers answer, before a weight sync, and use those.
+
+        Args:
+            sends_only_changes: whether the sync writes only the weights that training changes. A
+                server that has missed the last sync is then left out until the next one.
+
+        Returns whether any server in use has missed the last sync. Raises `NoServerError` where no
+        server answers in time.
+        """
+        deadline = time.monotonic() + self._patience_s
+        while True:
+            problems = _problems_on_each(self._servers, self._check_server)
+            for server, problem in problems.items():
+                if problem is None and server not in self.servers_in_use:
+                    tqdm.write(f"Server {server.address} is back.")
+                    self.servers_in_use.append(server)
+                elif problem is not None and server in self.servers_in_use:
+                    self._leave_out(server, problem)
+            if self.servers_in_use:
+                return self._any_missed_last_sync(sends_only_changes=sends_only_changes)
+            if time.monotonic() >= deadline:
+                raise NoServerError(_no_server_message(_first_problem(problems)))
+            time.sleep(_RETRY_INTERVAL_S)
+
+    def _check_server(self, server: Server) -> None:
+        """Ask a server for its settings, and raise where it cannot be used."""
+        timeouts = TIMEOUTS_IN_USE if server in self.servers_in_use else TIMEOUTS_LEFT_OUT
+        server.read_info(timeouts)
+        if self._adapter_requirements is not None:
+            server.check_lora(self._adapter_requirements)
+
+    def _any_missed_last_sync(self, *, sends_only_changes: bool) -> bool:
+        """Return whether a server in use lacks the weights of the last sync.
+
+        It does after a start, whose `instance_id` is new. Where the next sync sends only the
+        weights that training changes, such a server is left out, since it would keep its
+        checkpoint's values of the others. An adapter is always sent as a whole. Raises
+        `NoServerError` where no server remains.
+        """
+        restarted_servers = [
+            server
+            for server in self.servers_in_use
+            if server.synced_instance_id != server.instance_id
+        ]
+        for server in restarted_servers:
+            if server.logprobs_mode != self._logprobs_mode:
+                tqdm.write(
+                    f"Server {server.address} was started with --logprobs-mode "
+                    f"{server.logprobs_mode}; {self._logprobs_mode} is the trainer's."
+                )
+            if sends_only_changes and self._adapter_requirements is None:
+                self._leave_out(server, _STARTED_AGAIN)
+        if not self.servers_in_use:
+            raise NoServerError(_no_server_message(_STARTED_AGAIN))
+        return bool(restarted_servers)
+
+    def read_weights(self, folder: Path) -> None:
+        """Let all servers in use load the weights, or the adapter, in `folder`.
+
+        Raises `NoServerError` where none can.
+        """
+        has_adapter = self._adapter_requirements is not None
+        read = Server.read_adapter if has_adapter else Server.read_weights
+        self._on_servers_in_use(
+            lambda server: read(server, folder), hint=f"Does it see {str(folder.parent)!r}? "
+        )
+
+    def reset_caches(self) -> None:
+        """Let all servers in use empty the caches that old weights have filled.
+
+        Raises `NoServerError` where none can.
+        """
+        self._on_servers_in_use(Server.reset_caches)
+
+    def sample(
+        self, group_requests: Sequence[GroupRequest], place_features: PlaceFeatures
+    ) -> list[list[SamplingResult]]:
+        """Sample the rollouts of each request, and return them in the order of the requests.
+
+        The requests are divided among the servers. Those that a server does not answer, or answers
+        without the policy's weights, are sent to the others, until all have an answer.
+
+        Raises `NoServerError` where no server is left, and `RolloutError` for a request that every
+        server would refuse.
+        """
+        rollouts_by_number: dict[int, list[SamplingResult]] = {}
+        last_problem: Exception | None = None
+        while len(rollouts_by_number) < len(group_requests):
+            if not self.servers_in_use:
+                raise NoServerError(_no_server_message(last_problem))
+            server_by_number: dict[int, Server] = {}
+            for number in range(len(group_requests)):
+                if number not in rollouts_by_number:
+                    index = len(server_by_number) % len(self.servers_in_use)
+                    server_by_number[number] = self.servers_in_use[index]
+            futures = _send_all(group_requests, server_by_number, place_features)
+            for number, future in futures.items():
+                error = future.exception()
+                server = server_by_number[number]
+                if error is not None:
+                    problem = _problem_of_server(error)
+                    if server in self.servers_in_use:
+                        last_problem = problem
+                        self._leave_out(server, problem)
+            # A server that was started again while it sampled has used other weights.
+            restart = self._leave_out_restarted(server_by_number.values())
+            if restart is not None:
+                last_problem = restart
+            for number, future in futures.items():
+                if future.exception() is None and server_by_number[number] in self.servers_in_use:
+                    rollouts_by_number[number] = future.result()
+        return [rollouts_by_number[number] for number in range(len(group_requests))]
+
+    def _leave_out_restarted(self, servers: Collection[Server]) -> Exception | None:
+        """Leave out each of these servers that has lost the policy's weights in a restart.
+
+        Returns the problem of the last such server, None without any.
+        """
+        last_problem = None
+        servers_to_check = [server for server in self.servers_in_use if server in servers]
+        problems = _problems_on_each(servers_to_check, Server.check_not_restarted)
+        for server, problem in problems.items():
+            if problem is not None:
+                last_problem = problem
+                self._leave_out(server, problem)
+        return last_problem
+
+    def _on_servers_in_use(self, action: Callable[[Server], None], hint: str = "") -> None:
+        """Run an action on all servers in use at the same time, and leave out those that fail.
+
+        `hint` is printed behind the reason. Raises `NoServerError` where all of them fail.
+        """
+        problems = _problems_on_each(self.servers_in_use, action)
+        for server, problem in problems.items():
+            if problem is not None:
+                self._leave_out(server, problem, hint)
+        if not self.servers_in_use:
+            raise NoServerError(_no_server_message(_first_problem(problems)))
+
+    def _leave_out(self, server: Server, problem: Exception, hint: str = "") -> None:
+        """Stop using a server, and print why, with an optional hint."""
+        self.servers_in_use.remove(server)
+        # It may have failed in the middle of reading weights, so it gets all of them when it is back.
+        server.synced_instance_id = ""
+        remaining = "no server is left"
+        if self.servers_in_use:
+            remaining = f"{len(self.servers_in_use)} of {len(self._servers)} servers go on"
+        reason = in_one_line(problem)[:300]
+        tqdm.write(f"Server {server.address} is left out ({remaining}): {reason}. {hint}".rstrip())
+
+
+def _send_all(
+    group_requests: Sequence[GroupRequest],
+    server_by_number: Mapping[int, Server],
+    place_features: PlaceFeatures,
+) -> dict[int, Future[list[SamplingResult]]]:
+    """Send requests to their servers at the same time, and wait for the answers.
+
+    Args:
+        group_requests: all requests of a batch.
+        server_by_number: the server of each request that is to be sent, by the request's number in
+            the batch.
+        place_features: adds the positions of a prompt's image tokens to its image features.
+
+    Returns a future for each number, with the sampled rollouts or the exception.
+    """
+    failed_servers = set[Server]()
+    # Each server computes the features of an image once.
+    features_by_server: dict[Server, FeaturesByImageIds] = {
+        server: {} for server in server_by_number.values()
+    }
+    jobs = []
+    for number, server in server_by_number.items():
+        jobs.append(
+            partial(
+                _sample_unless_failed,
+                server=server,
+                group_request=group_requests[number],
+                place_features=place_features,
+                features_by_image_ids=features_by_server[server],
+                failed_servers=failed_servers,
+            )
+        )
+    futures = run_on_daemon_threads(
+        jobs, max_threads=MAX_REQUESTS * len(features_by_server), thread_name=SERVER_THREAD
+    )
+    return dict(zip(server_by_number, futures, strict=True))
+
+
+def _sample_unless_failed(
+    server: Server,
+    group_request: GroupRequest,
+    place_features: PlaceFeatures,
+    features_by_image_ids: FeaturesByImageIds,
+    failed_servers: set[Server],
+) -> list[SamplingResult]:
+    """Sample a request on a server, unless another request on that server has failed.
+
+    All threads of a batch share `failed_servers`. So a server that hangs costs its timeout once,
+    and not once for each request. The other arguments are those of `Server.sample`.
+    """
+    if server in failed_servers:
+        raise UnusableServerError("it did not answer another request")
+    try:
+        return server.sample(group_request, place_features, features_by_image_ids)
+    except Exception:
+        failed_servers.add(server)
+        raise
+
+
+def _problem_of_server(error: BaseException) -> Exception:
+    """Return an error after which another server may be asked; raise every other one."""
+    if isinstance(error, RolloutError) or not isinstance(error, Exception):
+        raise error
+    if str(error).startswith(REFUSED_BY_SERVER):  # every server would refuse this request
+        raise RolloutError(f"a vLLM server refuses what it is asked: {error}"[:400]) from error
+    return error
+
+
+def _first_problem(problems: Mapping[Server, Exception | None]) -> Exception:
+    """Return the first problem of several servers, at least one of which has one."""
+    return next(problem for problem in problems.values() if problem is not None)
+
+
+def _problems_on_each(
+    servers: Sequence[Server], action: Callable[[Server], None]
+) -> dict[Server, Exception | None]:
+    """Run an action on all servers at the same time.
+
+    Returns the exception that it raised for each server, None where it raised none.
+    """
+
+    def problem_of(server: Server) -> Exception | None:
+        """Run the action on one server, and return its exception."""
+        try:
+            action(server)
+        except Exception as error:  # also that of a reply which is not in vLLM's format
+            return error
+        return None
+
+    futures = run_on_daemon_threads(
+        [partial(problem_of, server) for server in servers],
+        max_threads=len(servers),
+        thread_name=SERVER_THREAD,
+    )
+    return {server: future.result() for server, future in zip(servers, futures, strict=True)}
+
+
+def _no_server_message(last_problem: Exception | None) -> str:
+    """Return the message of a `NoServerError`, with the last problem of a server if there is one."""
+    last = f"; the last one: {in_one_line(last_problem)[:300]}" if last_problem is not None else ""
+    return f"no vLLM server is left{last}. Start one again"
