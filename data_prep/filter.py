@@ -74,17 +74,24 @@ class Tally(NamedTuple):
 def tallies(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
 ) -> dict[str, Tally]:
-    """Return the tally of each problem by its id, graded as in training."""
+    """Grade answers as in training, and count the right ones of each problem, by its id.
+
+    With `rounding` a rounded decimal is right too. With `answer_tags` the answer stands between
+    `<answer>` and `</answer>`.
+    """
     benchmark = find_benchmark("geometry3k")
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
-    right: Counter[str] = Counter()
-    answers: Counter[str] = Counter()
-    _, graded = graded_rows(benchmark, rows, options)
-    for item in graded:
-        answers[item.pid] += 1
-        if item.correct:
-            right[item.pid] += 1
-    return {pid: Tally(right[pid], answers[pid]) for pid in answers}
+    right_counts: Counter[str] = Counter()
+    answer_counts: Counter[str] = Counter()
+    _, grades = graded_rows(benchmark, rows, options)
+    for grade in grades:
+        answer_counts[grade.pid] += 1
+        if grade.correct:
+            right_counts[grade.pid] += 1
+    return {
+        pid: Tally(right=right_counts[pid], answers=answer_count)
+        for pid, answer_count in answer_counts.items()
+    }
 
 
 def samples_folder(output: Path) -> Path:
@@ -107,16 +114,27 @@ def sample(
     prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
 ) -> Path:
-    """Sample `samples` answers to every problem of a split, except those that `folder` has.
+    """Sample `samples` answers to every problem of a split, to learn how often a model solves it.
 
-    `prompt` is the template of the text of a prompt, as the key `adora_prompt` has it.
+    Args:
+        data: the folder of the data set.
+        split: its split.
+        folder: where the answers are stored. Answers that it has already are not sampled again.
+        settings: the model, and how it samples.
+        samples: how many answers to each problem.
+        system_prompt: the system message of each prompt.
+        prompt: the template of the user's message, as the key `adora_prompt` of a config.
+        build: makes the engine that samples; tests pass a stand-in.
 
-    Returns the file of the answers.
+    Returns:
+        The file of the answers.
 
-    Raises `UserError` if `folder` has answers that were made with another model, other data or
-    other settings, and for a template that does not fit the data.
+    Raises:
+        UserError: `folder` has answers that were made with another model, other data or other
+            settings, or the template does not fit the data.
     """
     loaded = load(DataOptions(data=str(data), split=split), prompt)
+    # It is stored beside the answers. Answers with another fingerprint are not mixed with these.
     fingerprint = {
         "benchmark": "filter",
         "model": settings.model,
@@ -126,7 +144,7 @@ def sample(
         "system_prompt": system_prompt,
         "prompt": None if "prompt" in loaded.unused_options else prompt,
     }
-    names = (
+    names_of_settings = (
         "engine",
         "dtype",
         "max_tokens",
@@ -136,7 +154,8 @@ def sample(
         "max_pixels",
         "batch_size",
     )
-    fingerprint |= {name: getattr(settings, name) for name in names} | settings.fingerprint_fields
+    fingerprint |= {name: getattr(settings, name) for name in names_of_settings}
+    fingerprint |= settings.fingerprint_fields
     infer(
         loaded.problems,
         output=folder,
@@ -160,22 +179,28 @@ def filter_dataset(
     overwrite: bool = False,
     arguments: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Write a dataset with the rows of `split` whose pass rate is in `keep`.
+    """Write a data set with the problems that a model solves sometimes, but not always.
 
-    All other splits are written unchanged. `arguments` is what the choice depends on besides, for
-    the manifest.
+    These are the rows of `split` whose pass rate, the share of right answers in the file
+    `predictions`, is in the range `keep`. All other splits are written unchanged. `arguments` goes
+    into the manifest: what the answers depend on, such as the model.
+
+    Returns the manifest.
 
     Raises `UserError` for answers to another split, or if no row is left.
     """
     check_input(data, split)
-    tags = asked_for_tags(predictions)
     answers_hash = content_hash([predictions])
-    tally_of = tallies(read_predictions(predictions), rounding=rounding, answer_tags=tags)
-    _check_covered(tally_of, data=data, split=split, predictions=predictions)
-    chosen_ids = {pid for pid, tally in tally_of.items() if tally.rate in keep}
+    tally_by_id = tallies(
+        read_predictions(predictions),
+        rounding=rounding,
+        answer_tags=asked_for_tags(predictions),
+    )
+    _check_covered(tally_by_id, data=data, split=split, predictions=predictions)
+    chosen_ids = {pid for pid, tally in tally_by_id.items() if tally.rate in keep}
     if not chosen_ids:
         raise UserError(
-            f"keep: {keep} leaves no row; the pass rates are {_rates_in_words(tally_of)}"
+            f"keep: {keep} leaves no row; the pass rates are {_rates_in_words(tally_by_id)}"
         )
     description = {
         "source": "filter",
@@ -190,33 +215,45 @@ def filter_dataset(
         },
     }
     with complete_or_absent(output, description, overwrite=overwrite) as folder:
-        counts = {}
+        row_counts = {}
         for name in split_files(data):
             rows: Iterable[Row] = stored_rows(data, name)
             if name == split:
                 rows = (row for row in rows if row["id"] in chosen_ids)
-            counts[name] = dataset.write_split(
+            row_counts[name] = dataset.write_split(
                 rows, folder=folder, split=name, features=dataset.features_of(data, name)
             )
-        lines = []
-        for pid, tally in tally_of.items():
-            lines.append(json.dumps({"id": pid, "right": tally.right, "answers": tally.answers}))
-        (folder / RATES_FILE).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        rates = [tally.rate for tally in tally_of.values()]
-        summary = {
-            "problems": len(rates),
-            "kept": len(chosen_ids),
-            "below": sum(rate < keep.low and rate not in keep for rate in rates),
-            "above": sum(rate > keep.high and rate not in keep for rate in rates),
-            "never_solved": sum(rate == 0 for rate in rates),
-            "always_solved": sum(rate == 1 for rate in rates),
-        }
-        return dataset.write_manifest(folder, {**description, "filtered": summary}, counts)
+        _write_tallies(folder / RATES_FILE, tally_by_id)
+        summary = _filter_summary(tally_by_id.values(), keep)
+        return dataset.write_manifest(folder, {**description, "filtered": summary}, row_counts)
 
 
-def _rates_in_words(tally_of: Mapping[str, Tally]) -> str:
-    """Return the pass rates of problems from the lowest on, and how many have each."""
-    counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_of.values())
+def _write_tallies(path: Path, tally_by_id: Mapping[str, Tally]) -> None:
+    """Write one line of JSON for each problem: its id, and how many answers are right."""
+    lines = []
+    for pid, tally in tally_by_id.items():
+        record = {"id": pid, "right": tally.right, "answers": tally.answers}
+        lines.append(json.dumps(record) + "\n")
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _filter_summary(problem_tallies: Iterable[Tally], keep: Keep) -> dict[str, int]:
+    """Return the numbers of problems that a filter kept and left out, for the manifest."""
+    rates = [tally.rate for tally in problem_tallies]
+    rates_outside = [rate for rate in rates if rate not in keep]
+    return {
+        "problems": len(rates),
+        "kept": len(rates) - len(rates_outside),
+        "below": sum(rate < keep.low for rate in rates_outside),
+        "above": sum(rate > keep.high for rate in rates_outside),
+        "never_solved": rates.count(0),
+        "always_solved": rates.count(1),
+    }
+
+
+def _rates_in_words(tally_by_id: Mapping[str, Tally]) -> str:
+    """Return the pass rates of problems with their numbers, the lowest first: `0 of 3, 1 of 5`."""
+    counts_by_rate = Counter(f"{tally.rate:.3g}" for tally in tally_by_id.values())
     lowest_first = sorted(counts_by_rate.items(), key=lambda item: float(item[0]))
     return ", ".join(f"{rate} of {count}" for rate, count in lowest_first)
 
@@ -248,52 +285,52 @@ def check_output(data: Path, output: Path) -> None:
 def asked_for_tags(predictions: Path) -> bool:
     """Return whether the prompts of stored answers asked for `<answer> </answer>`.
 
-    The fingerprint that stands beside the answers says so.
+    The prompts are in the file of settings (the fingerprint) beside the answers. Without that file
+    the prompts of the project are assumed, which ask for no tags.
     """
     path = predictions.parent / FINGERPRINT_FILE
-    fields = read_fingerprint(path)["fields"] if path.is_file() else {}
-    return asks_for_answer_tags(fields.get("system_prompt"), fields.get("prompt"))
+    settings = read_fingerprint(path)["fields"] if path.is_file() else {}
+    return asks_for_answer_tags(settings.get("system_prompt"), settings.get("prompt"))
 
 
 def _check_covered(
-    tally_of: Mapping[str, Tally], data: Path, split: str, predictions: Path
+    tally_by_id: Mapping[str, Tally], data: Path, split: str, predictions: Path
 ) -> None:
-    """Check that there are as many answers to each row of a split, and none to any other row.
+    """Raise `UserError` unless the answers are to all rows of the split, and to no other rows.
 
-    Raises `UserError` where that is not so.
+    All rows need the same number of answers, since otherwise the sampling has not ended.
+    `tally_by_id` has the answers that were counted, by the ids of the rows.
     """
-    ids = set(dataset.load_split(data, split)["id"])
-    missing = sorted(ids - tally_of.keys())
-    foreign = sorted(tally_of.keys() - ids)
-    if missing or foreign:
-        if missing:
-            name = missing[0]
-            fault = "has no answer"
+    row_ids = set(dataset.load_split(data, split)["id"])
+    unanswered_ids = sorted(row_ids - tally_by_id.keys())
+    foreign_ids = sorted(tally_by_id.keys() - row_ids)
+    if unanswered_ids or foreign_ids:
+        if unanswered_ids:
+            fault = f"{unanswered_ids[0]!r} has no answer"
         else:
-            name = foreign[0]
-            fault = f"is not in the split {split!r}"
+            fault = f"{foreign_ids[0]!r} is not in the split {split!r}"
         raise UserError(
-            f"predictions: {name!r} {fault} in {str(predictions)!r} ({len(missing)} of {len(ids)} "
-            f"rows have none, {len(foreign)} rows are others); sample the whole split"
+            f"predictions: {fault} in {str(predictions)!r} ({len(unanswered_ids)} of "
+            f"{len(row_ids)} rows have none, {len(foreign_ids)} rows are others); sample the whole "
+            "split"
         )
-    counts = Counter(tally.answers for tally in tally_of.values())
-    if len(counts) > 1:
-        unlike = (
-            f"{str(predictions)!r} has {min(counts)} answers to some problems and {max(counts)} "
-            "to others"
+    answer_counts = {tally.answers for tally in tally_by_id.values()}
+    if len(answer_counts) > 1:
+        raise UserError(
+            f"predictions: {str(predictions)!r} has {min(answer_counts)} answers to some problems "
+            f"and {max(answer_counts)} to others; finish the sampling with the same command"
         )
-        raise UserError(f"predictions: {unlike}; finish the sampling with the same command")
 
 
 def in_words(manifest: Manifest) -> str:
-    """Return a sentence on what a filter kept, by the manifest of its output."""
-    facts = manifest["filtered"]
+    """Return the sentence that tells the user what a filter kept, from the manifest it wrote."""
+    summary = manifest["filtered"]
     keep = manifest["arguments"]["keep"]
     rows = ", ".join(
         f"{split} {manifest['counts'][split]}" for split in SPLITS if split in manifest["counts"]
     )
     return (
-        f"{amount(facts['problems'], 'problem')}: {facts['kept']} kept with a pass rate of "
-        f"{keep}, {facts['below']} below and {facts['above']} above ({facts['never_solved']} "
-        f"never solved, {facts['always_solved']} always). Rows: {rows}"
+        f"{amount(summary['problems'], 'problem')}: {summary['kept']} kept with a pass rate of "
+        f"{keep}, {summary['below']} below and {summary['above']} above "
+        f"({summary['never_solved']} never solved, {summary['always_solved']} always). Rows: {rows}"
     )

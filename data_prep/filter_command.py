@@ -1,7 +1,8 @@
 """The command `filter` of `python -m data_prep`, and its options."""
 
 import argparse
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts, unusual_prompts
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
@@ -105,7 +106,11 @@ def _pass_rate_range(word: str) -> tuple[float, float]:
 
 
 def _check_filter_arguments(arguments: argparse.Namespace) -> None:
-    """Raise `UserError` where folders are missing, or answers come from two places or from none."""
+    """Check the options of `filter` that depend on each other.
+
+    Raises `UserError` where folders are missing, or where there is not exactly one source of
+    answers: a model to sample them with, or a file of stored ones.
+    """
     for name in ("input", "output"):
         if getattr(arguments, name) is None:
             raise UserError(f"{name}: give --{name} DIR")
@@ -129,10 +134,10 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
 def _filter(arguments: argparse.Namespace) -> None:
     """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
 
-    With `--attenuation` nothing is filtered; it prints what ADORA would do with stored answers.
+    With `--attenuation` nothing is filtered. The command then prints for which stored answers ADORA
+    would reduce the weight in training.
     """
-    # the engines of `eval` are imported by this command alone
-    from adora_vl.evals.inference.engines import settings_of
+    # Imported here, since the engines that sample take seconds to import.
     from data_prep import filter as filtering
     from data_prep import forecast
 
@@ -142,40 +147,58 @@ def _filter(arguments: argparse.Namespace) -> None:
     _check_filter_arguments(arguments)
     filtering.check_input(arguments.input, arguments.split)
     filtering.check_output(arguments.input, arguments.output)
-    predictions = arguments.predictions
-    # What the manifest records of the answers, beside their hash.
-    answer_facts: dict[str, Any] = {"predictions": str(predictions)}
-    if predictions is None:
-        engine = arguments.engine or default_engine()
-        settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
-        prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
-        prompts = resolve_prompts(arguments.model, prompt_options)
-        predictions = filtering.sample(
-            arguments.input,
-            arguments.split,
-            filtering.samples_folder(arguments.output),
-            settings,
-            samples=arguments.samples,
-            system_prompt=prompts["system_prompt"],
-            prompt=prompts["prompt"],
+    if arguments.predictions is None:
+        answers = _sample_answers(arguments)
+    else:
+        answers = _Answers(
+            file=arguments.predictions,
+            description={"predictions": str(arguments.predictions)},
         )
-        answer_facts = {
-            "model": settings.model,
-            "samples": arguments.samples,
-            "temperature": settings.temperature,
-        }
-        answer_facts |= unusual_prompts(prompts)
     low, high = arguments.keep
     manifest = filtering.filter_dataset(
         arguments.input,
-        arguments.output,
-        predictions,
-        filtering.Keep(low=low, high=high),
+        output=arguments.output,
+        predictions=answers.file,
+        keep=filtering.Keep(low=low, high=high),
         split=arguments.split,
         rounding=arguments.rounding,
         overwrite=arguments.overwrite,
-        arguments=answer_facts,
+        arguments=answers.description,
     )
     print(f"{arguments.output}: {filtering.in_words(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
-        print("\n".join(["", *forecast.forecast_at(predictions).lines()]))
+        print("\n".join(["", *forecast.forecast_at(answers.file).lines()]))
+
+
+class _Answers(NamedTuple):
+    """The file of the answers that a filter goes by, and what the manifest says of them."""
+
+    file: Path
+    description: dict[str, Any]
+
+
+def _sample_answers(arguments: argparse.Namespace) -> _Answers:
+    """Sample several answers to each problem with the model that the command names."""
+    from adora_vl.evals.inference.engines import settings_of
+    from data_prep import filter as filtering
+
+    engine = arguments.engine or default_engine()
+    settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
+    prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
+    prompts = resolve_prompts(arguments.model, prompt_options)
+    file = filtering.sample(
+        arguments.input,
+        split=arguments.split,
+        folder=filtering.samples_folder(arguments.output),
+        settings=settings,
+        samples=arguments.samples,
+        system_prompt=prompts["system_prompt"],
+        prompt=prompts["prompt"],
+    )
+    description = {
+        "model": settings.model,
+        "samples": arguments.samples,
+        "temperature": settings.temperature,
+        **unusual_prompts(prompts),
+    }
+    return _Answers(file, description)

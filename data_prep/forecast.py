@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import torch
@@ -55,21 +56,35 @@ class Share:
         return self.count / self.total if self.total else math.nan
 
 
+class Interval(NamedTuple):
+    """A confidence interval."""
+
+    low: float
+    high: float
+
+
 @dataclass(frozen=True)
 class Forecast:
-    """What ADORA's length criterion says of groups of answers whose rewards differ."""
+    """What ADORA's length criterion says of groups of answers to one problem each.
 
-    groups: int
-    tds: Share  # the share of groups with signal that are TDS
-    ties: Share  # the share of TDS groups whose lengths are tied
-    short_only: Share  # TDS groups in which no right answer is longer than a wrong one
-    longest: Share  # right answers among the longest of groups with signal and lengths that differ
-    shortest: Share  # right answers among the shortest of the same groups
-    ahead: tuple[float, float]  # 95 % interval of longest minus shortest, paired
+    A group has a signal if its rewards differ. ADORA attenuates a group with a signal if no right
+    answer is longer than its wrong ones are on average; such a group is called TDS.
+    """
+
+    groups: int  # with and without a signal
+    tds: Share  # groups that are TDS, of those with a signal
+    ties: Share  # groups whose longest right answer is as long as the wrong ones, of the TDS groups
+    short_only: (
+        Share  # groups in which no right answer is longer than a wrong one, of the TDS groups
+    )
+    # In the groups with a signal whose answers differ in length:
+    longest: Share  # how many of the longest answers are right
+    shortest: Share  # how many of the shortest answers are right
+    longest_minus_shortest: Interval  # the 95 % interval of the difference of the two, paired
 
     def lines(self) -> list[str]:
         """Return the lines that are printed: a table of the shares, and the sentence."""
-        low, high = self.ahead
+        low, high = self.longest_minus_shortest
         rows = (
             ("groups with signal, of all", Share(self.tds.total, self.groups)),
             ("TDS, of those with signal", self.tds),
@@ -91,84 +106,99 @@ class Forecast:
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
                 "more problems."
             )
-        low, high = self.ahead
+        low, high = self.longest_minus_shortest
         if high < 0:
             lengths = "short answers are right more often than long ones"
         elif low > 0:
             lengths = "long answers are right more often than short ones"
         else:
             lengths = "length says nothing of what is right"
-        share = self.tds.value
-        if share < _SMALL_SHARE:
+        tds_share = self.tds.value
+        if tds_share < _SMALL_SHARE:
             return (
-                f"Attenuation would hardly act: {share:.0%} of the groups with signal are TDS; "
+                f"Attenuation would hardly act: {tds_share:.0%} of the groups with signal are TDS; "
                 f"{lengths}."
             )
         extent = "on some of what there is to learn from"
-        if share > _LARGE_SHARE:
+        if tds_share > _LARGE_SHARE:
             extent = "on most of what there is to learn from"
-        kind = "groups whose lengths overlap"
+        groups = "groups whose lengths overlap"
         if self.short_only.value > _LARGE_SHARE:
-            kind = "those in which short answers win"
-        ties = (
-            f", and {self.ties.value:.0%} of them are ties"
-            if self.ties.value > _SMALL_SHARE
-            else ""
+            groups = "those in which short answers win"
+        ties = ""
+        if self.ties.value > _SMALL_SHARE:
+            ties = f", and {self.ties.value:.0%} of them are ties"
+        return (
+            f"Attenuation would act {extent} ({tds_share:.0%} TDS), mostly {groups}{ties}; "
+            f"{lengths}."
         )
-        return f"Attenuation would act {extent} ({share:.0%} TDS), mostly {kind}{ties}; {lengths}."
 
 
 def forecast(groups: Groups) -> Forecast:
-    """Make the forecast of whole groups, whose tensors are (P, G): problems by answers.
+    """Count the groups on which ADORA's attenuation would act, and how lengths relate to rewards.
 
-    Groups whose rewards are all equal teach nothing, and count nowhere.
+    The tensors of `groups` are (P, G): problems by answers. A group without a signal, whose rewards
+    are all equal, teaches nothing and counts in the first number alone.
     """
-    weighing = weigh_groups(groups)
+    weighing = weigh_groups(groups)  # the weights that a training would give
     # A group whose answers were all truncated has no score, and so no signal.
-    signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
-    tds_P = weighing.tds_P & signal_P
+    has_signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
+    is_tds_P = weighing.tds_P & has_signal_P
+    is_tie_P = weighing.tds_by_tie_P & has_signal_P
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
-    # No right answer is longer than the shortest wrong one.
-    short_P = tds_P & (groups.longest_correct_P <= wrong_lengths_PG.amin(dim=1))
-    pairs = _right_shares_by_length(groups, signal_P)
-    ahead = (math.nan, math.nan)
-    if len(pairs) > 1:
-        ahead = paired_t([longest - shortest for longest, shortest in pairs])
-    right_longest = sum(longest for longest, _ in pairs)
-    right_shortest = sum(shortest for _, shortest in pairs)
-    tds = int(tds_P.sum())
+    shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
+    is_short_only_P = is_tds_P & (groups.longest_correct_P <= shortest_wrong_P)
+    shares = _right_shares_by_length(groups, has_signal_P)
+    longest_minus_shortest = Interval(math.nan, math.nan)
+    if len(shares) > 1:  # one difference has no spread
+        low, high = paired_t([share.longest - share.shortest for share in shares])
+        longest_minus_shortest = Interval(low, high)
+    tds_count = int(is_tds_P.sum())
     return Forecast(
-        groups=len(signal_P),
-        tds=Share(tds, int(signal_P.sum())),
-        ties=Share(int((weighing.tds_by_tie_P & signal_P).sum()), tds),
-        short_only=Share(int(short_P.sum()), tds),
-        longest=Share(round(right_longest), len(pairs)),
-        shortest=Share(round(right_shortest), len(pairs)),
-        ahead=ahead,
+        groups=len(has_signal_P),
+        tds=Share(count=tds_count, total=int(has_signal_P.sum())),
+        ties=Share(count=int(is_tie_P.sum()), total=tds_count),
+        short_only=Share(count=int(is_short_only_P.sum()), total=tds_count),
+        # A group counts for one answer, shared among those that are equally long.
+        longest=Share(count=round(sum(share.longest for share in shares)), total=len(shares)),
+        shortest=Share(count=round(sum(share.shortest for share in shares)), total=len(shares)),
+        longest_minus_shortest=longest_minus_shortest,
     )
 
 
-def _right_shares_by_length(groups: Groups, signal_P: torch.Tensor) -> list[tuple[float, float]]:
-    """Return the shares of right answers among the longest and the shortest of each group.
+class _RightShares(NamedTuple):
+    """The shares of right answers among the longest and the shortest answers of a group."""
 
-    Groups whose answers all have one length are left out.
+    longest: float
+    shortest: float
+
+
+def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[_RightShares]:
+    """Return for each group with a signal how many of its longest and shortest answers are right.
+
+    Groups whose answers all have the same length are left out, and so are answers without a score.
     """
-    pairs: list[tuple[float, float]] = []
-    for group in signal_P.nonzero()[:, 0].tolist():
-        scored = groups.scored_PG[group]
-        lengths = groups.lengths_PG[group][scored]
-        correct = groups.correct_PG[group][scored].float()
-        shortest = lengths.min()
-        longest = lengths.max()
-        if shortest < longest:
-            of_longest = torch.eq(lengths, longest)
-            of_shortest = torch.eq(lengths, shortest)
-            pairs.append((correct[of_longest].mean().item(), correct[of_shortest].mean().item()))
-    return pairs
+    shares: list[_RightShares] = []
+    for group in has_signal_P.nonzero()[:, 0].tolist():
+        is_scored_G = groups.scored_PG[group]
+        lengths = groups.lengths_PG[group][is_scored_G]
+        is_right = groups.correct_PG[group][is_scored_G].float()
+        if lengths.min() < lengths.max():
+            is_longest = torch.eq(lengths, lengths.max())
+            is_shortest = torch.eq(lengths, lengths.min())
+            shares.append(
+                _RightShares(
+                    longest=is_right[is_longest].mean().item(),
+                    shortest=is_right[is_shortest].mean().item(),
+                )
+            )
+    return shares
 
 
 def recorded_groups(run: Path) -> Groups:
-    """Read the first groups that a run has recorded (docs/report.md).
+    """Read the rewards and lengths of the first groups of a run from the record that it wrote.
+
+    `run` is the output folder of the run; docs/report.md describes the record.
 
     Raises `UserError` where `run` has no record.
     """
@@ -181,68 +211,74 @@ def recorded_groups(run: Path) -> Groups:
     try:
         record = dataset(files)
         settings = json.loads(record.schema.metadata[b"adora_vl"])
-        size = int(settings["num_generations"])
+        group_size = int(settings["num_generations"])
         columns = record.head(
-            FIRST_GROUPS * size, columns=["reward", "length", "truncated"]
+            FIRST_GROUPS * group_size, columns=["reward", "length", "truncated"]
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         why = f"is no file of a run's record ({in_one_line(error)})"
         raise UserError(f"attenuation: a file in {str(run / 'rollouts')!r} {why}") from error
+    # A rollout without a reward, such as a truncated one, has a null in the record.
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
-    above = float(settings.get("adora_correct_above", 0.5))
     return _groups_of_columns(
-        rewards, columns["length"], columns["truncated"], size=size, above=above
+        rewards=rewards,
+        lengths=columns["length"],
+        truncated=columns["truncated"],
+        group_size=group_size,
+        correct_above=float(settings.get("adora_correct_above", 0.5)),
     )
 
 
 def sampled_groups(predictions: Path) -> Groups:
-    """Read the groups of stored answers, graded as in training.
+    """Read the answers in a file of predictions, grade them as in training, and group them.
 
-    Problems with fewer answers than the most are left out.
+    The answers to one problem are a group. Problems with fewer answers than the most are left out.
 
-    Raises `UserError` where there is but one answer to a problem, or lengths are not known.
+    Raises `UserError` where no problem has two answers, or where their lengths are not known.
     """
     benchmark = find_benchmark("geometry3k")
     options = GraderOptions(answer_tags=asked_for_tags(predictions))
-    rows_of_problem = defaultdict(list)
+    rows_by_problem = defaultdict(list)
     for row in read_predictions(predictions):
-        rows_of_problem[row["pid"]].append(row)
-    size = max(map(len, rows_of_problem.values()), default=0)
+        rows_by_problem[row["pid"]].append(row)
+    group_size = max(map(len, rows_by_problem.values()), default=0)
     rows = []
-    for group in rows_of_problem.values():
+    for problem_rows in rows_by_problem.values():
         # The tensors are rectangular: a problem whose sampling was cut off has no place in them.
-        if len(group) == size:
-            rows += group
-    if size < 2 or any(row.get("n_tokens") is None for row in rows):
+        if len(problem_rows) == group_size:
+            rows += problem_rows
+    if group_size < 2 or any(row.get("n_tokens") is None for row in rows):
         raise UserError(
-            f"attenuation: {str(predictions)!r} has {size} answers to a problem, or not their "
+            f"attenuation: {str(predictions)!r} has {group_size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    _, graded = graded_rows(benchmark, rows, options)
-    rewards = [float(item.correct) for item in graded]
-    lengths = [row["n_tokens"] for row in rows]
-    truncated = [row.get("finish_reason") == "length" for row in rows]
-    # Rewards are 1 for a right answer, else 0.
-    return _groups_of_columns(rewards, lengths, truncated, size=size, above=0.5)
+    _, grades = graded_rows(benchmark, rows, options)
+    return _groups_of_columns(
+        rewards=[float(grade.correct) for grade in grades],
+        lengths=[row["n_tokens"] for row in rows],
+        truncated=[row.get("finish_reason") == "length" for row in rows],
+        group_size=group_size,
+        correct_above=0.5,  # rewards are 1 for a right answer, else 0
+    )
 
 
 def _groups_of_columns(
+    *,
     rewards: Sequence[float],
     lengths: Sequence[int],
     truncated: Sequence[bool],
-    *,
-    size: int,
-    above: float,
+    group_size: int,
+    correct_above: float,
 ) -> Groups:
-    """Group the columns of answers, of which `size` in a row answer one problem.
+    """Reshape the columns of answers to groups: `group_size` consecutive answers are one group.
 
-    An answer with a reward over `above` is right.
+    An answer is right if its reward is over `correct_above`.
     """
     return Groups(
-        rewards_PG=torch.tensor(rewards).view(-1, size),
-        lengths_PG=torch.tensor(lengths).view(-1, size),
-        truncated_PG=torch.tensor(truncated).view(-1, size),
-        correct_above=above,
+        rewards_PG=torch.tensor(rewards).view(-1, group_size),
+        lengths_PG=torch.tensor(lengths).view(-1, group_size),
+        truncated_PG=torch.tensor(truncated).view(-1, group_size),
+        correct_above=correct_above,
     )
 
 

@@ -10,11 +10,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.conversion.columns import Columns
-from adora_vl.conversion.records import BadRecord
+from adora_vl.conversion.records import BadRecord, Records
 from adora_vl.conversion.tables import open_local
 from adora_vl.geometry.expressions import number_of
 from adora_vl.geometry.figure import Verdict
@@ -24,12 +25,10 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, written_to
+from data_prep.solved_rows import is_rounded_value
 
 MAX_SHOWN = 12  # problems of one kind in the table for a person
 _MAX_BYTES = 64 * 2**20  # of a file of facts
-# A label counts as the value where it was rounded as books round: by so much, or by this share.
-_ROUNDING = 0.06
-_ROUNDING_SHARE = 0.006
 _LABEL_COLUMNS = Columns(
     problem="messages|problem|question|query|prompt|conversations",
     answer="solution|answer|gold|response|label",
@@ -37,43 +36,43 @@ _LABEL_COLUMNS = Columns(
     id="id",
     optional=("messages|problem|question|query|prompt|conversations", "images|image", "id"),
 )
-# Kinds of what a person should look at, the worst first.
-_KINDS = (
-    "another answer than the label",
-    "facts that exclude each other",
-    "points that fall together",
-    "two figures fit",
-    "the facts leave it open",
-    "not read",
-)
+_OTHER_ANSWER = "another answer than the label"
+# What a person should look at, for the statuses of a problem without an answer.
+_KIND_BY_STATUS = {
+    "conflict": "facts that exclude each other",
+    "collapsed": "points that fall together",
+    "ambiguous": "two figures fit",
+    "open": "the facts leave it open",
+    "unread": "not read",
+}
+_KINDS = (_OTHER_ANSWER, *_KIND_BY_STATUS.values())  # the worst first
 
 
 @dataclass(frozen=True)
 class SolvedProblem:
-    """One problem with its verdict, and its label where there is one."""
+    """One problem with what the solver computed from its facts, and its label where it has one."""
 
     id: str
-    verdict: Verdict
-    gold: str | None = None
+    verdict: Verdict  # the status, the value and the reason
+    gold: str | None = None  # the label, the answer that the data set states
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the value is the label's, up to rounding.
+        """Whether the computed value is the label's, up to rounding.
 
         None where one of them is missing or no number.
         """
-        number = None if self.gold is None else number_of(self.gold)
-        if number is None or self.verdict.value is None:
+        label = None if self.gold is None else number_of(self.gold)
+        if label is None or self.verdict.value is None:
             return None
-        return abs(self.verdict.value - number) <= max(_ROUNDING, _ROUNDING_SHARE * abs(number))
+        return is_rounded_value(label, self.verdict.value)
 
     @property
     def kind(self) -> str:
         """What a person should look at; empty where nothing is wrong."""
-        if self.agrees is False and self.verdict.status == "answered":
-            return _KINDS[0]
-        kinds = {"conflict": 1, "collapsed": 2, "ambiguous": 3, "open": 4, "unread": 5}
-        return "" if self.verdict.status == "answered" else _KINDS[kinds[self.verdict.status]]
+        if self.verdict.status != "answered":
+            return _KIND_BY_STATUS[self.verdict.status]
+        return _OTHER_ANSWER if self.agrees is False else ""
 
     def record(self) -> dict[str, Any]:
         """Return the problem as one line of JSON."""
@@ -92,15 +91,15 @@ class SolvedProblem:
 
 
 def read_forms_or_text(file: Path) -> dict[str, Form]:
-    """Read the forms of a file: logic forms (.json, .json.gz) by name, or the text of one problem.
+    """Read the facts and questions of a file, as logic forms by the names of their problems.
 
-    The names are the keys of the JSON, or the name of the file for a single problem.
+    A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
+    one a sentence. The names are the keys of the JSON, or the name of the file for a single problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
     content = _file_content(file)
-    suffixes = file.name.lower().removesuffix(".gz")
-    if not suffixes.endswith(".json"):
+    if not _is_json(file):
         try:
             return {file.stem: form_of_text(content.decode("utf-8"))}
         except UnicodeDecodeError as error:
@@ -113,8 +112,11 @@ def read_forms_or_text(file: Path) -> dict[str, Form]:
         raise UserError(
             f"input: {str(file)!r} has no logic forms; give an object with one for each problem"
         )
-    if "facts" in records or "line_instances" in records:
-        records = {file.parent.name if file.stem == "logic_form" else file.stem: records}
+    is_single_form = "facts" in records or "line_instances" in records
+    if is_single_form:
+        # In Geometry3K the folder `17` has the file `logic_form.json` of problem 17.
+        name = file.parent.name if file.stem == "logic_form" else file.stem
+        records = {name: records}
     forms = {}
     for name, record in records.items():
         try:
@@ -128,6 +130,11 @@ def read_forms_or_text(file: Path) -> dict[str, Form]:
                 f"input: problem {name!r} of {str(file)!r}: {missing}; a form has {needed}"
             ) from error
     return forms
+
+
+def _is_json(file: Path) -> bool:
+    """Return whether a file has logic forms in JSON, and not the text of one problem."""
+    return file.name.lower().removesuffix(".gz").endswith(".json")
 
 
 def _file_content(file: Path) -> bytes:
@@ -147,35 +154,42 @@ def _file_content(file: Path) -> bytes:
 
 
 def read_labels(file: Path) -> dict[str, str]:
-    """Read the labels of a table, by the numbers of their problems.
+    """Read the labels (the stated answers) of a table, by the numbers of their problems.
 
     The number stands in the column `id`, or in the paths of the images.
 
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
-    golds: dict[str, str] = {}
-    for parts in open_local(file, _LABEL_COLUMNS).parts.values():
-        for part in parts:
-            for where, record in part.begin():
-                if isinstance(record, BadRecord):
-                    raise UserError(
-                        f"golds: {where} of {str(file)!r}: {record.wrong}; {record.remedy}"
-                    )
-                gold = record.get(_LABEL_COLUMNS.answer)
-                number = _problem_number(record)
-                if number is None or not isinstance(gold, str | int | float):
-                    lacks = "a number in its id or in a path such as test/2401/img_diagram.png"
-                    lacks = lacks if number is None else "an answer that is a text or a number"
-                    raise UserError(f"golds: {where} of {str(file)!r} lacks {lacks}")
-                golds[number] = str(gold)
-    return golds
+    label_by_number: dict[str, str] = {}
+    for position, record in _records_of_labels(file):
+        row_in_words = f"{position} of {str(file)!r}"
+        if isinstance(record, BadRecord):  # a line that cannot be read
+            raise UserError(f"golds: {row_in_words}: {record.wrong}; {record.remedy}")
+        label = record.get(_LABEL_COLUMNS.answer)
+        number = _problem_number(record)
+        if number is None:
+            raise UserError(
+                f"golds: {row_in_words} lacks a number in its id or in a path such as "
+                "test/2401/img_diagram.png"
+            )
+        if not isinstance(label, str | int | float):
+            raise UserError(f"golds: {row_in_words} lacks an answer that is a text or a number")
+        label_by_number[number] = str(label)
+    return label_by_number
+
+
+def _records_of_labels(file: Path) -> Records:
+    """Yield the rows of a table with labels, each with its position such as `line 14`."""
+    for parts_of_split in open_local(file, _LABEL_COLUMNS).parts.values():
+        for part in parts_of_split:
+            yield from part.begin()
 
 
 def _problem_number(record: Mapping[str, Any]) -> str | None:
     """Return the number of a row's problem, from its id or the path of its image, or None."""
     row_id = record.get("id")
     if row_id is not None and str(row_id).strip():
-        return str(row_id).split("/")[-1]
+        return str(row_id).split("/")[-1]  # of `geometry3k/test/2401`
     paths = record.get(_LABEL_COLUMNS.images[0])
     image_path = str(paths[0] if isinstance(paths, list) else paths)
     match = re.search(r"(?:^|[/\"'])(\d+)/[^/]*$", image_path)
@@ -189,10 +203,13 @@ def solve_forms(
     looks: bool = False,
     repair: bool = False,
 ) -> Iterator[SolvedProblem]:
-    """Solve forms one by one, and yield each with its label.
+    """Solve problems one by one by their facts, and yield each with its label.
 
-    `looks` counts as answered what needs what only the picture shows, and `repair` what needs a
-    contradicting fact left out or rounded; else these values are suggestions alone.
+    `forms` (the facts with the question) and `golds` (the labels) are by the names of the problems.
+
+    Some problems have a value only if one assumes what their picture suggests, or leaves out or
+    rounds a contradicting fact. Such a value is a suggestion. It counts as an answer with `looks`
+    in the first case, and with `repair` in the second.
     """
     for name, form in forms.items():
         result = verdict(form)
@@ -204,16 +221,19 @@ def solve_forms(
 
 
 def table_of(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
-    """Return the counts, and what a person should look at, the worst kind first."""
+    """Return the report on solved problems: counts, and the problems that a person should look at.
+
+    `labelled`: there are labels, with which the answers are compared.
+    """
     lines = [_count_lines(problems, labelled=labelled)]
     for kind in _KINDS:
-        of_kind = [problem for problem in problems if problem.kind == kind]
-        if not of_kind:
+        problems_of_kind = [problem for problem in problems if problem.kind == kind]
+        if not problems_of_kind:
             continue
-        lines += ["", f"{kind}: {len(of_kind)}"]
-        lines += [f"  {_problem_line(problem)}" for problem in of_kind[:MAX_SHOWN]]
-        if len(of_kind) > MAX_SHOWN:
-            lines.append(f"  and {len(of_kind) - MAX_SHOWN} more, which --output has")
+        lines += ["", f"{kind}: {len(problems_of_kind)}"]
+        lines += [f"  {_problem_line(problem)}" for problem in problems_of_kind[:MAX_SHOWN]]
+        if len(problems_of_kind) > MAX_SHOWN:
+            lines.append(f"  and {len(problems_of_kind) - MAX_SHOWN} more, which --output has")
     return "\n".join(lines)
 
 
@@ -227,6 +247,7 @@ def _problem_line(problem: SolvedProblem) -> str:
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
 
+# How the report says by what a problem was solved, where `Verdict.how` is no phrase.
 _PHRASE_OF_BASIS = {
     "": "",
     "facts": "by the facts",
@@ -236,48 +257,63 @@ _PHRASE_OF_BASIS = {
 
 
 def _count_lines(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
-    """Return how many problems have which status, by how they were solved, for a person.
+    """Return the lines that count the problems by their status and by what solved them.
 
     `labelled`: also say how many of the values are those of the labels.
     """
-    problems_by_kind: dict[tuple[str, str], list[SolvedProblem]] = {}
+    groups: dict[_StatusAndBasis, list[SolvedProblem]] = {}
     for problem in problems:
-        status_and_basis = (problem.verdict.status, problem.verdict.how)
-        problems_by_kind.setdefault(status_and_basis, []).append(problem)
+        key = _StatusAndBasis(status=problem.verdict.status, basis=problem.verdict.how)
+        groups.setdefault(key, []).append(problem)
 
-    def answered_and_frequent_first(kind: tuple[str, str]) -> tuple[bool, int]:
-        """Return the key by which the lines are sorted."""
-        return kind[0] != "answered", -len(problems_by_kind[kind])
+    def answered_and_frequent_first(key: _StatusAndBasis) -> tuple[bool, int]:
+        """Return what the lines are sorted by; `False` comes before `True`."""
+        return key.status != "answered", -len(groups[key])
 
     lines = [f"{amount(len(problems), 'problem')}"]
-    for kind in sorted(problems_by_kind, key=answered_and_frequent_first):
-        status, basis = kind
-        count = len(problems_by_kind[kind])
-        phrase = _PHRASE_OF_BASIS.get(basis, basis)
-        line = f"  {status:<10} {phrase:<32} {count:>6}  {count / len(problems):6.1%}"
-        comparisons = [
-            problem.agrees for problem in problems_by_kind[kind] if problem.agrees is not None
-        ]
+    for key in sorted(groups, key=answered_and_frequent_first):
+        group = groups[key]
+        phrase = _PHRASE_OF_BASIS.get(key.basis, key.basis)
+        share = len(group) / len(problems)
+        line = f"  {key.status:<10} {phrase:<32} {len(group):>6}  {share:6.1%}"
+        comparisons = [problem.agrees for problem in group if problem.agrees is not None]
         if labelled and comparisons:
             line += f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
         lines.append(line)
-    answered = [problem for problem in problems if problem.verdict.status == "answered"]
+    answered_count = sum(problem.verdict.status == "answered" for problem in problems)
     lines.append(
-        f"  answered: {len(answered)} of {len(problems)} ({len(answered) / len(problems):.1%})"
+        f"  answered: {answered_count} of {len(problems)} ({answered_count / len(problems):.1%})"
     )
     if labelled:
-        compared = [problem for problem in answered if problem.agrees is not None]
-        right = [problem for problem in compared if problem.agrees]
-        right_with_suggestions = [problem for problem in problems if problem.agrees]
-        lines.append(
-            f"  of {len(compared)} answers with a numeric label {len(right)} are as labelled"
-            f" ({len(right) / max(1, len(compared)):.1%})"
-        )
-        lines.append(
-            f"  with the suggestions beside open and contradictory ones {len(right_with_suggestions)} are as "
-            f"labelled ({len(right_with_suggestions) / len(problems):.1%} of all)"
-        )
+        lines += _label_lines(problems)
     return "\n".join(lines)
+
+
+class _StatusAndBasis(NamedTuple):
+    """The status of a problem, and by what it was solved, in the words of a `Verdict`."""
+
+    status: str
+    basis: str
+
+
+def _label_lines(problems: Sequence[SolvedProblem]) -> list[str]:
+    """Return the lines that count how many values are those of the labels.
+
+    The first counts answers alone, the second also the values that are only suggested.
+    """
+    comparisons = [
+        problem.agrees
+        for problem in problems
+        if problem.verdict.status == "answered" and problem.agrees is not None
+    ]
+    right_count = comparisons.count(True)
+    right_with_suggestions = sum(problem.agrees is True for problem in problems)
+    return [
+        f"  of {len(comparisons)} answers with a numeric label {right_count} are as labelled"
+        f" ({right_count / max(1, len(comparisons)):.1%})",
+        f"  with the suggestions beside open and contradictory ones {right_with_suggestions} are as "
+        f"labelled ({right_with_suggestions / len(problems):.1%} of all)",
+    ]
 
 
 def add_solve(commands: Commands) -> None:
@@ -325,7 +361,7 @@ def add_solve(commands: Commands) -> None:
 
 
 def _solve(arguments: argparse.Namespace) -> None:
-    """Run `solve`: solve the problems of a file, and print and write what was found.
+    """Run `solve`: compute the answers of the problems in a file, and report them.
 
     Raises `UserError` for labels of other problems, and for a picture of several problems.
     """
@@ -341,8 +377,8 @@ def _solve(arguments: argparse.Namespace) -> None:
                 f"{next(iter(forms))!r}"
             )
         forms = labelled_forms
-    forms = dict(list(forms.items())[: arguments.limit])
-    is_text = not arguments.facts.name.lower().removesuffix(".gz").endswith(".json")
+    forms = dict(islice(forms.items(), arguments.limit))
+    is_text = not _is_json(arguments.facts)
     if arguments.picture is not None and not is_text:
         raise UserError(
             "picture: it is for a text of facts alone; leave --picture out, or give one problem "
@@ -363,7 +399,10 @@ def _solve(arguments: argparse.Namespace) -> None:
 
 
 def _verdict_in_words(problem: SolvedProblem, form: Form) -> str:
-    """Return the verdict on one problem in a line: `AC = 4.514 (no short form), determined by the facts`."""
+    """Return what was computed for one problem as a line of text for the user.
+
+    The line says what was asked, its value, and why it is so: `AC = 4.514 (no short form)   ...`.
+    """
     from adora_vl.geometry.shapes import terms_of
     from adora_vl.geometry.words import words_of
 
@@ -386,7 +425,10 @@ def _verdict_in_words(problem: SolvedProblem, form: Form) -> str:
 
 
 def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
-    """Write the figure beside the text, or to `--picture`; say so where there is none."""
+    """Draw the figure that was computed, beside the file of facts or to `--picture`.
+
+    Prints where it is, or why there is none.
+    """
     if result.figure is None:
         if arguments.picture is not None:
             print("no picture: there is no figure with places")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.conversion.quarantine import QUARANTINE_NAME, first_details, note_lines
 from adora_vl.data.dataset import (
@@ -47,20 +47,30 @@ _LONGEST_SIDES = (56, 112, 224, 448, 896)
 TextTokens = Callable[[str], int]
 
 
-@dataclass
-class SplitFacts:
-    """The facts of one split: how often each value of a property occurs, and figures of each row."""
+class LongProblem(NamedTuple):
+    """One of the longest problems. The order of the fields makes longer ones the larger tuples."""
 
-    counts: dict[str, Counter[str]] = field(
-        default_factory=lambda: {name: Counter() for name in ("rows", *PROPERTIES)}
+    length: int  # in characters, or in the tokens of a model
+    row_id: str
+    problem: str
+
+
+@dataclass
+class SplitSurvey:
+    """What was counted and measured over the rows of one split."""
+
+    row_count: int = 0
+    # How often each value of a property occurs, by the names of `PROPERTIES`.
+    value_counts: dict[str, Counter[str]] = field(
+        default_factory=lambda: {name: Counter() for name in PROPERTIES}
     )
-    tokens: array[int] = field(default_factory=lambda: array("l"))  # image tokens of each row
+    # Arrays, since a list of a million numbers takes eight times the memory.
+    image_tokens: array[int] = field(default_factory=lambda: array("l"))  # of each row
     characters: array[int] = field(default_factory=lambda: array("l"))  # of each problem
     # Width and height of the first images, in pixels.
-    sizes: list[tuple[int, int]] = field(default_factory=list)
-    # Length, row id and text of the longest problems, the longest first.
-    longest: list[tuple[int, str, str]] = field(default_factory=list)
-    gallery: list[Row] = field(default_factory=list)
+    image_sizes: list[tuple[int, int]] = field(default_factory=list)
+    longest: list[LongProblem] = field(default_factory=list)  # the longest first
+    gallery: list[Row] = field(default_factory=list)  # whole rows that the page shows
 
 
 @dataclass(frozen=True)
@@ -69,8 +79,8 @@ class Survey:
 
     folder: Path
     manifest: dict[str, Any]  # empty for a folder that `data_prep` did not make
-    splits: dict[str, SplitFacts]
-    model: str | None  # the model whose tokenizer measures texts
+    splits: dict[str, SplitSurvey]
+    model: str | None  # the model whose tokenizer measures texts; None measures characters
     family: str = DEFAULT_FAMILY  # the model_type that counts image tokens
     example: Row | None = None  # the row whose whole prompt is printed
 
@@ -78,13 +88,16 @@ class Survey:
 def survey(
     folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
-    """Look at every row once, a batch in memory at a time.
+    """Read every row of a prepared data set once, and count and measure what it holds.
 
-    Raises `UserError`.
+    Args:
+        folder: the data set.
+        gallery: how many whole rows to keep for a page, spread evenly over all of them.
+        model: a folder or hub id whose tokenizer measures the problems; None measures characters.
+        family: the model_type that counts image tokens.
 
-    `gallery`: how many whole rows to keep, spread evenly over all of them. `model`: a folder or hub
-    id whose tokenizer measures the problems; None measures characters. `family`: the model_type
-    that counts image tokens.
+    Raises:
+        UserError: the folder has no rows, or a row that no training could use.
     """
     files = split_files(folder)
     if not files:
@@ -96,12 +109,15 @@ def survey(
     sizes = {split: row_count(folder, split) for split in files}
     if not any(sizes.values()):
         raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
-    share = min(1.0, gallery / max(1, sum(sizes.values())))
+    gallery_share = min(1.0, gallery / sum(sizes.values()))
     splits = {}
     for split, size in sizes.items():
-        gallery_rows = min(size, max(1, round(size * share))) if gallery else 0
-        picked = {index * size // gallery_rows for index in range(gallery_rows)}
-        splits[split] = _facts(folder, split=split, picked=picked, measure=measure, family=family)
+        # A small split has one row in the gallery at least.
+        gallery_rows = min(size, max(1, round(size * gallery_share))) if gallery else 0
+        gallery_indices = {index * size // gallery_rows for index in range(gallery_rows)}
+        splits[split] = _survey_of_split(
+            folder, split=split, gallery_indices=gallery_indices, measure=measure, family=family
+        )
     return Survey(
         folder=folder,
         manifest=read_manifest(folder) or {},
@@ -112,63 +128,82 @@ def survey(
     )
 
 
-def _facts(
-    folder: Path, split: str, picked: set[int], measure: TextTokens, family: str
-) -> SplitFacts:
-    """Read every row of a split once; the rows with the indices `picked` go into the gallery.
+def _survey_of_split(
+    folder: Path, split: str, gallery_indices: set[int], measure: TextTokens, family: str
+) -> SplitSurvey:
+    """Read every row of a split once, and count and measure its properties.
 
-    `measure` counts the tokens of a problem, and `family` is the model family whose image tokens
-    are counted.
+    Args:
+        folder: the data set.
+        split: the split.
+        gallery_indices: the indices of the rows that are kept whole, for the page.
+        measure: counts the characters or tokens of a text.
+        family: the model family whose image tokens are counted.
 
-    Raises `UserError` for a row that no training could use.
+    Raises:
+        UserError: a row that no training could use.
     """
-    facts = SplitFacts()
-    vision = VISIONS[family]
-    limits = (vision.unit, vision.min_pixels, vision.max_pixels)
+    split_survey = SplitSurvey()
     for index, row in enumerate(stored_rows(folder, split)):
-        where = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
+        place_in_words = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
         if fault:
-            raise UserError(f"{where}: {fault}")
-        _count_properties(facts.counts, row)
+            raise UserError(f"{place_in_words}: {fault}")
+        split_survey.row_count += 1
+        _count_properties(split_survey.value_counts, row)
         sizes: list[tuple[int, int]] = []
         try:
             for image in row["images"]:
                 sizes.append(image_size(image["bytes"]))
         except Exception as error:  # Pillow raises nearly anything on broken bytes
             raise UserError(
-                f"{where}: image {len(sizes)} is not a stored picture ({in_one_line(error)}); "
-                "prepare the dataset again"
+                f"{place_in_words}: image {len(sizes)} is not a stored picture "
+                f"({in_one_line(error)}); prepare the dataset again"
             ) from error
-        facts.counts["image size"].update(map(_size_class, sizes))
-        facts.tokens.append(sum(image_tokens(size, *limits, row["id"]) for size in sizes))
-        facts.characters.append(len(row["problem"]))
-        if len(facts.sizes) < _SIZES_KEPT:
-            facts.sizes.extend(sizes)
-        entry = (measure(row["problem"]), row["id"], row["problem"])
-        if len(facts.longest) < LONGEST_SHOWN:
-            heapq.heappush(facts.longest, entry)
+        split_survey.value_counts["image size"].update(map(_size_class, sizes))
+        split_survey.image_tokens.append(_image_tokens_of_row(row, sizes=sizes, family=family))
+        split_survey.characters.append(len(row["problem"]))
+        if len(split_survey.image_sizes) < _SIZES_KEPT:
+            split_survey.image_sizes.extend(sizes)
+        entry = LongProblem(measure(row["problem"]), row["id"], row["problem"])
+        # A heap keeps the longest problems so far, with the shortest of them at its top.
+        if len(split_survey.longest) < LONGEST_SHOWN:
+            heapq.heappush(split_survey.longest, entry)
         else:
-            heapq.heappushpop(facts.longest, entry)
-        if index in picked:
-            facts.gallery.append(row)
-    facts.longest.sort(reverse=True)
-    return facts
+            heapq.heappushpop(split_survey.longest, entry)
+        if index in gallery_indices:
+            split_survey.gallery.append(row)
+    split_survey.longest.sort(reverse=True)
+    return split_survey
 
 
-def _count_properties(counts: Mapping[str, Counter[str]], row: Row) -> None:
-    """Count the properties of a row that its columns say."""
+def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str) -> int:
+    """Return how many tokens the images of a row take in a prompt; `sizes` is their pixels."""
+    vision = VISIONS[family]
+    total = 0
+    for size in sizes:
+        total += image_tokens(
+            size, unit=vision.unit, low=vision.min_pixels, high=vision.max_pixels, row=row["id"]
+        )
+    return total
+
+
+def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> None:
+    """Add one to the counts of the values that the properties of a row have.
+
+    `value_counts` has the counts of the values by the names of `PROPERTIES`. The size of the images
+    is no column of the row, and is counted elsewhere.
+    """
     meta = row.get("meta")
     if not isinstance(meta, dict):
         meta = {}
     shapes = meta.get("shapes")
     if not shapes or not isinstance(shapes, list):
         shapes = [UNKNOWN]
-    counts["rows"]["rows"] += 1
-    counts["source"][str(row.get("source") or UNKNOWN)] += 1
-    counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
-    counts["shape"].update(str(shape) for shape in shapes)
-    counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
+    value_counts["source"][str(row.get("source") or UNKNOWN)] += 1
+    value_counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
+    value_counts["shape"].update(str(shape) for shape in shapes)
+    value_counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
 
 
 def _size_class(size: tuple[int, int]) -> str:
@@ -180,7 +215,7 @@ def _size_class(size: tuple[int, int]) -> str:
 
 
 def _tokenizer(model: str) -> TextTokens:
-    """Return what counts the tokens that the tokenizer of a model makes of a text.
+    """Return a function that counts the tokens of a text, with the tokenizer of a model.
 
     Raises `UserError` where the model has no tokenizer that can be loaded.
     """
@@ -213,27 +248,18 @@ def describe(overview: Survey) -> str:
 
 
 def counts(overview: Survey) -> str:
-    """Return what `describe` does, without the prompt."""
+    """Return the text of a survey: where the data is from, a table, the longest problems."""
     manifest = overview.manifest
     # A folder that somebody else made can be surveyed too.
     origin = " (no manifest of ours)"
     if manifest:
         origin = f" ({manifest['source']}, input {manifest['input'] or 'drawn'})"
-    unit = "characters" if overview.model is None else f"tokens of {overview.model}"
-    # The longest problems are those that a limit on the prompt would refuse first.
-    longest = [f"longest problems ({unit}, without system prompt and image)"]
-    for split, facts in overview.splits.items():
-        for measure, row_id, problem in facts.longest[:3]:
-            text = problem
-            if len(problem) > _SHOWN_CHARACTERS:
-                text = problem[:_SHOWN_CHARACTERS] + "..."
-            longest.append(f"  {split}  {measure:>5}  {row_id}: {text}")
     lines = [
         printable(f"{overview.folder}{origin}"),
         "",
         *_table(overview),
         "",
-        *map(printable, longest),
+        *map(printable, _lines_of_longest(overview)),
     ]
     left_out = what_was_left_out(overview.manifest)
     if left_out:
@@ -241,29 +267,46 @@ def counts(overview: Survey) -> str:
     return "\n".join(lines)
 
 
+def _lines_of_longest(overview: Survey) -> list[str]:
+    """Return the lines on the longest problems, which a limit on the prompt would refuse first."""
+    unit = "characters" if overview.model is None else f"tokens of {overview.model}"
+    lines = [f"longest problems ({unit}, without system prompt and image)"]
+    for split, split_survey in overview.splits.items():
+        for entry in split_survey.longest[:3]:
+            text = entry.problem
+            if len(text) > _SHOWN_CHARACTERS:
+                text = text[:_SHOWN_CHARACTERS] + "..."
+            lines.append(f"  {split}  {entry.length:>5}  {entry.row_id}: {text}")
+    return lines
+
+
 def whole_prompt(row: Row) -> list[str]:
-    """Return the lines of the whole prompt of a row, by the default keys of a training."""
+    """Return the lines of the prompt that a training with the default keys would make of a row."""
     problem = template(DEFAULT_PROMPT)(row)
-    images = len(row["images"] or [])
-    fault = problem_with_prompt(problem, images)
+    image_count = len(row["images"] or [])
+    fault = problem_with_prompt(problem, image_count)
     if fault:
         return [printable(f"the prompt of {row['id']} cannot be made: {fault}")]
-    lines = shown_lines(as_text(conversation_with_images(problem, images)))
+    lines = shown_lines(as_text(conversation_with_images(problem, image_count)))
     title = f"one whole prompt, of {row['id']}, as a training with the default keys asks it:"
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
 def what_was_left_out(manifest: Manifest) -> list[str]:
-    """Return lines on leaks, notes on rows, and quarantined rows; none where there are none."""
+    """Return the lines of a manifest on rows that were dropped, and notes on rows that were not.
+
+    Dropped rows are leaks (training rows that a test split has too) and quarantined rows (those
+    that are unusable). The list is empty where there is nothing to say.
+    """
     quarantined = manifest.get("quarantined") or {}
     leaks = manifest.get("leaks") or {}
-    lines = note_lines(manifest)
+    lines = []
     if leaks.get("found"):
-        also = (
-            f"{amount(leaks['found'], 'row')} with the diagram and question of a row in another "
-            "split"
+        lines.append(
+            f"leaks: {amount(leaks['found'], 'row')} with the diagram and question of a row in "
+            f"another split; {leaks['dropped']} dropped from train"
         )
-        lines.insert(0, f"leaks: {also}; {leaks['dropped']} dropped from train")
+    lines += note_lines(manifest)
     if quarantined.get("rows"):
         reasons = ", ".join(f"{kind} {count}" for kind, count in quarantined["reasons"].items())
         lines.append(
@@ -272,65 +315,94 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
     return lines
 
 
+class _Block(NamedTuple):
+    """Some lines of the table: the values of one property, or figures."""
+
+    title: str  # empty for a block that needs none
+    cells_by_label: dict[str, list[str]]  # in each line its label, and a cell for each split
+
+
 def _table(overview: Survey) -> list[str]:
     """Return the lines of a table with a column for each split and a block for each property.
 
-    The most frequent value of a property comes first.
+    The most frequent value of a property comes first. A property that no row has gets no block.
     """
     splits = overview.splits
-    row_counts = [str(facts.counts["rows"]["rows"]) for facts in splits.values()]
-    blocks: dict[str, dict[str, list[str]]] = {"rows": {"rows": row_counts}}
+    row_counts = [str(split_survey.row_count) for split_survey in splits.values()]
+    blocks = [_Block(title="", cells_by_label={"rows": row_counts})]
     for name in PROPERTIES:
-        total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
-        # A property that no row has gets no block.
-        if set(total) <= {UNKNOWN}:
+        total_counts = total_of_splits(name, splits)
+        if set(total_counts) <= {UNKNOWN}:
             continue
         title = "image size (longest side)" if name == "image size" else name
-        blocks[title] = _property_block(name, total, splits)
-    # Tables of texts alone have no image tokens.
-    tokens = [facts.tokens for facts in splits.values()]
-    if any(map(any, tokens)):
+        blocks.append(_Block(title, _property_cells(name, total_counts, splits)))
+    image_tokens_by_split = [split_survey.image_tokens for split_survey in splits.values()]
+    has_images = any(any(image_tokens) for image_tokens in image_tokens_by_split)
+    if has_images:
         title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
-        blocks[title] = _token_block(tokens)
-    label_width = max(len(label) for block in blocks.values() for label in block) + 4
+        blocks.append(_Block(title, _token_cells(image_tokens_by_split)))
+    return _lines_of_table(blocks, splits=list(splits))
+
+
+def total_of_splits(name: str, splits: Mapping[str, SplitSurvey]) -> Counter[str]:
+    """Return how often each value of a property occurs in all splits together."""
+    return sum((split_survey.value_counts[name] for split_survey in splits.values()), Counter())
+
+
+def most_frequent_first(value_counts: Counter[str]) -> list[str]:
+    """Return the values that were counted; those of one count by the alphabet."""
+    return sorted(value_counts, key=lambda value: (-value_counts[value], value))
+
+
+def _lines_of_table(blocks: Sequence[_Block], splits: Sequence[str]) -> list[str]:
+    """Set the blocks of a table one below the other, with the names of the splits above."""
+    labels = [label for block in blocks for label in block.cells_by_label]
+    label_width = max(len(label) for label in labels) + 4
     cell_width = max(8, *(len(split) + 2 for split in splits))
     lines = [" " * label_width + "".join(f"{split:>{cell_width}}" for split in splits)]
-    for title, block in blocks.items():
+    for block in blocks:
         indent = ""
-        if title != "rows":
-            lines.append(title)
+        if block.title:
+            lines.append(block.title)
             indent = "  "
-        for label, cells in block.items():
+        for label, cells in block.cells_by_label.items():
             row = "".join(f"{cell:>{cell_width}}" for cell in cells)
             lines.append(f"{indent + label:<{label_width}}{row}")
     return lines
 
 
-def _property_block(
-    name: str, total: Counter[str], splits: Mapping[str, SplitFacts]
+def _property_cells(
+    name: str, total_counts: Counter[str], splits: Mapping[str, SplitSurvey]
 ) -> dict[str, list[str]]:
-    """Return the counts of a property's most frequent values, a cell for each split."""
-    values = sorted(total, key=lambda value: (-total[value], value))
-    block = {}
+    """Return how often a property has its most frequent values: by value, a cell for each split.
+
+    `name` is one of `PROPERTIES`, and `total_counts` has its counts over all splits.
+    """
+    values = most_frequent_first(total_counts)
+    cells_by_value = {}
     for value in values[:_SHOWN_VALUES]:
-        block[printable(value)[:40]] = [str(facts.counts[name][value]) for facts in splits.values()]
+        cells = [str(split_survey.value_counts[name][value]) for split_survey in splits.values()]
+        cells_by_value[printable(value)[:40]] = cells
     if len(values) > _SHOWN_VALUES:
-        block[f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
-    return block
+        cells_by_value[f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+    return cells_by_value
 
 
-def _token_block(tokens: Sequence[array[int]]) -> dict[str, list[str]]:
-    """Return figures of the image tokens of a row, a cell for each split."""
-    figures: dict[str, Callable[[array[int]], object]] = {
+def _token_cells(image_tokens_by_split: Sequence[array[int]]) -> dict[str, list[str]]:
+    """Return the least, median and most image tokens of a row: by label, a cell for each split."""
+    statistics: dict[str, Callable[[array[int]], object]] = {
         "min": min,
-        "median": lambda numbers: f"{median(numbers):g}",
+        "median": lambda image_tokens: f"{median(image_tokens):g}",
         "p95": partial(quantile, share=0.95),
         "max": max,
     }
-    block = {}
-    for name, figure in figures.items():
-        block[name] = [str(figure(numbers)) if numbers else "-" for numbers in tokens]
-    return block
+    cells_by_label = {}
+    for label, statistic in statistics.items():
+        cells_by_label[label] = [
+            str(statistic(image_tokens)) if image_tokens else "-"  # a split may be empty
+            for image_tokens in image_tokens_by_split
+        ]
+    return cells_by_label
 
 
 def print_prompt(output: Path, manifest: Manifest) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from html import escape
@@ -25,7 +24,16 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, replace_file, written_to
-from data_prep.survey import UNKNOWN, SplitFacts, Survey, counts, what_was_left_out, whole_prompt
+from data_prep.survey import (
+    UNKNOWN,
+    SplitSurvey,
+    Survey,
+    counts,
+    most_frequent_first,
+    total_of_splits,
+    what_was_left_out,
+    whole_prompt,
+)
 
 _COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
 _SHOWN_VALUES = 12
@@ -41,8 +49,8 @@ _PLOT_STYLE: dict[Any, Any] = {
 
 
 def plots(overview: Survey) -> dict[str, str]:
-    """Return the SVG of each plot, by its title."""
-    drawn = {}
+    """Draw the plots of a survey for its page, and return the SVG of each by its title."""
+    svg_by_title = {}
     with matplotlib.rc_context(_PLOT_STYLE):
         for name, title in (
             ("answer form", "Answer forms"),
@@ -52,21 +60,31 @@ def plots(overview: Survey) -> dict[str, str]:
             # Bars of nothing but `unknown` would say nothing.
             if not _is_known(overview, name):
                 continue
-            drawn[title] = _svg(partial(_bars, splits=overview.splits, name=name))
-        unit = f"tokens of {FAMILIES[overview.family].name}"
-        tokens = {split: list(facts.tokens) for split, facts in overview.splits.items()}
-        characters = {split: list(facts.characters) for split, facts in overview.splits.items()}
-        drawn["Image tokens per row"] = _svg(partial(_histogram, values=tokens, unit=unit))
-        drawn["Length of the problems"] = _svg(
-            partial(_histogram, values=characters, unit="characters")
+            svg_by_title[title] = _svg(partial(_bars, splits=overview.splits, name=name))
+        image_tokens = {
+            split: list(split_survey.image_tokens)
+            for split, split_survey in overview.splits.items()
+        }
+        characters = {
+            split: list(split_survey.characters) for split, split_survey in overview.splits.items()
+        }
+        svg_by_title["Image tokens per row"] = _svg(
+            partial(
+                _histogram,
+                numbers_by_split=image_tokens,
+                unit=f"tokens of {FAMILIES[overview.family].name}",
+            )
         )
-        drawn["Image sizes"] = _svg(partial(_scatter, splits=overview.splits))
-    return drawn
+        svg_by_title["Length of the problems"] = _svg(
+            partial(_histogram, numbers_by_split=characters, unit="characters")
+        )
+        svg_by_title["Image sizes"] = _svg(partial(_scatter, splits=overview.splits))
+    return svg_by_title
 
 
 def _is_known(overview: Survey, name: str) -> bool:
-    """Whether some row has the property; data of a user's own have neither goals nor shapes."""
-    return any(set(facts.counts[name]) - {UNKNOWN} for facts in overview.splits.values())
+    """Return whether some row has the property; a user's own data has neither goals nor shapes."""
+    return bool(set(total_of_splits(name, overview.splits)) - {UNKNOWN})
 
 
 def _svg(draw: Callable[[Axes], None]) -> str:
@@ -84,18 +102,22 @@ def _svg(draw: Callable[[Axes], None]) -> str:
     return stream.getvalue()
 
 
-def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
-    """Draw the share of rows with each value, for each split, the most frequent value on top."""
-    total: Counter[str] = sum((facts.counts[name] for facts in splits.values()), Counter())
-    values = sorted(total, key=lambda value: (-total[value], value))[:_SHOWN_VALUES]
+def _bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
+    """Draw a bar for the share of rows with each value of the property `name`.
+
+    There is a bar for each split at each value, and the most frequent value is on top.
+    """
+    values = most_frequent_first(total_of_splits(name, splits))[:_SHOWN_VALUES]
     # The bars of all splits beside a value take 0.8 of the space between two values.
     bar_height = 0.8 / len(splits)
-    for index, (split, facts) in enumerate(splits.items()):
-        rows = max(1, facts.counts["rows"]["rows"])  # a split may be empty
+    for index, (split, split_survey) in enumerate(splits.items()):
+        row_count = max(1, split_survey.row_count)  # a split may be empty
+        value_counts = split_survey.value_counts[name]
         axes.barh(
-            [-(rank + index * bar_height) for rank in range(len(values))],
-            [100 * facts.counts[name][value] / rows for value in values],
-            bar_height,
+            # Downwards from 0, since the y axis points up.
+            y=[-(rank + index * bar_height) for rank in range(len(values))],
+            width=[100 * value_counts[value] / row_count for value in values],
+            height=bar_height,
             label=split,
             color=_COLOURS[index % len(_COLOURS)],
         )
@@ -106,29 +128,35 @@ def _bars(axes: Axes, splits: dict[str, SplitFacts], name: str) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _histogram(axes: Axes, values: dict[str, list[int]], unit: str) -> None:
-    """Draw the share of rows by a number that each row has, for each split."""
-    filled = {split: numbers for split, numbers in values.items() if numbers}
+def _histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) -> None:
+    """Draw how a number that each row has, such as its length, is spread over the rows of a split.
+
+    `unit` is what the number counts.
+    """
+    filled = {split: numbers for split, numbers in numbers_by_split.items() if numbers}
     all_numbers = set[int]().union(*filled.values())
     low = min(all_numbers, default=0)
     high = max(all_numbers, default=0)
-    room = max(0, 10 - (high - low) // 2)  # around a few values that are nearly the same
-    style: Any = {
-        "label": list(filled),
-        "color": list(islice(cycle(_COLOURS), len(filled))),
-        # so that the bars of a split add up to 100 %
-        "weights": [[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
-    }
-    axes.hist(list(filled.values()), bins=30, range=(low - room, high + room), **style)
+    # The axis is 20 wide at least, so that nearly equal numbers do not look far apart.
+    padding = max(0, 10 - (high - low) // 2)
+    axes.hist(
+        list(filled.values()),
+        bins=30,
+        range=(low - padding, high + padding),
+        label=list(filled),
+        color=list(islice(cycle(_COLOURS), len(filled))),
+        # With these weights the bars of a split add up to 100 %.
+        weights=[[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
+    )
     axes.set(xlabel=unit, ylabel="% of the rows")
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.grid(axis="y", alpha=0.3)
 
 
-def _scatter(axes: Axes, splits: dict[str, SplitFacts]) -> None:
+def _scatter(axes: Axes, splits: dict[str, SplitSurvey]) -> None:
     """Draw the widths and heights of images, a colour for each split."""
-    for index, (split, facts) in enumerate(splits.items()):
-        sizes = sorted(set(facts.sizes))
+    for index, (split, split_survey) in enumerate(splits.items()):
+        sizes = sorted(set(split_survey.image_sizes))
         widths = [width for width, _ in sizes]
         heights = [height for _, height in sizes]
         axes.scatter(
@@ -162,7 +190,7 @@ li.right { font-weight: 700; } pre { overflow-x: auto; background: var(--soft); 
 
 
 def write_page(overview: Survey, path: Path) -> None:
-    """Write the page.
+    """Write the HTML page of a survey to the file `path`.
 
     Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
     """
@@ -173,38 +201,45 @@ def write_page(overview: Survey, path: Path) -> None:
 
 
 def check_page(path: Path) -> None:
-    """Raise `UserError` where `path` is a file that is not such a page, or no page can be put."""
+    """Raise `UserError` where the page of a survey cannot be written to `path`.
+
+    A file that is there may only be replaced if it is such a page.
+    """
     check_folder("html", path.parent)
     if not path.parent.exists():
         raise UserError(
             f"html: there is no folder {str(path.parent)!r}; make it, or choose another place"
         )
-    with written_to("html", path):
-        if (
-            path.exists()
-            and _GENERATOR not in path.read_text(encoding="utf-8", errors="replace")[:1000]
-        ):
-            raise UserError(
-                f"html: {str(path)!r} is not a page of ours; choose another name with --html"
-            )
+    head = None
+    with written_to("html", path):  # turns the errors of the file system into a `UserError`
+        if path.exists():
+            head = path.read_text(encoding="utf-8", errors="replace")[:1000]
+    if head is not None and _GENERATOR not in head:
+        raise UserError(
+            f"html: {str(path)!r} is not a page of ours; choose another name with --html"
+        )
 
 
 def page(overview: Survey) -> str:
-    """Return the whole document.
+    """Return the HTML page of a survey: some rows, a prompt, plots and counts.
 
-    Its policy forbids scripts and everything from elsewhere, whatever a row says.
+    Its content policy forbids scripts and everything from other places, since the texts of rows
+    are a stranger's.
     """
-    rows = sum(facts.counts["rows"]["rows"] for facts in overview.splits.values())
-    title = f"{overview.folder.resolve().name}: {amount(rows, 'row')}"
+    row_count = sum(split_survey.row_count for split_survey in overview.splits.values())
+    title = f"{overview.folder.resolve().name}: {amount(row_count, 'row')}"
     figures = "".join(
         f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
         f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
         for name, svg in plots(overview).items()
     )
     cards = "".join(
-        _card(row, split) for split, facts in overview.splits.items() for row in facts.gallery
+        _card(row, split)
+        for split, split_survey in overview.splits.items()
+        for row in split_survey.gallery
     )
-    prompt = "\n".join(whole_prompt(overview.example) if overview.example is not None else [])
+    prompt_lines = whole_prompt(overview.example) if overview.example is not None else []
+    prompt = "\n".join(prompt_lines)
     left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(overview.manifest))
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
@@ -222,30 +257,30 @@ def page(overview: Survey) -> str:
 
 
 def _card(row: Row, split: str) -> str:
-    """Return the HTML of one row: its pictures, problem, choices and facts.
+    """Return the HTML of one row: its pictures, its problem, its choices and what is known of it.
 
     The right choice is marked.
     """
     pictures = "".join(
         f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
     )
-    raw = row.get("answer_raw") or ""  # the letter of the right choice, or its value
-    is_letter = len(raw) == 1 and raw.isupper()
+    answer_in_source = row.get("answer_raw") or ""  # the letter of the right choice, or its value
+    is_letter = len(answer_in_source) == 1 and answer_in_source.isupper()
     items = []
     for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
-        is_right = raw == letter if is_letter else value == raw
+        is_right = answer_in_source == (letter if is_letter else value)
         items.append(f"<li{' class=right' if is_right else ''}>{_text(value)}</li>")
     choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
-    facts = {
+    properties = {
         "right answer": row["answer"],
-        "as in the source": raw,
+        "as in the source": answer_in_source,
         "goal": meta.get("goal") or "",
         "shapes": ", ".join(meta.get("shapes") or []),
         "family": meta.get("family") or "",
     }
     terms = "".join(
-        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in facts.items() if value
+        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in properties.items() if value
     )
     title = f"{_text(row['id'])} ({escape(split)})"
     problem = _text(row["problem"])
@@ -258,7 +293,7 @@ def _text(value: str) -> str:
 
 
 def _picture(encoded: bytes) -> str:
-    """Return the stored picture, or a smaller one, as a data URI."""
+    """Return a stored picture as a data URI, made smaller where it would make the page too large."""
     if len(encoded) > _IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)

@@ -371,9 +371,9 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
 
 
 def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, tmp_path):
-    for number, (name, do) in enumerate(MAKE_USERS_FILE.items()):
+    for number, (name, make_users_file) in enumerate(MAKE_USERS_FILE.items()):
         run = shutil.copytree(finished, tmp_path / str(number) / "run")
-        do(run)
+        make_users_file(run)
         before = folder_contents(run.parent)
         # and a late file
         for refuse in (

@@ -36,7 +36,7 @@ def test_the_shares_of_groups_by_hand():
     assert shares.short_only.count == 50
     assert shares.longest.value == 0.25
     assert shares.shortest.value == 0.5
-    assert shares.ahead[0] < -0.25 < shares.ahead[1] < 0
+    assert shares.longest_minus_shortest.low < -0.25 < shares.longest_minus_shortest.high < 0
     assert shares.sentence() == (
         "Attenuation would act on most of what there is to learn from (75% TDS), mostly those in "
         "which short answers win, and 33% of them are ties; short answers are right more often "

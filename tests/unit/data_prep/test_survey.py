@@ -62,7 +62,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     ):
         assert line in _table(output), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
-    assert list(survey(tmp_path / "out").splits["train"].tokens) == tokens
+    assert list(survey(tmp_path / "out").splits["train"].image_tokens) == tokens
     assert "79  geometry3k/train/11: In \\odot X" in output
     assert (tmp_path / "out.html").is_file()
 
