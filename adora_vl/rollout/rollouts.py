@@ -112,8 +112,8 @@ class Rollout:
 
     segments: tuple[Segment, ...] = ()
     finish_reason: FinishReason = FinishReason.RUNNING
-    compared: bool = True
-    """Whether it was sampled on the trainer's images."""
+    saw_trainer_images: bool = True
+    """Whether the engine that sampled it saw the images that the trainer sees."""
     pictures: tuple[Picture, ...] = ()
     calls: tuple[Call, ...] = ()
     environment: Any = field(default=None, compare=False, repr=False)
@@ -167,7 +167,7 @@ class Rollout:
 
         Those are the tokens of earlier steps, or all tokens of a rollout that saw other images.
         """
-        if not self.compared:
+        if not self.saw_trainer_images:
             return len(self.tokens)
         return sum(len(segment.tokens) for segment in self.segments if segment.step != step)
 

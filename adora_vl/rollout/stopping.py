@@ -15,7 +15,7 @@ class StopCriteria:
 
     tokens: frozenset[int]
     strings: tuple[str, ...] = ()  # vLLM's `stop`
-    decode: Callable[[Sequence[int]], str] = str  # token ids to the text that strings are sought in
+    decode: Callable[[Sequence[int]], str] = str  # token ids to the text that has the strings
 
     @classmethod
     def of(
@@ -27,37 +27,37 @@ class StopCriteria:
         """Return the criteria of a run.
 
         Args:
-            tokens: that end a turn.
-            generation_kwargs: the key of the run, which may name further tokens and strings.
-            decode: makes the texts of token ids.
+            tokens: the ids that end a turn of the model.
+            generation_kwargs: the key of the config, which may name further tokens and strings.
+            decode: returns the text of token ids.
         """
         stop = generation_kwargs.get("stop") or ()
         strings = (stop,) if isinstance(stop, str) else tuple(stop)
         further_tokens = generation_kwargs.get("stop_token_ids") or ()
         return cls(frozenset({*tokens, *further_tokens}), strings, decode)
 
-    def ended(self, ids: Sequence[int], text: str) -> bool:
-        """Return whether an answer of these tokens and this text has ended by itself.
+    def has_stopped(self, ids: Sequence[int], text: str | None = None) -> bool:
+        """Return whether an answer of these tokens was ended by one of the criteria.
 
-        It has if it is empty, or if its last token ends it or completes a string. An answer that
-        was stopped at its limit, or because it repeats itself, has not.
+        It was if its last token is one of `tokens`, or completes one of `strings`. So is an empty
+        answer. An answer that was stopped at its limit, or because it repeats itself, was not.
+
+        `text`: the decoded tokens; None: they are decoded here.
         """
         if not ids or ids[-1] in self.tokens:
             return True
+        if text is None:
+            text = self.decode(ids)
         return any(
             string in text and string not in self.decode(ids[:-1]) for string in self.strings
         )
 
-    def ends(self, ids: Sequence[int]) -> bool:
-        """Return whether an answer of these tokens, decoded here, has ended by itself."""
-        return self.ended(ids, self.decode(ids))
+    def rollout_has_stopped(self, rollout: Rollout, last_turn_text: str) -> bool:
+        """Return whether the last turn of a rollout was ended by one of the criteria.
 
-    def has_end(self, rollout: Rollout, text: str) -> bool:
-        """Return whether a rollout whose last turn has this text has come to its end by itself.
-
-        False for a rollout that stopped at an unanswered tool call or for lack of context, whatever
-        its last token is.
+        False for a rollout whose tool call got no answer, or that has no room left: its last turn
+        may end with such a token, and yet it is not the answer to the problem.
         """
-        return not rollout.finish_reason.is_unanswered and self.ended(
-            rollout.last_turn_tokens, text
-        )
+        if rollout.finish_reason.is_unanswered:
+            return False
+        return self.has_stopped(rollout.last_turn_tokens, last_turn_text)

@@ -1,4 +1,4 @@
-"""Several turns of a rollout: the policy samples, tools answer its calls, and it continues.
+"""Several turns of a rollout: the policy samples a turn, tools answer its calls, and it goes on.
 
 The tokens of earlier turns stay as they were sampled, and the tokens of a tool's answer are put
 behind them, once. Nothing is decoded and encoded again, since one of sixteen completions would come
@@ -8,7 +8,7 @@ back as other tokens. This file knows neither tools nor trainer.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from PIL import Image
 
@@ -25,54 +25,63 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.rollout.stopping import StopCriteria
 
-CALL = "<tool_call>"  # begins a call in the policy's words
-MIN_TOKENS_LEFT = 16  # tokens of the completion that a tool's answer has to leave to the policy
+CALL = "<tool_call>"  # begins a call of a tool in the policy's text
+# A tool's answer has to leave so many tokens of the completion to the policy.
+MIN_TOKENS_LEFT = 16
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 class TurnPlayer(Protocol[Key]):
-    """Samples and answers the turns of rollouts, which have keys of any kind."""
+    """Samples and answers the turns of rollouts. A turn is what the policy says between two answers.
+
+    The rollouts have keys of any kind.
+    """
 
     def sample(self, rollouts: Mapping[Key, Rollout]) -> dict[Key, Rollout]:
-        """Return the rollouts with one more turn of the policy, from one call of the engine.
+        """Sample one more turn of each rollout in one call of the engine.
 
-        All ranks call it equally often, also with no rollouts.
+        Returns the longer rollouts by the same keys. All ranks call it equally often, also without
+        rollouts.
         """
 
     def answer(self, key: Key, rollout: Rollout) -> Rollout:
-        """Return a rollout whose turn has ended with the answer to its calls, or as it is."""
+        """Answer the tool calls in the last turn of a rollout.
+
+        Returns the rollout with the answer behind that turn, or as it is if nothing was called.
+        """
 
     def has_room(self, key: Key, rollout: Rollout) -> bool:
         """Return whether a rollout may sample more tokens."""
 
     def any_rank_continues(self, continues: bool) -> bool:
-        """Return whether any rank wants another turn. Collective.
+        """Return whether any rank has rollouts that sample another turn. Collective.
 
-        `continues`: whether this rank does.
+        `continues`: whether this rank has.
         """
 
 
 def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[Key, Rollout]:
-    """Continue rollouts in lockstep, turn by turn, until tools answer none of them.
+    """Sample rollouts turn by turn, until no turn of any rank is answered by a tool.
 
-    All rollouts sample a turn, then those that got an answer sample the next one. Returns the
-    continued rollouts by their keys.
+    All rollouts sample their first turn together. Those whose turn was answered sample the next one
+    together, and so on. Returns the rollouts by their keys.
     """
-    continued = dict[Key, Rollout]()
+    results = dict[Key, Rollout]()
     running = dict(rollouts)
     while True:
         for key, rollout in player.sample(running).items():
-            continued[key] = rollout
+            results[key] = rollout
             if rollout.finish_reason is FinishReason.STOP:
-                continued[key] = player.answer(key, rollout)
+                results[key] = player.answer(key, rollout)
         running = {
-            key: continued[key]
+            key: results[key]
             for key in running
-            if not continued[key].has_ended and player.has_room(key, continued[key])
+            if not results[key].has_ended and player.has_room(key, results[key])
         }
+        # The next call of the engine is collective, so a rank without rollouts goes on too.
         if not player.any_rank_continues(bool(running)):
-            return continued
+            return results
 
 
 def append_result(
@@ -83,47 +92,52 @@ def append_result(
     step: int,
     max_turn: int | None,
     stop: StopCriteria | None,
-    compared: bool = True,
+    saw_trainer_images: bool = True,
 ) -> Rollout:
-    """Return the rollout with one segment more, and with the reason why it ended, if it did.
+    """Append sampled tokens to a rollout as a further segment, and note whether it has ended.
 
     Args:
-        rollout: that the request continued.
-        request: of this turn.
-        result: the tokens that were sampled for it.
-        step: optimizer steps that the weights had made.
-        max_turn: tokens of a turn; None for any number.
-        stop: says whether a turn ended by itself, since servers do not say why they stopped; None
-            for a sampler that says it.
-        compared: whether the engine saw the trainer's images; else its log-probabilities do not
-            belong to the trainer's prompt, and are left out.
+        rollout: the rollout so far.
+        request: the request that continued it.
+        result: the tokens that were sampled for the request.
+        step: the number of optimizer steps behind the weights that sampled them.
+        max_turn: the largest number of tokens of a turn of the policy; None for any number.
+        stop: says whether the turn ended by itself, for servers, which do not say why they stopped;
+            None for a sampler that says it.
+        saw_trainer_images: whether the engine saw the trainer's images. Otherwise its
+            log-probabilities belong to another prompt, and are left out.
+
+    Returns the longer rollout, with a reason to finish if it has ended.
     """
     assert request.max_length is not None
-    logps = tuple(result.logps) if compared else (None,) * len(result.tokens)
+    logps = tuple(result.logps) if saw_trainer_images else (None,) * len(result.tokens)
     segment = Segment(tokens=tuple(result.tokens), logps=logps, step=step)
-    with_segment = replace(rollout, segments=(*rollout.segments, segment), compared=compared)
+    longer_rollout = replace(
+        rollout, segments=(*rollout.segments, segment), saw_trainer_images=saw_trainer_images
+    )
+    turn_tokens = longer_rollout.last_turn_tokens
     finish_reason = result.finish_reason
-    if finish_reason is FinishReason.RUNNING:
+    if finish_reason is FinishReason.RUNNING:  # a server's result, without a reason
         is_at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
         finish_reason = FinishReason.LENGTH if is_at_limit else FinishReason.STOP
         # The last token that fits may also be the one that ends the turn.
-        if is_at_limit and stop is not None and stop.ends(with_segment.last_turn_tokens):
+        if is_at_limit and stop is not None and stop.has_stopped(turn_tokens):
             finish_reason = FinishReason.STOP
     if finish_reason is FinishReason.LENGTH:
-        is_full = len(with_segment.tokens) >= request.max_length
-        is_turn_full = max_turn is not None and len(with_segment.last_turn_tokens) >= max_turn
-        if not is_full and not is_turn_full:
-            # Only the budget of this generation is used up.
-            return with_segment
-    return replace(with_segment, finish_reason=finish_reason)
+        is_completion_full = len(longer_rollout.tokens) >= request.max_length
+        is_turn_full = max_turn is not None and len(turn_tokens) >= max_turn
+        if not is_completion_full and not is_turn_full:
+            # Only the token budget of this generation is used up. The next one goes on.
+            return longer_rollout
+    return replace(longer_rollout, finish_reason=finish_reason)
 
 
 @dataclass(frozen=True)
 class ToolAnswer:
-    """The answer of tools to the calls of a turn, in order."""
+    """The answer of tools to all calls of a turn."""
 
-    parts: Sequence[str | Image.Image]  # of the user's turn
-    calls: Sequence[Call]  # that have no segment yet
+    parts: Sequence[str | Image.Image]  # the texts and pictures of the user's turn, in order
+    calls: Sequence[Call]  # the calls for the record, without the number of their segment
 
 
 class Tools(Protocol):
@@ -138,30 +152,39 @@ class Tools(Protocol):
         last: bool,
         environment: object,
     ) -> ToolAnswer | None:
-        """Answer a turn of the policy; None where it called nothing.
+        """Answer the calls in a turn of the policy; None where it called nothing.
 
         Args:
-            text: of the turn.
-            images: the problem's, then those that tools have returned.
-            seed: names the random numbers.
-            last: whether no further calls are left.
-            environment: the rollout's own, or None.
+            text: the text of the turn.
+            images: the images of the problem, then those that tools have returned.
+            seed: a text from which the random numbers of the tools follow.
+            last: whether this is the last turn of the rollout that is answered.
+            environment: the environment of this rollout, whose methods are tools too; None in a run
+                without environments.
         """
+
+
+class _TemplateTexts(NamedTuple):
+    """What the chat template writes around the text of a tool's answer."""
+
+    before_answer: str  # between the policy's text and that of the answer
+    image: str  # for an image
+    after_answer: str  # between the text of the answer and the policy's next text
 
 
 @dataclass(frozen=True)
 class ToolLoop:
-    """Answers the calls of a run's rollouts."""
+    """Answers the tool calls of a run's rollouts."""
 
     tools: Tools
     processor: Any  # or a tokenizer
     template: Mapping[str, Any]  # arguments of its chat template
-    tokens_of: Callable[[Image.Image], int]  # number of tokens of an image
-    max_answers: int | None  # turns of a rollout that are answered; None: any number
+    tokens_of: Callable[[Image.Image], int]  # returns the number of tokens of an image
+    max_answers: int | None  # how many turns of a rollout are answered; None: any number
     decode: Callable[[Sequence[int]], str] = field(repr=False)
-    # most tokens of a turn of the policy; None: as many as the completion has left
+    # the largest number of tokens of a turn of the policy; None: what the completion has left
     turn_tokens: int | None = None
-    # tokens that the engine has for a prompt with its completion; None: for any
+    # how many tokens of a prompt with its completion the engine takes; None: any number
     context_length: int | None = None
 
     def __call__(
@@ -174,46 +197,65 @@ class ToolLoop:
         step: int,
         seed: str,
     ) -> Rollout:
-        """Answer the calls of a rollout whose turn has ended.
+        """Answer the tool calls in the last turn of a rollout.
 
         Args:
-            rollout: whose last segment is the policy's.
-            images: of its problem.
-            prompt_length: tokens of its prompt.
-            max_length: tokens of the whole completion, with those of tools.
-            step: optimizer steps that have been made.
-            seed: names the rollout; the random numbers of tools follow from it.
+            rollout: the rollout, which ends with a turn of the policy.
+            images: the images of its problem.
+            prompt_length: the number of tokens of its prompt.
+            max_length: the largest number of tokens of the completion, with those of tools.
+            step: the number of optimizer steps that have been made.
+            seed: a text that names the rollout, from which the random numbers of tools follow.
 
         Returns:
-            The rollout as it is where it called nothing; with the answer as a further segment; or
-            ended, where no calls or no tokens are left.
+            The rollout as it is, if it called nothing. With the answer as a further segment. Or
+            ended, if no further answer is allowed or fits.
         """
         text = self.decode(rollout.last_turn_tokens)
-        answered_turns = sum(segment.logps is None for segment in rollout.segments)
         if CALL not in text:
             return rollout
-        if self.max_answers is not None and answered_turns >= self.max_answers:
+        # Only segments of tools have no log-probabilities.
+        answer_count = sum(segment.logps is None for segment in rollout.segments)
+        if self.max_answers is not None and answer_count >= self.max_answers:
             return replace(rollout, finish_reason=FinishReason.CALLS)
-        images_so_far = [*images, *(picture.image for picture in rollout.pictures)]
         answer = self.tools.answer(
             text,
-            images_so_far,
-            seed=f"{seed}/{answered_turns}",
-            last=self.max_answers is not None and answered_turns + 1 >= self.max_answers,
+            [*images, *(picture.image for picture in rollout.pictures)],
+            seed=f"{seed}/{answer_count}",
+            last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
             environment=rollout.environment,
         )
         if answer is None:
             return rollout
-        new_images = [
+        max_tokens = max_length
+        if self.context_length is not None:
+            max_tokens = min(max_length, self.context_length - prompt_length)
+        return self._with_answer(rollout, answer, max_tokens=max_tokens, step=step)
+
+    def _with_answer(
+        self, rollout: Rollout, answer: ToolAnswer, *, max_tokens: int, step: int
+    ) -> Rollout:
+        """Append the answer of tools to a rollout as a further segment.
+
+        Where fewer than `MIN_TOKENS_LEFT` of `max_tokens` would remain for the policy, the rollout
+        ends without the answer.
+
+        Args:
+            rollout: the rollout, which ends with the turn that was answered.
+            answer: the answer.
+            max_tokens: the largest number of tokens of the completion.
+            step: the number of optimizer steps that have been made.
+        """
+        images = [
             as_kept_image(part.convert("RGB"))
             for part in answer.parts
             if isinstance(part, Image.Image)
         ]
-        image_lengths = [self.tokens_of(image) for image in new_images]
-        answer_ids = self._ids(answer.parts, image_lengths, rollout.last_turn_tokens)
-        max_tokens = max_length
-        if self.context_length is not None:
-            max_tokens = min(max_length, self.context_length - prompt_length)
+        answer_ids = self._answer_ids(
+            answer.parts,
+            image_lengths=[self.tokens_of(image) for image in images],
+            last_turn=rollout.last_turn_tokens,
+        )
         if max_tokens - len(rollout.tokens) - len(answer_ids) < MIN_TOKENS_LEFT:
             return replace(
                 rollout,
@@ -221,58 +263,62 @@ class ToolLoop:
                 calls=(*rollout.calls, *answer.calls),
             )
         segment_number = len(rollout.segments)
-        new_pictures = [
-            Picture(digest=image.digest, image=image, span=segment_number) for image in new_images
+        pictures = [
+            Picture(digest=image.digest, image=image, span=segment_number) for image in images
         ]
-        answered_calls = [replace(call, span=segment_number) for call in answer.calls]
+        calls = [replace(call, span=segment_number) for call in answer.calls]
         return replace(
             rollout,
             segments=(*rollout.segments, Segment(tokens=tuple(answer_ids), logps=None, step=step)),
             finish_reason=FinishReason.RUNNING,
-            pictures=(*rollout.pictures, *new_pictures),
-            calls=(*rollout.calls, *answered_calls),
+            pictures=(*rollout.pictures, *pictures),
+            calls=(*rollout.calls, *calls),
         )
 
-    def _ids(
+    def _answer_ids(
         self,
         parts: Sequence[str | Image.Image],
+        *,
         image_lengths: Sequence[int],
         last_turn: Sequence[int],
     ) -> list[int]:
-        """Return token ids of the tool reply turn, which follow the policy's turn.
+        """Return the token ids of a tool's answer, as they follow the policy's turn.
 
         Args:
-            parts: texts and images of the reply.
-            image_lengths: tokens of each image.
-            last_turn: token ids of the policy's turn. Where it lacks the token that ends a turn, as
-                one that was stopped at a string, that token comes first.
+            parts: the texts and images of the answer.
+            image_lengths: the number of tokens of each image.
+            last_turn: the token ids of the policy's turn. If it was stopped at a string, it lacks
+                the token that ends a turn. That token then comes first in the result.
         """
-        before_reply, image_text, after_reply = self._around
-        reply_text = "".join(
-            self._harmless(part) if isinstance(part, str) else image_text for part in parts
+        texts = self._template_texts
+        answer_text = "".join(
+            self._without_control_tokens(part) if isinstance(part, str) else texts.image
+            for part in parts
         )
-        tokenizer = self._tokenizer
-        image_id = getattr(self.processor, "image_token_id", None)
-        read_ids: list[int] = tokenizer(
-            f"{before_reply}{reply_text}{after_reply}", add_special_tokens=False
+        ids: list[int] = self._tokenizer(
+            f"{texts.before_answer}{answer_text}{texts.after_answer}", add_special_tokens=False
         )["input_ids"]
-        if last_turn and last_turn[-1] == read_ids[0]:
-            read_ids = read_ids[1:]
-        remaining_image_lengths = iter(image_lengths)
+        # `before_answer` begins with the token that ends the policy's turn.
+        if last_turn and last_turn[-1] == ids[0]:
+            ids = ids[1:]
+        image_token_id = getattr(self.processor, "image_token_id", None)
+        remaining_lengths = iter(image_lengths)
         expanded_ids = list[int]()
-        for token in read_ids:
-            expanded_ids += [token] * (next(remaining_image_lengths) if token == image_id else 1)
+        for token in ids:
+            # The text has one image token for each image.
+            repetitions = next(remaining_lengths) if token == image_token_id else 1
+            expanded_ids += [token] * repetitions
         return expanded_ids
 
     def count(self, text: str) -> int:
-        """Return number of tokens of a text of the policy's."""
+        """Return the number of tokens of a text of the policy."""
         return len(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     @cached_property
-    def around(self) -> int:
-        """Tokens that an answer without a word takes, behind a turn that has an end."""
-        ids = self._ids(tool_response([""]), [], ())
-        return len(ids) - 1  # the first one is the end of the policy's turn
+    def empty_answer_length(self) -> int:
+        """The number of tokens that a tool's answer without any text has."""
+        ids = self._answer_ids(tool_response([""]), image_lengths=[], last_turn=())
+        return len(ids) - 1  # the first one ends the policy's turn
 
     @property
     def _tokenizer(self) -> Any:
@@ -280,43 +326,43 @@ class ToolLoop:
         return getattr(self.processor, "tokenizer", self.processor)
 
     @cached_property
-    def _around(self) -> tuple[str, str, str]:
-        """What the chat template writes around a reply.
+    def _template_texts(self) -> _TemplateTexts:
+        """What the chat template writes around a tool's answer.
 
-        Three texts: between the policy's words and the user's turn, for an image, and behind the
-        user's turn. They are read off a conversation with marks in the place of the words.
+        It is found by applying the template to a conversation with marks in place of its texts.
         """
-        has_images = hasattr(self.processor, "tokenizer")
-        answer_mark = "Answer 4711."
+        has_images = hasattr(self.processor, "tokenizer")  # a tokenizer alone has none
+        policy_mark = "Answer 4711."
         begin_mark = "Begin 4712."
         end_mark = "End 4713."
 
         def content(*parts: str | None) -> Any:
+            """Return the content of a message with these texts; None stands for an image."""
             if not has_images:
                 return "".join(part or "" for part in parts)
             return [{"type": "text", "text": part} if part else {"type": "image"} for part in parts]
 
         messages = [
             {"role": "user", "content": content(begin_mark)},
-            {"role": "assistant", "content": content(answer_mark)},
+            {"role": "assistant", "content": content(policy_mark)},
             {"role": "user", "content": content(begin_mark, None, end_mark)},
         ]
         text: str = self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.template
         )
-        after_answer = text.rpartition(answer_mark)[2]
-        before_reply, _, rest = after_answer.partition(begin_mark)
-        image_text, _, after_reply = rest.partition(end_mark)
-        return before_reply, image_text, after_reply
+        after_policy = text.rpartition(policy_mark)[2]
+        before_answer, _, rest = after_policy.partition(begin_mark)
+        image_text, _, after_answer = rest.partition(end_mark)
+        return _TemplateTexts(before_answer, image=image_text, after_answer=after_answer)
 
-    def _harmless(self, text: str) -> str:
-        """Return a text in which no control token of the model is left.
+    def _without_control_tokens(self, text: str) -> str:
+        """Return a tool's text in which the tokenizer finds no control token of the model.
 
-        Each of them gets a space behind its first character. The token of an image would have no
-        image, and the token of a turn would begin one.
+        Each of them gets a space behind its first character. An image token would have no image,
+        and a token that begins a turn would begin one.
         """
-        for mark in self._control_tokens:
-            text = text.replace(mark, f"{mark[0]} {mark[1:]}")
+        for token in self._control_tokens:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
 
     @cached_property

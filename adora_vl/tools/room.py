@@ -116,7 +116,7 @@ def _refuse_no_tokens(
     name = function["name"]
     call = _shortest_call(turns, function)
     # The template's own tokens around an answer, and the smallest picture if the tool shows one.
-    answer = turns.around + _shortest_picture(toolbox, toolbox.chosen.functions[name])
+    answer = turns.empty_answer_length + _shortest_picture(toolbox, toolbox.chosen.functions[name])
     needed = call + answer + MIN_TOKENS_LEFT
     parts = (
         f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "

@@ -87,7 +87,7 @@ class BatchBuilder:
         # A completion may be a list of messages; its text is what they say.
         completion_texts = [completion_text(completion) for completion in completions]
         ended_by_itself = [
-            self.stop_criteria.has_end(rollout, text)
+            self.stop_criteria.rollout_has_stopped(rollout, text)
             for rollout, text in zip(rollouts, completion_texts, strict=True)
         ]
         return BuiltGroups(

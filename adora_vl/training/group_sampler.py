@@ -84,7 +84,7 @@ class RequestParts:
     prompt_ids: list[int]
     images: list[Any]
     """The images that the engine sees with the prompt."""
-    compared: bool
+    saw_trainer_images: bool
     """Whether the images are the trainer's. If not, the engine's log-probabilities belong to
     another prompt and cannot be compared with the policy's."""
     token_budget: int | None
@@ -227,7 +227,7 @@ class GroupSampler:
                     prompt_ids=prompt_ids,
                     images=list(replacement or images or ()),
                     # The prompt of an engine that sees another image is not the trainer's.
-                    compared=replacement is None,
+                    saw_trainer_images=replacement is None,
                     token_budget=limits[key.group],
                     tokens_before=len(unfinished[key].policy_tokens),
                 )
@@ -288,7 +288,7 @@ class GroupTurns:
                 max_turn=None if tool_loop is None else tool_loop.turn_tokens,
                 stop=self.sampler.stop_criteria,
                 step=step,
-                compared=self.parts[key].compared,
+                saw_trainer_images=self.parts[key].saw_trainer_images,
             )
             for (key, rollout), request, result in zip(
                 rollouts.items(), requests, results, strict=True
@@ -299,7 +299,9 @@ class GroupTurns:
         """Run the tools that the rollout's last turn calls, and return it with their answers."""
         tool_loop = self.sampler.tool_loop
         # A turn that did not end by itself was stopped since it repeats itself. It calls nothing.
-        if tool_loop is None or not self.sampler.stop_criteria.ends(rollout.last_turn_tokens):
+        if tool_loop is None or not self.sampler.stop_criteria.has_stopped(
+            rollout.last_turn_tokens
+        ):
             return rollout
         parts = self.parts[key]
         return tool_loop(

@@ -200,7 +200,7 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
         {
             "spans": [(*_tensors(segment), segment.step) for segment in rollout.segments],
             "finish_reason": str(rollout.finish_reason),
-            "compared": rollout.compared,
+            "compared": rollout.saw_trainer_images,
             "pictures": [(picture.digest, picture.span) for picture in rollout.pictures],
             "calls": [asdict(call) for call in rollout.calls],
             "environment": rollout.environment,
@@ -249,7 +249,7 @@ def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> Roll
             Rollout(
                 segments=segments,
                 finish_reason=FinishReason(content["finish_reason"]),
-                compared=content["compared"],
+                saw_trainer_images=content["compared"],
                 pictures=pictures,
                 calls=tuple(Call(**call) for call in content["calls"]),
                 environment=content["environment"],

@@ -226,7 +226,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
         assert rollout.finish_reason == ended
-        assert ends.has_end(rollout, "") is has_end
+        assert ends.rollout_has_stopped(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
     assert len(once.segments) == 2

@@ -132,9 +132,11 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
     )
     call_text = '<tool_call>{"name": "calculate", "arguments": {"expression": ""}}'
     call_tokens = turns.count(call_text) + 1
-    empty_answer = turns._ids(["<tool_response>\n\n</tool_response>"], [], [-1])
-    assert turns.around == len(empty_answer) - 1
-    needed = call_tokens + turns.around
+    empty_answer = turns._answer_ids(
+        ["<tool_response>\n\n</tool_response>"], image_lengths=[], last_turn=[-1]
+    )
+    assert turns.empty_answer_length == len(empty_answer) - 1
+    needed = call_tokens + turns.empty_answer_length
     assert needed < smallest <= needed + 16
 
 

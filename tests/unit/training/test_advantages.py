@@ -70,7 +70,7 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     completions = [[5, 6, END], [5, 6], [], [END, 5]]
     texts = ["Wait, wait.", "no", "", "I verify"]
     stop_criteria = StopCriteria(frozenset({END, PAD}))
-    ended_by_itself = list(map(stop_criteria.ended, completions, texts))
+    ended_by_itself = list(map(stop_criteria.has_stopped, completions, texts))
     rollouts = [
         Rollout(
             segments=(Segment(tokens=tuple(ids), logps=(-0.5,) * len(ids), step=0),),
@@ -127,7 +127,7 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
     for text, has_ended in cases.items():
         with subtests.test(text):
             token_ids = [ord(character) for character in text]
-            assert stop_criteria.ended(token_ids, text) is has_ended
+            assert stop_criteria.has_stopped(token_ids, text) is has_ended
     assert StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
     assert StopCriteria.of({0}, {}, str).strings == ()
 
@@ -139,7 +139,7 @@ def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_the
 
     Here answers whose last token is even have ended.
     """
-    monkeypatch.setattr(StopCriteria, "ended", lambda self, ids, text: ids[-1] % 2 == 0)
+    monkeypatch.setattr(StopCriteria, "has_stopped", lambda self, ids, text: ids[-1] % 2 == 0)
     learned_batches = record_batches(monkeypatch)
     keys: Any = {"mask_truncated_completions": True, "adora_truncated": "eos"}
     log = run_from_python(tmp_path, **keys).state.log_history[0]

@@ -394,7 +394,7 @@ class Run:
         )
         guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
         scorer = StandInScorer(context.accelerator, has_signal)
-        stop: Any = SimpleNamespace(ends=lambda *_: True)
+        stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
         if tools:
             self.engine = TurnsEngine()
         tool_loop: Any = PictureTools() if tools else None
