@@ -120,11 +120,11 @@ def _draw(people: int, rng: random.Random) -> Puzzle:
         statements = []
         for speaker in range(people):
             statement = rng.choice(STATEMENTS)
-            others = [person for person in range(people) if person != speaker]
+            candidates = [person for person in range(people) if person != speaker]
             # Where there are two people, a statement about two is about the speaker too.
-            if statement.people > len(others):
-                others.append(speaker)
-            subjects = rng.sample(others, statement.people)
+            if statement.people > len(candidates):
+                candidates.append(speaker)
+            subjects = rng.sample(candidates, statement.people)
             statements.append(SaidStatement(statement, subjects))
         solutions = fitting(tuple(statement.claim() for statement in statements))
         if len(solutions) == 1:
