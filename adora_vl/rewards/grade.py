@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, read_value
-from adora_vl.rewards.compare import Compared, Verdict, compare, unspaced
+from adora_vl.rewards.compare import compare
+from adora_vl.rewards.compare_values import Compared, Verdict, unspaced
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
 from adora_vl.rewards.grammar import unknowns
