@@ -27,7 +27,13 @@ from transformers import (
 )
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import Lesson, Untaught, build_start, fresh_model, is_built
+from adora_vl.builtin.small_model import (
+    TrainingStage,
+    UntrainedModel,
+    build_start,
+    fresh_model,
+    is_built,
+)
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import conversation
@@ -327,7 +333,7 @@ def _lesson_loss(
     return answer_loss(model, Encoded(prompts), answers, list(range(batch_size)))
 
 
-def begin_arithmetic(plan: AnglesStart) -> Untaught:
+def begin_arithmetic(plan: AnglesStart) -> UntrainedModel:
     """Return a fresh model with its first lesson: right workings."""
     tokenizer = task_tokenizer()
     config = _config(tokenizer, plan)
@@ -337,11 +343,11 @@ def begin_arithmetic(plan: AnglesStart) -> Untaught:
     def loss_of(_: int) -> Tensor:
         return _lesson_loss(model, tokenizer, rng, partial(right_working, rng), plan.batch_size)
 
-    lesson = Lesson(plan.arithmetic_steps, plan.learning_rate, loss_of)
-    return Untaught(model, tokenizer, [lesson])
+    lesson = TrainingStage(plan.arithmetic_steps, plan.learning_rate, loss_of)
+    return UntrainedModel(model, tokenizer, [lesson])
 
 
-def begin_taught(plan: AnglesStart, arithmetic: Path) -> Untaught:
+def begin_taught(plan: AnglesStart, arithmetic: Path) -> UntrainedModel:
     """Return the model of the first lesson with its second one: what the teacher says."""
     tokenizer = AutoTokenizer.from_pretrained(arithmetic)
     model = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
@@ -353,7 +359,9 @@ def begin_taught(plan: AnglesStart, arithmetic: Path) -> Untaught:
     def loss_of(_: int) -> Tensor:
         return _lesson_loss(model, tokenizer, rng, responses, plan.batch_size)
 
-    return Untaught(model, tokenizer, [Lesson(plan.steps, plan.learning_rate, loss_of)])
+    return UntrainedModel(
+        model, tokenizer, [TrainingStage(plan.steps, plan.learning_rate, loss_of)]
+    )
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:

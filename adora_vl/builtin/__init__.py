@@ -12,12 +12,10 @@ TINY_FAMILIES = (DEFAULT_FAMILY, "qwen3_vl", "qwen3_5")
 
 @dataclass(frozen=True)
 class WarmStart:
-    """Steps of `batch_size` examples.
-
-    The vision tower learns several times faster if the first prompts are short.
-    """
+    """The numbers of the training that the tiny model starts from."""
 
     steps: int = 1800
+    # the first steps, with a short prompt, by which the vision tower learns several times faster
     short_prompt_steps: int = 800
     batch_size: int = 64
     learning_rate: float = 1.5e-3
@@ -33,13 +31,12 @@ DTYPES = ("float32", "bfloat16")
 class ModelSize:
     """The width, depth and dtype of a small model; the defaults are those of the shipped ones.
 
-    `width`: of the language model and of the vision tower, a multiple of `HEAD_SIZE`. `layers`: of
-    each of the two. `dtype`: of the saved weights. Lessons keep float32 weights and, for
-    `bfloat16`, compute in it. Raises `UserError` for what is no such size.
+    Raises `UserError` for what is no such size.
     """
 
-    width: int = 96
-    layers: int = 3
+    width: int = 96  # of the language model and of the vision tower, a multiple of `HEAD_SIZE`
+    layers: int = 3  # of each of the two
+    # Of the saved weights. Training keeps float32 weights and, for `bfloat16`, computes in it.
     dtype: str = "float32"
 
     def __post_init__(self) -> None:

@@ -27,9 +27,9 @@ with imports():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build a tiny model, or find one, by the words of the command.
+    """Run the command `python -m adora_vl.builtin`, and return its exit code.
 
-    Returns the exit code.
+    `arguments`: of the command; None for those of this process.
     """
     defaults = WarmStart()
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", default=SHIPPED_SIZE.dtype, help=dtype_help)
 
     def command() -> None:
-        """Print the folder of a shipped start, or build a model and print its facts."""
+        """Print the folder of a tiny model, or build one and print how it was made."""
         options = parser.parse_args(arguments)
         size = ModelSize(width=options.width, layers=options.layers, dtype=options.dtype)
         if size != SHIPPED_SIZE and options.start != TINY_MODEL:
@@ -74,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(folder)
             return
         if options.start == TINY_MODEL:
-            short = min(defaults.short_prompt_steps, options.steps // 2)
-            plan = WarmStart(options.steps, short, seed=options.seed)
+            short_prompt_steps = min(defaults.short_prompt_steps, options.steps // 2)
+            plan = WarmStart(options.steps, short_prompt_steps, seed=options.seed)
             facts = build_tiny_model(options.output, plan, options.family, size)
         else:
             start = STARTS[options.start]

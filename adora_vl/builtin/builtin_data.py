@@ -10,7 +10,7 @@ from typing import Any
 from filelock import FileLock
 
 from adora_vl.builtin import WarmStart
-from adora_vl.builtin.small_model import Untaught, build_start, is_built
+from adora_vl.builtin.small_model import UntrainedModel, build_start, is_built
 from adora_vl.builtin.tiny_perimeter import PerimeterStart, begin_perimeter
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.builtin.tiny_vl import begin_tiny
@@ -34,10 +34,10 @@ KNIGHTS_PEOPLE = TextStart.people  # what the tiny model was taught a little of
 
 @dataclass(frozen=True)
 class Start:
-    """A small model that a run may begin at: its plan, and what begins it by such a plan."""
+    """How a small model is built that a run may begin at."""
 
-    plan: Any
-    begin: Callable[[Any], Untaught]
+    plan: Any  # a dataclass with the numbers of its training
+    begin: Callable[[Any], UntrainedModel]  # builds the model and its training stages from the plan
 
 
 STARTS: dict[str, Start] = {
@@ -49,30 +49,33 @@ STARTS: dict[str, Start] = {
 
 
 def resolve_model(name: str) -> str:
-    """Return the folder or hub id of a model, as `local_model`; tiny models are built here.
+    """Return the folder or hub id of the model that a user calls `name`.
 
-    They are built in this process where they are missing, or were built by another plan than this
-    version's. Machines that share the folder build it once.
+    A tiny model is built in this process, if it is missing or was built by another plan than this
+    version's. Processes and machines that share the cache folder build it once.
     """
-    is_there = name in STORED and (STORED[name] / "model.safetensors").is_file()
-    if name not in STARTS or is_there:
+    is_shipped = name in STORED and (STORED[name] / "model.safetensors").is_file()
+    if name not in STARTS or is_shipped:
         return local_model(name)
     folder = cache_folder() / name
     start = STARTS[name]
-    if not is_built(folder, asdict(start.plan)):
+    plan = asdict(start.plan)
+    if not is_built(folder, plan):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
-            if not is_built(folder, asdict(start.plan)):
+            if not is_built(folder, plan):  # another process may have built it meanwhile
                 build_start(folder, start.plan, start.begin)
     return str(folder)
 
 
 def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = None) -> str:
-    """Return the folder of the data set that a user calls `name`.
+    """Return the folder of the data set that a user calls `name`, made here if need be.
 
-    `synthetic` and `knights` (puzzles with two people) get `rows` training rows. With `columns`
-    (`adora_columns`) the name is of a table, folder or hub id, which is converted here. Any other
-    name, or a prepared folder, is returned as it is.
+    Args:
+        name: `synthetic`, `knights`, or a prepared folder, which is returned as it is. With
+            `columns` it may also be a table, folder or hub id, which is converted.
+        rows: training rows of `synthetic` or `knights`.
+        columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:
         drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
@@ -88,21 +91,17 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
 
 
 def _is_prepared(name: str) -> bool:
-    """Return whether a data set needs no `adora_columns`.
-
-    It is made here, or was converted before.
-    """
+    """Return whether a data set needs no `adora_columns`, since it has our columns already."""
     return name in (SYNTHETIC_DATA, KNIGHTS_DATA) or read_manifest(Path(name)) is not None
 
 
 def data_folders(script: AdoraScriptArguments) -> list[str]:
-    """Return the folder of each data set, made where it is missing. Raises `UserError`."""
+    """Return the folder of each data set of a run, made where it is missing. Raises `UserError`."""
     columns = script.adora_columns
-    assert not isinstance(columns, str), "the arguments have read it"
-    file = next(
-        (name for name in script.dataset_name if columns is None and Path(name).is_file()), None
-    )
-    if file is not None:
+    assert not isinstance(columns, str), "the arguments have parsed it"
+    files = [name for name in script.dataset_name if Path(name).is_file()]
+    if files and columns is None:
+        file = files[0]
         example = "adora_columns: {problem: question, answer: label}"
         raise UserError(
             f"dataset_name: {file!r} is a file; say which of its columns is what, such as {example}"

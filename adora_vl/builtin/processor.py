@@ -39,10 +39,7 @@ CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with Qwen's special tokens, trained on `texts`.
-
-    It has at most `VOCABULARY` entries.
-    """
+    """Train a tokenizer on texts; it has Qwen's special tokens and at most `VOCABULARY` entries."""
     bpe = Tokenizer(models.BPE())
     # Single digits: a model this small adds and halves numbers only if their digits are its tokens.
     digits = pre_tokenizers.Digits(individual_digits=True)
@@ -73,10 +70,13 @@ def build_processor(texts: Iterable[str]) -> Qwen2_5_VLProcessor:
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, family: str) -> Any:
-    """Return the processor of a family, for images from one token up to 448 x 448 pixels."""
+    """Return a family's processor around a tokenizer.
+
+    It takes images from one token up to 448 x 448 pixels. `family`: a `model_type`.
+    """
     vision = FAMILIES[family].vision
     assert vision is not None
-    image_settings: dict[str, Any] = {"patch_size": vision.unit // 2}
+    image_settings: dict[str, Any] = {"patch_size": vision.unit // 2}  # a token has 2 x 2 patches
     processor: Any = Qwen2_5_VLProcessor
     video: Any = transformers.Qwen2VLVideoProcessor
     if family in ("qwen3_vl", "qwen3_5"):

@@ -1,7 +1,5 @@
-"""How every small model is built.
-
-A start says what is taught in which lessons, one loop teaches it, and a folder holds a whole model
-or none.
+"""How every small model is built: stages of training, one loop for all of them, and a folder that
+holds a whole model or none.
 """
 
 import json
@@ -25,9 +23,12 @@ if TYPE_CHECKING:
 
 
 def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-    """Return what `make` makes, its matrices drawn from the seed.
+    """Build a model and draw its matrices from a seed; the caller's random state is left alone.
 
-    The caller's random state is left alone.
+    Args:
+        make: builds the model.
+        tokenizer: its tokens for padding and for the end of a turn are the model's too.
+        seed: of the draws.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -37,8 +38,8 @@ def fresh_model(make: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, see
                 continue
             # Wider than the default 0.02, which at this width leaves the first hundreds of steps
             # without a gradient.
-            looked_up = "embed_tokens" in name or "pos_embed" in name
-            if looked_up:
+            is_embedding = "embed_tokens" in name or "pos_embed" in name
+            if is_embedding:
                 std = 0.05
             elif "patch_embed" in name:
                 std = 0.03
@@ -57,11 +58,17 @@ def fit(
     learning_rate: float,
     dtype: str = "float32",
 ) -> float:
-    """Train in place on `loss_of(step)`, a scalar, with AdamW and one cycle of the rate.
+    """Train a model in place with AdamW; return the mean loss of the last 50 steps.
 
-    Afterwards the model is in evaluation mode. `dtype`: in which losses are computed; the weights
-    stay in float32, since the last updates of a cycle are too small for bfloat16. Returns the mean
-    loss of the last 50 steps.
+    The learning rate makes one cycle. Afterwards the model is in evaluation mode.
+
+    Args:
+        model: in float32. Its weights stay so, since the last updates of a cycle are too small for
+            bfloat16.
+        loss_of: returns the loss of a step by its number, ().
+        steps: how many steps.
+        learning_rate: the highest of the cycle.
+        dtype: in which losses are computed, `float32` or `bfloat16`.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -84,58 +91,61 @@ def fit(
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """Steps of one training with one cycle of the learning rate. `loss_of(step)` is a scalar."""
+class TrainingStage:
+    """Steps of training with one cycle of the learning rate."""
 
     steps: int
-    learning_rate: float
-    loss_of: Callable[[int], Tensor]
+    learning_rate: float  # the highest of the cycle
+    loss_of: Callable[[int], Tensor]  # returns the loss of a step by its number, ()
 
 
 @dataclass(frozen=True)
-class Untaught:
-    """A model before its lessons, with the processor or tokenizer that belongs to it.
+class UntrainedModel:
+    """A model before the stages of its training."""
 
-    `dtype`: in which lessons are computed and weights are saved; the model itself is in float32.
-    """
-
-    model: Any
-    processor: Any
-    lessons: Sequence[Lesson]
-    facts: Mapping[str, object] = field(default_factory=dict)  # beside the plan, for `build.json`
-    dtype: str = "float32"
+    model: Any  # in float32
+    processor: Any  # or its tokenizer
+    stages: Sequence[TrainingStage]
+    # what is written into `build.json` beside the plan, such as versions
+    facts: Mapping[str, object] = field(default_factory=dict)
+    dtype: str = "float32"  # in which losses are computed and weights are saved
 
 
 def build_start(
-    folder: Path, plan: Any, begin: Callable[[Any], Untaught], device: str = "cpu"
+    folder: Path, plan: Any, begin: Callable[[Any], UntrainedModel], device: str = "cpu"
 ) -> dict[str, object]:
-    """Begin a model by its plan, a dataclass, teach it its lessons in order, and save it.
+    """Build a small model by its plan, train it in stages, and save it; return how it was made.
 
-    Returns and saves (`build.json`) how it was made. `folder` appears complete or not at all. The
-    same versions and number of threads give the same weights on a CPU. `device`: where the lessons
-    are taught. Raises `UserError` where `folder` holds anything else.
+    The same versions and number of threads give the same weights on a CPU. Raises `UserError` where
+    `folder` holds anything but a model that was built here.
+
+    Args:
+        folder: it appears complete or not at all; `build.json` in it has what is returned.
+        plan: a dataclass with the numbers of the training.
+        begin: builds the model and its stages from the plan.
+        device: where it is trained.
     """
     check_place(folder)
-    untaught = begin(plan)
-    untaught.model.to(device)
+    untrained = begin(plan)
+    untrained.model.to(device)
     losses = []
-    for lesson in untaught.lessons:
+    for stage in untrained.stages:
         loss = fit(
-            untaught.model,
-            loss_of=lesson.loss_of,
-            steps=lesson.steps,
-            learning_rate=lesson.learning_rate,
-            dtype=untaught.dtype,
+            untrained.model,
+            loss_of=stage.loss_of,
+            steps=stage.steps,
+            learning_rate=stage.learning_rate,
+            dtype=untrained.dtype,
         )
         losses.append(round(loss, 4))
-    saved_model = untaught.model.to("cpu", dtype=getattr(torch, untaught.dtype))
+    saved_model = untrained.model.to("cpu", dtype=getattr(torch, untrained.dtype))
     return save_built(
         folder,
         model=saved_model,
-        processor=untaught.processor,
+        processor=untrained.processor,
         plan=plan,
         final_losses=losses,
-        **untaught.facts,
+        **untrained.facts,
     )
 
 
@@ -157,9 +167,14 @@ def check_place(folder: Path) -> None:
 
 
 def is_built(folder: Path, plan: Mapping[str, object]) -> bool:
-    """Return whether `folder` holds a model that was built by this `plan`, compared as JSON."""
-    built = read_object(folder / _FACTS).get("plan")
-    return (folder / "model.safetensors").is_file() and bool(built == json.loads(json.dumps(plan)))
+    """Return whether `folder` holds a model that was built by this plan.
+
+    `plan`: its fields by name.
+    """
+    has_weights = (folder / "model.safetensors").is_file()
+    stored_plan = read_object(folder / _FACTS).get("plan")
+    # The plan was stored as JSON, in which tuples become lists.
+    return has_weights and bool(stored_plan == json.loads(json.dumps(plan)))
 
 
 def save_built(
@@ -169,11 +184,16 @@ def save_built(
     plan: Any,
     **training_facts: object,
 ) -> dict[str, object]:
-    """Save a model, its processor and the facts of how both were made (`build.json`).
+    """Save a model, its processor and the facts of how they were made (`build.json`).
 
-    The facts are returned: the number of parameters, `plan`, a dataclass, and `training_facts`. An
-    earlier `folder` is replaced when all files are complete. Raises `UserError` where it cannot be
-    written.
+    Returns these facts. Raises `UserError` where the folder cannot be written.
+
+    Args:
+        folder: an earlier one is replaced when all files are complete.
+        model: the model.
+        processor: its processor or tokenizer.
+        plan: a dataclass with the numbers of the training.
+        training_facts: further facts by name.
     """
     facts = {
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -5,6 +5,7 @@ also to guess.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.builtin.processor import END_OF_TURN
-from adora_vl.builtin.small_model import Lesson, Untaught
+from adora_vl.builtin.small_model import TrainingStage, UntrainedModel
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, build_model, encode
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
@@ -26,16 +27,13 @@ _DATA_SEED = 2000  # other problems than any training run draws by default
 
 @dataclass(frozen=True)
 class PerimeterStart:
-    """Two stages: right workings until they are learned, the first part of it with short prompts;
-    then a teacher that guesses with the share `guesses`, and else slips with the share `slips` in
-    each of a working's places.
-    """
+    """The numbers of a training in two stages: on right workings, then on a teacher's answers."""
 
-    steps: int = 400
-    short_prompt_steps: int = 250
-    teacher_steps: int = 200
-    guesses: float = 0.5
-    slips: float = 0.35
+    steps: int = 400  # of the first stage
+    short_prompt_steps: int = 250  # of these, with a short prompt
+    teacher_steps: int = 200  # of the second stage
+    guesses: float = 0.5  # share of the teacher's answers that are guesses
+    slips: float = 0.35  # share of mistakes at each step of its other answers
     batch_size: int = 48
     learning_rate: float = 1.5e-3
     rows: int = 4000
@@ -43,20 +41,25 @@ class PerimeterStart:
 
 
 def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) -> str:
-    """Return what the second stage copies.
+    """Return an answer of the teacher: a guess, or a working with mistakes.
 
-    Without knowing the kind of problem, it guesses one of the two usual digits.
+    A guess is one of the two usual digits. `sides`: the lengths of the figure's sides.
     """
-    return guess(rng) if rng.random() < plan.guesses else working(rng, sides, slip_share=plan.slips)
+    if rng.random() < plan.guesses:
+        return guess(rng)
+    return working(rng, sides, slip_share=plan.slips)
 
 
 def begin_perimeter(
     plan: PerimeterStart, rows: list[Row] | None = None, size: ModelSize | None = None
-) -> Untaught:
-    """Return the shipped tiny model, or a fresh one of another size, and its two lessons.
+) -> UntrainedModel:
+    """Return a small model, and the two stages of its training.
 
-    `rows` are by default those that the plan draws. `size`: of a model with fresh weights and the
-    shipped vocabulary; the shipped model has learned to read before, and this one has not.
+    Args:
+        plan: the numbers of the training.
+        rows: problems of the family `perimeter`; None draws them.
+        size: of a model with random weights and the shipped vocabulary; None for the shipped tiny
+            model, which has learned to read before.
     """
     processor = load_processor(str(PRETRAINED))
     model: Any
@@ -68,33 +71,33 @@ def begin_perimeter(
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
     sides = [sides_of(row["problem"], row["meta"]["solution"]) for row in rows]
-    teachers_rng = random.Random(plan.seed)
-    right_rng = random.Random(plan.seed)
-    taught_rng = random.Random(plan.seed)
+    answer_rng = random.Random(plan.seed)
+    first_stage_rng = random.Random(plan.seed)
+    second_stage_rng = random.Random(plan.seed)
 
-    def told(data: Encoded, rng: random.Random, tell: Callable[[tuple[int, ...]], str]) -> Tensor:
-        """Return the loss of a random batch, whose answers `tell` makes from the sides."""
+    def batch_loss(
+        data: Encoded, rng: random.Random, answer_for: Callable[[tuple[int, ...]], str]
+    ) -> Tensor:
+        """Return the loss of a random batch; `answer_for` makes answers from the sides' lengths."""
         picks = rng.sample(range(len(rows)), plan.batch_size)
         answers = {}
         for pick in picks:
-            text = tell(sides[pick]) + END_OF_TURN
+            text = answer_for(sides[pick]) + END_OF_TURN
             answers[pick] = torch.tensor(processor.tokenizer(text)["input_ids"])
         return answer_loss(model, data=data, answers=answers, picks=picks)
 
-    def right(step: int) -> Tensor:
-        """Return the loss of the first lesson: right working, with the short prompt at first."""
+    def first_stage_loss(step: int) -> Tensor:
+        """Return the loss of right workings, with the short prompt in the first steps."""
         data = short if step < plan.short_prompt_steps else full
-        return told(data, right_rng, lambda side_lengths: working(teachers_rng, side_lengths))
+        return batch_loss(data, first_stage_rng, partial(working, answer_rng))
 
-    def taught(_: int) -> Tensor:
-        """Return the loss of the second lesson: what the teacher says to the full prompt."""
-        return told(
-            full, taught_rng, lambda side_lengths: teacher(teachers_rng, side_lengths, plan)
-        )
+    def second_stage_loss(_: int) -> Tensor:
+        """Return the loss of the teacher's answers to the full prompt, whatever the step."""
+        return batch_loss(full, second_stage_rng, partial(teacher, answer_rng, plan=plan))
 
-    lessons = [
-        Lesson(plan.steps, plan.learning_rate, right),
-        Lesson(plan.teacher_steps, plan.learning_rate * 2 / 3, taught),
+    stages = [
+        TrainingStage(plan.steps, plan.learning_rate, first_stage_loss),
+        TrainingStage(plan.teacher_steps, plan.learning_rate * 2 / 3, second_stage_loss),
     ]
     dtype = SHIPPED_SIZE.dtype if size is None else size.dtype
-    return Untaught(model=model, processor=processor, lessons=lessons, dtype=dtype)
+    return UntrainedModel(model=model, processor=processor, stages=stages, dtype=dtype)

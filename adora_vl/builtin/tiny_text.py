@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
-from adora_vl.builtin.small_model import Lesson, Untaught, fresh_model
+from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, fresh_model
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.prompts import conversation
 from adora_vl.synthetic.knights import generate
@@ -25,21 +25,18 @@ _DATA_SEED = 1000  # other puzzles than any training run draws by default
 
 @dataclass(frozen=True)
 class TextStart:
-    """Steps of `batch_size` puzzles with (fewest, most) people.
+    """The numbers of the training on puzzles of knights and knaves."""
 
-    More of them leave less to learn.
-    """
-
-    steps: int = 80
+    steps: int = 80  # with more of them, less is left for reinforcement learning
     batch_size: int = 64
     learning_rate: float = 2e-3
     rows: int = 3000
-    people: tuple[int, int] = (2, 2)
+    people: tuple[int, int] = (2, 2)  # the fewest and the most in a puzzle
     seed: int = 1
 
 
-def begin_text(plan: TextStart) -> Untaught:
-    """Return the text-only model with fresh weights, and its one lesson."""
+def begin_text(plan: TextStart) -> UntrainedModel:
+    """Return the text-only model with random weights, and the stage of its training."""
     texts = [
         f"system user assistant You are a helpful assistant.\n{row['problem']}\n{row['answer']}"
         for row in generate(500, seed=_DATA_SEED)
@@ -51,7 +48,7 @@ def begin_text(plan: TextStart) -> Untaught:
     prompts = list[Tensor]()
     answers = list[Tensor]()
     for row in generate(plan.rows, seed=_DATA_SEED, people=plan.people):
-        messages = conversation(row["problem"], None)
+        messages = conversation(row["problem"], system_prompt=None)
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         answer = row["meta"]["solution"] + END_OF_TURN
         prompts.append(torch.tensor(tokenizer(prompt)["input_ids"]))
@@ -62,4 +59,5 @@ def begin_text(plan: TextStart) -> Untaught:
         picks = rng.sample(range(len(prompts)), plan.batch_size)
         return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
 
-    return Untaught(model, tokenizer, [Lesson(plan.steps, plan.learning_rate, loss_of)])
+    stage = TrainingStage(plan.steps, plan.learning_rate, loss_of)
+    return UntrainedModel(model=model, processor=tokenizer, stages=[stage])

@@ -20,7 +20,7 @@ from transformers import (
 
 from adora_vl.builtin import DEFAULT_FAMILY, HEAD_SIZE, SHIPPED_SIZE, ModelSize, WarmStart
 from adora_vl.builtin.processor import END_OF_TURN, build_processor, processor_around
-from adora_vl.builtin.small_model import Lesson, Untaught, build_start, fresh_model
+from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, build_start, fresh_model
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
@@ -33,16 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyConfig:
-    """What the config of a family has beside what all of them share.
-
-    `config`: its class. The others are entries of the language model's config, of its rotary
-    parameters, and of the vision tower's config.
-    """
+    """What the config of a family has beside what all of them share."""
 
     config: type[PreTrainedConfig]
-    text: Mapping[str, object]
-    rotary: Mapping[str, object]
-    vision: Mapping[str, object]
+    text: Mapping[str, object]  # entries of the language model's config
+    rotary: Mapping[str, object]  # entries of its rotary parameters
+    vision: Mapping[str, object]  # entries of the vision tower's config
 
 
 def _qwen2_5_vl(size: ModelSize) -> FamilyConfig:
@@ -56,19 +52,16 @@ def _qwen2_5_vl(size: ModelSize) -> FamilyConfig:
 
 
 def _qwen3_vl(size: ModelSize) -> FamilyConfig:
-    """Return what Qwen3-VL has: positions that interleave, and features behind two early layers.
-
-    vLLM reads from the config that the three kinds of positions interleave; Transformers always
-    does so. The features enter behind two layers of three, so that their number is not that of
-    the layers. The position embeddings are a grid of 8 x 8.
-    """
+    """Return what Qwen3-VL has: interleaved positions, and vision features after two early layers."""
     return FamilyConfig(
         config=transformers.Qwen3VLConfig,
         text={},
+        # vLLM reads from the config that positions interleave; in Transformers they always do.
         rotary={"mrope_section": [6, 5, 5], "mrope_interleaved": True},
         vision={
+            # After two layers of three, so that a mix-up with the number of layers is noticed.
             "deepstack_visual_indexes": list(range(min(2, size.layers))),
-            "num_position_embeddings": 64,
+            "num_position_embeddings": 64,  # a grid of 8 x 8
         },
     )
 
@@ -76,7 +69,7 @@ def _qwen3_vl(size: ModelSize) -> FamilyConfig:
 def _qwen3_5(size: ModelSize) -> FamilyConfig:
     """Return what Qwen3.5 has: linear attention in all layers but the last.
 
-    It rotates a quarter of each head there, as published.
+    The last one rotates a quarter of each head, as published.
     """
     linear = {
         "layer_types": ["linear_attention"] * (size.layers - 1) + ["full_attention"],
@@ -107,10 +100,10 @@ _FAMILY_CONFIGS: Mapping[str, Callable[[ModelSize], FamilyConfig]] = {
 def language_settings(
     tokenizer: PreTrainedTokenizerBase, size: ModelSize = SHIPPED_SIZE
 ) -> dict[str, Any]:
-    """Return the language model's part of a config, with untied embeddings.
+    """Return the language model's part of the config of a small model.
 
-    Untied, because the CPU engine refreshes only one use of a tied embedding when weights are
-    synced.
+    Its embeddings are not tied, because the CPU engine refreshes only one use of a tied embedding
+    when weights are synced.
     """
     return {
         "vocab_size": len(tokenizer),
@@ -133,7 +126,7 @@ def build_config(
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> Any:
-    """Return the config of a small model: as many layers for vision as for language."""
+    """Return the config of a small model of a family, whose vision tower is as large as its text."""
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in tokenizer.all_special_tokens}
     family_vision = FAMILIES[family].vision
     assert family_vision is not None
@@ -172,9 +165,9 @@ def build_model(
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> Any:
-    """Return a model with fresh float32 weights, the same for the same seed.
+    """Return a small model with random float32 weights, the same for the same seed.
 
-    `size`: its dtype is that of the saved weights, and no part of this model.
+    `size`: its dtype is not used here, since it is that of the weights as they are saved later.
     """
     config = build_config(tokenizer, family, size)
     make = partial(AutoModelForImageTextToText.from_config, config, dtype=torch.float32)
@@ -188,19 +181,15 @@ SLIPS = {"isosceles": 0.7, "polygon": 0.35, "right_triangle": 0.7, "crossing": 0
 
 @dataclass(frozen=True)
 class Encoded:
-    """Rows as tensors.
+    """The prompts of rows as tensors."""
 
-    `prompts`: a list of (T,) int64. `pixels`: (rows, patches, values), half precision. `grids`:
-    (rows, 3).
-    """
-
-    prompts: list[Tensor]
-    pixels: Tensor | None = None
-    grids: Tensor | None = None
+    prompts: list[Tensor]  # each (T,), int64
+    pixels: Tensor | None = None  # (rows, patches, values), half precision; None without images
+    grids: Tensor | None = None  # (rows, 3): each image's (temporal, height, width) in patches
 
 
 def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> Encoded:
-    """Return rows as tensors, each with its system prompt and its one picture."""
+    """Tokenize rows of one picture each, with a system prompt, and process their pictures."""
     conversations = [conversation_with_images(row["problem"], 1, system_prompt) for row in rows]
     texts = [
         processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -209,12 +198,13 @@ def encode(processor: "ProcessorMixin", rows: list[Row], system_prompt: str) -> 
     batch = processor(
         text=texts, images=[row["images"] for row in rows], padding=True, return_tensors="pt"
     )
-    prompts = [
-        ids[mask.bool()]
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
-    ]
-    pixels = batch["pixel_values"].view(len(rows), -1, batch["pixel_values"].shape[-1])
-    return Encoded(prompts, pixels.half(), batch["image_grid_thw"])
+    prompts = []  # without padding
+    for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        prompts.append(ids[mask.bool()])
+    # All pictures have one size, so each row has as many patches.
+    patch_values = batch["pixel_values"].shape[-1]
+    pixels = batch["pixel_values"].view(len(rows), -1, patch_values)
+    return Encoded(prompts=prompts, pixels=pixels.half(), grids=batch["image_grid_thw"])
 
 
 Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
@@ -223,9 +213,21 @@ Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 def answer_loss(
     model: "PreTrainedModel", data: Encoded, answers: Answers, picks: list[int]
 ) -> Tensor:
-    """Return the mean loss of the answers to the chosen problems; prompts do not count."""
-    sequences = [torch.cat([data.prompts[i], answers[i]]) for i in picks]
-    labels = [torch.cat([torch.full_like(data.prompts[i], -100), answers[i]]) for i in picks]
+    """Return the mean loss over the tokens of the answers to some problems.
+
+    Args:
+        model: computes the loss.
+        data: the prompts of all problems.
+        answers: token ids of the answers, by the number of the problem.
+        picks: the numbers of the chosen problems.
+    """
+    sequences = []
+    labels = []
+    for number in picks:
+        prompt = data.prompts[number]
+        answer = answers[number]
+        sequences.append(torch.cat([prompt, answer]))
+        labels.append(torch.cat([torch.full_like(prompt, -100), answer]))  # -100: not in the loss
     if data.pixels is None or data.grids is None:
         return token_loss(model, sequences, labels)
     pixels = data.pixels[picks].flatten(0, 1).float()
@@ -243,7 +245,11 @@ def token_loss(
 ) -> Tensor:
     """Return the mean loss over the tokens whose label is not -100.
 
-    `image_inputs`: the pixels and grids of images.
+    Args:
+        model: computes the loss.
+        sequences: token ids, each (T,).
+        labels: likewise, of the same lengths.
+        image_inputs: the pixels and grids of images by their names in the model's forward.
     """
     pad = model.config.get_text_config().pad_token_id
     ids_BT = pad_sequence(sequences, batch_first=True, padding_value=pad)
@@ -264,15 +270,26 @@ def token_loss(
 
 def warm_start(
     model: "PreTrainedModel", processor: "ProcessorMixin", rows: list[Row], plan: WarmStart
-) -> Lesson:
-    """Return the lesson of the tiny model on `rows` (synthetic, one image each)."""
+) -> TrainingStage:
+    """Return the training stage in which the tiny model learns to answer as a teacher does.
+
+    The teacher makes a typical mistake ("slip") in a share of its answers.
+
+    Args:
+        model: the model.
+        processor: its processor.
+        rows: synthetic problems of one image each.
+        plan: the numbers of the training.
+    """
     rng = random.Random(plan.seed)
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
-    # Each row gets one answer, right or with the slip, that it keeps over all steps.
+    # A row has the same answer in all steps, right or with the slip.
     answers = []
-    for meta in (row["meta"] for row in rows):
-        text = meta["slip"] if rng.random() < SLIPS[meta["family"]] else meta["solution"]
+    for row in rows:
+        meta = row["meta"]
+        has_slip = rng.random() < SLIPS[meta["family"]]
+        text = meta["slip"] if has_slip else meta["solution"]
         answers.append(torch.tensor(processor.tokenizer(text + END_OF_TURN)["input_ids"]))
 
     def loss_of(step: int) -> Tensor:
@@ -282,7 +299,7 @@ def warm_start(
             model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
         )
 
-    return Lesson(plan.steps, plan.learning_rate, loss_of)
+    return TrainingStage(plan.steps, plan.learning_rate, loss_of)
 
 
 _VOCABULARY_ROWS = 2000
@@ -291,10 +308,11 @@ _DATA_SEED = 1000  # other problems than any training run draws by default
 
 def begin_tiny(
     plan: WarmStart, family: str = DEFAULT_FAMILY, size: ModelSize = SHIPPED_SIZE
-) -> Untaught:
-    """Return the tiny model with fresh weights, and its lesson, of a plan with any steps.
+) -> UntrainedModel:
+    """Return the tiny model with random weights, and the stage of its training.
 
-    Other families than the first have its tokenizer.
+    A plan of 0 steps has no stage. The default family's tokenizer is trained on the problems; other
+    families have the tokenizer of the shipped model.
     """
     rows = []
     if plan.steps or family == DEFAULT_FAMILY:
@@ -308,15 +326,17 @@ def begin_tiny(
     else:
         processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family, size=size)
-    lessons = [warm_start(model, processor=processor, rows=rows, plan=plan)] if plan.steps else []
+    stages = []
+    if plan.steps:
+        stages.append(warm_start(model, processor=processor, rows=rows, plan=plan))
     facts = {
         "slips": SLIPS,
         "torch": torch.__version__.split("+")[0],
         "transformers": transformers.__version__,
         "size": asdict(size),
     }
-    return Untaught(
-        model=model, processor=processor, lessons=lessons, facts=facts, dtype=size.dtype
+    return UntrainedModel(
+        model=model, processor=processor, stages=stages, facts=facts, dtype=size.dtype
     )
 
 
@@ -326,5 +346,6 @@ def build_tiny_model(
     family: str = DEFAULT_FAMILY,
     size: ModelSize = SHIPPED_SIZE,
 ) -> dict[str, object]:
-    """Build a tiny model of a family and size, as `build_start` does."""
-    return build_start(folder, plan or WarmStart(), partial(begin_tiny, family=family, size=size))
+    """Build a tiny model of a family and size in a folder, and return how it was made."""
+    begin = partial(begin_tiny, family=family, size=size)
+    return build_start(folder, plan or WarmStart(), begin)

@@ -7,7 +7,7 @@ It sees 56 x 56 of 448 x 448 pixels (`max_pixels: 3136`), in which no number can
 import json
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from adora_vl.builtin.processor import END_OF_TURN, build_processor
-from adora_vl.builtin.small_model import Lesson, Untaught
+from adora_vl.builtin.small_model import TrainingStage, UntrainedModel
 from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
@@ -32,43 +32,49 @@ SEEN = 56
 SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
-Part = tuple[str, bool]  # of a conversation: a text, and whether the model says it
+
+
+class Part(NamedTuple):
+    """A part of a conversation."""
+
+    text: str
+    is_learned: bool  # whether the model says it, so that its tokens are in the loss
+
+
+class Example(NamedTuple):
+    """A conversation that the model learns from."""
+
+    parts: list[Part]
+    images: list[Image.Image]  # in the order in which they are in the text
 
 
 @dataclass(frozen=True)
 class ZoomStart:
-    """Two stages: to read single corners, behind short prompts, by which a vision tower learns
-    several times faster; then conversations of a teacher that calls with the share `calls`, half of
-    the time for any corner, and else guesses.
+    """The numbers of a training in two stages: to read numbers, then to call the tool `zoom`."""
 
-    `tool`: without it the number is told at once, which nobody can see.
-    """
-
+    # Of the first stage. Its prompts are short, since a vision tower learns faster by them.
     steps: int = 400
-    teacher_steps: int = 250
-    calls: float = 0.7
+    teacher_steps: int = 250  # of the second stage, in which a teacher's conversations are learned
+    calls: float = 0.7  # share of the teacher's answers with a call; the others are guesses
     batch_size: int = 32
     learning_rate: float = 1.5e-3
     seed: int = 0
-    tool: bool = True
+    tool: bool = True  # without it the teacher gives a number that nobody can read
 
 
 def call_for(corner: str) -> str:
-    """Return the call of `zoom` for a corner, in pixels of the picture as it is seen."""
-    part = SEEN // PARTS
-    x = 0 if "left" in corner else SEEN - part
-    y = 0 if "top" in corner else SEEN - part
+    """Return the text of a call of `zoom` for a corner, in pixels of the picture as it is seen."""
+    side = SEEN // PARTS  # of a corner
+    x = 0 if "left" in corner else SEEN - side
+    y = 0 if "top" in corner else SEEN - side
     call = json.dumps(
-        {"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + part, "y2": y + part}}
+        {"name": "zoom", "arguments": {"x1": x, "y1": y, "x2": x + side, "y2": y + side}}
     )
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
 class _Teacher:
-    """Draws the examples of the two lessons.
-
-    An example is parts of text, each with whether it is learned, and its pictures.
-    """
+    """Draws the examples of the two stages of training."""
 
     def __init__(self, processor: "ProcessorMixin", toolbox: Toolbox, plan: ZoomStart) -> None:
         self.processor = processor
@@ -85,71 +91,90 @@ class _Teacher:
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
 
-    def single(self) -> tuple[list[Part], list[Image.Image]]:
-        """Return a corner by itself and its number."""
+    def corner_alone(self) -> Example:
+        """Return the picture of a single corner, and the number in it."""
         number = self.rng.randrange(10, 100)
-        return [(_IMAGE, False), (answer(number) + END_OF_TURN, True)], [cell(self.rng, number)]
+        parts = [_prompt(_IMAGE), _completion(answer(number))]
+        return Example(parts, images=[cell(self.rng, number)])
 
-    def direct(self, *, short: bool) -> tuple[list[Part], list[Image.Image]]:
-        """Return a problem and its answer at once."""
+    def direct_answer(self, *, short: bool) -> Example:
+        """Return a problem and its answer, without a call. `short`: the prompt is a few words."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
         prompt = _IMAGE + corner if short else self.prompt(corner)
-        return [(prompt, False), (answer(numbers[corner]) + END_OF_TURN, True)], [image]
+        parts = [_prompt(prompt), _completion(answer(numbers[corner]))]
+        return Example(parts, images=[image])
 
-    def turns(self) -> tuple[list[Part], list[Image.Image]]:
-        """Return a problem, mostly a call and what comes back, and an answer."""
+    def conversation(self) -> Example:
+        """Return a problem, mostly a call of `zoom` and the tool's reply, and an answer."""
         image, numbers = drawn(self.rng, SIZE)
         corner = self.rng.choice(CORNERS)
-        if self.rng.random() >= self.plan.calls:
-            guess = answer(self.rng.randrange(10, 100)) + END_OF_TURN
-            return [(self.prompt(corner), False), (guess, True)], [image]
+        calls = self.rng.random() < self.plan.calls
+        if not calls:
+            guess = answer(self.rng.randrange(10, 100))
+            return Example([_prompt(self.prompt(corner)), _completion(guess)], images=[image])
         # Half of the calls are for any corner: which one to look at is left to reinforcement.
-        at = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
-        reply = self.toolbox.answer(call_for(at), [image], seed="", last=False)
+        called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
+        call = call_for(called_corner)
+        reply = self.toolbox.answer(call, [image], seed="", last=False)
         assert reply is not None
         reply_text = "".join(part if isinstance(part, str) else _IMAGE for part in reply.parts)
         reply_images = [part for part in reply.parts if isinstance(part, Image.Image)]
-        back = f"\n<|im_start|>user\n{reply_text}{END_OF_TURN}\n<|im_start|>assistant\n"
-        parts = [(self.prompt(corner), False), (call_for(at) + END_OF_TURN, True), (back, False)]
-        return [*parts, (answer(numbers[at]) + END_OF_TURN, True)], [image, *reply_images]
+        reply_turn = f"\n<|im_start|>user\n{reply_text}{END_OF_TURN}\n<|im_start|>assistant\n"
+        parts = [
+            _prompt(self.prompt(corner)),
+            _completion(call),
+            _prompt(reply_turn),
+            _completion(answer(numbers[called_corner])),
+        ]
+        return Example(parts, images=[image, *reply_images])
+
+
+def _prompt(text: str) -> Part:
+    """Return a text that the model reads."""
+    return Part(text, is_learned=False)
+
+
+def _completion(text: str) -> Part:
+    """Return a text that the model learns to say, up to the end of its turn."""
+    return Part(text + END_OF_TURN, is_learned=True)
 
 
 def _loss(
     model: "PreTrainedModel",
     processor: "ProcessorMixin",
-    rows: list[tuple[list[Part], list[Image.Image]]],
+    examples: list[Example],
 ) -> Tensor:
-    """Return the mean loss over the tokens that the model writes itself."""
-    image_inputs = processor.image_processor(
-        images=[
-            image.resize((SEEN, SEEN), Image.Resampling.BICUBIC)
-            for _, images in rows
-            for image in images
-        ],
-        return_tensors="pt",
-    )
+    """Return the mean loss over the tokens that the model learns to say."""
+    images = []
+    for example in examples:
+        for image in example.images:
+            images.append(image.resize((SEEN, SEEN), Image.Resampling.BICUBIC))
+    image_inputs = processor.image_processor(images=images, return_tensors="pt")
     image_id = model.config.image_token_id
     tokens_per_image = (SEEN // 28) ** 2
     sequences = []
     labels = []
-    for parts, _ in rows:
-        ids = list[int]()
-        is_policy = list[bool]()
-        for text, is_policy_text in parts:
-            # An image is one token in the text, and as many for the model as it has patches.
-            for token in processor.tokenizer(text, add_special_tokens=False)["input_ids"]:
+    for example in examples:
+        ids: list[int] = []
+        is_learned: list[bool] = []  # for each of `ids`
+        for part in example.parts:
+            # An image is one token in the text, and `tokens_per_image` for the model.
+            for token in processor.tokenizer(part.text, add_special_tokens=False)["input_ids"]:
                 ids += [token] * (tokens_per_image if token == image_id else 1)
-            is_policy += [is_policy_text] * (len(ids) - len(is_policy))
-        sequences.append(torch.tensor(ids))
-        labels.append(torch.where(torch.tensor(is_policy), sequences[-1], -100))
+            new_tokens = len(ids) - len(is_learned)
+            is_learned += [part.is_learned] * new_tokens
+        sequence = torch.tensor(ids)
+        sequences.append(sequence)
+        labels.append(torch.where(torch.tensor(is_learned), sequence, -100))
     return token_loss(model, sequences=sequences, labels=labels, **image_inputs)
 
 
-def _begun(processor: "ProcessorMixin", seed: int) -> Any:
-    """Return the shipped model behind another vocabulary.
+def _shipped_model_with(processor: "ProcessorMixin", seed: int) -> Any:
+    """Return the shipped model with the vocabulary of another processor.
 
-    It has learned to read numbers in drawn figures.
+    The shipped model has learned to read numbers in drawn figures. Tokens that its vocabulary lacks
+    get random embeddings, from the seed.
     """
     model = build_model(processor.tokenizer, seed)
     shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
@@ -167,38 +192,39 @@ def _begun(processor: "ProcessorMixin", seed: int) -> Any:
     return model
 
 
-def begin_zoom(plan: ZoomStart) -> Untaught:
-    """Return the shipped tiny model behind another vocabulary, and its two lessons."""
+def begin_zoom(plan: ZoomStart) -> UntrainedModel:
+    """Return the shipped tiny model with another vocabulary, and the two stages of its training."""
     toolbox = Toolbox(choose_tools(["zoom"]), ToolOptions(), View(SEEN**2, SEEN**2, 28))
     system = with_tools(SYSTEM, toolbox.schemas)
-    often = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
+    # The text around each problem, which the tokenizer learns to write with few tokens.
+    frame = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
     texts = [
         call_for(corner) + answer(number) + question(corner)
         for corner in CORNERS
         for number in range(10, 100)
     ]
-    processor = build_processor([*[often] * 200, *texts])
-    model = _begun(processor, plan.seed)
+    processor = build_processor([*[frame] * 200, *texts])
+    model = _shipped_model_with(processor, plan.seed)
     teacher = _Teacher(processor, toolbox, plan)
 
-    def read(_: int) -> Tensor:
-        """Return the loss of the first lesson, in which the model learns to read numbers."""
-        rows = [
-            teacher.single() if plan.tool else teacher.direct(short=True)
-            for _ in range(2 * plan.batch_size)
-        ]
-        return _loss(model, processor, rows)
+    def reading_loss(_: int) -> Tensor:
+        """Return the loss of the first stage, in which the model learns to read numbers."""
+        examples = []
+        for _ in range(2 * plan.batch_size):
+            example = teacher.corner_alone() if plan.tool else teacher.direct_answer(short=True)
+            examples.append(example)
+        return _loss(model, processor, examples)
 
-    def talk(_: int) -> Tensor:
-        """Return the loss of the second lesson, in which it learns how a conversation goes."""
-        rows = [
-            teacher.turns() if plan.tool else teacher.direct(short=False)
-            for _ in range(plan.batch_size)
-        ]
-        return _loss(model, processor, rows)
+    def conversation_loss(_: int) -> Tensor:
+        """Return the loss of the second stage, in which it learns how a conversation goes."""
+        examples = []
+        for _ in range(plan.batch_size):
+            example = teacher.conversation() if plan.tool else teacher.direct_answer(short=False)
+            examples.append(example)
+        return _loss(model, processor, examples)
 
-    lessons = [
-        Lesson(plan.steps, plan.learning_rate, read),
-        Lesson(plan.teacher_steps, plan.learning_rate * 2 / 3, talk),
+    stages = [
+        TrainingStage(plan.steps, plan.learning_rate, reading_loss),
+        TrainingStage(plan.teacher_steps, plan.learning_rate * 2 / 3, conversation_loss),
     ]
-    return Untaught(model, processor, lessons)
+    return UntrainedModel(model=model, processor=processor, stages=stages)

@@ -100,13 +100,13 @@ def choose_start(
         _refuse_cleared_folder(user_checkpoint, output_dir)
     if clear:
         clear_staging(output_dir)
-    word = str(resume_from_checkpoint).lower()
+    resume_word = str(resume_from_checkpoint).lower()
     if overwrite:
         _refuse_to_replace(inputs, output_dir)
-        return _start_over(output_dir, user_checkpoint, word=word, current=current)
+        return _start_over(output_dir, user_checkpoint, resume_word=resume_word, current=current)
     if user_checkpoint is not None:
         return _start_at(user_checkpoint, current)
-    return _start_in(output_dir, word=word, current=current)
+    return _start_from_newest(output_dir, resume_word=resume_word, current=current)
 
 
 def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
@@ -114,8 +114,8 @@ def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
 
     The words `auto`, `true` and `false`, and None, leave it to the run to find a checkpoint.
     """
-    word = str(resume_from_checkpoint).lower()
-    if resume_from_checkpoint is None or word in ("auto", "true", "false"):
+    resume_word = str(resume_from_checkpoint).lower()
+    if resume_from_checkpoint is None or resume_word in ("auto", "true", "false"):
         return None
     return Path(str(resume_from_checkpoint))
 
@@ -130,12 +130,12 @@ def _refuse_cleared_folder(checkpoint: Path, output_dir: Path) -> None:
             )
 
 
-def _start_in(output_dir: Path, *, word: str, current: Fingerprint) -> StartPoint:
+def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerprint) -> StartPoint:
     """Return the start of a run that resumes from the newest checkpoint in its folder, if any.
 
     Args:
         output_dir: The run's folder.
-        word: `true`: there has to be a checkpoint. `false`: there must be none. Anything else
+        resume_word: `true`: there has to be a checkpoint. `false`: there must be none. Anything else
             allows both.
         current: The run's fingerprint, its settings that influence the steps.
 
@@ -150,7 +150,7 @@ def _start_in(output_dir: Path, *, word: str, current: Fingerprint) -> StartPoin
                 f"output_dir: no checkpoint in {name} is whole; {skipped[0]}; "
                 f"{_remedies_for_old_run(output_dir)}"
             )
-        if word == "true":
+        if resume_word == "true":
             raise UserError(
                 f"resume_from_checkpoint: true, but {name} holds no checkpoint-N folder"
             )
@@ -160,7 +160,7 @@ def _start_in(output_dir: Path, *, word: str, current: Fingerprint) -> StartPoin
             )
         return StartPoint(checkpoint=None)
     holds = f"{name} holds {newest.name}"
-    if word == "false":
+    if resume_word == "false":
         raise UserError(
             f"resume_from_checkpoint: false, but {holds}; {_remedies_for_old_run(output_dir)}"
         )
@@ -220,14 +220,14 @@ def _refuse_to_replace(inputs: Sequence[InputFolder], output_dir: Path) -> None:
 
 
 def _start_over(
-    output_dir: Path, user_checkpoint: Path | None, *, word: str, current: Fingerprint
+    output_dir: Path, user_checkpoint: Path | None, *, resume_word: str, current: Fingerprint
 ) -> StartPoint:
     """Return the start of a run that replaces the one in its folder (`overwrite_output_dir`).
 
     Args:
         output_dir: The run's folder.
         user_checkpoint: The checkpoint that the user named; None: start at the first step.
-        word: `resume_from_checkpoint` as a word.
+        resume_word: `resume_from_checkpoint` as a word.
         current: The run's fingerprint, its settings that influence the steps.
 
     Raises `UserError` for a checkpoint of the run that would be replaced, so that none is deleted
@@ -236,8 +236,8 @@ def _start_over(
     is_in_output_dir = (
         user_checkpoint is not None and output_dir.resolve() in user_checkpoint.resolve().parents
     )
-    if word == "true" or is_in_output_dir:
-        value = word if user_checkpoint is None else str(user_checkpoint)
+    if resume_word == "true" or is_in_output_dir:
+        value = resume_word if user_checkpoint is None else str(user_checkpoint)
         raise UserError(
             f"resume_from_checkpoint: {value!r} is of the run that overwrite_output_dir: true "
             "replaces; leave out one of the two, or choose another output_dir"

@@ -148,12 +148,15 @@ def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
 def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     """Return what `save_of_rank` wrote for a rank, with its tensors on the CPU.
 
-    None if it wrote nothing, such as with fewer ranks than now.
+    None if it wrote nothing, such as with fewer ranks than now. `kind`: what was saved, the
+    beginning of the file's name.
     """
     import torch
 
     file = checkpoint / f"{kind}-{rank:05}.pt"
-    return torch.load(file, map_location="cpu", weights_only=True) if file.is_file() else None
+    if not file.is_file():
+        return None
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def newest_valid(output_dir: Path) -> NewestCheckpoint:

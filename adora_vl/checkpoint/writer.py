@@ -404,6 +404,7 @@ def set_aside(output_dir: Path) -> str | None:
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
         if path.name == _FOLDER_OF_TRL:
+            # TRL has made it for the new run when its trainer was built, and expects it there.
             path.mkdir()
     if keeps_older_run:
         shutil.rmtree(target, ignore_errors=True)

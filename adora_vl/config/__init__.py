@@ -14,8 +14,10 @@ __all__ = ["AdoraGRPOConfig", "AdoraScriptArguments"]
 
 
 def __getattr__(name: str) -> Any:
-    """Both are imported when they are asked for: TRL's classes take seconds, and `command` does
-    without them.
+    """Import a config class when it is first used.
+
+    The classes inherit from TRL's, whose import takes seconds. The module `command` in this package
+    does without them, so the package itself must not import them.
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -332,12 +332,12 @@ def _override(values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]) 
         new_option = _parse_words(words)
         values[key] = _with_option(key, value_before, option_path, new_option)
     elif key == "adora_method":
-        values[key] = _keep_criteria(words, recipe_methods=values.get(key))
+        values[key] = _keep_criteria(words, file_methods=values.get(key))
     else:
         values[key] = words
 
 
-def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
+def _keep_criteria(words: CliWords, file_methods: object) -> Any:
     """Return the methods that `--adora_method` names, with ADORA's criteria from the config file.
 
     ADORA's criteria decide which groups it changes. Where the command line names other methods
@@ -346,13 +346,13 @@ def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
 
     Args:
         words: The words behind `--adora_method`, such as `dapo+daro`.
-        recipe_methods: The value of `adora_method` in the config file, None without one.
+        file_methods: The value of `adora_method` in the config file, None without one.
     """
     if len(words) != 1 or "{" in words[0]:
         # a mapping says all of its methods itself
         return words
     names = [name.strip() for name in words[0].split("+")]
-    criteria = _criteria_in(recipe_methods)
+    criteria = _criteria_in(file_methods)
     names_twice = len(set(names)) < len(names)
     # A method that is named twice is refused later, so these words stay as they are.
     if not criteria or "adora" in names or names_twice:
@@ -362,11 +362,11 @@ def _keep_criteria(words: CliWords, recipe_methods: object) -> Any:
     return methods
 
 
-def _criteria_in(recipe_methods: object) -> dict[str, Any]:
+def _criteria_in(file_methods: object) -> dict[str, Any]:
     """Return the options for ADORA's criteria in a config file's `adora_method`, if it has any."""
-    if not isinstance(recipe_methods, Mapping):
+    if not isinstance(file_methods, Mapping):
         return {}
-    options = recipe_methods.get("adora")
+    options = file_methods.get("adora")
     if not isinstance(options, Mapping):
         return {}
     return {name: value for name, value in options.items() if name in _CRITERIA_OPTIONS}

@@ -56,7 +56,11 @@ class RunContext:
 
     @classmethod
     def of_launch(cls, output_dir_mode: OutputDirMode) -> RunContext:
-        """Return the context of a run on this machine, spread over processes as it was launched."""
+        """Return the context of a run on this machine, spread over processes as it was launched.
+
+        `output_dir_mode`: whether `output_dir` is locked (`take`), only looked at (`look`) or left
+        alone (`leave`).
+        """
         return cls(
             on_this_machine=True,
             sharding=from_environment(),

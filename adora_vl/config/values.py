@@ -69,10 +69,10 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     single_value = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         single_value = value[0]
-    if _is_null(key, single_value, hint):
+    if _means_null(key, single_value, hint):
         if NoneType not in types:
             _refuse(key, None, hint)
-        # Almost every key has None for null.
+        # None, except for a key where Transformers fails on None.
         return VALUE_FOR_NULL.get(key)
     options_class = next((member for member in types if is_dataclass(member)), None)
     if options_class is not None:
@@ -110,7 +110,7 @@ def _convert_single(key: str, value: Any, hint: Any) -> Any:
     return converted
 
 
-def _is_null(key: str, value: object, hint: object) -> bool:
+def _means_null(key: str, value: object, hint: object) -> bool:
     """Return whether a value that a user wrote means null.
 
     The words `null` and `~` always do. The word `none` does for a key that may be null, unless
@@ -311,9 +311,11 @@ def check_finite(key: str, value: object) -> None:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             check_finite(f"{key}: {index}", item)
-    # written so that NaN, which compares with nothing, is refused too
-    elif isinstance(value, float | int) and not abs(value) <= sys.float_info.max:
-        raise UserError(f"{key}: {_value_in_words(value)} is not a finite number")
+    elif isinstance(value, float | int):
+        # False for NaN too. `math.isfinite` would fail on an integer that is no float.
+        is_finite = abs(value) <= sys.float_info.max
+        if not is_finite:
+            raise UserError(f"{key}: {_value_in_words(value)} is not a finite number")
 
 
 def _as_literal(hint: Any, choices: Sequence[str] = ()) -> Any:
@@ -457,6 +459,7 @@ def _names_and_mappings(key: str, value: object) -> list[Any]:
         elif first_character == "[":
             value = yaml_value(value)
     if isinstance(value, str):
+        # names such as `a,b`
         value = split_list([value])
     if isinstance(value, Mapping):
         return [{name: options} for name, options in value.items()]
@@ -473,12 +476,15 @@ def _names_and_mappings(key: str, value: object) -> list[Any]:
 def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
     """Read a mapping from a text: JSON, YAML's `{a: 1}`, or the path of a JSON file.
 
-    A value that is a mapping is returned as it is. `as_text`: check the text, and return it, as the
-    libraries want it for some keys; YAML becomes JSON. Raises `UserError`.
+    A value that is a mapping already is returned as it is.
+
+    `as_text`: whether to return the text after it was checked, as the libraries want it for some
+    keys. A text of YAML becomes one of JSON. Raises `UserError` for a text without a mapping.
     """
     if isinstance(value, Mapping):
         return value
     text = value.strip() if isinstance(value, str) else ""
+    json_text = value
     file = None
     if key in MAY_BE_JSON_FILE and text and not text.startswith("{"):
         file = Path(text)
@@ -487,16 +493,16 @@ def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
     except GivenTwiceError as error:
         raise UserError(f"{key}: {error}; keep the right one") from None
     except (OSError, ValueError, RecursionError):
-        # The text is no JSON, so it may be YAML, where names need no quotes.
+        # The text is no JSON. It may be YAML, where names need no quotes.
         content = flow_mapping(text) if file is None else None
         if content is not None:
-            value = json.dumps(content)
+            json_text = json.dumps(content)
     if not isinstance(content, dict):
         file_or = "a JSON file with a mapping in it, nor " if file else ""
         mapping = "a mapping, such as '{a: 1}' on the command line"
         raise UserError(f"{key}: {_value_in_words(value)} is not {file_or}{mapping}")
     check_finite(key, content)
-    return value if as_text else content
+    return json_text if as_text else content
 
 
 def _refuse(key: str, value: object, hint: object) -> NoReturn:

@@ -299,22 +299,23 @@ def disk_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
     checkpoint_bytes = disk.checkpoint_of(config, setup.shape, setup.sharding)
-    limit = config.save_total_limit
+    kept_checkpoints = config.save_total_limit
     total_steps = optimizer_steps_of(plan).total
     if config.save_strategy != "steps":
         lines = ["No checkpoints on the way (save_strategy)."]
-    elif limit is None and total_steps is None:
+    elif kept_checkpoints is None and total_steps is None:
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, without a limit to their number "
             "(save_total_limit)."
         ]
     else:
-        # Without a limit all checkpoints of the run are there at its end.
-        checkpoints = limit
-        if checkpoints is None:
-            checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
+        if kept_checkpoints is None:
+            # All checkpoints of the run are there at its end.
+            kept_checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
         model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
-        folder_bytes = disk.run_bytes(checkpoint_bytes, model=model_bytes, checkpoints=checkpoints)
+        folder_bytes = disk.run_bytes(
+            checkpoint_bytes, model=model_bytes, checkpoints=kept_checkpoints
+        )
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, {folder_bytes / GIB:.3g} GiB for the "
             "run's folder at most."

@@ -82,6 +82,7 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
     stop with.
     """
     run = prepare_on_paper(command, options)
+    # A dry run goes on after this one fault, and reports it as a refusal.
     if run.messages.refusals and not with_few_rows:
         raise UserError(run.messages.refusals[0])
     script = run.script

@@ -78,7 +78,7 @@ def check_prompts(
     if processor is not None:
         limit_pixels(processor, config.min_pixels, config.max_pixels)
     # The smallest and largest image that the processor resizes to.
-    pixels = lengths.resize_limits_of(
+    pixel_limits = lengths.resize_limits_of(
         processor,
         model=model.config,
         min_pixels=config.min_pixels,
@@ -94,7 +94,7 @@ def check_prompts(
         toolbox = Toolbox(
             chosen=tools,
             options=config.adora_tool_options,
-            view=view_of(model.config, pixels),
+            view=view_of(model.config, pixel_limits),
             control_tokens=tokens,
         )
     system_prompt = None
@@ -105,7 +105,7 @@ def check_prompts(
         processor=processor,
         toolbox=toolbox,
         system_prompt=system_prompt,
-        lengths=_overlong_prompts(request, model, context, processor, system_prompt, pixels),
+        lengths=_overlong_prompts(request, model, context, processor, system_prompt, pixel_limits),
     )
 
 
@@ -115,14 +115,14 @@ def _overlong_prompts(
     context: RunContext,
     processor: ProcessorMixin | None,
     system_prompt: str | None,
-    pixels: lengths.ResizeLimits,
+    pixel_limits: lengths.ResizeLimits,
 ) -> OverlongPrompts:
     """Return what finds the prompts that leave no room for an answer. Collective with a server.
 
     If there is no limit on the length, or the model's image tokens cannot be counted, a line says
     so.
 
-    `pixels`: the smallest and largest image that the processor resizes to.
+    `pixel_limits`: the smallest and largest image that the processor resizes to.
     """
     is_speaking = request.is_main_process and not context.dry_run
     # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
@@ -141,7 +141,7 @@ def _overlong_prompts(
     return OverlongPrompts(
         limit,
         _token_counter(request, processor, system_prompt),
-        pixels,
+        pixel_limits,
         error_or_drop,
         speaks=is_speaking,
         is_dry_run=context.dry_run,

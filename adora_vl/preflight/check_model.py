@@ -175,8 +175,9 @@ def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, .
             f"the adapter {name} is merged into its base {base}, and a new one is trained"
         )
         return adapters
-    cli_args = request.cli_args
-    check_keys(adapters[0], keys, cli_args.set_keys if cli_args else ())
+    # Keys that the user has set must not contradict the adapter's own config.
+    set_keys = request.cli_args.set_keys if request.cli_args else ()
+    check_keys(adapters[0], keys, set_keys)
     messages.notes.append(f"the adapter {name} of {base} goes on training")
     return adapters
 

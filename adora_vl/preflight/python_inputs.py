@@ -226,6 +226,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
     if isinstance(dataset, Mapping):
         for part in dataset.values():
             refuse_unusable_prompts(key, part, tokens)
+        return
     # The rows of a command have a transform, but one that decodes images and changes no text.
     has_final_texts = is_plain_table(dataset) or only_decodes(dataset)
     if not has_final_texts or "prompt" not in dataset.column_names:

@@ -78,6 +78,11 @@ class Answer:
         return whole(self.raw) if self.raw else self.text
 
     @property
+    def lone_number(self) -> Ball | None:
+        """The number of an answer that is a number, else None; a percentage is none."""
+        return self.number if self.kind == "number" else None
+
+    @property
     def is_value(self) -> bool:
         """Whether it is a single value that was read."""
         return self.kind in {"number", "percentage", "expression", "text"}
@@ -134,6 +139,8 @@ _ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
 _DATE = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _ORDERS))
 _RATIO_IN_WORDS = re.compile(r"(?<=[0-9)}]) ?to ?(?=[0-9(\\])")
 _CLOCK = re.compile(r"[0-2]?[0-9]:[0-5][0-9]")  # a ratio is reduced where it may be a time
+# also the first one of `angles 2, 3 and 6`
+_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
 MAX_TERMS = 6  # of a ratio
 
 
@@ -145,6 +152,19 @@ def read_value(raw: str) -> Answer:
     return (
         _read_value_cached(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
     )
+
+
+def read_single_value(text: str) -> Answer:
+    r"""Read a part of an answer, which has to be a single value.
+
+    `\angle 2` is read as the number of the angle, 2. Raises `NotReadError` for anything but a
+    single value.
+    """
+    angle = _ANGLE.fullmatch(text)
+    value = read_value(angle[1] if angle else text)
+    if not value.is_value:
+        raise NotReadError(value.reason)
+    return replace(value, raw="")
 
 
 @lru_cache(maxsize=256)

@@ -17,9 +17,10 @@ from adora_vl.rewards.answer import Answer, amount_of_money
 from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
 from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.explain_steps import figure_of_file, step_lines
-from adora_vl.rewards.forms import chain_of_numbers, read_reference
+from adora_vl.rewards.forms import read_reference
 from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
+from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
 from adora_vl.utils.cli import amount as amount_of

@@ -6,25 +6,24 @@ wrong.
 """
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from adora_vl.rewards.answer import NO_VALUE, Answer, read_value
-from adora_vl.rewards.ball import Ball
+from adora_vl.rewards.answer import NO_VALUE, Answer, read_single_value, read_value
+from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
 from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
-from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
-from adora_vl.rewards.numeric import is_constant, same_number, zero_of
-from adora_vl.rewards.solutions import (
-    REVERSED,
-    Solution,
-    interval_solution,
-    is_solved_by_some,
-    solution_without_absolute,
+from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.numeric import same_number
+from adora_vl.rewards.relations import (
+    SIGN,
+    SIGNS,
+    join_conditions,
+    read_chain,
+    read_equation,
+    read_inequality,
 )
+from adora_vl.rewards.solutions import interval_solution
 
-MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
-MAX_SIDES = 5  # of a chain of inequalities
 MAX_DEPTH = 4  # lists in lists
 
 _COMMA = re.compile(r",(?:\s*(?:and|or)(?![a-z]))?|(?<![A-Za-z\\])(?:and|or)(?![a-z])")
@@ -34,28 +33,11 @@ _UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
 _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*|±")
 _MINUS_PLUS = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])|∈")
-_SIGNS = {
-    **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
-    **dict.fromkeys((">=", "≥", r"\geqslant", r"\geq", r"\ge"), ">="),
-    **dict.fromkeys(("!=", "≠", r"\neq", r"\ne"), "!="),
-    **dict.fromkeys((r"\approx", "≈"), "~"),
-    **dict.fromkeys(("<", r"\lt"), "<"),
-    **dict.fromkeys((">", r"\gt"), ">"),
-    "=": "=",
-}
-_SIGN = re.compile(
-    "|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in _SIGNS)
-)
 
-_FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 _NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value alone: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-# also the first one of `angles 2, 3 and 6`
-_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
-# `bh` and `lwh` are products in a formula
-_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
 _INFINITE = {  # the ends of intervals
     sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
     for name in (r"\infty", "∞")
@@ -80,22 +62,23 @@ def read_reference(raw: str) -> Answer:
 
 @lru_cache(maxsize=256)
 def _read_reference_cached(raw: str) -> Answer:
-    """Return `read_reference` with a cache, since the rollouts of a group share their reference answer."""
+    """Return `read_reference` with a cache, since the rollouts of a group share the reference."""
     value = read_value(raw)
-    several = value.kind == "expression" and "=" in raw
+    may_be_structured = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
-        several = value.reason in NO_VALUE
-    if not several:
+        may_be_structured = value.reason in NO_VALUE
+    if not may_be_structured:
         return value
-    form = read_structured(value)
-    if form.is_value and not form.label:  # in braces
-        form = Answer("unordered", value.text, parts=(form,))
-    reason = "equation" if form.kind == "unreadable" and value.tree else value.reason
-    return replace(form, text=value.text, reason=reason, raw=raw)
+    answer = read_structured(value)
+    if answer.is_value and not answer.label:
+        # One value in braces is a set of one.
+        answer = Answer("unordered", value.text, parts=(answer,))
+    reason = "equation" if answer.kind == "unreadable" and value.tree else value.reason
+    return replace(answer, text=value.text, reason=reason, raw=raw)
 
 
 def canonical_gold(text: str) -> str:
-    """Return the canonical form that data preparation stores as `answer`: `1000` for `1,000`.
+    """Return the spelling of a reference answer that data preparation stores: `1000` for `1,000`.
 
     It never raises: a reference answer without a canonical form is returned as it is, and
     `verify_gold` says why it cannot be used.
@@ -103,8 +86,8 @@ def canonical_gold(text: str) -> str:
     answer = read_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
-    several = answer.kind == "unreadable" and answer.reason in NO_VALUE
-    if answer.is_structured or several:
+    is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE
+    if answer.is_structured or is_no_single_value:
         return answer.text_with_names
     unit = answer.unit.text if answer.unit else ""
     space = " " if unit[:1].isalpha() else ""
@@ -112,10 +95,11 @@ def canonical_gold(text: str) -> str:
 
 
 def read_structured(answer: Answer) -> Answer:
-    """Return the same answer, read where several values may be expected.
+    """Read an answer anew for a reference answer of several values, or of a value with a name.
 
-    `x = 5` then keeps its name, and `1000,99` may be two values. An answer that is no form becomes
-    unreadable; it never raises.
+    `x = 5` then keeps its name, and `1000,99` may be two values. What cannot be read becomes an
+    answer of the kind `unreadable`, so that nothing is raised. Its `refusal` has the reason if it
+    says more than why the answer is no single value.
     """
     try:
         return _parse_structured(answer.text_with_names)
@@ -126,7 +110,7 @@ def read_structured(answer: Answer) -> Answer:
 
 @lru_cache(maxsize=256)
 def _parse_structured(text: str) -> Answer:
-    """Return the answer in a canonical text with all its names and brackets (`canonical.text_with_names`).
+    """Return the answer in a canonical text that has all its names and brackets.
 
     Raises `NotReadError`.
     """
@@ -139,7 +123,7 @@ def _parse_structured(text: str) -> Answer:
         .replace(r"\lbrace", r"\{")
         .replace(r"\rbrace", r"\}")
     )
-    answer = _parse(text, 0)
+    answer = _parse(text, depth=0)
     if _count_answers(answer) > 3 * MAX_PARTS:
         raise NotReadError("too_large")
     return answer
@@ -150,50 +134,12 @@ def _count_answers(answer: Answer) -> int:
     return 1 + sum(map(_count_answers, answer.parts))
 
 
-@lru_cache(maxsize=256)
-def _bracket_depths(text: str) -> tuple[int, ...]:
-    """Return the depth of each character in brackets; a bracket does not count for itself.
-
-    Raises `NotReadError` where brackets do not match in number.
-    """
-    depth = 0
-    depths = []
-    for char in text:
-        if char in ")]}":
-            depth -= 1
-        depths.append(depth)
-        if char in "([{":
-            depth += 1
-    if depth or min(depths, default=0) < 0:
-        raise NotReadError("not_read")
-    return tuple(depths)
-
-
-def _split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
-    """Return the pieces of `text` between matches outside of brackets, and the matches.
-
-    Raises `NotReadError` for more than `MAX_PARTS` matches.
-    """
-    depths = _bracket_depths(text)
-    pieces = []
-    matches = []
-    begin = 0
-    for match in pattern.finditer(text):
-        if depths[match.start()] == 0:
-            pieces.append(text[begin : match.start()].strip())
-            matches.append(match.group())
-            begin = match.end()
-            if len(matches) > MAX_PARTS:
-                raise NotReadError("too_large")
-    return [*pieces, text[begin:].strip()], matches
-
-
 def _parse(text: str, depth: int) -> Answer:
-    """Return the answer in a text, read from the weakest separator to the strongest.
+    r"""Return the answer in a text, which is split at its weakest separator first.
 
-    The order is: a matrix, alternatives with `or`, a list, a membership, a union, a relation, and
-    at last brackets, a plus-minus or a single value. `depth` counts the nesting. Raises
-    `NotReadError`.
+    The order is: a matrix, alternatives with `or`, a list, a membership (`x \in [0, 1)`), a union,
+    a relation (`=`, `<` and so on), and at last brackets, a plus-minus or a single value. Pieces
+    are read by this function again. `depth` counts the nesting. Raises `NotReadError`.
     """
     text = text.strip()
     if depth > MAX_DEPTH:
@@ -202,45 +148,32 @@ def _parse(text: str, depth: int) -> Answer:
         raise NotReadError("empty_box")
     if matrix := _MATRIX.fullmatch(text):
         return _read_matrix(text, matrix[2])
-    ways, _ = _split_outside_brackets(text, _OR)
-    if len(ways) > 1 and all("," in way for way in ways) and not any(";" in way for way in ways):
+    alternatives, _ = split_outside_brackets(text, _OR)
+    all_have_comma = all("," in alternative for alternative in alternatives)
+    if len(alternatives) > 1 and all_have_comma and ";" not in "".join(alternatives):
         # p = 5, q = 2 or p = 7, q = 2
-        return _read_list(text, pieces=ways, separators=["or"], depth=depth)
+        return _read_list(text, pieces=alternatives, separators=["or"], depth=depth)
     for pattern in (_SEMICOLON, _COMMA):
-        pieces, matches = _split_outside_brackets(text, pattern)
+        pieces, matches = split_outside_brackets(text, pattern)
         if len(pieces) > 1:
             return _read_list(text, pieces=pieces, separators=matches, depth=depth)
-    members, matches = _split_outside_brackets(text, _MEMBER)
+    sides, matches = split_outside_brackets(text, _MEMBER)
     if matches:
-        if len(members) != 2 or not NAME_OF_VALUE.fullmatch(members[0]):
+        if len(sides) != 2 or not NAME_OF_VALUE.fullmatch(sides[0]):
             raise NotReadError("relation")
-        inner = _parse(members[1], depth + 1)
-        if not inner.solution and inner.kind != "unordered":
+        name, set_text = sides
+        values = _parse(set_text, depth + 1)
+        if not values.solution and values.kind != "unordered":
             raise NotReadError("relation")
-        return replace(inner, label=members[0], text=text)
-    pieces, _ = _split_outside_brackets(text, _UNION)
+        return replace(values, label=name, text=text)
+    pieces, _ = split_outside_brackets(text, _UNION)
     if len(pieces) > 1:
-        return _join_conditions(text, "or", [_parse(piece, depth + 1) for piece in pieces])
-    sides, signs = _split_outside_brackets(text, _SIGN)
+        intervals = [_parse(piece, depth + 1) for piece in pieces]
+        return join_conditions(text, word="or", parts=intervals)
+    sides, signs = split_outside_brackets(text, SIGN)
     if signs:
-        return _read_relation(
-            text, sides=sides, signs=[_SIGNS[sign] for sign in signs], depth=depth
-        )
-    return _read_bracketed(text, depth) or _read_plus_minus(text) or _read_single_value(text)
-
-
-def _number_of(answer: Answer) -> Ball | None:
-    """Return the number of an answer, None for anything else; a percentage is no number."""
-    return answer.number if answer.kind == "number" else None
-
-
-def _read_single_value(text: str) -> Answer:
-    """Return a single value. Raises `NotReadError` for anything else."""
-    angle = _ANGLE.fullmatch(text)
-    value = read_value(angle[1] if angle else text)
-    if not value.is_value:
-        raise NotReadError(value.reason)
-    return replace(value, raw="")
+        return _read_relation(text, sides=sides, signs=[SIGNS[sign] for sign in signs], depth=depth)
+    return _read_bracketed(text, depth) or _read_plus_minus(text) or read_single_value(text)
 
 
 def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) -> Answer:
@@ -267,18 +200,22 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
         part in inequalities or (part.label and part.is_value) for part in parts
     ):
         is_or = ["or" in separator for separator in separators]
-        if any(is_or) != all(is_or):
+        if any(is_or) and not all(is_or):
             raise NotReadError("relation")  # `and` and `or` side by side
-        return _join_conditions(text, "or" if is_or[0] else "and", parts)
+        return join_conditions(text, word="or" if is_or[0] else "and", parts=parts)
+    # The name of each value, such as `x` in `x = 5`; empty without one.
     labels = [part.label for part in parts]
     label = ""
-    is_first_alone = not any(labels[1:])
-    if labels[0] and (is_first_alone or len(set(labels)) == 1):
+    only_first_has_name = labels[0] != "" and not any(labels[1:])
+    all_have_one_name = labels[0] != "" and len(set(labels)) == 1
+    if only_first_has_name or all_have_one_name:
         # One name for all values: a = 4, -8 and x = 5 or x = 6
         label = labels[0]
         parts = [replace(part, label="") for part in parts]
-    elif any(labels) and (not all(labels) or len(set(labels)) < len(labels)):
-        raise NotReadError("labels")
+    elif any(labels):
+        has_repeated_name = len(set(labels)) < len(labels)
+        if not all(labels) or has_repeated_name:
+            raise NotReadError("labels")
     if len(parts) > MAX_PARTS:
         raise NotReadError("too_large")
     return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
@@ -291,23 +228,25 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     """
     point = _POINT.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
-        inner = _read_bracketed(point[2], depth)
-        return inner and replace(inner, label=point[1], text=text)
+        name, coordinates = point.groups()
+        inner = _read_bracketed(coordinates, depth)
+        return inner and replace(inner, label=name, text=text)
     opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
     inside = text[len(opening) : -len(closing)]
-    # Depth 0 in between is outside of the first bracket: `(1, 2) + (3, 4)`.
-    encloses = text.endswith(closing) and 0 not in _bracket_depths(text)[len(opening) : -1]
-    if opening not in {"(", "[", "{", r"\{"} or not encloses:
+    # In `(1, 2) + (3, 4)` the plus has depth 0, so the outer brackets are no pair.
+    depths_inside = bracket_depths(text)[len(opening) : -1]
+    is_enclosed = text.endswith(closing) and 0 not in depths_inside
+    if opening not in {"(", "[", "{", r"\{"} or not is_enclosed:
         return None
     if opening in {"{", r"\{"}:
         return _read_braces(text, opening, closing, inside, depth)
-    pieces, separators = _split_outside_brackets(inside, _SEMICOLON)
-    if not separators:
-        pieces, _ = _split_outside_brackets(inside, re.compile(","))
+    pieces, semicolons = split_outside_brackets(inside, _SEMICOLON)
+    if not semicolons:
+        pieces, _ = split_outside_brackets(inside, re.compile(","))
     brackets = opening + closing
     # `[2, 5)` is an interval, while more than two parts need brackets that match.
-    is_mixed = len(pieces) > 2 and brackets not in {"()", "[]"}
-    if len(pieces) < 2 or closing not in {")", "]"} or is_mixed:
+    are_brackets_unlike = brackets not in {"()", "[]"}
+    if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and are_brackets_unlike):
         return None
     parts = []
     for piece in pieces:
@@ -316,8 +255,9 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         raise NotReadError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
-        first, second = [_number_of(part) or part.text for part in parts]
-        interval = interval_solution(first, second, brackets)
+        first, second = [part.lone_number or part.text for part in parts]
+        # None where the two cannot be the ends of an interval.
+        interval = interval_solution(low=first, high=second, brackets=brackets)
     return Answer(
         kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
@@ -331,12 +271,12 @@ def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int)
     if (opening == "{") != (closing == "}"):
         return None
     inner = _parse(inside, depth + 1)
-    has_set = inner.text.startswith(r"\{")
-    if opening == "{" and (has_set or inner.kind != "unordered"):
+    is_set_inside = inner.text.startswith(r"\{")
+    if opening == "{" and (is_set_inside or inner.kind != "unordered"):
         return inner
     is_list = inner.kind == "unordered" and not inner.label
     parts = inner.parts if is_list else (inner,)
-    if has_set or not all(part.is_value or part.kind == "ordered" for part in parts):
+    if is_set_inside or not all(part.is_value or part.kind == "ordered" for part in parts):
         raise NotReadError("enumeration")
     return Answer("unordered", text, parts=parts)
 
@@ -347,8 +287,10 @@ def _read_matrix(text: str, inside: str) -> Answer:
     `inside` is what stands between `\\begin` and `\\end`. Raises `NotReadError` for rows of unequal
     length, for entries that are no numbers or expressions, and for more than `MAX_PARTS` entries.
     """
-    lines = filter(str.strip, inside.split(r"\\"))
-    rows = [[_read_single_value(entry.strip()) for entry in line.split("&")] for line in lines]
+    rows = []
+    for line in inside.split(r"\\"):
+        if line.strip():
+            rows.append([read_single_value(entry.strip()) for entry in line.split("&")])
     has_equal_rows = len({len(row) for row in rows}) == 1
     if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
         raise NotReadError("matrix")
@@ -381,203 +323,61 @@ def _read_plus_minus(text: str) -> Answer | None:
         # 12 + 1 is a way to write 13 here
         real = value.number and replace(value.number, has_undone_arithmetic=False)
         values.append(replace(value, number=real, raw=""))
-    first, second = map(_number_of, values)
+    first, second = [value.lone_number for value in values]
     if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0
     return Answer(kind="unordered", text=text, parts=tuple(values), is_plus_minus=True)
 
 
-def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
-    """Return a relation: an inequality, a value with its name, a chain, or an equation.
+def _read_named_tuple(text: str, names_text: str, values_text: str, depth: int) -> Answer:
+    """Return a tuple whose parts have names: `(x, y) = (3, 4)`. Raises `NotReadError`."""
+    values = _read_bracketed(values_text, depth)
+    names = re.split(r"[,;]\s?", names_text[1:-1])
+    if not values or values.kind != "ordered" or len(names) != len(values.parts):
+        raise NotReadError("equation")
+    parts = []
+    for name, part in zip(names, values.parts, strict=True):
+        parts.append(replace(part, label=name))
+    return replace(values, text=text, parts=tuple(parts))
 
-    `sides` are the texts between the `signs`, which are in the spelling of the values of `_SIGNS`.
+
+def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) -> Answer:
+    """Return the answer in a text with relation signs.
+
+    It is an inequality, a value with its name (`x = 5`), a chain (`AB = 3 + 4 = 7`), or an
+    equation. `sides` are the texts between the `signs`, each of which is `=`, `~` (approximately),
+    `<`, `<=`, `>`, `>=` or `!=`. Raises `NotReadError`.
     """
     if not all(sides) or "~" in signs[:-1]:
         raise NotReadError("relation")
     if set(signs) - {"=", "~"}:
-        return _read_inequality(text, sides, signs)
+        return read_inequality(text, sides, signs)
     if len(sides) > 2:
-        return _read_chain(sides)
+        return read_chain(sides)
     left_side, right_side = sides
-    if signs == ["="] and all(map(FIGURE.fullmatch, sides)):
-        return _read_equation(text, sides)
+    is_equality = signs == ["="]
+    if is_equality and all(FIGURE.fullmatch(side) for side in sides):
+        return read_equation(text, sides)  # AB = CD
     if (
-        signs == ["="]
+        is_equality
         and NAME_OF_VALUE.fullmatch(right_side)
         and not NAME_OF_VALUE.fullmatch(left_side)
     ):
         left_side, right_side = right_side, left_side  # 5 = x
     if _NAMES.fullmatch(left_side):
-        inner = _read_bracketed(right_side, depth)
-        names = re.split(r"[,;]\s?", left_side[1:-1])
-        if not inner or inner.kind != "ordered" or len(names) != len(inner.parts):
-            raise NotReadError("equation")
-        parts = (replace(part, label=name) for part, name in zip(inner.parts, names, strict=True))
-        return replace(inner, text=text, parts=tuple(parts))
+        return _read_named_tuple(text, names_text=left_side, values_text=right_side, depth=depth)
     if not NAME_OF_VALUE.fullmatch(left_side):
-        if signs != ["="]:
+        if not is_equality:
             raise NotReadError("equation")
-        return _read_equation(text, sides)
-    inner = _parse(right_side, depth + 1)
-    tree = read_value(left_side).tree
-    if signs == ["="] and inner.kind == "expression" and tree and tree[0] == "unknown":
-        return replace(_read_equation(text, sides), parts=(inner,), label=left_side)  # y = 2x + 1
-    if not (inner.is_value or inner.kind in {"ordered", "unordered"}):
+        return read_equation(text, sides)
+    right_answer = _parse(right_side, depth + 1)
+    left_tree = read_value(left_side).tree
+    is_left_unknown = left_tree is not None and left_tree[0] == "unknown"
+    if is_equality and right_answer.kind == "expression" and is_left_unknown:
+        equation = read_equation(text, sides)  # y = 2x + 1
+        return replace(equation, parts=(right_answer,), label=left_side)
+    if right_answer.is_value:
+        return replace(right_answer, label=left_side)
+    if right_answer.kind not in {"ordered", "unordered"}:
         raise NotReadError("equation")
-    return replace(inner, text=inner.text if inner.is_value else text, label=left_side)
-
-
-def _read_chain(sides: Sequence[str]) -> Answer:
-    """Return a name and several numbers, which have to be equal; the last number is the value.
-
-    Raises `NotReadError` for anything else.
-    """
-    if not NAME_OF_VALUE.fullmatch(sides[0]):
-        raise NotReadError("equation")
-    values = [_read_single_value(side) for side in sides[1:]]
-    numbers = [number for number in map(_number_of, values) if number]
-    if not values or len(numbers) < len(values):
-        raise NotReadError("equation")
-    if not all(same_number(number, numbers[-1]) for number in numbers):
-        raise NotReadError("chain_differs")
-    return replace(values[-1], label=sides[0])
-
-
-def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
-    r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
-
-    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
-    ends with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives
-    [].
-    """
-    try:
-        sides, signs = _split_outside_brackets(text, _SIGN)
-    except NotReadError:
-        return []
-    if len(sides) < 2 or not all(sides) or {_SIGNS[sign] for sign in signs} - {"=", "~"}:
-        return []
-    values = [read_value(side) for side in sides]
-    numbers = []
-    for sign, value in zip(["=", *signs], values, strict=True):
-        if value.kind == "number":
-            numbers.append((_SIGNS[sign], value))
-    # |x| is no name here, since it stands for two values.
-    is_name = [
-        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
-        for side in sides
-    ]
-    for name, value in zip(is_name, values, strict=True):
-        if not name and (value.kind == "unreadable" or _WORDED.search(value.text)):
-            return []
-    begins_well = values[0].kind == "number" or is_name[0]
-    says_more = len(numbers) < len(sides) or not all(
-        re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers
-    )
-    last = values[-1]
-    is_result = last.number is not None and not last.number.has_undone_arithmetic
-    return numbers if begins_well and says_more and is_result and last.kind == "number" else []
-
-
-def _read_side(text: str) -> Tree:
-    """Return the tree of one side of a relation.
-
-    A name such as `AB` or `f(2)` is an unknown in it.
-    """
-    tree = read_value(text).tree
-    if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
-        return ("unknown", bare_name(text))
-    if tree is None:
-        raise NotReadError("relation")
-    return tree
-
-
-def _difference(left_side: Tree, right_side: Tree) -> Tree:
-    """Return the tree of the left side minus the right side.
-
-    Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
-    """
-    tree: Tree = ("sum", (1, left_side), (-1, right_side))
-    if not unknowns(tree) or is_constant(tree):
-        raise NotReadError("always_true")
-    return tree
-
-
-def _read_equation(text: str, sides: Sequence[str]) -> Answer:
-    """Return an equation as the tree that it compares with 0."""
-    tree = _difference(_read_side(sides[0]), _read_side(sides[1]))
-    return Answer("equation", text, relations=(("=", tree),))
-
-
-def _read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
-    """Return an inequality, or a chain such as `1 < x < 3`.
-
-    In one unknown, and linear in it, it gets its solution. Any other keeps its relations alone,
-    each as `<`, `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`.
-    """
-    if len(sides) > MAX_SIDES:
-        raise NotReadError("too_large")
-    trees = [_read_side(side) for side in sides]
-    relations = []
-    atoms = []
-    for left_side, sign, right_side in zip(trees, signs, trees[1:], strict=False):
-        if sign not in REVERSED:
-            raise NotReadError("relation")
-        if sign in {">", ">="}:
-            left_side, right_side = right_side, left_side
-            sign = REVERSED[sign]
-        tree = _difference(left_side, right_side)
-        relations.append((sign, tree))
-    (name, *other_names) = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
-    for sign, tree in relations:
-        zero = None if other_names else zero_of(tree)
-        if zero is None:
-            return Answer("inequality", text, relations=tuple(relations))
-        at, slope = zero
-        atom: Solution = ("is", sign if slope > 0 else REVERSED[sign], at)
-        absolute = solution_without_absolute(atom) if name[0] == "|" else atom
-        if absolute is None:
-            raise NotReadError("relation")
-        atoms.append(absolute)
-    solution: Solution = ("and", *atoms)
-    if not is_solved_by_some(solution):
-        raise NotReadError("always_true")
-    return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
-
-
-def _solution_of(answer: Answer) -> Solution:
-    r"""Return the solution of an inequality, interval, named number or set of numbers.
-
-    It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
-    """
-    if answer.solution:
-        return answer.solution
-    numbers = [_number_of(part) for part in answer.parts or (answer,)]
-    if answer.kind == "ordered" or not all(numbers):
-        raise NotReadError("relation")
-    return ("or", *(("is", "=", number) for number in numbers))
-
-
-def _join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
-    """Return several inequalities in one unknown, or intervals, as one.
-
-    `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
-    where the result holds everywhere or nowhere.
-    """
-    labels = {part.label for part in parts}
-    if len(labels) > 1 or not any(part.solution for part in parts):
-        raise NotReadError("relation")
-    solution = (word, *map(_solution_of, parts))
-    if not is_solved_by_some(solution):
-        raise NotReadError("always_true")
-    return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
-
-
-_OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
-
-
-def bare_name(label: str) -> str:
-    r"""Return a name in one spelling.
-
-    `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.
-    """
-    return label if label.isalnum() else _OF_A_NAME.sub("", label)
+    return replace(right_answer, text=text, label=left_side)

@@ -61,7 +61,8 @@ def groups_to_complete(
         min_groups: the fewest groups that this generation may learn from.
     """
     groups_learned_later = (remaining_generations - 1) * slots
-    return min(group_count, slots, max(min_groups, group_count - groups_learned_later))
+    groups_left_for_now = group_count - groups_learned_later
+    return min(group_count, slots, max(min_groups, groups_left_for_now))
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int | None:

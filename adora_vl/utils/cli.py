@@ -1,6 +1,4 @@
-"""What the commands have in common: exit codes, options, words for nothing, yes and no, YAML and
-JSON of users.
-"""
+"""What the commands share: exit codes, converters of options, and users' YAML and JSON."""
 
 import argparse
 import json
@@ -23,9 +21,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
 READING_S = 15  # the seconds that the imports of a training take, of an idle machine with a disk
-_LONGEST = 300  # characters of a complaint about an option
+_LONGEST_MESSAGE = 300  # characters of a message about a wrong option
 _NO_VALUE = ("none", "null")
-_MOST_YAML = 100_000  # values of a YAML text whose aliases are written out
+_MOST_YAML_NODES = 100_000  # values of a YAML text whose aliases are written out
 
 
 class MistakesError(UserError):
@@ -37,44 +35,59 @@ class MistakesError(UserError):
 
 
 def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool = True) -> int:
-    """Run a command: 0 done, 2 the user's input is wrong, 130 Ctrl-C, 141 nobody reads on, as
-    behind `| head`. `interrupted`: what became of its work. `speaks`: whether this process says
-    what is wrong with the input.
+    """Run a command and return the exit code of its process.
+
+    Args:
+        command: what the command does.
+        interrupted: what to say of its work after Ctrl-C, such as `nothing was written`.
+        speaks: whether this process prints what is wrong with the input, as one of several does.
+
+    Returns:
+        0 for success, 2 for wrong input of the user, 130 after Ctrl-C, and 141 where nobody reads
+        the output on, as behind `| head`.
     """
     try:
         command()
+        # here, so that the last lines raise an error inside the `try` where nobody reads them
         sys.stdout.flush()
     except UserError as error:
-        lines = error.lines if isinstance(error, MistakesError) else [" ".join(str(error).split())]
-        print("".join(f"error: {line}\n" for line in lines if speaks), end="", file=sys.stderr)
+        one_line = " ".join(str(error).split())
+        lines = error.lines if isinstance(error, MistakesError) else [one_line]
+        if speaks:
+            print("".join(f"error: {line}\n" for line in lines), end="", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"interrupted; {interrupted}", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # Python flushes once more at its end
+        # Python flushes once more at its end, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     return 0
 
 
 def amount(count: int, noun: str) -> str:
-    """Return `1 row`, `2 rows`."""
+    """Return a number with its noun, such as `1 row` or `2 rows`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """Return the nearest-rank quantile of at least one value.
+    """Return the smallest of the values that at least this share of them does not exceed.
 
-    It is the smallest value that this share of them does not exceed.
+    That is the nearest-rank quantile. There must be at least one value.
     """
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    rank = math.ceil(share * len(values))
+    index = max(0, rank - 1)
+    return sorted(values)[index]
 
 
 def shown(value: object, longest: int = 60) -> str:
-    """Return a value in one line as a person writes it: null rather than None, a long one cut."""
-    written = "null" if value is None else " ".join(repr(value).splitlines())
-    return written if len(written) <= longest else f"{written[:longest]}..."
+    """Return a value as text for a message: in one line, cut after `longest` characters.
+
+    None is `null`, as users write it.
+    """
+    value_text = "null" if value is None else " ".join(repr(value).splitlines())
+    return value_text if len(value_text) <= longest else f"{value_text[:longest]}..."
 
 
 def spelled(value: object) -> str:
@@ -86,32 +99,40 @@ def spelled(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a value in the types of JSON and YAML.
+    """Return a value of the config in the types of JSON and YAML, as a user would write it.
 
-    A block of options becomes a mapping, or the value of its `shorthand` where all others have
-    their defaults.
+    A dataclass of options becomes a mapping. Some of them name one option as their `shorthand`: if
+    all others have their defaults, the value of that option stands for the whole.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        options = {key.name: plain(getattr(value, key.name)) for key in fields(value)}
-        short = str(getattr(value, "shorthand", ""))
-        alone = short and all(
-            getattr(value, key.name) == key.default for key in fields(value) if key.name != short
+        options = {option.name: plain(getattr(value, option.name)) for option in fields(value)}
+        shorthand = str(getattr(value, "shorthand", ""))
+        if not shorthand:
+            return options
+        has_defaults_else = all(
+            getattr(value, option.name) == option.default
+            for option in fields(value)
+            if option.name != shorthand
         )
-        return options[short] if alone else options
+        return options[shorthand] if has_defaults_else else options
     if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+    if type(value) in (list, tuple):
+        return type(value)(plain(item) for item in value)
+    return value
 
 
 def dotted(key: str, value: Any) -> dict[str, Any]:
-    """Return a key with its value; a mapping is replaced by its entries under dotted names."""
+    """Return a nested mapping as a flat one with dotted keys, such as `adora_rollouts.budget`.
+
+    A value that is no mapping, or an empty one, stands under `key` itself.
+    """
     if not isinstance(value, Mapping) or not value:
         return {key: value}
-    return {
-        name: item
-        for inside in value
-        for name, item in dotted(f"{key}.{inside}", value[inside]).items()
-    }
+    value_by_key: dict[str, Any] = {}
+    for inner_key, inner_value in value.items():
+        value_by_key |= dotted(f"{key}.{inner_key}", inner_value)
+    return value_by_key
 
 
 def section(title: str, lines: Sequence[str]) -> list[str]:
@@ -120,9 +141,9 @@ def section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def announce_reading(seconds: int) -> None:
-    """Say on stderr that the libraries are being read, which is silent for `seconds`.
+    """Say on stderr that the libraries are being imported, since nothing is seen for `seconds`.
 
-    Nothing is said where torch is there already, and by one process of several alone.
+    Only the first of several processes says it, and none where torch is imported already.
     """
     if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
         return
@@ -131,7 +152,7 @@ def announce_reading(seconds: int) -> None:
 
 @contextmanager
 def imports() -> Iterator[None]:
-    """End the imports of a command, which take seconds, with a line after Ctrl-C."""
+    """End the program in one line if Ctrl-C interrupts the imports of a command in the block."""
     try:
         yield
     except KeyboardInterrupt:
@@ -140,9 +161,9 @@ def imports() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse prints its usage before an error; one line is the rule of this project.
+    """A parser of the command line whose errors are one line, and not argparse's whole usage.
 
-    No option may be shortened.
+    No option may be shortened: a new option could make a short form ambiguous.
     """
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
@@ -150,8 +171,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` of one line for what argparse found wrong."""
-        if len(message) > _LONGEST:  # what was given stands in it
-            message = f"{message[: _LONGEST // 2]}...{message[-_LONGEST // 2 :]}"
+        # it repeats the user's words, which may be a whole file
+        if len(message) > _LONGEST_MESSAGE:
+            half = _LONGEST_MESSAGE // 2
+            message = f"{message[:half]}...{message[-half:]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
 
@@ -166,33 +189,37 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
 
     def convert(text: str) -> int:
         """Read a whole number within the bounds."""
-        # The length first: Python refuses to read more than 4,300 digits, with an error of its own.
-        value = (
-            int(text)
-            if len(text) < 20 and text.isascii() and text.removeprefix("-").isdecimal()
-            else None
-        )
-        if value is None or value < minimum or (maximum is not None and value > maximum):
-            between = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
-            raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {between}")
-        return value
+        has_digits_only = text.isascii() and text.removeprefix("-").isdecimal()
+        # The length is bounded, as Python refuses to read over 4,300 digits with an error of its own.
+        if has_digits_only and len(text) < 20:
+            value = int(text)
+            is_below_maximum = maximum is None or value <= maximum
+            if value >= minimum and is_below_maximum:
+                return value
+        bounds = f"from {minimum} on" if maximum is None else f"from {minimum} to {maximum}"
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number {bounds}")
 
     return convert
 
 
 def number(minimum: float, maximum: float, *, also: float | None = None) -> Callable[[str], float]:
-    """Return a converter of numbers from `minimum` to `maximum`, and `also`; never NaN."""
+    """Return a converter of numbers from `minimum` to `maximum` for argparse.
+
+    `also`: one number more that is allowed, which may lie outside of the bounds; None for no other.
+    """
 
     def convert(text: str) -> float:
-        """Read a number within the bounds, or the one beside them."""
+        """Read a number within the bounds, or the additional one."""
         try:
             value = float(text)
         except ValueError:
+            # which lies in no bounds, and equals nothing
             value = math.nan
-        if not (minimum <= value <= maximum or value == also):
-            beside = "" if also is None else f"{also:g} or "
+        is_within = minimum <= value <= maximum
+        if not is_within and value != also:
+            additional = "" if also is None else f"{also:g} or "
             raise argparse.ArgumentTypeError(
-                f"{text!r:.60} is not {beside}a number from {minimum:g} to {maximum:g}"
+                f"{text!r:.60} is not {additional}a number from {minimum:g} to {maximum:g}"
             )
         return value
 
@@ -200,7 +227,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
 
 
 def text(value: str) -> str:
-    """Return a text with something in it."""
+    """Return an option's text as it is; one without a visible character is refused."""
     if not value.strip() or "\0" in value:
         raise argparse.ArgumentTypeError(
             f"{value!r} is empty or no text; write something, or leave the option out"
@@ -211,7 +238,9 @@ def text(value: str) -> str:
 def path(value: str) -> Path:
     """Convert to a path; an empty one is refused, as it would mean the current folder."""
     path_value = Path(text(value))
-    if any(len(part.encode(errors="surrogateescape")) > 255 for part in path_value.parts):
+    # file systems take no longer names
+    name_bytes = [len(part.encode(errors="surrogateescape")) for part in path_value.parts]
+    if any(count > 255 for count in name_bytes):
         raise argparse.ArgumentTypeError(f"{value!r:.60} has a name of over 255 bytes; shorten it")
     return path_value
 
@@ -255,9 +284,13 @@ def truth(value: object) -> bool | None:
 
 
 def split_list(words: Sequence[Any]) -> list[Any]:
-    """Return the entries of a list given as `a b`, `a,b`, `[a,b]` or `[a, b]`.
+    """Return the entries of a list that the command line writes as `a b`, `a,b`, `[a,b]` or `[a, b]`.
 
-    Raises `ValueError` for an open bracket.
+    Args:
+        words: the words that follow the option.
+
+    Raises:
+        ValueError: the list has an opening bracket only.
     """
     texts = [str(word) for word in words]
     if texts and texts[0].startswith("[") and texts[-1].endswith("]"):
@@ -266,17 +299,19 @@ def split_list(words: Sequence[Any]) -> list[Any]:
             return entries
     if texts and texts[0].startswith("[") and "]" not in "".join(texts):
         raise ValueError("has an opening bracket only")
-    listed = (
-        word.split(",") if isinstance(word, str) and _PLAIN_LIST.fullmatch(word) else [word]
-        for word in words
-    )
-    return [entry for entries in listed for entry in entries]
+    entries = []
+    for word in words:
+        is_comma_list = isinstance(word, str) and _PLAIN_LIST.fullmatch(word) is not None
+        entries += word.split(",") if is_comma_list else [word]
+    return entries
 
 
 def _load_yaml(text: str) -> Any:
-    """Return what YAML makes of a text.
+    """Read a text as YAML.
 
-    Raises `ValueError` for what is none, and `RecursionError`.
+    Raises:
+        ValueError: it is no YAML.
+        RecursionError: it is nested too deeply.
     """
     import yaml  # in here, so that an interrupted import of a command ends with a line
 
@@ -288,10 +323,11 @@ def _load_yaml(text: str) -> Any:
 
 @cache
 def _loader() -> Any:
-    """Return a YAML loader that refuses equal keys and endless aliases.
+    """Return a class that loads YAML as PyYAML's `SafeLoader`, but refuses two mistakes.
 
-    PyYAML takes the last of two equal keys without a word. A key that is merged with `<<` may be
-    given again. It also takes aliases of aliases, of which a few lines hold more than any memory.
+    One is a key that stands twice in a mapping: PyYAML takes the last value without a word. (A key
+    that is merged with `<<` may stand there again.) The other is aliases of aliases: a few lines of
+    them stand for more values than any memory holds.
     """
     import yaml
 
@@ -299,7 +335,7 @@ def _loader() -> Any:
         def get_single_node(self) -> Any:
             """Read the whole document, and refuse one that aliases make too large."""
             node = super().get_single_node()
-            remaining_visits = iter(range(_MOST_YAML))
+            remaining_visits = iter(range(_MOST_YAML_NODES))
 
             def visit(node: Any) -> None:
                 """Visit a node and all below it, those behind an alias each time."""
@@ -320,21 +356,27 @@ def _loader() -> Any:
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             """Read a mapping, and refuse one that has a key twice."""
-            names: set[str] = set()
-            for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if key.value in names:
-                    twice = f"line {key.start_mark.line + 1} gives {key.value!r} a second time"
-                    raise yaml.constructor.ConstructorError(None, None, twice)
-                names.add(key.value)
+            key_texts: set[str] = set()
+            for key_node, _ in node.value:
+                if not isinstance(key_node, yaml.ScalarNode):
+                    continue
+                if key_node.value in key_texts:
+                    line_number = key_node.start_mark.line + 1
+                    problem = f"line {line_number} gives {key_node.value!r} a second time"
+                    raise yaml.constructor.ConstructorError(None, None, problem)
+                key_texts.add(key_node.value)
             return super().construct_mapping(node, deep)
 
     return Loader
 
 
 def read_json(text: str | bytes) -> Any:
-    """Return what a JSON text stands for.
+    """Read a JSON text as `json.loads` does, but refuse a key that stands twice in an object.
 
-    Raises `ValueError`, also for a key given twice, of which Python takes one.
+    Python would take the last value without a word.
+
+    Raises:
+        ValueError: the text is no JSON, or has a key twice.
     """
     return json.loads(text, object_pairs_hook=each_once)
 
@@ -344,18 +386,23 @@ class GivenTwiceError(ValueError):
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the mapping of these keys and values. Raises `GivenTwiceError`."""
-    mapping = dict(pairs)
-    if len(mapping) < len(pairs):
-        (twice, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise GivenTwiceError(f"{shown(twice)} is given twice in one object")
-    return mapping
+    """Return a dictionary of pairs of a key and a value, for `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        GivenTwiceError: a key is in two pairs.
+    """
+    value_by_key = dict(pairs)
+    if len(value_by_key) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        repeated_key = max(counts, key=counts.__getitem__)
+        raise GivenTwiceError(f"{shown(repeated_key)} is given twice in one object")
+    return value_by_key
 
 
 def yaml_value(text: str) -> Any:
-    """Return what a text stands for behind `key:` in a file.
+    """Return the value that a text has behind `key:` in a YAML file; the text itself if it is no YAML.
 
-    The text itself where it is no YAML.
+    So words of the command line mean the same as in a config file.
     """
     try:
         return _load_yaml(text)
@@ -364,29 +411,38 @@ def yaml_value(text: str) -> Any:
 
 
 def yaml_line(value: object) -> str:
-    """Return a value as one writes it behind `key:` in a file."""
+    """Return a value as one writes it behind `key:` in a YAML file, in one line."""
     import yaml
 
-    written = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
-    return written.removesuffix("\n").removesuffix("\n...")
+    document = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
+    # PyYAML ends a document that is a single word with a line of dots
+    return document.removesuffix("\n").removesuffix("\n...")
 
 
 def flow_mapping(text: str) -> dict[str, Any] | None:
-    """Return the mapping of a text in YAML's short form, `{a: 1, b: [2, 3]}`.
+    """Return the mapping that a text such as `{a: 1, b: [2, 3]}` stands for, in YAML's short form.
 
-    Its values are those that JSON knows.
+    None where the text is no such mapping, or has values in it that JSON does not know.
     """
     content = yaml_value(text) if text.startswith("{") else None
+    if not isinstance(content, dict):
+        return None
     try:
-        return dict(json.loads(json.dumps(content))) if isinstance(content, dict) else None
+        # through JSON and back: what JSON does not know, such as a date, raises an error
+        return dict(json.loads(json.dumps(content)))
     except (ValueError, TypeError, RecursionError):
         return None
 
 
 def read_mapping(option: str, path: Path) -> dict[str, Any]:
-    """Return the keys and values in a file.
+    """Read a YAML file of `key: value` lines.
 
-    Raises `UserError`, which begins with `option`, in one line.
+    Args:
+        option: the option that names the file, with which a message begins.
+        path: the file.
+
+    Raises:
+        UserError: the file cannot be read, or has another form.
     """
     try:
         content = _load_yaml(path.read_text(encoding="utf-8"))
@@ -413,5 +469,8 @@ def read_mapping(option: str, path: Path) -> dict[str, Any]:
 
 
 def printable(text: str) -> str:
-    """Return one line without control characters: a row must not command the terminal."""
+    """Return a text in which spaces stand for control characters and line ends.
+
+    A row of a data set that is printed could command the terminal otherwise.
+    """
     return "".join(char if char.isprintable() else " " for char in text)

@@ -11,10 +11,11 @@ from adora_vl.utils.secrets import masked_text
 
 
 class SpokenError(Exception):
-    """An error whose words people read, on the screen and in files: it has no secrets in them."""
+    """An error whose message people read, on the screen and in files: secrets in it are hidden."""
 
     def __init__(self, *words: Any) -> None:
-        super().__init__(*(masked_text(word) if isinstance(word, str) else word for word in words))
+        masked_words = [masked_text(word) if isinstance(word, str) else word for word in words]
+        super().__init__(*masked_words)
 
 
 class UserError(SpokenError, ValueError):
@@ -25,10 +26,13 @@ class UserError(SpokenError, ValueError):
 
 
 def refuse(*faults: tuple[object, str]) -> None:
-    """Raise `UserError` with the words of the first fault that holds."""
-    for holds, words in faults:
-        if holds:
-            raise UserError(words)
+    """Raise `UserError` for the first of several faults that is there.
+
+    `faults`: pairs of a condition, which is true where the fault is there, and the message.
+    """
+    for is_there, message in faults:
+        if is_there:
+            raise UserError(message)
 
 
 class SharedUserError(UserError):
@@ -71,9 +75,9 @@ _LOST = re.compile(
 
 
 def lost_contact(error: BaseException) -> str:
-    """Return what to say where a collective call failed because another process is gone.
+    """Return the message for a collective call that failed because another process is gone.
 
-    The text is empty for any other error.
+    It is empty for any other error.
     """
     if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
         return ""
@@ -85,19 +89,21 @@ def lost_contact(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Type and first line of an error, as in the last line of a traceback."""
+    """Return type and first line of an error, as in the last line of a traceback, without secrets."""
+    type_name = type(error).__name__
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # a class of somebody's, whose own words fail
+    # a class of the user's, whose `__str__` raises an error itself
+    except Exception:
         lines = []
-    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
-        lines = [str(error.errors()[0]["msg"])]  # pydantic's first line only counts the errors
-    lines = [masked_text(line) for line in lines[:1]]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    # pydantic's, the first line of whose text only counts the errors
+    if type_name == "ValidationError" and hasattr(error, "errors"):
+        lines = [str(error.errors()[0]["msg"])]
+    return f"{type_name}: {masked_text(lines[0])}" if lines else type_name
 
 
 class TranslatedErrors:
-    """A context in which an error is raised again as another one.
+    """A context manager that raises an error of its block again as another error.
 
     This is a class because `contextlib.contextmanager` would let a StopIteration through as it is:
     it takes a RuntimeError with that cause for Python's own (PEP 479), and most of our errors are
@@ -105,10 +111,10 @@ class TranslatedErrors:
     """
 
     def __init__(self, translated: Callable[[Exception], Exception | None]) -> None:
-        """Create the context.
+        """Create the context manager.
 
-        `translated` returns the error to raise, whose `__cause__` is kept; None keeps the original
-        one.
+        `translated`: returns the error to raise in place of the block's error, with the `__cause__`
+        that it is to have; None where the block's error is raised as it is.
         """
         self._translated = translated
 
@@ -121,34 +127,38 @@ class TranslatedErrors:
         """Raise the translation of the block's error, if it has one."""
         if not isinstance(error, Exception):
             return
-        raised = self._translated(error)
-        if raised is not None:
-            raise raised from raised.__cause__
+        translation = self._translated(error)
+        if translation is not None:
+            # `from` keeps its cause, which a plain `raise` would hide behind the block's error
+            raise translation from translation.__cause__
 
 
 def engine_call(name: str) -> TranslatedErrors:
-    """Turn an error of the engine inside the block into an `EngineError` of one line.
+    """Return a context manager that turns errors of the engine into `EngineError`s of one line.
 
-    Our own errors stay as they are.
+    Errors of this package are raised as they are.
+
+    `name`: what the engine is asked to do inside the block, for the message.
     """
 
     def translated(error: Exception) -> Exception | None:
-        """Return the `EngineError` of an error that is not one of ours."""
+        """Return the `EngineError` for an error that is not of this package."""
         if isinstance(error, RolloutError | RunError | UserError):
             return None
-        failed = EngineError(f"the engine failed in {name} ({in_one_line(error)})")
-        failed.__cause__ = error
-        return failed
+        engine_error = EngineError(f"the engine failed in {name} ({in_one_line(error)})")
+        engine_error.__cause__ = error
+        return engine_error
 
     return TranslatedErrors(translated)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest of `choices`, else an empty string."""
-    close = nearest(word, choices)
-    return f"; did you mean '{close}'?" if close else ""
+    closest = nearest(word, choices)
+    return f"; did you mean '{closest}'?" if closest is not None else ""
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the closest of `choices`; None where nothing is close."""
-    return next(iter(difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)), None)
+    """Return that of `choices` which is spelled most like `word`; None where none is alike."""
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+    return matches[0] if matches else None

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 from adora_vl.utils.errors import UserError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-# What safetensors and torch make of those: torch's writer says how far it came, and not why it came
-# no further.
+# What safetensors and torch say when the disk is full: torch's writer says how far it came, and not
+# why it came no further.
 _FULL_WORDS = re.compile(
     r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs "
     r"\d+|PytorchStreamWriter failed writing",
@@ -26,8 +26,10 @@ _FULL_WORDS = re.compile(
 )
 _PARTIAL = ".partial-"
 GIB = 2**30
-_PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")  # hidden, and 8 random bytes
-# in the hidden neighbour of a folder
+# The hidden name of what is written first: the final name, then 8 random bytes
+_PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")
+# What the hidden working folder of `replacing_folder` holds: the new folder, the old one, and the
+# file by whose lock other processes know that the writing process lives
 _NEW = "new"
 _OLD = "old"
 _LOCK = "lock"
@@ -36,25 +38,35 @@ NFS_DELAY_S = 60.0
 
 
 def cache_folder() -> Path:
-    """Return `ADORA_VL_HOME`, or `adora_vl` in the user's cache folder."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("ADORA_VL_HOME") or Path(cache) / "adora_vl")
+    """Return where this package keeps what may be deleted, such as hashes of files.
+
+    It is `ADORA_VL_HOME` of the environment, or else `adora_vl` in the user's cache folder.
+    """
+    own_folder = os.environ.get("ADORA_VL_HOME")
+    if own_folder:
+        return Path(own_folder)
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache) / "adora_vl"
 
 
 def leads_out(folder: Path, path: Path) -> bool:
-    """Return whether a path below `folder` leads out of it by a link.
+    """Return whether a path below `folder` leads out of it by a symbolic link.
 
-    The link may be the path itself or one on the way. A folder from elsewhere must not show any
-    file of this machine.
+    The link may be the path itself or a folder on the way. This guards what is read from a folder
+    that somebody else made: a link in it could point to any file of this machine.
     """
     try:
         return not path.resolve().is_relative_to(folder.resolve())
+    # links that lead to each other in a circle
     except (OSError, RuntimeError):
         return True
 
 
 def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
-    """Raise `UserError` for the first path that leads out of `folder`."""
+    """Raise `UserError` for the first path below `folder` that is a link out of it.
+
+    `key`: the option that names the folder, with which the message begins.
+    """
     for path in paths:
         if leads_out(folder, path):
             raise UserError(
@@ -65,17 +77,25 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
-    """Yield a hidden neighbour of `path` to write into, which is renamed over `path` at the end.
+    """Yield a hidden file beside `path` to write into, and rename it to `path` at the end.
 
-    Whatever goes wrong, the neighbour is removed and what was at `path` stays. Unless `durable` is
-    false, the bytes are on the disk before the file gets its name. What is no file, such as
-    /dev/stdout, is written to as it is. Raises `OSError`.
+    So `path` has its old content or all of the new one, never a part. Whatever goes wrong inside
+    the `with`, the hidden file is removed. What is no file, such as /dev/stdout, is written to
+    directly.
+
+    Args:
+        path: the file to replace or create.
+        durable: whether to wait until the bytes are on the disk before the file gets its name.
+
+    Raises:
+        OSError: the file cannot be written.
     """
-    if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
+    is_special = path.is_relative_to("/dev") or (path.exists() and not path.is_file())
+    if is_special:
         with path.open("wb") as file:
             yield file
         return
-    partial = _neighbour(path)
+    partial = _hidden_neighbour(path)
     try:
         with partial.open("wb") as file:
             yield file
@@ -90,53 +110,66 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a whole file with `replacing`. Raises `OSError`."""
+    """Write a file that has its old content or all of the new one at any time.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     with replacing(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 class KeptAnswers:
-    """Answers by key, a JSON line each, to which several processes may add at once.
+    """A file of answers by key, one JSON line each, to which several processes may add at once.
 
-    A line that cannot be read is ignored; one that a killed process tore does not take the next one
-    with it.
+    A line that cannot be read is ignored. A killed process may leave half a line; the next line is
+    not lost by that.
     """
 
     def __init__(self, file: Path) -> None:
-        """Read the answers of `file`. Raises `OSError`, as `put` does."""
+        """Read the answers of `file`, which need not exist. Raises `OSError`, as `put` does."""
         self._file = file
-        self._answers = dict[str, str]()
+        self._answer_by_key = dict[str, str]()
         content = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
         for line in content.splitlines():
             with suppress(ValueError, LookupError, TypeError, RecursionError):
                 entry = json.loads(line)
                 if isinstance(entry["key"], str) and isinstance(entry["answer"], str):
-                    self._answers[entry["key"]] = entry["answer"]
+                    self._answer_by_key[entry["key"]] = entry["answer"]
 
     def get(self, key: str) -> str | None:
         """Return the answer of a key, None without one."""
-        return self._answers.get(key)
+        return self._answer_by_key.get(key)
 
     def put(self, key: str, answer: str) -> None:
-        """Store an answer, also for other processes. Raises `OSError`."""
-        self._answers[key] = answer
+        """Add an answer to the file, for this process and for later ones. Raises `OSError`."""
+        self._answer_by_key[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        with self._file.open("ab+") as file:  # one write of a short line: whole, whoever is first
-            if file.tell():
+        # A short line is appended in one write, which no other process's write can divide.
+        with self._file.open("ab+") as file:
+            is_empty = file.tell() == 0
+            if not is_empty:
+                # A killed process may have left half a line at the end: begin a line of its own.
                 file.seek(-1, os.SEEK_END)
-                line = line if file.read(1) == b"\n" else b"\n" + line
+                if file.read(1) != b"\n":
+                    line = b"\n" + line
             file.write(line)
 
 
 def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
-    """Wait for a file that another machine has written on a shared disk.
+    """Wait until a file is visible here that another machine has written on a shared disk.
 
-    Returns whether it is there after `patience_s` at the latest.
+    Args:
+        path: the file.
+        patience_s: after so many seconds waiting ends. The default is how long NFS may hide a file.
+
+    Returns:
+        whether the file is visible.
     """
-    end = time.monotonic() + patience_s
+    deadline = time.monotonic() + patience_s
     while not path.exists():
-        if time.monotonic() >= end:
+        if time.monotonic() >= deadline:
             return False
         time.sleep(0.2)
         with suppress(OSError):  # reading the folder makes a client of NFS ask the server again
@@ -146,35 +179,42 @@ def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, hidden beside `folder`, which takes its place when the block ends.
+    """Yield a new, empty folder to write into, which replaces `folder` when the block ends.
 
-    The old folder is deleted after that. Whatever goes wrong, the new one is removed and the old
-    one stays. The files are on the disk before the folder gets its name. Two renames make the
-    exchange: where a process is killed between them, the next `replacing_folder` (or
-    `recover_folder`, or `remove_partial`) gives the old folder its name back. Raises `OSError`.
+    The old folder is deleted after that. Whatever goes wrong inside the `with`, the new one is
+    removed and the old one stays. The files are on the disk before the folder gets its name.
+
+    Two renames make the exchange. Where a process is killed between them, the next
+    `replacing_folder` (or `recover_folder`, or `remove_partial`) gives the old folder its name back.
+
+    Raises:
+        OSError: the folder cannot be written.
     """
     recover_folder(folder)
-    beside, lock = locked_folder(lambda: _neighbour(folder))
+    # the hidden folder beside `folder` in which both folders stand during the exchange
+    working_folder, lock = locked_folder(lambda: _hidden_neighbour(folder))
     try:
-        new = beside / _NEW
-        new.mkdir()
-        yield new
-        usual_modes(new)
-        for path in (*new.rglob("*"), new):
+        new_folder = working_folder / _NEW
+        new_folder.mkdir()
+        yield new_folder
+        usual_modes(new_folder)
+        for path in (*new_folder.rglob("*"), new_folder):
             flush(path)
-        put_in_place(new, folder, beside / _OLD)
+        put_in_place(new_folder, folder, old_path=working_folder / _OLD)
     finally:
-        _settle(beside, folder)
+        _finish_exchange(working_folder, folder)
         if lock is not None:
             os.close(lock)
 
 
 def usual_modes(folder: Path) -> None:
-    """Give the weights in `folder` a new file's mode: stock safetensors (0.8) lets their owner
-    alone read them.
+    """Give the weight files in `folder` the access rights of any new file.
+
+    Stock safetensors (0.8) makes files that their owner alone can read.
     """
-    probe = _neighbour(folder / "mode")
-    with suppress(OSError):  # not on every file system
+    # an empty file shows which rights the system gives to a new one
+    probe = _hidden_neighbour(folder / "mode")
+    with suppress(OSError):  # not every file system has access rights
         probe.touch()
         mode = probe.stat().st_mode
         probe.unlink()
@@ -182,18 +222,19 @@ def usual_modes(folder: Path) -> None:
             path.chmod(mode & 0o777)
 
 
-def put_in_place(new: Path, folder: Path, old: Path) -> None:
-    """Rename `new` to `folder`, and what stands there before that to `old`, in the same file
-    system.
+def put_in_place(new_folder: Path, folder: Path, old_path: Path) -> None:
+    """Rename `new_folder` to `folder`, and what stands there before to `old_path`.
+
+    All three are in the same file system, so that a rename is done at once or not at all.
     """
     if folder.exists():
-        folder.rename(old)
-    new.rename(folder)
+        folder.rename(old_path)
+    new_folder.rename(folder)
     flush(folder.parent)
 
 
 def flush(path: Path) -> None:
-    """Have the kernel write a file, or the names in a folder, to the disk."""
+    """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,52 +243,72 @@ def flush(path: Path) -> None:
 
 
 def recover_folder(folder: Path) -> None:
-    """Undo what killed processes left of replacing `folder`.
+    """Undo what killed processes left behind when they replaced `folder` by `replacing_folder`.
 
     What a living process is writing stays.
     """
     partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
-    for beside in abandoned(path for path in partial_paths if is_partial(path) and path.is_dir()):
-        _settle(beside, folder)
+    working_folders = [path for path in partial_paths if is_partial(path) and path.is_dir()]
+    for working_folder in abandoned(working_folders):
+        _finish_exchange(working_folder, folder)
 
 
 def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
-    """Yield those folders of `locked_folder` whose process is gone."""
+    """Yield those folders of `locked_folder` whose process is gone, so that they can be removed.
+
+    A folder's lock is held while it is yielded, so that no other process removes it too.
+    """
     for folder in folders:
         try:
-            lock = _lock(folder, os.O_RDWR)
-        except OSError:  # its process lives, or has gone on in the meantime
+            lock = _take_lock(folder, os.O_RDWR)
+        # its process lives and holds the lock, or has removed the folder in the meantime
+        except OSError:
             continue
         yield folder
         os.close(lock)
 
 
 def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
-    """Create a folder with a random name, and take the lock in it, which is returned open.
+    """Create a folder and take a lock in it, by which other processes know that this one lives.
 
-    By the lock all other processes know that this one lives. It is None on a file system that has
-    no locks; there nobody removes what a process left behind.
+    Args:
+        new_name: returns a random name for the folder, another one at each call.
+
+    Returns:
+        the folder, and the descriptor of the locked file in it, which the caller closes. The
+        descriptor is None on a file system without locks; there nobody removes what a process left
+        behind.
     """
     while True:
         folder = new_name()
         folder.mkdir(parents=True)
         try:
-            lock = _lock(folder, os.O_RDWR | os.O_CREAT)
-        except BlockingIOError:  # `abandoned` had it first
+            lock = _take_lock(folder, os.O_RDWR | os.O_CREAT)
+        # Another process has taken this new folder for an abandoned one: try another name.
+        except BlockingIOError:
             continue
         except OSError:
             return folder, None
+        # That process may also have been faster, and have removed the folder already.
         if (folder / _LOCK).exists():
             return folder, lock
         os.close(lock)
 
 
-def _lock(beside: Path, flags: int) -> int:
-    """Return the open, locked file in a hidden folder; the kernel drops the lock of a dead process.
+def _take_lock(folder: Path, flags: int) -> int:
+    """Lock the lock file in a folder, and return its descriptor, by which the lock is held.
 
-    Raises `OSError`.
+    The kernel drops the lock when the process ends, however it ends.
+
+    Args:
+        folder: the folder.
+        flags: how the file is opened, as `os.open` takes it.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: there is no such file, or the file system has no locks.
     """
-    lock = os.open(beside / _LOCK, flags)
+    lock = os.open(folder / _LOCK, flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -256,42 +317,50 @@ def _lock(beside: Path, flags: int) -> int:
     return lock
 
 
-def _settle(beside: Path, folder: Path) -> None:
-    """Give the old folder its name back where no new one has it, and remove the rest."""
-    old = beside / _OLD
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-    shutil.rmtree(beside, ignore_errors=True)
+def _finish_exchange(working_folder: Path, folder: Path) -> None:
+    """End a `replacing_folder`, whether it succeeded or not, and remove its working folder.
+
+    The old folder gets its name back if the new one has not taken it.
+    """
+    old_folder = working_folder / _OLD
+    if old_folder.exists() and not folder.exists():
+        old_folder.rename(folder)
+    shutil.rmtree(working_folder, ignore_errors=True)
 
 
-def _neighbour(path: Path) -> Path:
+def _hidden_neighbour(path: Path) -> Path:
     """Return a hidden name beside `path` that no other process has."""
     # not named after the process: two machines that share a disk may have processes of equal number
     return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether the name is that of what `replacing` and `replacing_folder` write first."""
+    """Return whether a path has the hidden name under which files and folders are written first."""
     return _PARTIAL_NAME.fullmatch(path.name) is not None
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove what killed processes left in `folder` of files and folders that they were replacing.
+    """Remove the half-written files and folders in `folder` that killed processes left behind.
 
-    Call it where nobody else writes at the same time.
+    A folder that such a process was replacing gets its name back. Call this only where nobody else
+    writes at the same time: it does not look for living processes.
     """
     for path in folder.glob(f".*{_PARTIAL}*"):
-        named = _PARTIAL_NAME.fullmatch(path.name)
-        if named and path.is_dir():
-            _settle(path, folder / named[1])
-        elif named:
+        match = _PARTIAL_NAME.fullmatch(path.name)
+        if match is None:
+            continue
+        if path.is_dir():
+            final_name = match[1]
+            _finish_exchange(path, folder / final_name)
+        else:
             path.unlink(missing_ok=True)
 
 
 @contextmanager
 def written_to(option: str, path: Path) -> Iterator[None]:
-    """An `OSError` inside the block is the user's to mend: the option, the path, the reason, what
-    to do.
+    """Turn an `OSError` inside the block into a `UserError` that says what to do.
+
+    `option` names what the user can change, and `path` is what is written to, for the message.
     """
     try:
         yield
@@ -300,72 +369,94 @@ def written_to(option: str, path: Path) -> Iterator[None]:
 
 
 def unwritable(option: str, path: Path, error: Exception) -> UserError:
-    """Return the error of a place that could not be written to."""
-    remedy = (
-        "free some space, or choose another place"
-        if disk_is_full(error)
-        else "choose another place"
-    )
-    return UserError(
-        f"{option}: {str(path)!r} cannot be written ({getattr(error, 'strerror', '') or error}); "
-        f"{remedy}"
-    )
+    """Return the `UserError` for a path that could not be written to.
+
+    Args:
+        option: what the user can change, with which the message begins.
+        path: what was written to.
+        error: why that failed.
+    """
+    remedy = "choose another place"
+    if disk_is_full(error):
+        remedy = f"free some space, or {remedy}"
+    reason = getattr(error, "strerror", "") or error
+    return UserError(f"{option}: {str(path)!r} cannot be written ({reason}); {remedy}")
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Return whether an error of writing, or one that it came from, is that of a full disk."""
+    """Return whether an error of writing came from a full disk.
+
+    Libraries raise errors of their own for it, so the errors that it was raised from are looked at
+    too, and the words of each.
+    """
     while error is not None:
-        if (isinstance(error, OSError) and error.errno in _FULL) or _FULL_WORDS.search(str(error)):
+        has_full_code = isinstance(error, OSError) and error.errno in _FULL
+        if has_full_code or _FULL_WORDS.search(str(error)) is not None:
             return True
         error = error.__cause__ or error.__context__
     return False
 
 
 def refuse_dangling(option: str, path: Path) -> None:
-    """Raise `UserError` where `path` is, or lies in, a link to something that is not there."""
+    """Raise `UserError` where a path, or a folder on the way to it, is a link to nothing.
+
+    `option` names what the user can change, with which the message begins.
+    """
     for part in (path, *path.parents):
-        if os.path.islink(part) and not os.path.exists(part):  # noqa: PTH110, PTH114  # no error for too long a name
-            leads = f"{str(part)!r} is a link to {str(part.readlink())!r}, which is not there"
-            raise UserError(f"{option}: {leads}; make that, or remove the link")
+        # of `os`, since pathlib raises an error for a name that is too long
+        is_dangling = os.path.islink(part) and not os.path.exists(part)  # noqa: PTH110, PTH114
+        if is_dangling:
+            link = f"{str(part)!r} is a link to {str(part.readlink())!r}, which is not there"
+            raise UserError(f"{option}: {link}; make that, or remove the link")
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Raise `UserError` where a folder can be neither made nor written into, without making it."""
+    """Raise `UserError` where a folder could not be made or written into, without making it.
+
+    That depends on the folder itself, or on the innermost folder on the way to it that exists.
+    `option` names what the user can change, with which the message begins.
+    """
     refuse_dangling(option, folder)
     with written_to(option, folder):
-        existing = next(
-            parent for parent in (folder, *folder.absolute().parents) if parent.exists()
-        )
-        is_file = (
-            f"{option}: {str(existing)!r} is a file, and a folder is needed; choose another place"
-        )
+        candidates = (folder, *folder.absolute().parents)
+        # the root exists always
+        existing = next(candidate for candidate in candidates if candidate.exists())
         if not existing.is_dir():
-            raise UserError(is_file)
+            raise UserError(
+                f"{option}: {str(existing)!r} is a file, and a folder is needed; choose another "
+                "place"
+            )
         if not os.access(existing, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(existing))
 
 
 def check_json(option: str, path: Path, kind: str, is_ours: Callable[[Any], bool]) -> None:
-    """Raise `UserError` where a JSON file cannot be written, or would replace anything but our own.
+    """Raise `UserError` where a JSON file cannot be written, or would replace a file of the user's.
 
-    `kind`: what the file should be, in words. `is_ours`: whether the content of such a file is what
-    this command writes.
+    A file that this command wrote earlier may be replaced, and so may an empty one.
+
+    Args:
+        option: the option that names the file, with which the message begins.
+        path: the file.
+        kind: what the file should be, in words for the message.
+        is_ours: whether the content of a JSON file is what this command writes. It may raise where
+            the content has another form.
     """
     check_folder(option, path.parent)
-    # /dev/stdout is written to as it is
+    # what is neither a file nor a folder, such as /dev/stdout, is written to directly
     if not path.exists() or not (path.is_file() or path.is_dir()):
         return
     try:
         content = path.read_bytes()
-        fine = not content or is_ours(json.loads(content))
+        may_be_replaced = not content or is_ours(json.loads(content))
     except (OSError, ValueError, AttributeError, TypeError, RecursionError):
-        fine = False
-    if not fine:
+        may_be_replaced = False
+    if not may_be_replaced:
         raise UserError(f"{option}: {str(path)!r} is there and not {kind}; choose another name")
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; {} where none can be read."""
+    """Return the JSON object in a file; an empty one where the file has none that can be read."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -374,9 +465,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def make_folder(option: str, folder: Path) -> None:
-    """Make a folder that may be there already.
+    """Make a folder with all folders on the way to it, unless it exists.
 
-    Raises `UserError` where it cannot be made, or not be written into.
+    Raises `UserError`, which begins with `option`, where it cannot be made or written into.
     """
     check_folder(option, folder)
     with written_to(option, folder):

@@ -1,6 +1,4 @@
-"""What files hold, as a short name that is another one where any byte is, whatever their sizes and
-times say.
-"""
+"""Hashes of the content of files, so that a change of any byte is noticed."""
 
 import hashlib
 import os
@@ -16,36 +14,48 @@ import xxhash
 
 from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
 
-_REMEMBERED_BYTES = 2**14  # a smaller file is read again as fast as it is looked up
-# a change within the grain of a file system's clock (up to 2 s) may leave the time as it is
-_SETTLED_NS = 5 * 10**9
-_SAID_BYTES = 4 * GIB
+# A smaller file is read again as fast as it is looked up
+_LEAST_REMEMBERED_BYTES = 2**14
+# A file system's clock may be as coarse as 2 s: a second change within that leaves the time as it is,
+# so only a file that is older than this is known by its time
+_LEAST_AGE_NS = 5 * 10**9
+# From this on a line says that files are being read, since it takes long
+_ANNOUNCED_BYTES = 4 * GIB
 _HASH = re.compile(r"[0-9a-f]{32}")
 
 
 def content_hash(files: Iterable[Path]) -> str:
-    """Hash the names of files, without their folders, and all of their bytes.
+    """Return one hash of the names of files, without their folders, and of all of their bytes.
 
-    Returns 32 hexadecimal digits. XXH3 with 128 bits is five times as fast as SHA-256, and no
-    defence against somebody who wants two files to look alike. A file is not read again while its
+    It has 32 hexadecimal digits. XXH3 with 128 bits is five times as fast as SHA-256, and no
+    defence against somebody who wants two files to look alike.
+
+    The hash of a file is remembered on the disk, and the file is not read again while its
     `_state` is the same: device, inode, size, and the times of the last change of its content and
-    of its inode, of which nobody can set the latter. Raises `OSError`.
+    of its inode. Nobody can set the last of these times.
+
+    Raises:
+        OSError: a file cannot be read.
     """
     paths = sorted(files)
-    new = sum(path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None)
-    if new >= _SAID_BYTES and os.environ.get("RANK", "0") == "0":
+    unread_sizes = [
+        path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None
+    ]
+    unread_bytes = sum(unread_sizes)
+    if unread_bytes >= _ANNOUNCED_BYTES and os.environ.get("RANK", "0") == "0":
         print(
-            f"reading {new / 1e9:.1f} GB in {paths[0].parent}, to know a change of it",
+            f"reading {unread_bytes / 1e9:.1f} GB in {paths[0].parent}, to know a change of it",
             file=sys.stderr,
             flush=True,
         )
     digest = xxhash.xxh3_128()
     for path in paths:
-        digest.update(os.fsencode(path.name) + f"\0{_of(path)}\0".encode())
+        # zero bytes keep name and hash apart, as neither can have one
+        digest.update(os.fsencode(path.name) + f"\0{_file_hash(path)}\0".encode())
     return digest.hexdigest()
 
 
-def _of(path: Path) -> str:
+def _file_hash(path: Path) -> str:
     """Return the hash of one file's bytes, from memory where the file has not changed.
 
     A hash is remembered only if the file did not change while it was read, nor so shortly before
@@ -53,22 +63,24 @@ def _of(path: Path) -> str:
     """
     with path.open("rb", buffering=0) as file:
         # of the open file: a client of NFS asks the server when it opens one
-        before = os.fstat(file.fileno())
-        remembered = _memory().get(_state(before))
-        if remembered is not None and _HASH.fullmatch(remembered):
-            return remembered
-        began = time.time_ns()
+        stat_before = os.fstat(file.fileno())
+        remembered_hash = _memory().get(_state(stat_before))
+        if remembered_hash is not None and _HASH.fullmatch(remembered_hash):
+            return remembered_hash
+        begin_ns = time.time_ns()
         file_hash = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        unchanged = _state(os.fstat(file.fileno())) == _state(before)
-    settled = began - max(before.st_mtime_ns, before.st_ctime_ns) > _SETTLED_NS
-    if settled and unchanged and before.st_size >= _REMEMBERED_BYTES:
+        is_unchanged = _state(os.fstat(file.fileno())) == _state(stat_before)
+    last_change_ns = max(stat_before.st_mtime_ns, stat_before.st_ctime_ns)
+    is_old_enough = begin_ns - last_change_ns > _LEAST_AGE_NS
+    is_worth_it = stat_before.st_size >= _LEAST_REMEMBERED_BYTES
+    if is_old_enough and is_unchanged and is_worth_it:
         with suppress(OSError):  # this process remembers it all the same
-            _memory().put(_state(before), file_hash)
+            _memory().put(_state(stat_before), file_hash)
     return file_hash
 
 
 def _state(stat: os.stat_result) -> str:
-    """Return what identifies a file's content without reading it, as text."""
+    """Return what changes whenever a file's content does, as text: device, inode, size and times."""
     return f"{stat.st_dev}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
 
 
@@ -82,15 +94,16 @@ def _memory() -> KeptAnswers:
 
 @cache
 def _kept(file: Path) -> KeptAnswers:
-    """Return the stored hashes; without a place on the disk this process has its own."""
+    """Return the hashes that are stored in a file, which is read once in a process."""
     try:
         return KeptAnswers(file)
-    except OSError:  # without a place on the disk each process remembers for itself
+    # Without a place on the disk each process remembers for itself.
+    except OSError:
         return KeptAnswers(Path(os.devnull))
 
 
 def file_sha256(path: Path) -> str:
-    """Return SHA-256 of a file in hexadecimal, as people check it with other programs.
+    """Return the SHA-256 of a file in hexadecimal digits, which people can check by `sha256sum`.
 
     Raises `OSError`.
     """

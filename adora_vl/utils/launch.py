@@ -22,7 +22,8 @@ from typing import NoReturn
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.versions import installed
 
-_LISTENING = range(12_000, 32_000)  # below what Linux and macOS give to connections
+# Ports below those that Linux and macOS give to connections
+_PORTS = range(12_000, 32_000)
 
 
 def find_cpu_build() -> bool:
@@ -34,31 +35,34 @@ def find_cpu_build() -> bool:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, outside the range that the system uses for connections.
+    """Return a port that nobody listens on, for the engine to listen on when it starts.
 
-    The engine listens on it only when it starts, up to a minute later; by then a port of that range
-    may be in use. Raises `RunError` where a hundred ports are all in use.
+    That may be a minute later. The system gives ports of a range of its own to any connection, so
+    that one of them might be in use by then: this port lies outside of it.
+
+    Raises:
+        RunError: a hundred ports are all in use.
     """
-    for port in random.SystemRandom().sample(_LISTENING, 100):
+    for port in random.SystemRandom().sample(_PORTS, 100):
+        # a port that is in use cannot be bound
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise RunError(
-        f"of 100 ports in {_LISTENING[0]} to {_LISTENING[-1]} none is free; set MASTER_PORT to "
-        "one that is"
+        f"of 100 ports in {_PORTS[0]} to {_PORTS[-1]} none is free; set MASTER_PORT to one that is"
     )
 
 
 def put_own_programs_on_path() -> None:
-    """Let child processes find the programs of this Python environment.
+    """Put the programs of this Python environment first on PATH, so that child processes find them.
 
-    They do so even if the environment was not activated. DeepSpeed and torch call `ninja` by name
+    That is so already if the environment was activated. DeepSpeed and torch call `ninja` by name
     when they compile an operator, `DeepSpeedCPUAdam` for instance.
     """
-    programs = str(Path(sys.executable).parent)
-    path = os.environ.get("PATH", os.defpath).split(os.pathsep)
-    remaining = [folder for folder in path if folder != programs]
-    os.environ["PATH"] = os.pathsep.join([programs, *remaining])
+    own_folder = str(Path(sys.executable).parent)
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    other_folders = [folder for folder in folders if folder != own_folder]
+    os.environ["PATH"] = os.pathsep.join([own_folder, *other_folders])
 
 
 def use_one_gpu() -> None:
@@ -68,15 +72,14 @@ def use_one_gpu() -> None:
     does not support.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
-        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[
-            0
-        ]
+        visible_gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus[0]
 
 
 def prepare_engine_environment() -> None:
-    """Make the engine live in this process and fit a small machine.
+    """Set the environment variables by which vLLM's engine runs in this process.
 
-    What the user has set stays as it is.
+    It has to be called before vLLM is imported. Variables that the user has set stay as they are.
     """
     put_own_programs_on_path()
     use_one_gpu()
@@ -98,7 +101,7 @@ def prepare_engine_environment() -> None:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 
 
-# torch's order
+# Environment variables with options of torch's allocator; the first that is set counts
 _ALLOCATOR_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
@@ -107,22 +110,25 @@ _ALLOCATOR_VARIABLES = (
 
 
 def use_expandable_segments() -> None:
-    """Let torch grow its blocks of GPU memory instead of storing one of every size.
+    """Let torch's allocator grow its blocks of GPU memory, which saves memory.
 
-    The packed sequences of every micro-batch have another length, which leaves gaps between fixed
-    blocks that no later tensor fits in. What the user has set stays as it is, and vLLM switches
-    this off around the memory that sleeps. It has to be called before torch first uses a GPU.
+    Each micro-batch has packed sequences of another length. With blocks of fixed size that leaves
+    gaps between them which no later tensor fits in. Options that the user has set stay as they are.
+    vLLM switches this off around the memory that it frees while it sleeps. It has to be called
+    before torch first uses a GPU.
     """
-    if not any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+    has_options = any(name in os.environ for name in _ALLOCATOR_VARIABLES)
+    if not has_options:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether torch's blocks of GPU memory can grow in this process, by its environment."""
-    setting = next(
-        (environment[name] for name in _ALLOCATOR_VARIABLES if environment.get(name)), ""
-    )
-    return "expandable_segments:true" in setting.replace(" ", "").lower()
+    """Return whether the environment lets torch's allocator grow its blocks of GPU memory."""
+    for name in _ALLOCATOR_VARIABLES:
+        options = environment.get(name)
+        if options:
+            return "expandable_segments:true" in options.replace(" ", "").lower()
+    return False
 
 
 # A lock without a builder on this machine may be held on another machine that shares the home
@@ -135,54 +141,66 @@ def builds_folder() -> Path:
 
     That module is not imported, since importing it takes seconds.
     """
-    named = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if named:
-        return Path(named)
+    chosen_folder = os.environ.get("TORCH_EXTENSIONS_DIR")
+    if chosen_folder:
+        return Path(chosen_folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
 
 
-def _works_in(folder: Path) -> bool:
-    """Return whether a process of this machine compiles in `folder`.
+def _has_builder(folder: Path) -> bool:
+    """Return whether a process of this machine compiles in the folder of a build.
 
-    Ninja and its compilers have the folder of the build as their working directory.
+    Ninja and its compilers have that folder as their working directory.
     """
-    for link in Path("/proc").glob("[0-9]*/cwd"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if link.samefile(folder):
+    for working_directory in Path("/proc").glob("[0-9]*/cwd"):
+        with suppress(OSError):  # the process has ended, or is another user's
+            if working_directory.samefile(folder):
                 return True
     return False
 
 
 def is_left_behind(lock: Path) -> bool | None:
-    """Return whether the build that a lock guards was killed.
+    """Return whether the build of an operator that a lock file guards was killed.
 
-    The result is True for a killed build, False for a lock that is held or gone, and None while
-    that cannot be told.
+    Torch makes the lock file while it compiles. A build that was killed leaves it, and all later
+    ones would wait for it for ever.
+
+    Returns:
+        True for a killed build, False for a lock that is held or gone, and None while that cannot be
+        told yet: nobody compiles there on this machine, but something was written not long ago.
     """
     try:
-        written = [lock.parent.stat().st_mtime]
+        write_times = [lock.parent.stat().st_mtime]
         for file in lock.parent.iterdir():
-            with suppress(FileNotFoundError):  # a compiler's temporary file
-                written.append(file.stat().st_mtime)
+            with suppress(FileNotFoundError):  # a compiler has removed its temporary file
+                write_times.append(file.stat().st_mtime)
     except OSError:
         return False
-    if not lock.exists() or _works_in(lock.parent):
+    if not lock.exists() or _has_builder(lock.parent):
         return False
-    return True if time.time() - max(written) > PATIENCE_S else None
+    seconds_since_write = time.time() - max(write_times)
+    return True if seconds_since_write > PATIENCE_S else None
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Remove the locks of killed builds, and wait while one may still be held.
+    """Remove the locks that killed builds of torch's operators left, since torch waits for them.
 
-    The first rank of a machine removes locks and says so in one line; its other ranks wait until it
-    has. To torch, a lock that vanishes means that the build is finished.
+    While it cannot be told whether a build was killed, this waits. The first rank of a machine
+    removes locks and says so in one line; its other ranks wait until it has. To torch, a lock that
+    vanishes means that the build is finished.
+
+    `sleep`: waits some seconds; tests do not wait.
     """
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    is_first_rank = os.environ.get("LOCAL_RANK", "0") == "0"
     folder = builds_folder()
-    for lock in sorted({*folder.glob("*/lock"), *folder.glob("*/*/lock")}):
+    # with and without a folder for the versions of Python and CUDA
+    locks = {*folder.glob("*/lock"), *folder.glob("*/*/lock")}
+    for lock in sorted(locks):
         has_printed = False
-        while (is_abandoned := is_left_behind(lock)) is not False:
-            if is_abandoned and first:
+        was_killed = is_left_behind(lock)
+        # it is False once the lock is held or gone
+        while was_killed is not False:
+            if was_killed and is_first_rank:
                 lock.unlink(missing_ok=True)
                 print(
                     f"removed {lock}: the build that it guarded was killed",
@@ -190,7 +208,7 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                     flush=True,
                 )
                 break
-            if first and not has_printed:
+            if is_first_rank and not has_printed:
                 build = (
                     f"a build of {lock.parent.name}, which another machine may be making (if "
                     f"none is: rm {lock})"
@@ -198,9 +216,10 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                 print(f"waiting up to {PATIENCE_S:.0f} s for {build}", file=sys.stderr, flush=True)
                 has_printed = True
             sleep(0.5)
+            was_killed = is_left_behind(lock)
 
 
-_WATCH_S = 1.0
+_WATCH_INTERVAL_S = 1.0
 # torchrun's option, which accelerate takes from `deepspeed_config` of its file
 _SHUTDOWN_TIMEOUT = "shutdown_timeout"
 _SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
@@ -232,16 +251,16 @@ SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml with
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a note if `accelerate launch` was asked for several processes and started one.
+    """Return a note for a run of which `accelerate launch` has started only one process.
 
-    It then sets an address to meet at and no number of processes. Empty elsewhere.
+    That is a run for which the user asked for several: accelerate then sets an address at which
+    processes meet, but no number of processes. The note is empty for any other run.
+
+    `environment`: the variables that accelerate has set.
     """
     wants_several = "ACCELERATE_DYNAMO_MODE" in environment and "MASTER_ADDR" in environment
-    if (
-        not wants_several
-        or under_elastic(environment)
-        or any(name.endswith("WORLD_SIZE") for name in environment)
-    ):
+    has_number = any(name.endswith("WORLD_SIZE") for name in environment)
+    if not wants_several or has_number or under_elastic(environment):
         return ""
     return (
         "accelerate was asked for several processes and has started one, by distributed_type: "
@@ -250,13 +269,17 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether the launcher waits only torch's default of 30 seconds after a signal.
+    """Return whether the launcher kills its processes 30 seconds after a signal, torch's default.
 
-    Its children can know that only in part.
+    That is too early to save a checkpoint. A launched process can tell it only by the environment:
+    neither a variable for the time is set, nor does accelerate's config file have the key for it.
     """
-    if not under_elastic(environment) or any(name in environment for name in _SHUTDOWN_VARIABLES):
+    has_variable = any(name in environment for name in _SHUTDOWN_VARIABLES)
+    if not under_elastic(environment) or has_variable:
         return False
-    return _SHUTDOWN_TIMEOUT not in environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    # accelerate lists the keys of `deepspeed_config` in its file here
+    config_keys = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    return _SHUTDOWN_TIMEOUT not in config_keys
 
 
 def watch_launcher() -> None:
@@ -281,31 +304,34 @@ def watch_parent() -> None:
     def hang_up_without_it() -> None:
         """End this process when its parent is gone."""
         while os.getppid() == parent:
-            time.sleep(_WATCH_S)
-        # the launcher was started with nohup
-        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        os.kill(os.getpid(), signal.SIGTERM if ignored else signal.SIGHUP)
+            time.sleep(_WATCH_INTERVAL_S)
+        ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        os.kill(os.getpid(), signal.SIGTERM if ignores_hangup else signal.SIGHUP)
 
     threading.Thread(target=hang_up_without_it, name="launcher-watch", daemon=True).start()
 
 
-_GONE = select.POLLERR | select.POLLHUP
+# stdout and stderr
+_OUTPUT_DESCRIPTORS = (1, 2)
+# What `poll` says of an output whose reader is gone
+_READER_GONE = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
-    """Redirect an output whose reader is gone to /dev/null.
+    """Redirect stdout or stderr to /dev/null if its reader is gone, such as a closed terminal.
 
     Otherwise the next line would end the run with an `OSError`. The descriptors are replaced, since
     tqdm and loggers use the stream objects that they were created with.
     """
     outputs = select.poll()
-    for descriptor in (1, 2):
+    for descriptor in _OUTPUT_DESCRIPTORS:
+        # no event is asked for, since errors are reported always
         outputs.register(descriptor, 0)
-    for descriptor, state in outputs.poll(0):
-        if state & _GONE:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
+    for descriptor, events in outputs.poll(0):
+        if events & _READER_GONE:
+            null_device = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null_device, descriptor)
+            os.close(null_device)
 
 
 def leave(code: int) -> NoReturn:
@@ -328,11 +354,12 @@ def leave(code: int) -> NoReturn:
 
 # in output_dir; hidden, since no run may write over a file of the user's
 STARTUP_LOG = ".startup.log"
-_SHOWN = 20  # lines
+# Lines of the log that are shown after an error
+_SHOWN_LINES = 20
 
 
 class StartupLog:
-    """Writes both outputs of this process into a file until `release`.
+    """Writes stdout and stderr of this process into a file while a run starts, until `release`.
 
     That includes what compiled code writes: the descriptors are replaced, since loggers and
     progress bars use the streams that they were created with. Where the file cannot be opened,
@@ -341,54 +368,74 @@ class StartupLog:
     """
 
     def __init__(self, path: Path, *, first: bool = False) -> None:
-        """Create the log. `first`: whether the file begins anew here; the others add to it."""
+        """Create the log.
+
+        Args:
+            path: the file, which all processes of a run share.
+            first: whether this is the first process, which empties the file; the others add to it.
+        """
         self.path = path
         self.first = first
-        self._screen: list[int] = []
-        self._began = 0
+        # copies of the descriptors of the screen while the log is open; empty before and after
+        self._screen_descriptors: list[int] = []
+        # size of the file when this process opened it
+        self._first_byte = 0
 
     def __enter__(self) -> StartupLog:
         """Send both outputs to the log; where it cannot be written they stay as they are."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if self.first else 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        if self.first:
+            flags |= os.O_TRUNC
         try:
-            log = os.open(self.path, flags, 0o644)
+            log_descriptor = os.open(self.path, flags, 0o644)
         except OSError:
             return self
-        self._began = os.fstat(log).st_size
+        self._first_byte = os.fstat(log_descriptor).st_size
+        # what was printed before belongs on the screen
         flush_outputs()
-        self._screen = [os.dup(1), os.dup(2)]
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        os.close(log)
+        self._screen_descriptors = [os.dup(descriptor) for descriptor in _OUTPUT_DESCRIPTORS]
+        for descriptor in _OUTPUT_DESCRIPTORS:
+            os.dup2(log_descriptor, descriptor)
+        os.close(log_descriptor)
         return self
 
     def release(self) -> None:
-        """Give the screen back. A second call does nothing."""
+        """Send both outputs to the screen again. A second call does nothing."""
+        # what was printed so far belongs in the log
         flush_outputs()
-        for descriptor, screen in zip((1, 2), self._screen, strict=False):
-            os.dup2(screen, descriptor)
-            os.close(screen)
-        self._screen = []
+        # not strict: after a first call there are no copies any more
+        for descriptor, screen_descriptor in zip(
+            _OUTPUT_DESCRIPTORS, self._screen_descriptors, strict=False
+        ):
+            os.dup2(screen_descriptor, descriptor)
+            os.close(screen_descriptor)
+        self._screen_descriptors = []
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Give the screen back, and show the last lines of the file for an error of ours."""
-        open_until_now = bool(self._screen)
+        """Send both outputs to the screen again, and show the log's last lines after an error.
+
+        They are not shown for a `UserError`, whose message says what is wrong, nor if the log was
+        released before the error.
+        """
+        was_open = len(self._screen_descriptors) > 0
         self.release()
-        is_ours = isinstance(error, Exception) and not isinstance(error, UserError)
-        if not open_until_now or not is_ours:
+        needs_explanation = isinstance(error, Exception) and not isinstance(error, UserError)
+        if not was_open or not needs_explanation:
             return
         with suppress(OSError):
-            output = self.path.read_bytes()[self._began :].decode(errors="replace")
+            output = self.path.read_bytes()[self._first_byte :].decode(errors="replace")
             lines = [line for line in output.splitlines() if line.strip()]
             if lines:
                 head = f"The last of what the libraries have said ({self.path} has all of it):"
-                print("\n".join([head, *lines[-_SHOWN:]]), file=sys.stderr, flush=True)
+                last_lines = lines[-_SHOWN_LINES:]
+                print("\n".join([head, *last_lines]), file=sys.stderr, flush=True)
 
 
 def flush_outputs() -> None:
-    """Write what the buffers of both streams of Python hold."""
+    """Write out what Python holds in the buffers of stdout and stderr."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError, AttributeError):  # a stream may be closed, or none
+        # a stream may be closed, or None
+        with suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -32,8 +32,9 @@ from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, written_to
 from adora_vl.utils.secrets import masked_text, note_secret
 
-_RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
-_REFUSED = (401, 403)
+# HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
+_RETRIED_CODES = (408, 409, 425, 429, 500, 502, 503, 504)
+_REFUSED_CODES = (401, 403)
 # What servers say of a prompt that has no room in the model's context, and of an answer for which
 # there is none left.
 _LONG_PROMPT = re.compile(
@@ -41,27 +42,31 @@ _LONG_PROMPT = re.compile(
 )
 _LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _LONGEST_WAIT_S = 60.0
-# bytes that are read of what a server says about a refused call, and characters shown
-_SAID = 4096
-_SHOWN = 200
-_LARGEST_REPLY = 32 * 2**20  # bytes; a million tokens of text are a quarter of it
+# bytes that are read of what a server says about a refused call, and characters that are shown
+_ERROR_BYTES = 4096
+_SHOWN_CHARACTERS = 200
+_LARGEST_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
 Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """`timeout_s` bounds a whole attempt, to the reply's last byte; `wait_s` doubles from one
-    attempt to the next.
-    """
+    """Where calls go, and how often and how long they are tried."""
 
-    url: str  # such as http://localhost:8000/v1
+    url: str
+    """Such as http://localhost:8000/v1."""
     model: str
-    key_variable: str = "OPENAI_API_KEY"  # of the environment; no key is sent where it is not set
+    key_variable: str = "OPENAI_API_KEY"
+    """The environment variable that holds the key; no key is sent where it is not set."""
     timeout_s: float = 60.0
+    """The limit of a whole attempt, to the reply's last byte."""
     attempts: int = 4
     wait_s: float = 1.0
+    """The wait after the first attempt; it doubles from one attempt to the next."""
     workers: int = 8
-    body: Mapping[str, Any] = field(default_factory=dict)  # further fields of every request
+    """How many calls run at once."""
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of every request."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,16 @@ class EndpointError(SpokenError):
         too_long: bool = False,
         unreachable: bool = False,
     ) -> None:
-        """Begin an error. `wait_s`: how long the server asks to wait before another attempt."""
+        """Create the error.
+
+        Args:
+            reason: why there is no answer.
+            again: whether another attempt may succeed.
+            wait_s: how long the server asks to wait before another attempt.
+            refused: whether the server accepts no call with this key.
+            too_long: whether the model's context does not hold the prompt.
+            unreachable: whether nobody answers at the address.
+        """
         super().__init__(reason)
         self.again = again
         self.wait_s = wait_s
@@ -109,18 +123,24 @@ class EndpointError(SpokenError):
 
 
 def check_url(name: str, url: str) -> str:
-    """Return an http address without credentials in it.
+    """Return an http address, which has no credentials in it, without its last slash.
 
-    Raises `UserError`, in which `name` stands for the option.
+    Args:
+        name: the option that has the address, with which the message begins.
+        url: the address.
+
+    Raises:
+        UserError: it is no http address, or has credentials in it.
     """
     try:
         parts = urllib.parse.urlsplit(url)
         host = (parts.hostname or "").encode("idna")
-        sound = parts.scheme in ("http", "https") and host != b"" and parts.port != 0
-    except ValueError:  # brackets without an end, a port that is no number, a name that no host has
-        sound = False
-    if not sound or not url.isprintable() or " " in url:
-        address = url.rpartition("@")[2]  # before it a key may stand
+        is_http_address = parts.scheme in ("http", "https") and host != b"" and parts.port != 0
+    # brackets without an end, a port that is no number, a name that no host has
+    except ValueError:
+        is_http_address = False
+    if not is_http_address or not url.isprintable() or " " in url:
+        _, _, address = url.rpartition("@")  # what stands before it may be a key
         raise UserError(
             f"{name}: {address!r:.80} is no http address; give one such as http://localhost:8000/v1"
         )
@@ -137,189 +157,249 @@ class ChatClient:
     def __init__(
         self, endpoint: Endpoint, *, cache: Path | None = None, budget: int | None = None
     ) -> None:
-        """Create the client, and read the answers of before.
+        """Create the client, and read the answers that earlier runs have stored.
 
         Args:
             endpoint: where calls go, and with which model.
-            cache: a file of earlier answers, by the request; None for no cache.
-            budget: the largest number of calls, each attempt one; None for any.
+            cache: the file of stored answers; None for no cache.
+            budget: the largest number of calls, where each attempt counts as one; None for no
+                limit.
 
-        Raises `UserError` for a cache that cannot be read.
+        Raises:
+            UserError: the cache cannot be read.
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
         self.budget = budget
+        # how many calls were made; several threads count them under the lock
         self.calls = 0
         self._lock = threading.Lock()
-        self._file = cache
-        self._answers = None
+        self._cache_file = cache
+        self._stored_answers: KeptAnswers | None = None
         if cache is not None:
             with written_to("judge_cache", cache):
-                self._answers = KeptAnswers(cache)
+                self._stored_answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
-        """Return the answer to these messages that is on the disk, None without one."""
-        return None if self._answers is None else self._answers.get(self._key(messages))
+        """Return the stored answer to these messages; None where there is none."""
+        if self._stored_answers is None:
+            return None
+        return self._stored_answers.get(self._cache_key(messages))
 
-    def _key(self, messages: Messages) -> str:
-        """Return the key of a request in the cache."""
-        # Not the address: the same model on another port or node gives the same answers.
+    def _cache_key(self, messages: Messages) -> str:
+        """Return the key of a request in the cache: a hash of the model, the fields and the messages.
+
+        The address is not in it, as the same model on another port or node gives the same answers.
+        """
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
-        """Return what `read` makes of the answer, which `cached` gives from now on.
+        """Ask for an answer, read it, and store what was read in the cache.
 
-        `read` may raise `EndpointError` for an answer of the wrong form, which is then asked for
-        again, unless it was cut off at the limit on its tokens.
+        Args:
+            messages: the conversation.
+            read: turns the text of the answer into what is wanted of it, such as a score. It may
+                raise `EndpointError` for an answer of the wrong form. Such an answer is asked for
+                again, unless it was cut off at the limit on its tokens.
+
+        Returns:
+            what `read` returned.
+
+        Raises:
+            EndpointError: no attempt gave an answer of the right form.
         """
 
-        def asked() -> str:
-            """Return what `read` makes of one reply."""
-            reply = self._call(messages, {})
+        def ask_once() -> str:
+            """Make one attempt."""
+            reply = self._call(messages, body={})
             try:
                 return read(reply.text)
             except EndpointError as error:
                 if reply.finish_reason != "length":
                     raise
                 # The next attempt would end at the same limit.
-                cut = f"{error}; it was cut off at the limit on its tokens"
-                raise EndpointError(cut, again=False) from error
+                reason = f"{error}; it was cut off at the limit on its tokens"
+                raise EndpointError(reason, again=False) from error
 
-        answer: str = self._patiently(asked)
-        if self._answers is not None and self._file is not None:
-            with written_to("judge_cache", self._file):
-                self._answers.put(self._key(messages), answer)
+        answer: str = self._with_attempts(ask_once)
+        if self._stored_answers is not None and self._cache_file is not None:
+            with written_to("judge_cache", self._cache_file):
+                self._stored_answers.put(self._cache_key(messages), answer)
         return answer
 
     def chat(self, messages: Messages, **body: Any) -> Reply:
-        """Return one answer with its counts, never from the cache.
+        """Ask for an answer, and return it with its numbers of tokens. The cache is not used.
 
-        `body`: fields of this request. Raises `EndpointError`.
+        Args:
+            messages: the conversation.
+            body: further fields of this request.
+
+        Raises:
+            EndpointError: no attempt gave an answer.
         """
-        answer: Reply = self._patiently(lambda: self._call(messages, body))
-        return answer
+        reply: Reply = self._with_attempts(lambda: self._call(messages, body))
+        return reply
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """Return the result of `function` for each item, in order.
+        """Call a function for each item in several threads, and return its results in order.
 
         As many calls run at once as there are workers. Their threads are daemons, so that after
         Ctrl-C nobody waits for the calls under way: with their further attempts they may take many
         minutes.
         """
 
-        def named() -> None:
+        def name_thread() -> None:
+            """Give a thread the name by which tests and debuggers know it."""
             threading.current_thread().name = "endpoint"
 
-        with ThreadPool(self.endpoint.workers, named) as threads:
+        with ThreadPool(self.endpoint.workers, initializer=name_thread) as threads:
             return threads.map(function, items, chunksize=1)
 
-    def _patiently(self, call: Callable[[], Any]) -> Any:
-        """Return the result of a call, which is tried several times.
+    def _with_attempts(self, call: Callable[[], Any]) -> Any:
+        """Make a call until it succeeds, at most `attempts` times, and return its result.
 
-        The wait between two attempts doubles, and is at least what the server asks for. Raises
-        `EndpointError` after the last attempt, and for an error that another attempt cannot mend.
+        The wait between two attempts doubles, and is at least what the server asks for.
+
+        Raises:
+            EndpointError: the last attempt failed, or one after which no other can succeed.
         """
-        wait = self.endpoint.wait_s
+        wait_s = self.endpoint.wait_s
         for attempt in range(1, self.endpoint.attempts + 1):
             try:
                 return call()
             except EndpointError as error:
-                if attempt == self.endpoint.attempts or not error.again:
-                    why = f"{error} (attempt {attempt})"
+                is_last = attempt == self.endpoint.attempts
+                if is_last or not error.again:
                     raise EndpointError(
-                        why,
+                        f"{error} (attempt {attempt})",
                         refused=error.refused,
                         too_long=error.too_long,
                         unreachable=error.unreachable,
                     ) from error
-                time.sleep(min(max(wait, error.wait_s), _LONGEST_WAIT_S))
-            wait *= 2
+                time.sleep(min(max(wait_s, error.wait_s), _LONGEST_WAIT_S))
+            wait_s *= 2
         raise AssertionError("at least one attempt")
 
     def _call(self, messages: Messages, body: Mapping[str, Any]) -> Reply:
-        """Make one call, which counts towards the budget. Raises `EndpointError`."""
+        """Make one attempt, which counts towards the budget, and return the model's reply.
+
+        Args:
+            messages: the conversation.
+            body: fields of this request, which take precedence over those of the endpoint.
+
+        Raises:
+            EndpointError: the budget is used up, the call failed, or the reply has another form.
+        """
         with self._lock:
             if self.budget is not None and self.calls >= self.budget:
                 raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
             self.calls += 1
-        # Fields of the one call take precedence over those of the endpoint.
-        content = json.dumps({**self._fields, "messages": list(messages), **body}).encode()
-        received = self._post(content)
+        request = {**self._fields, "messages": list(messages), **body}
+        reply_body = self._post(json.dumps(request).encode())
         try:
-            reply = json.loads(received)
+            reply = json.loads(reply_body)
             choice = reply["choices"][0]
             usage = reply.get("usage") or {}
             return Reply(
                 text=_text_of(choice),
-                n_tokens=_count(usage.get("completion_tokens")),
+                n_tokens=_token_count(usage.get("completion_tokens")),
                 finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
-                n_prompt_tokens=_count(usage.get("prompt_tokens")),
+                n_prompt_tokens=_token_count(usage.get("prompt_tokens")),
             )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise EndpointError("the reply is not a chat completion") from error
 
     def _post(self, content: bytes) -> bytes:
-        """Send a request with the key, and return the body of the reply.
+        """Send a request with the key of the environment, and return the body of the reply.
 
-        Raises `EndpointError`, which says whether another attempt may help, how long to wait for
-        it, whether the key was refused, and whether the prompt is too long.
+        Raises:
+            EndpointError: the call failed. The error says whether another attempt may help, how long
+                to wait for it, whether the key was refused, and whether the prompt is too long.
         """
         headers = {"Content-Type": "application/json"}
-        key = os.environ.get(self.endpoint.key_variable, "").strip()
-        if not (key.isascii() and key.isprintable()):  # the library's own error would show it
-            wrong = (
-                "has a character that no header can hold, such as a line break; set it to the "
-                "key alone"
-            )
-            raise EndpointError(
-                f"the key in {self.endpoint.key_variable} {wrong}", again=False, refused=True
-            )
+        key = self._api_key()
         if key:
-            note_secret(key)
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            status, reply_headers, received = fetch(
+            reply = fetch(
                 address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
             )
-        except (
-            OSError,
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            ValueError,
-        ) as error:  # no connection, too late, no HTTP
+        # no connection, a reply that came too late, or one that is no HTTP
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise EndpointError(
                 f"{type(error).__name__}: {error}", unreachable=is_unreachable
             ) from error
-        if httpx.codes.is_success(status):
-            return received
-        again = status in _RETRIED
-        why = "" if again else _in_a_line(received, key)
-        if status == httpx.codes.NOT_FOUND:  # an address that goes on too far, or not far enough
-            why = f" at {address}{why}"
+        if httpx.codes.is_success(reply.status):
+            return reply.body
+        may_succeed_later = reply.status in _RETRIED_CODES
+        # What a server says of a passing failure, such as a page of its proxy, is of no use.
+        server_words = "" if may_succeed_later else _error_words(reply.body, key)
+        if reply.status == httpx.codes.NOT_FOUND:
+            # the user may have named an address that goes on too far, or not far enough
+            server_words = f" at {address}{server_words}"
+        # Servers refuse an answer that may become too long in similar words.
+        names_prompt = _LONG_PROMPT.search(server_words) is not None
+        names_answer = _LONG_ANSWER.search(server_words) is not None
         raise EndpointError(
-            f"HTTP {status}{why}",
-            again=again,
-            wait_s=_seconds(reply_headers.get("Retry-After")),
-            refused=status in _REFUSED,
-            too_long=bool(_LONG_PROMPT.search(why)) and not _LONG_ANSWER.search(why),
+            f"HTTP {reply.status}{server_words}",
+            again=may_succeed_later,
+            wait_s=_seconds(reply.headers.get("Retry-After")),
+            refused=reply.status in _REFUSED_CODES,
+            too_long=names_prompt and not names_answer,
         )
+
+    def _api_key(self) -> str:
+        """Return the key from the environment; empty where it is not set.
+
+        Raises:
+            EndpointError: it has a character that no HTTP header can hold. The HTTP library would
+                say so too, but show the key.
+        """
+        key = os.environ.get(self.endpoint.key_variable, "").strip()
+        if not key.isascii() or not key.isprintable():
+            raise EndpointError(
+                f"the key in {self.endpoint.key_variable} has a character that no header can hold, "
+                "such as a line break; set it to the key alone",
+                again=False,
+                refused=True,
+            )
+        if key:
+            note_secret(key)
+        return key
 
 
 Headers = Mapping[str, str]
-Exchanged = tuple[int, Headers, bytes]  # status, headers and body
+
+
+class HttpReply(NamedTuple):
+    """What a server has replied."""
+
+    status: int
+    headers: Headers
+    body: bytes
 
 
 def fetch(
     address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
-) -> Exchanged:
-    """Return status, headers and body of one exchange, a GET where there is no `content`.
+) -> HttpReply:
+    """Send one HTTP request and return the reply.
 
-    All of it ends after `timeout_s`. The proxy of the environment is used, but not for this machine
-    itself, and no redirect is followed: the key goes to the address that the user named. Raises
-    what httpx raises, `OSError`, and `EndpointError` for a body without end.
+    The proxy of the environment is used, but not for this machine itself. No redirect is followed,
+    so that the key in a header goes nowhere but to the address that the user named.
+
+    Args:
+        address: where the request goes.
+        timeout_s: the limit of all of it, to the reply's last byte.
+        content: the body of a POST request; None for a GET request.
+        headers: of the request.
+
+    Raises:
+        EndpointError: the reply is too large.
+        OSError: there is no connection, or `timeout_s` is over (`TimeoutError`).
+        httpx.HTTPError: the reply is no HTTP.
     """
     exchange = partial(
         asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
@@ -328,45 +408,51 @@ def fetch(
         asyncio.get_running_loop()
     except RuntimeError:
         return exchange()
-    with ThreadPool(1) as threads:  # a notebook runs a loop on this one
+    # An event loop runs in this thread, as in a notebook, and a thread can run one at a time.
+    with ThreadPool(1) as threads:
         return threads.apply(exchange)
 
 
 async def _exchange(
     address: str, timeout_s: float, content: bytes | None, headers: Headers | None
-) -> Exchanged:
-    """Make one HTTP exchange within `timeout_s`.
+) -> HttpReply:
+    """Send one HTTP request and return the reply, as `fetch` says.
 
-    The body of an error is read only as far as it is shown. Raises `EndpointError` for a body
-    without end, `TimeoutError`, and what httpx raises.
+    The body of an error is read only as far as it is shown.
     """
     received = bytearray()
-    asking = httpx.AsyncClient(verify=_trusted(), trust_env=not is_here(address), timeout=None)  # noqa: S113  # below
+    # without a timeout of its own, since that would be for each part of the reply
+    client = httpx.AsyncClient(
+        verify=_certificates(),
+        trust_env=not is_here(address),
+        timeout=None,  # noqa: S113
+    )
     method = "GET" if content is None else "POST"
     try:
-        call = asking.stream(method, address, content=content, headers=headers)
-        async with asyncio.timeout(timeout_s), asking, call as reply:
+        stream = client.stream(method, address, content=content, headers=headers)
+        async with asyncio.timeout(timeout_s), client, stream as reply:
             async for part in reply.aiter_bytes():
                 received += part
-                if not reply.is_success and len(received) > _SAID:
+                if not reply.is_success and len(received) > _ERROR_BYTES:
                     break
-                if len(received) > _LARGEST_REPLY:
+                if len(received) > _LARGEST_REPLY_BYTES:
                     raise EndpointError(
-                        f"the reply is larger than {_LARGEST_REPLY / 2**20:g} MiB", again=False
+                        f"the reply is larger than {_LARGEST_REPLY_BYTES / 2**20:g} MiB",
+                        again=False,
                     )
     except TimeoutError:
         raise TimeoutError("the call took too long") from None
-    return reply.status_code, reply.headers, bytes(received)
+    return HttpReply(status=reply.status_code, headers=reply.headers, body=bytes(received))
 
 
 @cache
-def _trusted() -> ssl.SSLContext:
-    """Return the certificates of this machine, read once."""
+def _certificates() -> ssl.SSLContext:
+    """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
     return ssl.create_default_context()
 
 
 def is_here(address: str) -> bool:
-    """Return whether an address leads to this machine itself, where no proxy can lead."""
+    """Return whether an address leads to this machine itself, which no proxy can reach."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:
         ip_address = ipaddress.ip_address(host)
@@ -376,11 +462,14 @@ def is_here(address: str) -> bool:
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
-    """Return the text of a choice in a reply.
+    """Return the text of the model's message in a reply; empty if the model only got to thinking.
 
-    A server with a reasoning parser sends null where the model came to no text behind its thinking:
-    that is an empty answer. Raises `EndpointError` where null stands for something else, a refusal
-    or a call of a tool, and `LookupError` where there is no content.
+    `choice`: an entry of `choices` of a chat completion. A server with a reasoning parser sends null
+    for the text where the answer ended within the thinking.
+
+    Raises:
+        EndpointError: null stands for something else, a refusal or a call of a tool.
+        LookupError: the message has no content at all.
     """
     message = choice["message"]
     text = message["content"]
@@ -394,21 +483,27 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     raise EndpointError(f"the reply has no text (its finish_reason is {reason!r})")
 
 
-def _count(value: object) -> int:
-    """Return a number of tokens as a server says it; 0 for what is none."""
+def _token_count(value: object) -> int:
+    """Return a number of tokens that a server says; 0 where it says none, or no number."""
     return int(value) if isinstance(value, int | float) and 0 < value < 2**53 else 0
 
 
-def _in_a_line(received: bytes, key: str) -> str:
-    """Return what the server says about a call that it refuses, without the key, in one line."""
-    text = received[:_SAID].decode(errors="replace")
-    text = " ".join("".join(char if char.isprintable() else " " for char in text).split())
-    text = masked_text(text, key)
-    return f": {text[:_SHOWN]}" if text else ""
+def _error_words(body: bytes, key: str) -> str:
+    """Return what a server says about a call that it refuses, for the end of a message of one line.
+
+    Args:
+        body: the body of the reply; empty gives an empty text.
+        key: the key of the call, which the server may have repeated, and which is hidden.
+    """
+    text = body[:_ERROR_BYTES].decode(errors="replace")
+    printable_text = "".join(char if char.isprintable() else " " for char in text)
+    one_line = " ".join(printable_text.split())
+    one_line = masked_text(one_line, key)
+    return f": {one_line[:_SHOWN_CHARACTERS]}" if one_line else ""
 
 
 def _seconds(retry_after: str | None) -> float:
-    """Return the seconds that the server asks to wait for."""
+    """Return the seconds to wait that a server asks for in the header `Retry-After`; 0 without one."""
     try:
         return max(0.0, float(retry_after or 0))
     except ValueError:  # a date

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hashing import content_hash
@@ -31,29 +31,30 @@ LOAD_TIMEOUT_S = 60.0
 SHORTEST_S = 0.001
 LONGEST_S = 10**9
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
-_AGAIN_S = 1.0  # between signals, for a function that catches the first one
+_SIGNAL_INTERVAL_S = 1.0  # between signals, for a function that catches the first one
 # The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
 # known by where they lie; `adora_vl` is ours wherever the file lies.
 _OURS = tuple(
     Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
 )
-_beside: list[Path] = []  # the folder of this process's config
+# The folder of the config that this process was started with, as the only entry; empty without one
+_beside: list[Path] = []
 
 
 @dataclass(frozen=True)
 class FromFile:
-    """What an entry names.
-
-    `file`: as the entry writes it. `hash`: of the file and its neighbours.
-    """
+    """What an entry `FILE.py:NAME` stands for."""
 
     value: Any
+    """The function or class of that name."""
     file: str
+    """The file, as the entry writes it."""
     hash: str
+    """Hash of the file and of the modules beside it that it imports."""
 
 
 def is_own(entry: str) -> bool:
-    """Return whether an entry names a file, and not one of ours."""
+    """Return whether an entry of a key names a file of the user's, and not a part of this package."""
     return ".py:" in entry or entry.endswith(".py")
 
 
@@ -75,24 +76,26 @@ def function_name(function: Any) -> str:
 
 
 def source_hash(function: Any) -> str:
-    """Return a hash of a function's own text, or of a builtin's name.
+    """Return a hash of a function's source text, by which a changed function is known.
 
-    The hash is of the function and not of its file, since the file may be the script that says how
-    long to train.
+    It is not of the whole file, since that may be the script that also says how long to train. For
+    what has no source, such as a builtin function, it is a hash of the name.
     """
     while isinstance(function, partial):
         function = function.func
     text = function_name(function)
-    named = inspect.isroutine(function) or inspect.isclass(function)
+    has_definition = inspect.isroutine(function) or inspect.isclass(function)
+    # an object that can be called has the source of its class
+    definition = function if has_definition else type(function)
     with suppress(OSError, TypeError):
-        text = inspect.getsource(function if named else type(function))
+        text = inspect.getsource(definition)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def search_files_beside(config: Path | None) -> None:
-    """Look for files beside this config first, from now on.
+    """Let `from_file` look for files beside the config first, from now on.
 
-    `config` is the one that the process was started with; None is none.
+    `config`: the config file that the process was started with; None without one.
     """
     _beside[:] = [config.parent] if config else []
 
@@ -100,72 +103,86 @@ def search_files_beside(config: Path | None) -> None:
 def from_file(
     key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
 ) -> FromFile:
-    """Load what `FILE.py:NAME` in `key` stands for.
+    """Load the function or class of the user's that an entry `FILE.py:NAME` of a key names.
 
-    The file is looked for beside the config, then in the working directory. Raises `UserError` for
-    a file that does not exist or fails, with the line that failed, and for a name that it does not
-    have.
+    The file is looked for beside the config, then in the working directory.
 
     Args:
         key: the key that has the entry, for messages.
         entry: `FILE.py:NAME`.
         noun: what the value has to be, in one word for messages, such as `function`.
         fits: whether a value is that.
+
+    Raises:
+        UserError: the file does not exist, fails while it is loaded (the message has the line), or
+            has no such name.
     """
-    path = _find(key, entry, noun)
-    # Before the file is read: what changes from now on is another one at the next start.
-    known_by = content_hash(with_neighbours(path))
-    name = own_name(entry)
-    module = _module(f"{key}: {entry!r}", path, name)
-    loaded = getattr(module, name, None)
-    if loaded is None:
-
-        def came(value: object) -> bool:  # by an import
-            return (
-                inspect.isroutine(value) or inspect.isclass(value)
-            ) and value.__module__ != module.__name__
-
-        names = [
-            name
-            for name, value in vars(module).items()
-            if fits(value) and not (name.startswith("_") or came(value))
-        ]
+    path = _find_file(key, entry, noun)
+    # Before the file is loaded: if it changes in the meantime, the next start sees another hash.
+    files_hash = content_hash(with_neighbours(path))
+    file, _, name = entry.rpartition(":")
+    module = _load_module(f"{key}: {entry!r}", path, name)
+    value = getattr(module, name, None)
+    if value is None:
+        names = _fitting_names(module, fits)
         contents = f"it has {', '.join(names)}" if names else f"it has no {noun}"
         raise UserError(
             f"{key}: {entry!r}: no {noun} {name!r} there; {contents}{did_you_mean(name, names)}"
         )
-    if not fits(loaded):
+    if not fits(value):
         raise UserError(
-            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(loaded).__name__})"
+            f"{key}: {entry!r}: {name} is no {noun} (it is of type {type(value).__name__})"
         )
-    return FromFile(loaded, entry.rpartition(":")[0], known_by)
+    return FromFile(value=value, file=file, hash=files_hash)
 
 
-def _find(key: str, entry: str, noun: str) -> Path:
-    """Return the file of an entry, beside the config or in the working directory.
+def _fitting_names(module: ModuleType, fits: Callable[[Any], bool]) -> list[str]:
+    """Return the names in a module that an entry could mean, to suggest them.
 
-    Raises `UserError` for an entry that is no `FILE.py:NAME`, and where there is no such file.
+    Private names, and functions and classes that the module has imported, are none of them.
     """
-    name, colon, object_name = entry.rpartition(":")
-    if not colon or not object_name.isidentifier():
+    names = []
+    for name, value in vars(module).items():
+        has_module = inspect.isroutine(value) or inspect.isclass(value)
+        is_imported = has_module and value.__module__ != module.__name__
+        if fits(value) and not name.startswith("_") and not is_imported:
+            names.append(name)
+    return names
+
+
+def _find_file(key: str, entry: str, noun: str) -> Path:
+    """Return the path of the file in an entry, beside the config or in the working directory.
+
+    Args:
+        key: the key that has the entry, for messages.
+        entry: `FILE.py:NAME`.
+        noun: what NAME has to be, in one word for messages.
+
+    Raises:
+        UserError: the entry has another form, or there is no such file.
+    """
+    file, colon, object_name = entry.rpartition(":")
+    if colon == "" or not object_name.isidentifier():
         raise UserError(
             f"{key}: {entry!r} names no {noun}; write FILE.py:{noun.upper()}, with a name in the "
             "file"
         )
+    # each folder once: the config may lie in the working directory
     folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
     for folder in folders:
-        path = (folder / Path(name).expanduser()).resolve()
+        path = (folder / Path(file).expanduser()).resolve()
         if path.is_file():
             return path
     searched = " or in ".join(repr(str(folder)) for folder in folders)
-    raise UserError(f"{key}: {entry!r}: there is no file {name!r} in {searched}")
+    raise UserError(f"{key}: {entry!r}: there is no file {file!r} in {searched}")
 
 
 def with_neighbours(path: Path) -> set[Path]:
-    """Return a file and the modules beside it that it imports, and those that these import.
+    """Return a Python file with all files beside it that it imports, directly or indirectly.
 
-    Modules in packages below it count too, and imports inside a function. The standard library's
-    `modulefinder` ends in an error for a package without `__init__.py`.
+    Their content decides what the file does. Modules in packages below its folder count too, and
+    imports inside a function. The standard library's `modulefinder` is not used, since it fails for
+    a package without `__init__.py`.
     """
     root = path.parent
     files = set[Path]()
@@ -174,51 +191,65 @@ def with_neighbours(path: Path) -> set[Path]:
         file = pending.pop()
         if file in files or not file.is_file():
             continue
-        is_ours = any(file.is_relative_to(folder) for folder in _OURS)
-        if is_ours and file != path:
+        # this project's own modules have a version, and are no part of the user's code
+        is_of_project = any(file.is_relative_to(folder) for folder in _OURS)
+        if is_of_project and file != path:
             continue
         files.add(file)
-        for name in _imported(file, file.parent.relative_to(root).parts):
-            for module_path in (root.joinpath(*name[:end]) for end in range(1, len(name) + 1)):
-                pending += [
-                    module_path.with_name(f"{module_path.name}.py"),
-                    module_path / "__init__.py",
-                ]
+        package = file.parent.relative_to(root).parts
+        for name_parts in _imported_names(file, package):
+            # `import a.b.c` loads the modules a, a.b and a.b.c
+            for end in range(1, len(name_parts) + 1):
+                module_path = root.joinpath(*name_parts[:end])
+                pending.append(module_path.with_name(f"{module_path.name}.py"))
+                pending.append(module_path / "__init__.py")
     return files
 
 
-def _imported(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the names that a file of `package` imports, each in its parts.
+def _imported_names(file: Path, package: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the dotted names that a Python file imports, each as a tuple of its parts.
 
-    `from a.b import c` gives `a.b.c`, which may be a module or not.
+    `from a.b import c` gives `("a", "b", "c")`, whether `c` is a module or a name in `a.b`.
+
+    Args:
+        file: the file. One with a syntax error imports nothing; loading it says what is wrong.
+        package: the names of the packages that the file lies in, which relative imports start from.
     """
     names: list[tuple[str, ...]] = []
-    with suppress(SyntaxError, ValueError):  # loading the file says what is wrong
+    with suppress(SyntaxError, ValueError):
         for node in ast.walk(ast.parse(file.read_bytes())):
             if isinstance(node, ast.Import):
                 names += [tuple(alias.name.split(".")) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                parents = package[: len(package) + 1 - node.level] if node.level else ()
-                names += [
-                    (*parents, *filter(None, (node.module or "").split(".")), alias.name)
-                    for alias in node.names
-                ]
-    return [name for name in names if name[0] != "adora_vl"]
+                # one dot is the file's own package, each further dot the package around it
+                is_relative = node.level > 0
+                parents = package[: len(package) + 1 - node.level] if is_relative else ()
+                module_parts = node.module.split(".") if node.module else []
+                names += [(*parents, *module_parts, alias.name) for alias in node.names]
+    return [name_parts for name_parts in names if name_parts[0] != "adora_vl"]
 
 
-def _module(where: str, path: Path, object_name: str) -> ModuleType:
-    """Load a file of the user's as a module, once in a process, and return it.
+def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
+    """Load a file of the user's as a module, once in a process, and return the module.
 
-    Raises `UserError` where it fails, with the line that failed.
+    Args:
+        where: the key and its entry, with which an error message begins.
+        path: the file.
+        object_name: what is wanted from it, for a line about a process that the file forks.
+
+    Raises:
+        UserError: the file fails; the message has the line of the file that failed.
     """
-    name = f"adora_own_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    if name in sys.modules:  # so that two functions of one file share its globals
+    path_hash = hashlib.sha256(str(path).encode()).hexdigest()[:8]
+    name = f"adora_own_{path.stem}_{path_hash}"
+    # once, so that two functions of one file share its globals
+    if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # at the end: files beside it can be imported, and hide nothing installed
+    # The file may import those beside it. Their folder comes last, so that they hide no library.
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     sys.modules[name] = module
@@ -231,24 +262,26 @@ def _module(where: str, path: Path, object_name: str) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit, OverdueError) as error:
         del sys.modules[name]
-        _refuse(where, path, error)
+        line_number = _failed_line(path, error)
+        line_words = f"line {line_number}: " if line_number is not None else ""
+        raise UserError(f"{where} cannot be loaded: {line_words}{in_one_line(error)}") from None
     return module
 
 
-def _refuse(where: str, path: Path, error: BaseException) -> NoReturn:
-    """Raise the `UserError` for a file that failed, with the last of its lines in the traceback."""
-    lines = [
+def _failed_line(path: Path, error: BaseException) -> int | None:
+    """Return the number of the line in a user's file that an error came from.
+
+    It is the line of a syntax error, or the innermost line of the file in the traceback. None where
+    the file is not in it.
+    """
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return error.lineno or None  # 0 for an error of the file as a whole
+    line_numbers = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename == str(path)
     ]
-    line = (
-        error.lineno
-        if isinstance(error, SyntaxError) and error.filename == str(path)
-        else lines[-1:]
-    )
-    at = f"line {line[0] if isinstance(line, list) else line}: " if line else ""
-    raise UserError(f"{where} cannot be loaded: {at}{in_one_line(error)}") from None
+    return line_numbers[-1] if line_numbers else None
 
 
 class OverdueError(BaseException):
@@ -263,31 +296,44 @@ class OverdueError(BaseException):
 
 @contextmanager
 def in_one_process(label: str) -> Iterator[None]:
-    """End a process that the block has forked and that leaves it, as it would be a second run.
+    """End a process that the code in the `with` has forked when it comes to the end of the `with`.
 
-    This is the innermost of a call's blocks: `backstop` would wait for a thread that a forked
-    process does not have. `label`: begins the line that is written then.
+    A function of the user's that forks has to end the child process itself (`os._exit`). Otherwise
+    the child would return from the function too, and go on as a second run.
+
+    This `with` goes inside those of `deadline` and `backstop`: the latter would wait in the child
+    for a thread that a forked process does not have.
+
+    `label`: the user's function, with which the line on stderr begins.
     """
-    pid = os.getpid()
+    first_pid = os.getpid()
     try:
         yield
     except SystemExit as error:
-        if os.getpid() != pid:
-            os._exit(error.code if isinstance(error.code, int) else int(error.code is not None))
+        is_child = os.getpid() != first_pid
+        if is_child:
+            # a child that calls `sys.exit` means to end: with its code, or 1 for a message
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+            os._exit(code)
         raise
     finally:
-        if os.getpid() != pid:
+        is_child = os.getpid() != first_pid
+        if is_child:
             line = (
                 f"{label}: it forked a process that did not end in it (os._exit); that process "
                 "was ended\n"
             )
-            os.write(2, line.encode())  # the buffers of sys.stderr are the first process's
+            # directly, since the buffer of sys.stderr may hold what the first process will write
+            os.write(2, line.encode())
             os._exit(1)
 
 
 @contextmanager
 def back_in(folder: Path) -> Iterator[None]:
-    """Makes `folder` the working directory again when the block ends: paths of the run start there."""
+    """Make `folder` the working directory again when the block ends.
+
+    Code of the user's may change it, and relative paths of the run start there.
+    """
     try:
         yield
     finally:
@@ -298,45 +344,53 @@ def back_in(folder: Path) -> Iterator[None]:
 def deadline(seconds: float | None) -> Iterator[None]:
     """Raise `OverdueError` inside the block after `seconds`, wherever Python code runs or waits.
 
-    None is no deadline. A signal can only interrupt the main thread; in other threads nothing is
-    raised.
+    The signal of a timer does it, which only interrupts the main thread: in other threads nothing is
+    raised. None is no deadline.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def overdue(*_: object) -> None:
+    def raise_overdue(*_: object) -> None:
+        """Handle the timer's signal."""
         raise OverdueError
 
-    began = time.monotonic()
-    handler = signal.signal(signal.SIGALRM, overdue)
-    remaining_s, interval = signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_S)
+    begin = time.monotonic()
+    earlier_handler = signal.signal(signal.SIGALRM, raise_overdue)
+    # a process has one such timer, which other code may be using
+    earlier_remaining_s, earlier_interval_s = signal.setitimer(
+        signal.ITIMER_REAL, seconds, _SIGNAL_INTERVAL_S
+    )
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
-        if remaining_s:  # someone else's timer goes on
-            signal.setitimer(
-                signal.ITIMER_REAL, max(remaining_s - (time.monotonic() - began), 1e-3), interval
-            )
+        signal.signal(signal.SIGALRM, earlier_handler)
+        if earlier_remaining_s:
+            # The other code's timer goes on. At least a millisecond: 0 would switch it off.
+            remaining_s = max(earlier_remaining_s - (time.monotonic() - begin), 1e-3)
+            signal.setitimer(signal.ITIMER_REAL, remaining_s, earlier_interval_s)
 
 
-_guarded: list[float] = []  # the calls under `backstop`, one in another
+_open_backstops: list[float] = []  # the seconds of the `backstop` blocks that are open, nested
 
 
 @contextmanager
 def backstop(seconds: float | None) -> Iterator[None]:
-    """Ends the process, with a traceback, if a call is long overdue: compiled code hears no signal."""
+    """End the process, with a traceback, if the block takes `GRACE_S` longer than `seconds`.
+
+    This is for compiled code, which `deadline` cannot interrupt. None is no limit. Of nested blocks
+    the outermost sets the limit, since a process has one such timer.
+    """
     if seconds is None:
         yield
         return
-    if not _guarded and sys.__stderr__ is not None:
+    if not _open_backstops and sys.__stderr__ is not None:
         faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
-    _guarded.append(seconds)
+    _open_backstops.append(seconds)
     try:
         yield
     finally:
-        _guarded.pop()
-        if not _guarded:
+        _open_backstops.pop()
+        if not _open_backstops:
             faulthandler.cancel_dump_traceback_later()

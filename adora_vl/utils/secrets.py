@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 HIDDEN = "..."
+# What a key is called whose value is a secret; names of a model's own tokens are not meant
 _NAME = r"(?:token|passw(?:or)?d|secret|api[_-]?key|access[_-]?key|authorization|credentials?)"
 _SECRET_KEY = re.compile(rf"(?:.*[_-])?{_NAME}", re.IGNORECASE)
 _TEXT_KEY = re.compile(
@@ -37,9 +38,9 @@ def note_secret(value: str) -> None:
 
 
 def is_secret(key: object) -> bool:
-    """Return whether a key of this name has a secret for its value.
+    """Return whether the value of a key with this name is a secret, such as `api_key`.
 
-    Names of a model's own tokens are none.
+    A model's own tokens, such as `eos_token`, are not.
     """
     return (
         isinstance(key, str)
@@ -49,68 +50,87 @@ def is_secret(key: object) -> bool:
 
 
 def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
-    """Return `value` with `hidden` for each secret in it.
+    """Return a value in which `hidden` stands for each secret, before it is shown or written.
 
-    Secrets are looked for in its mappings, lists and texts, and are noted. A value of another kind
-    stays as it is. Of a plain text only logins in addresses are hidden: its sentences may say
+    Secrets are looked for in nested mappings, lists and texts. Those that are found are noted
+    (`note_secret`), so that they are hidden elsewhere too. A value of another type is returned as it
+    is. In a text that is no JSON object only logins in addresses are hidden: a sentence may well say
     `password: ...`.
     """
     if type(value) is str:
-        return (
-            masked_text(value) if value.lstrip().startswith("{") else _LOGIN.sub(_hide_login, value)
-        )
+        is_json_object = value.lstrip().startswith("{")
+        return masked_text(value) if is_json_object else _LOGIN.sub(_hide_login, value)
     if type(value) in (list, tuple):
         return type(value)(masked(item, hidden) for item in value)
     if not isinstance(value, Mapping):
         return value
-    secret = {
+    # Noted before the other values are masked, since these may have the secrets in them too.
+    secret_by_key = {
         key: item
         for key, item in value.items()
         if is_secret(key) and isinstance(item, str) and item
     }
-    for item in secret.values():
-        note_secret(item)
-    return {key: hidden if key in secret else masked(item, hidden) for key, item in value.items()}
+    for secret in secret_by_key.values():
+        note_secret(secret)
+    return {
+        key: hidden if key in secret_by_key else masked(item, hidden) for key, item in value.items()
+    }
 
 
 def masked_text(text: str, *secrets: str) -> str:
-    """Return the text without secrets.
+    """Return a text in which `...` stands for each secret.
 
-    They are logins in addresses, values of secret keys, `secrets` and all that was noted.
+    These are `secrets`, all that was noted by `note_secret`, logins in addresses, and values of keys
+    such as `api_key`, in an address or in JSON or YAML.
     """
     for secret in (*secrets, *_noted):
-        text = _without(text, secret)
+        text = _without_secret(text, secret)
 
     def hide_entry(match: re.Match[str]) -> str:
-        key, between, value = match.groups()
-        mark = value[0] if value[0] in "\"'" else ""
-        return f"{key}{between}{mark}{HIDDEN}{mark}" if is_secret(key) else match[0]
+        """Hide the value of a key in JSON or YAML, inside its quotation marks if it has some."""
+        key, separator, value = match.groups()
+        if not is_secret(key):
+            return match[0]
+        quotation_mark = value[0] if value[0] in "\"'" else ""
+        return f"{key}{separator}{quotation_mark}{HIDDEN}{quotation_mark}"
 
-    return _ENTRY.sub(hide_entry, _QUERY.sub(rf"\g<1>{HIDDEN}", _LOGIN.sub(_hide_login, text)))
+    text = _LOGIN.sub(_hide_login, text)
+    text = _QUERY.sub(rf"\g<1>{HIDDEN}", text)
+    return _ENTRY.sub(hide_entry, text)
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, for someone who may read it."""
+    """Return the words of a command line in which `...` stands for each secret.
+
+    The value of an option such as `--api_key` is one, whether it follows behind `=` or as the next
+    word.
+    """
     shown_words = []
     is_value_secret = False
     for word in words:
-        key, sign, _ = word.partition("=")
-        hidden = key.startswith("--") and is_secret(key[2:])
+        option, equals_sign, _ = word.partition("=")
+        is_secret_option = option.startswith("--") and is_secret(option.removeprefix("--"))
+        has_value = equals_sign != ""
         if is_value_secret:
             shown_words.append(HIDDEN)
-        elif hidden and sign:
-            shown_words.append(f"{key}={HIDDEN}")
+        elif is_secret_option and has_value:
+            shown_words.append(f"{option}={HIDDEN}")
         else:
             shown_words.append(masked_text(word))
-        is_value_secret = hidden and not sign
+        is_value_secret = is_secret_option and not has_value
     return shown_words
 
 
 def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
-    """Return an address without its login, and name and password, which are noted as a secret."""
+    """Divide an address such as `http://NAME:PASSWORD@HOST` into the address alone and its login.
+
+    Returns:
+        the address without the login, and name and password, or None without one. The password is
+        noted as a secret.
+    """
     parts = urlsplit(address)
-    login, at, host = parts.netloc.rpartition("@")
-    if not at:
+    login, at_sign, host = parts.netloc.rpartition("@")
+    if at_sign == "":
         return address, None
     name, _, password = login.partition(":")
     note_secret(unquote(password))
@@ -118,46 +138,56 @@ def without_login(address: str) -> tuple[str, tuple[str, str] | None]:
 
 
 def _hide_login(match: re.Match[str]) -> str:
-    """Return what stands for a login in an address, whose password is noted as a secret."""
-    note_secret(unquote(match[0][:-1].partition(":")[2]))
+    """Return what stands for `NAME:PASSWORD@` in an address, and note the password as a secret."""
+    login = match[0].removesuffix("@")
+    _, _, password = login.partition(":")
+    note_secret(unquote(password))
     return f"{HIDDEN}@"
 
 
-def _without(text: str, secret: str) -> str:
-    """Return the text without a secret, in whatever spelling it stands there.
+def _without_secret(text: str, secret: str) -> str:
+    """Return a text in which `...` stands for a secret, however the secret is encoded there.
 
-    It may be as it is, quoted for an address, JSON or HTML, in hexadecimal or Base64, in letters of
-    any size.
+    It may be as it is, quoted for an address, JSON or HTML, or in hexadecimal, each in upper or lower
+    case. A long one may also be part of a text in Base64.
     """
     if not secret:
         return text
     content = secret.encode()
     escaped = json.dumps(secret)[1:-1]
-    forms = {
+    spellings = {
         secret,
         quote(secret, safe=""),
         quote(secret),
         escaped,
         escaped.replace("/", "\\/"),
         html.escape(secret),
-    }
-    forms |= {
         content.hex(),
         "".join(f"%{byte:02x}" for byte in content),
-        "".join(f"\\u{ord(c):04x}" for c in secret),
+        "".join(f"\\u{ord(character):04x}" for character in secret),
     }
-    patterns = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
+    # The longest goes first, as a shorter one may be a part of it.
+    patterns = [re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True)]
     if len(secret) >= _SHORTEST:
-        # the letters that the bytes beside it have no part in
-        for before, first in (
-            (0, 0),
-            (1, 2),
-            (2, 3),
-        ):
-            encoded = base64.b64encode(b"\0" * before + content)[
-                first : (before + len(content)) * 8 // 6
-            ].decode()
-            patterns.append(
-                rf"{re.escape(encoded).replace('/', '[/_]').replace(re.escape('+'), '[+-]')}[\w+/=-]*"
-            )
+        patterns += _base64_patterns(content)
     return re.sub("|".join(patterns), HIDDEN, text, flags=re.IGNORECASE)
+
+
+def _base64_patterns(content: bytes) -> list[str]:
+    """Return expressions that find bytes in a text in Base64, which may have more bytes before them.
+
+    Base64 writes three bytes as four letters, so the letters depend on how many bytes stand before,
+    modulo three: there is an expression for each case. A letter that is also made of a neighbouring
+    byte is left out at the beginning; what follows is hidden to the end of the word.
+    """
+    patterns = []
+    # by the number of bytes before: how many letters at the beginning are theirs too
+    shared_letters_by_offset = {0: 0, 1: 2, 2: 3}
+    for offset, shared_letters in shared_letters_by_offset.items():
+        # a letter has six bits; the last one may be made of the next byte too
+        whole_letters = (offset + len(content)) * 8 // 6
+        encoded = base64.b64encode(b"\0" * offset + content)[shared_letters:whole_letters].decode()
+        # the spelling for addresses has - and _ in place of + and /
+        pattern = re.escape(encoded).replace("/", "[/_]").replace(re.escape("+"), "[+-]")
+        patterns.append(rf"{pattern}[\w+/=-]*")
+    return patterns

@@ -75,17 +75,17 @@ def test_lessons_in_bfloat16_keep_weights_that_bfloat16_would_round():
 
 
 def begun_and_taught(plan: WarmStart, size: ModelSize) -> dict[str, torch.Tensor]:
-    """The weights of a model after its lessons, before they are saved."""
+    """The weights of a model after its stages, before they are saved."""
     from adora_vl.builtin.small_model import fit
     from adora_vl.builtin.tiny_vl import begin_tiny
 
     untaught = begin_tiny(plan, size=size)
-    for lesson in untaught.lessons:
+    for stage in untaught.stages:
         fit(
             untaught.model,
-            loss_of=lesson.loss_of,
-            steps=lesson.steps,
-            learning_rate=lesson.learning_rate,
+            loss_of=stage.loss_of,
+            steps=stage.steps,
+            learning_rate=stage.learning_rate,
             dtype=untaught.dtype,
         )
     weights: dict[str, torch.Tensor] = untaught.model.state_dict()

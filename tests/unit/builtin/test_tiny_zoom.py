@@ -52,7 +52,7 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built, toolbox):
     facts, processor = built
     assert facts["parameters"] < 1_000_000
     teacher = _Teacher(processor, toolbox, ZoomStart(calls=1))
-    parts, images = teacher.turns()
+    parts, images = teacher.conversation()
     ids = []
     for text, _ in parts:
         encoded = processor.tokenizer(text, add_special_tokens=False)

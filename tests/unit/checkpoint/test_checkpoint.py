@@ -373,7 +373,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     write_checkpoint(tmp_path / ASIDE, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = Processes()
-    writer = CheckpointWriter(tmp_path, 1, accelerator)
+    writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.problem_of(older) is None

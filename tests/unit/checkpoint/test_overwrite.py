@@ -154,11 +154,11 @@ def test_a_folder_that_holds_no_run_but_what_a_run_would_write_over_is_refused(t
             UserError,
             match=f"^output_dir: .* holds '{name}', which no run is known to have written ",
         ):
-            refuse_users_files(tmp_path, overwrite)
+            refuse_users_files(tmp_path, overwrite=overwrite)
         (tmp_path / name).unlink()
         (tmp_path / "manifest.json").write_text(MANIFEST_OF_RUN)  # a run that came to no checkpoint
         for fine in (tmp_path, tmp_path / "nowhere", tmp_path / "begun"):
-            refuse_users_files(fine, overwrite)
+            refuse_users_files(fine, overwrite=overwrite)
         (tmp_path / "manifest.json").unlink()
 
 
@@ -377,7 +377,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         before = folder_contents(run.parent)
         # and a late file
         for refuse in (
-            lambda run=run: refuse_users_files(run, True),
+            lambda run=run: refuse_users_files(run, overwrite=True),
             lambda run=run: set_aside(run),
         ):
             with pytest.raises(UserError, match=ERROR_ABOUT_USERS_FILES) as caught:
@@ -463,9 +463,9 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
         raise RuntimeError
     shutil.copy(tmp_path / WRITTEN, killed)  # as a kill would leave it
     with pytest.raises(UserError, match="holds 'added_tokens.json', which"):
-        refuse_users_files(killed, False)
+        refuse_users_files(killed, overwrite=False)
     (killed / "added_tokens.json").unlink()
-    refuse_users_files(killed, False)
+    refuse_users_files(killed, overwrite=False)
     assert notes["files"].keys() >= {"README.md", "config.json"}
 
 
@@ -542,10 +542,10 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     write_users_file(run / "rollouts" / f".rollouts-00000005-00000005.parquet.partial-{'0' * 16}")
     mark_stopped(run, 4)
     assert list_users_files(run) == []
-    refuse_users_files(run, True)
+    refuse_users_files(run, overwrite=True)
     assert set_aside(run)
     assert run_entries(run) == []
-    refuse_users_files(run, True)  # what was put aside is known there as well
+    refuse_users_files(run, overwrite=True)  # what was put aside is known there as well
 
 
 def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_again(
@@ -558,7 +558,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
         set_aside(run)
     assert (run / ASIDE / "config.json").is_file()
     assert (run / "README.md").is_file()
-    refuse_users_files(run, True)
+    refuse_users_files(run, overwrite=True)
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
@@ -567,10 +567,10 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
         UserError,
         match=rf"{ERROR_ABOUT_USERS_FILES.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
     ):
-        refuse_users_files(run, True)
+        refuse_users_files(run, overwrite=True)
     for name in list_users_files(run):
         shutil.move(run / name, tmp_path)
-    refuse_users_files(run, True)
+    refuse_users_files(run, overwrite=True)
     write_users_file(run / WRITTEN, '{"files": {}}')
     assert list_users_files(run) == [WRITTEN]
 
@@ -580,7 +580,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     subprocess.run(["cp", "-r", str(run), str(tmp_path / "copy")], check=True)
     assert list_users_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
-    refuse_users_files(tmp_path / "link", True)
+    refuse_users_files(tmp_path / "link", overwrite=True)
     assert set_aside(tmp_path / "link")
     assert (run / ASIDE / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
@@ -591,10 +591,10 @@ def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
     with pytest.raises(
         UserError, match=ERROR_ABOUT_USERS_FILES.replace(".* holds .*", f".* holds '{STAGING}'")
     ):
-        refuse_users_files(tmp_path, False)
+        refuse_users_files(tmp_path, overwrite=False)
     # of a run that was killed while it saved
     write_users_file(tmp_path / "manifest.json", '{"made_by": "adora_vl.train"}')
-    refuse_users_files(tmp_path, False)
+    refuse_users_files(tmp_path, overwrite=False)
 
 
 def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):

@@ -145,7 +145,7 @@ def test_a_stopped_run_keeps_its_exit_code_whatever_comes_after_its_last_write(h
 ORPHAN = """
 import os, signal, sys
 from adora_vl.utils import launch as launcher
-launcher._WATCH_S = 0.01
+launcher._WATCH_INTERVAL_S = 0.01
 if sys.argv[1] == "saves":
     def handle(number, frame):
         print("saved", flush=True)

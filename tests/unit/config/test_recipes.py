@@ -31,10 +31,8 @@ ROWS = {
 }
 
 
-def parsed(name: str) -> Any:
-    """What a machine without a GPU cannot promise is switched off here, everything else is the
-    file's.
-    """
+def parse_recipe(name: str) -> Any:
+    """Build the config dataclasses of a shipped config, but for a machine without a GPU."""
     return parse(
         [
             "--config",
@@ -47,7 +45,7 @@ def parsed(name: str) -> Any:
     )
 
 
-def content(name: str) -> dict[str, Any]:
+def read_recipe(name: str) -> dict[str, Any]:
     return read_file(CONFIGS / "train" / f"{name}.yaml")
 
 
@@ -60,7 +58,7 @@ def test_every_shipped_config_is_in_the_pairs():
 def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
     for name, launcher in PAIRS.items():
         with subtests.test(name):
-            script, config, model = parsed(name)
+            script, config, model = parse_recipe(name)
             processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
                 "num_processes"
             ]
@@ -88,7 +86,7 @@ def test_each_config_s_header_names_its_accelerate_config():
 
 def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
     for name in ("adora_7b_geo3k", "grpo_7b_geo3k", "adora_qwen3_vl_8b_geo3k"):
-        config = parsed(name)[1]
+        config = parse_recipe(name)[1]
         plan = batch_plan(config, 8)
         assert (plan.prompts_per_generation, plan.generation_batch, plan.optimizer_batch) == (
             128,
@@ -101,15 +99,15 @@ def test_the_papers_recipe_learns_from_128_prompts_of_8_in_8_steps():
 
 def test_knights_and_knaves_has_the_optimizer_and_the_entropy_bonus_of_its_code():
     """ShadeCloak/ADORA, below ADORA/verl: ppo_trainer.yaml, and the defaults of fsdp_workers.py."""
-    config = parsed("adora_llm_kk")[1]
+    config = parse_recipe("adora_llm_kk")[1]
     assert (config.learning_rate, config.weight_decay, config.max_grad_norm) == (3e-7, 0.01, 1.0)
     assert (config.adam_beta1, config.adam_beta2) == (0.9, 0.999)
     assert (config.epsilon, config.beta, config.entropy_coef) == (0.2, 0.001, 0.001)
 
 
 def differing(one: str, other: str) -> set[str]:
-    ours = content(one)
-    theirs = content(other)
+    ours = read_recipe(one)
+    theirs = read_recipe(other)
     return {key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key)}
 
 
@@ -118,7 +116,7 @@ def test_recipes_that_are_compared_differ_only_in_what_is_compared():
     assert differing("adora_7b_geo3k", "adora_qwen3_vl_8b_geo3k") == pixels
     baseline = differing("adora_7b_geo3k", "grpo_7b_geo3k")
     assert {key for key in baseline if not key.startswith("adora_")} == {"output_dir"}
-    assert parsed("grpo_7b_geo3k")[1].adora_method == {"grpo": {}}
+    assert parse_recipe("grpo_7b_geo3k")[1].adora_method == {"grpo": {}}
 
 
 def test_an_accelerate_config_is_one_that_accelerate_reads():
@@ -132,26 +130,27 @@ def test_an_accelerate_config_is_one_that_accelerate_reads():
 
 
 def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monkeypatch):
-    """Down to what torch's launcher makes of it, since accelerate hands the key on without knowing
-    it.
-    """
+    """The key reaches torch's launcher: accelerate passes it on without knowing it."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import _filter_args
     from torch.distributed import run
 
     for path in sorted((CONFIGS / "accelerate").glob("*zero*.yaml")):
         monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
-        given = launch_command_parser().parse_args(
+        launch_arguments = launch_command_parser().parse_args(
             ["--config_file", str(path), "-m", "adora_vl.train"]
         )
-        own = [
+        script_arguments = [
             "--training_script",
-            given.training_script,
+            launch_arguments.training_script,
             "--training_script_args",
-            given.training_script_args,
+            launch_arguments.training_script_args,
         ]
-        words = _filter_args(_validate_launch_command(given)[0], run.get_args_parser(), own)
-        assert run.config_from_args(words)[0].shutdown_timeout == 3600, path
+        # As accelerate calls torch's launcher.
+        arguments, _, _ = _validate_launch_command(launch_arguments)
+        torch_arguments = _filter_args(arguments, run.get_args_parser(), script_arguments)
+        torch_config, _, _ = run.config_from_args(torch_arguments)
+        assert torch_config.shutdown_timeout == 3600, path
 
 
 def made(**changes: Any) -> AdoraGRPOConfig:
@@ -226,7 +225,7 @@ def stated() -> dict[str, str]:
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
     texts = stated()
     wrong = {}
-    keys = {name for key, value in content("annotated").items() for name in dotted(key, value)}
+    keys = {name for key, value in read_recipe("annotated").items() for name in dotted(key, value)}
     assert texts.keys() == keys
     assert len(texts) > 50
     own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
@@ -243,7 +242,7 @@ def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the
 def test_the_annotated_config_trains_what_the_smoke_test_trains():
     """Every key that differs, after parsing, is where it writes."""
     annotated, demo = (
-        {key: value for part in parsed(name) for key, value in asdict(part).items()}
+        {key: value for part in parse_recipe(name) for key, value in asdict(part).items()}
         for name in ("annotated", "smoke_cpu")
     )
     assert {key for key in annotated if annotated[key] != demo[key]} <= {

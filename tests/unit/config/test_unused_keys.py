@@ -14,7 +14,7 @@ from adora_vl.utils.errors import UserError
 
 # Those that a run reads, or that are refused by another check. Before a key of a new version of TRL
 # or Transformers comes to them, somebody has looked at what reads it.
-READ = """
+KEYS_THAT_ARE_READ = """
 accelerator_config attn_implementation auto_find_batch_size beta bf16 cast_lm_head_to_fp32
 chat_template_kwargs data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory
 dataloader_prefetch_factor ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb
@@ -67,26 +67,29 @@ def config(**keys: Any) -> AdoraGRPOConfig:
     )
 
 
-def lines(model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any) -> list[str]:
+def lines_about(
+    model: ModelConfig | None = None, trains_adapter: bool = False, **keys: Any
+) -> list[str]:
     return unused_keys(
         RunSettings(config(**keys), model or ModelConfig(), trains_adapter, trl_evaluates=False)
     )
 
 
 def test_every_key_of_the_libraries_is_read_named_or_refused():
-    named = {key for group in _UNUSED_KEYS for key in group.keys}
+    """No key of TRL or Transformers is ignored without a word."""
+    may_be_unused = {key for group in _UNUSED_KEYS for key in group.keys}
     refused = {key for keys, _ in REFUSED for key in keys} | {"parallelism_config"}
-    read = set(READ.split())
-    theirs = {key.name for key in read_keys().values() if key.library != OURS}
-    assert read | named | refused >= theirs, "what reads these?"
-    assert not read & named
-    assert not refused & named
-    assert read | refused <= theirs
-    assert named <= set(read_keys())
+    always_read = set(KEYS_THAT_ARE_READ.split())
+    keys_of_libraries = {key.name for key in read_keys().values() if key.library != OURS}
+    assert always_read | may_be_unused | refused >= keys_of_libraries, "what reads these?"
+    assert always_read.isdisjoint(may_be_unused)
+    assert refused.isdisjoint(may_be_unused)
+    assert always_read | refused <= keys_of_libraries
+    assert may_be_unused <= set(read_keys())
 
 
 def other_value(default: Any) -> Any:
-    """Something else than the default of a key, of its kind."""
+    """Return a value of the same type as the default of a key, but another one."""
     if isinstance(default, bool):
         return not default
     if isinstance(default, int | float):
@@ -118,12 +121,12 @@ def test_a_key_that_does_nothing_is_named_before_the_run(key, reason):
 def test_keys_with_one_reason_share_a_line_and_what_is_read_has_none():
     lora = ModelConfig(lora_r=4, lora_target_modules=["q_proj"])
     line = "lora_r, lora_target_modules: do nothing without use_peft: true, so all weights are"
-    assert lines(lora)[0].startswith(line)
-    assert lines(lora, trains_adapter=True) == []
-    assert lines(beta=0.1, use_bias_correction_kl=False) == []
-    assert lines(loss_type="sapo", sapo_temperature_pos=2.0) == []
-    assert lines(use_vllm=True, vllm_mode="server", vllm_server_port=8001) == []
-    assert lines(push_to_hub=False, hub_model_id="a/b") == [
+    assert lines_about(lora)[0].startswith(line)
+    assert lines_about(lora, trains_adapter=True) == []
+    assert lines_about(beta=0.1, use_bias_correction_kl=False) == []
+    assert lines_about(loss_type="sapo", sapo_temperature_pos=2.0) == []
+    assert lines_about(use_vllm=True, vllm_mode="server", vllm_server_port=8001) == []
+    assert lines_about(push_to_hub=False, hub_model_id="a/b") == [
         "hub_model_id: does nothing without push_to_hub: true"
     ]
 

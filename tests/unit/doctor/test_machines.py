@@ -78,10 +78,10 @@ def test_a_run_says_that_accelerate_has_started_one_process_in_place_of_two():
 
 def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
     cases = [
-        ({}, Sharding(16, 3, machines=2)),
-        ({"machines": 4}, Sharding(32, 3, machines=4)),
-        ({"machines": 1}, Sharding(8, 3)),
-        ({"machines": 4, "processes": 8}, Sharding(8, 3, machines=4)),
+        ({}, Sharding(processes=16, stage=3, machines=2)),
+        ({"machines": 4}, Sharding(processes=32, stage=3, machines=4)),
+        ({"machines": 1}, Sharding(processes=8, stage=3)),
+        ({"machines": 4, "processes": 8}, Sharding(processes=8, stage=3, machines=4)),
     ]
     for options, expected in cases:
         with subtests.test(f"{options!r:.80}"):
@@ -119,7 +119,7 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
 
 def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert from_environment(environment) == Sharding(16, 2, machines=4)
+    assert from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP"):
         RunContext.of_dry_run(DryRunOptions(), on_this_machine=True)
@@ -392,7 +392,9 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
                 errors_with_step(lambda: 3, lambda: "the same command goes on from checkpoint-3"),
             ):
                 lose()
-            writer = CheckpointWriter(tmp_path / str(number), None, Accelerator(cpu=True))
+            writer = CheckpointWriter(
+                tmp_path / str(number), keep=None, accelerator=Accelerator(cpu=True)
+            )
             with pytest.raises(
                 RunError, match="checkpoint-3 could not be written .*cannot be reached"
             ) as caught:
@@ -666,19 +668,21 @@ def test_no_accelerate_config_overrides_the_users_choice_of_a_gpu():
 
 
 def test_a_port_is_free_and_no_connection_will_be_given_it(monkeypatch):
+    """Ports of the system's range are for connections, and could be taken before they are used."""
     ports = {free_port() for _ in range(20)}
-    ends = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    low = int(ends.read_text().split()[0]) if ends.exists() else 32_768
+    range_file = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first_of_range = int(range_file.read_text().split()[0]) if range_file.exists() else 32_768
     assert len(ports) > 10
-    assert max(ports) < low
-    with socket.socket() as occupied, socket.socket() as connection:
-        occupied.bind(("127.0.0.1", 0))
-        connection.bind(("127.0.0.1", 0))
-        used = occupied.getsockname()[1]
-        free = connection.getsockname()[1]
-        connection.close()
-        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used, free])
-        assert free_port() == free
-        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used])
+    assert max(ports) < first_of_range
+    with socket.socket() as listener, socket.socket() as closed:
+        listener.bind(("127.0.0.1", 0))
+        closed.bind(("127.0.0.1", 0))
+        used_port = listener.getsockname()[1]
+        unused_port = closed.getsockname()[1]
+        closed.close()
+        candidates = [used_port, unused_port]
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: candidates)
+        assert free_port() == unused_port
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [used_port])
         with pytest.raises(RunError, match="set MASTER_PORT to one that is"):
             free_port()

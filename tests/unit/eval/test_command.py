@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
+    """`infer` takes the same file and ignores the options of the score in it."""
     config = tmp_path / "c.yaml"
     config.write_text(
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
@@ -49,7 +52,7 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     command = parse(words, GEOMETRY3K)
     assert command.score.rounding is False
     command = parse(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
-    assert command.score is None, "one file serves both"
+    assert command.score is None
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
@@ -110,11 +113,13 @@ def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
 
 
 def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
-    for value, blind in [("true", True), ("false", False)]:
+    """Its name begins with `no_`, so that `--no-no-image` would be the other word for it."""
+    for value, without_image in [("true", True), ("false", False)]:
         with case(value) as folder:
-            (folder / "c.yaml").write_text(f"no_image: {value}\n")
-            command: Any = parse(["run", *NEEDED, "--config", str(folder / "c.yaml")], MMSTAR)
-            assert command.ask.data.no_image is blind
+            config = folder / "c.yaml"
+            config.write_text(f"no_image: {value}\n")
+            command: Any = parse(["run", *NEEDED, "--config", str(config)], MMSTAR)
+            assert command.ask.data.no_image is without_image
             command = parse(["run", *NEEDED, "--no-image"], MMSTAR)
             assert command.ask.data.no_image is True
 
@@ -133,62 +138,57 @@ def refusal(
     capsys: pytest.CaptureFixture[str],
     engine: str = "transformers",
 ) -> str:
-    words = [
-        "run",
-        "--model",
-        model,
-        "--data",
-        str(data),
-        "--output",
-        str(output),
-        "--engine",
-        engine,
-    ]
+    """Run a command that is refused, and return what it prints on stderr."""
+    words = ["run", "--model", model, "--data", str(data), "--output", str(output)]
     capsys.readouterr()
-    assert main(GEOMETRY3K, words) == 2
+    assert main(GEOMETRY3K, [*words, "--engine", engine]) == 2
     return capsys.readouterr().err
 
 
 def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, capsys):
-    """Libraries raise errors of many kinds for it.
+    """Libraries raise errors of many kinds for it, and the user gets one line."""
 
-    What they take in spite of it is none of ours.
-    """
-    files = ("config.json", "tokenizer.json", "model.safetensors")
-    cases: list[tuple[str, int | tuple[str, Any] | None]] = [
-        (file, size) for file in files for size in (None, 0, 700)
-    ]
-    cases += [
-        (
-            "processor_config.json",
-            ("image_processor", {"image_mean": "x", "patch_size": {}, "size": []}),
-        ),
-        ("processor_config.json", ("image_processor", ["no", "mapping"])),
-        ("tokenizer_config.json", ("eos_token", {"content": 7})),
-        ("tokenizer_config.json", ("extra_special_tokens", 5)),
-    ]
-    for file, damage in cases:
-        with case(f"{file} {damage}") as folder:
-            shutil.copytree(PRETRAINED, folder / "model")
-            damaged = folder / "model" / file
-            content = damaged.read_bytes()
-            if damage is None:
-                damaged.unlink()
-            elif isinstance(damage, int):
-                damaged.write_bytes(content[:damage])
-            else:
-                damaged.write_text(json.dumps({**json.loads(content), damage[0]: damage[1]}))
-            message = refusal(data, str(folder / "model"), folder / "out", capsys)
+    def remove(file: Path) -> None:
+        file.unlink()
+
+    def cut_off(file: Path, size: int) -> None:
+        file.write_bytes(file.read_bytes()[:size])
+
+    def set_key(file: Path, key: str, value: Any) -> None:
+        content = json.loads(file.read_bytes())
+        file.write_text(json.dumps({**content, key: value}))
+
+    bad_processor = {"image_mean": "x", "patch_size": {}, "size": []}
+    cases: list[tuple[str, Callable[[Path], None]]] = []
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        cases += [
+            (name, remove),
+            (name, partial(cut_off, size=0)),
+            (name, partial(cut_off, size=700)),
+        ]
+    for name, key, value in (
+        ("processor_config.json", "image_processor", bad_processor),
+        ("processor_config.json", "image_processor", ["no", "mapping"]),
+        ("tokenizer_config.json", "eos_token", {"content": 7}),
+        ("tokenizer_config.json", "extra_special_tokens", 5),
+    ):
+        cases.append((name, partial(set_key, key=key, value=value)))
+    for name, damage in cases:
+        with case(f"{name} {damage}") as folder:
+            model = folder / "model"
+            shutil.copytree(PRETRAINED, model)
+            damage(model / name)
+            message = refusal(data, str(model), folder / "out", capsys)
             assert message.startswith("error: model: ")
             assert message.count("\n") == 1
             assert not (folder / "out").exists()
 
 
 def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
-    """vLLM places images otherwise than Transformers without the key, and nothing else shows it."""
-    lacks = "has no mrope_interleaved in the rope_parameters"
-    for kind, why in (
-        ("qwen3_vl", lacks),
+    """vLLM would place images otherwise than Transformers, or compute in 16 bits, without a word."""
+    missing_key = "has no mrope_interleaved in the rope_parameters"
+    for kind, reason in (
+        ("qwen3_vl", missing_key),
         ("qwen3_5", "use --engine transformers"),
     ):
         with case(kind) as folder:
@@ -198,9 +198,9 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
                 config = json.loads((model / "config.json").read_text())
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
-            message = refusal(data, str(model), folder / "out", capsys, "vllm")
+            message = refusal(data, str(model), folder / "out", capsys, engine="vllm")
             assert message.startswith(f"error: model: {str(model)!r} ")
-            assert why in message
+            assert reason in message
             assert message.count("\n") == 1
             assert not (folder / "out").exists()
 
@@ -208,37 +208,39 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
 def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     data, tmp_path, monkeypatch, capsys
 ):
+    """The output folder is removed again, unless it has something else in it."""
+
     def refuse(settings: object) -> None:
         raise UserError("model: 'a/b' cannot be loaded")
 
     monkeypatch.setattr(asking, "build_engine", refuse)
-    empty = tmp_path / "out"
-    used = tmp_path / "used"
-    used.mkdir()
-    (used / "notes.txt").write_text("mine")
-    for output in (empty, used):
+    new_folder = tmp_path / "out"
+    used_folder = tmp_path / "used"
+    used_folder.mkdir()
+    (used_folder / "notes.txt").write_text("mine")
+    for output in (new_folder, used_folder):
         message = refusal(data, "a/b", output, capsys)
         assert "error: model: 'a/b' cannot be loaded\n" in message
         assert "its copy" not in message
-    assert not empty.exists()
-    assert (used / "notes.txt").read_text() == "mine"
+    assert not new_folder.exists()
+    assert (used_folder / "notes.txt").read_text() == "mine"
 
 
 def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_path, capsys):
-    """The first one has its file, still empty, and its fingerprint; it may be loading its model for
-    minutes.
+    """The first command has its file, still empty, and its fingerprint.
+
+    It may be loading its model for minutes.
     """
     output = tmp_path / "out"
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
-    with PredictionLog(output / "predictions.jsonl") as first:
+    with PredictionLog(output / "predictions.jsonl") as log_of_first:
         message = refusal(data, str(PRETRAINED), output, capsys)
         writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
-        assert re.fullmatch(
-            rf"error: output: {writer} is writing {output}\S+; wait for it or use another --output\n",
-            message,
-        )
-        first.append([{"pid": "1", "answer": "5", "response": "5"}])
+        remedy = "wait for it or use another --output"
+        pattern = rf"error: output: {writer} is writing {output}\S+; {remedy}\n"
+        assert re.fullmatch(pattern, message)
+        log_of_first.append([{"pid": "1", "answer": "5", "response": "5"}])
     assert (output / "fingerprint.json").read_text() == "{}"
     assert [row["pid"] for row in read_predictions(output / "predictions.jsonl")] == ["1"]
 
@@ -246,43 +248,32 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
 def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answered(
     tmp_path, capsys
 ):
+    """It counts as wrong, and the next run does not ask it again, since it would not fit either."""
     rows = list(generate(3, split="test", seed=1))
     rows[1]["problem"] = "Find x. " * 2000
-    write_split(rows, tmp_path / "data", "test")
-    words = [
-        "run",
-        "--model",
-        str(PRETRAINED),
-        "--data",
-        str(tmp_path / "data"),
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    data = tmp_path / "data"
+    output = tmp_path / "out"
+    write_split(rows, data, "test")
+    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--output", str(output)]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     printed = capsys.readouterr()
     assert f"warning: {rows[1]['id']!r} is not asked: its text has " in printed.err
     assert "3 answered" in printed.err
     assert "1 prompt too long" in printed.err
-    assert "--max-pixels" not in printed.err
-    assert (
-        "warning: 1 problem not asked (prompt too long for the model's context), counted as wrong"
-        in printed.out
-    )
-    predictions = read_predictions(tmp_path / "out" / "predictions.jsonl")
-    assert [row["finish_reason"] == "prompt_too_long" for row in predictions] == [
-        False,
-        True,
-        False,
-    ]
-    score = json.loads((tmp_path / "out" / "score.json").read_text())
+    assert "--max-pixels" not in printed.err, "fewer pixels would not help"
+    reason = "prompt too long for the model's context"
+    assert f"warning: 1 problem not asked ({reason}), counted as wrong" in printed.out
+    first, too_long, last = read_predictions(output / "predictions.jsonl")
+    assert too_long["finish_reason"] == "prompt_too_long"
+    assert first["finish_reason"] != "prompt_too_long"
+    assert last["finish_reason"] != "prompt_too_long"
+    score = json.loads((output / "score.json").read_text())
     assert score["total"] == 3
     assert score["too_long"] == 1
     assert score["items"][1]["verdict"] == "failed"
     assert main(GEOMETRY3K, words) == 0
-    assert "3 there already, 0 to do" in capsys.readouterr().err, (
-        "it would not fit the next time either"
-    )
+    assert "3 there already, 0 to do" in capsys.readouterr().err
 
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():

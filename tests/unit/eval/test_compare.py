@@ -231,7 +231,8 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
     """Both `eval.compare` and the comparison of trainings warn of it; model and seed may differ."""
     changed_fingerprints = {}
     for name in [*FIELDS, "a setting of the future"]:
-        changed_fingerprints[name] = made_with(**{name: "different"})
+        fields: dict[str, Any] = {name: "different"}
+        changed_fingerprints[name] = made_with(**fields)
     changed_resolved = {name: made_with({name: "different"}) for name in RESOLVED}
     cases = [*changed_fingerprints.items(), *changed_resolved.items()]
     for name, fingerprint in cases:

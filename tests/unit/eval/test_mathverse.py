@@ -26,26 +26,23 @@ QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 def row(
     number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any
 ) -> dict[str, Any]:
-    choice = len(answer) == 1 and answer.isalpha()
-    row_fields: dict[str, Any] = {
+    """A prediction: a multiple-choice question if `answer` is a letter, else a free-form one."""
+    is_choice = len(answer) == 1 and answer.isalpha()
+    return {
         "sample_index": number,
         "problem_index": "1",
         "problem_version": version,
-    }
-    row_fields |= {
-        "question": QUESTION if choice else "Find the area.",
+        "question": QUESTION if is_choice else "Find the area.",
         "answer": answer,
         "response": response,
-    }
-    row_fields |= {
-        "question_type": "multi-choice" if choice else "free-form",
+        "question_type": "multi-choice" if is_choice else "free-form",
         "metadata": {"subject": "Plane Geometry"},
+        **fields,
     }
-    return row_fields | fields
 
 
 def test_free_answers_are_compared_by_their_values():
-    """The reference answers are as the data write them."""
+    """Each pair is an answer and a reference answer as the data write it."""
     same = [
         ("113.1", r"Area $=113.1 \mathrm{~cm}^{2}$"),
         ("113.097", r"Area $=113.1 \mathrm{~cm}^{2}$"),  # rounded to it
@@ -70,64 +67,63 @@ def test_free_answers_are_compared_by_their_values():
         ("", "5"),
     ]
     for pairs, expected in ((same, True), (different, False)):
-        assert [pair for pair in pairs if same_answer(*pair)[0] is not expected] == []
+        for answer, reference in pairs:
+            is_same, _ = same_answer(answer, reference)
+            assert is_same is expected, (answer, reference)
 
 
 def test_an_answer_is_found_in_a_response():
-    answers = {
+    """Each response has the answer that is extracted from it, and the rule that finds it."""
+    extraction_by_response = {
         r"So the area is 4 and hence \boxed{9\pi}.": (r"9\pi", "box"),
         "The radius is 3.\nThe answer is 28.3 cm. Done.": ("28.3 cm", "stated"),
         r"\frac{\sqrt{30}}{2}": (r"\frac{\sqrt{30}}{2}", "whole"),
         "First we halve 8.\nTherefore the side is 4.": ("4", "conclusion"),
     }
-    for response, expected in answers.items():
-        assert tuple(extract_by_rules(row(1, response, "5.0"))) == expected
+    for response, extraction in extraction_by_response.items():
+        assert extract_by_rules(row(1, response, "5.0")) == extraction
 
 
 def test_options_and_the_right_one_are_read_as_the_data_write_them():
     problem = row(1, "", "D")
     assert choices_of(problem) == ["40°", "60°", "120°", "140°"]
-    assert choices_of({**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}) == [
-        "True",
-        "False",
-    ]
-    assert choices_of({**problem, "question": ""}) == []
-    assert choices_of({**problem, "question": "", "question_for_eval": QUESTION})[3] == "140°"
-    for answer, letter in {"D": "D", "(C)": "C", "140": "D", "A\nC": None}.items():
-        assert reference_letter({**problem, "answer": answer}, choices_of(problem)) == letter
+    true_or_false = {**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}
+    assert choices_of(true_or_false) == ["True", "False"]
+    drawn = {**problem, "question": ""}
+    assert choices_of(drawn) == []
+    assert choices_of({**drawn, "question_for_eval": QUESTION})[3] == "140°"
+    letter_by_reference = {"D": "D", "(C)": "C", "140": "D", "A\nC": None}
+    for reference, letter in letter_by_reference.items():
+        problem = {**problem, "answer": reference}
+        assert reference_letter(problem, choices_of(problem)) == letter
 
 
 def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_path, capsys):
-    rows = [
-        row(1, r"\boxed{D}", "D", "Text Dominant"),
-        row(2, "The answer is 140°.", "D", "Text Lite"),
-        row(3, "The answer is 60°.", "D", "Vision Intensive"),
-        row(4, "D", "D", "Vision Only", question=""),
-        row(5, r"\boxed{113.10}", r"Area $=113.1 \mathrm{~cm}^{2}$", "Vision Dominant"),
-        row(6, r"\boxed{1}", "5.5", TEXT_ONLY),
-        row(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"},
+    """The overall figure is over the five versions with images."""
+    # Each row with whether its answer is right.
+    cases = [
+        (row(1, r"\boxed{D}", "D", "Text Dominant"), True),
+        (row(2, "The answer is 140°.", "D", "Text Lite"), True),
+        (row(3, "The answer is 60°.", "D", "Vision Intensive"), False),
+        (row(4, "D", "D", "Vision Only", question=""), True),
+        (row(5, r"\boxed{113.10}", r"Area $=113.1 \mathrm{~cm}^{2}$", "Vision Dominant"), True),
+        (row(6, r"\boxed{1}", "5.5", TEXT_ONLY), False),
+        (row(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"}, False),
     ]
-    result = scored(tmp_path, rows)
-    assert [item["verdict"] == "correct" for item in result["items"]] == [
-        True,
-        True,
-        False,
-        True,
-        True,
-        False,
-        False,
-    ]
+    result = scored(tmp_path, [prediction for prediction, _ in cases])
+    are_right = [item["verdict"] == "correct" for item in result["items"]]
+    assert are_right == [is_right for _, is_right in cases]
     assert result["correct"] == 4
     assert result["total"] == 7
     overall = result["overall"]["five_versions"]
     assert overall["correct"] == 4
     assert overall["total"] == 5
-    versions = {
-        name: (cell["correct"], cell["total"]) for name, cell in result["groups"]["version"].items()
-    }
-    assert versions[TEXT_ONLY] == (0, 2)
-    assert versions["Vision Only"] == (1, 1)
-    assert versions.keys() == set(VERSIONS)
+    cell_by_version = result["groups"]["version"]
+    assert cell_by_version.keys() == set(VERSIONS)
+    assert cell_by_version[TEXT_ONLY]["correct"] == 0
+    assert cell_by_version[TEXT_ONLY]["total"] == 2
+    assert cell_by_version["Vision Only"]["correct"] == 1
+    assert cell_by_version["Vision Only"]["total"] == 1
     assert result["groups"]["subject"]["Plane Geometry"]["total"] == 7
     output = capsys.readouterr().out
     assert "rules ours, in place of the official judge" in output
@@ -136,13 +132,15 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
 
 
 def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
-    def reads(body: dict[str, Any], _: int) -> Reply:
-        question = body["messages"][1]["content"]
-        return completion(
-            "<answer>D</answer>" if "140°" in question else "<answer>113.1 cm²</answer>"
-        )
+    """The judge extracts answers that our rules cannot read out of a response."""
 
-    server = serve(reads)
+    def extract(body: dict[str, Any], _: int) -> Reply:
+        """Reply as a judge that reads D, or an area where no options are listed."""
+        question = body["messages"][1]["content"]
+        answer = "D" if "140°" in question else "113.1 cm²"
+        return completion(f"<answer>{answer}</answer>")
+
+    server = serve(extract)
     rows = [
         row(1, "It is the last of them.", "D"),
         row(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
@@ -157,36 +155,38 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
 
 
 def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_path, serve, capsys):
-    questions: list[str] = []
+    comparisons: list[str] = []
 
-    def judges(body: dict[str, Any], _: int) -> Reply:
+    def judge(body: dict[str, Any], _: int) -> Reply:
+        """Extract the whole response, or say whether two answers mean the same."""
         content = body["messages"][1]["content"]
         if "<reply>" in content:
-            return completion(
-                f"<answer>{content.split('<reply>')[1].split('</reply>')[0].strip()}</answer>"
-            )
-        questions.append(content)
-        return completion(
-            "<answer>maybe</answer>"
-            if "a guess" in content
-            else f"<answer>{int('50 cm' in content)}</answer>"
-        )
+            _, _, behind_tag = content.partition("<reply>")
+            response, _, _ = behind_tag.partition("</reply>")
+            return completion(f"<answer>{response.strip()}</answer>")
+        comparisons.append(content)
+        report = "1" if "50 cm" in content else "0"
+        if "a guess" in content:
+            report = "maybe"  # it is neither 1 nor 0
+        return completion(f"<answer>{report}</answer>")
 
-    server = serve(judges)
-    rows = [
-        row(1, "50 cm", "0.5 m"),
-        row(2, "60 cm", "0.5 m"),
-        row(3, "0.5 m", "0.5 m"),  # by our rules, so not asked
-        row(4, "B", "D"),  # options are compared by their letters
-        row(5, "a guess", "0.5 m"),
-        row(6, "NONE", "0.5 m"),
+    server = serve(judge)
+    cases = [
+        (row(1, "50 cm", "0.5 m"), "correct"),
+        (row(2, "60 cm", "0.5 m"), "wrong"),
+        (row(3, "0.5 m", "0.5 m"), "correct"),  # by our rules, so that no judge is asked
+        (row(4, "B", "D"), "wrong"),  # options are compared by their letters
+        (row(5, "a guess", "0.5 m"), "failed"),
+        (row(6, "NONE", "0.5 m"), "wrong"),
     ]
+    rows = [prediction for prediction, _ in cases]
     words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
     result = scored(tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001")
-    verdicts = [item["verdict"] for item in result["items"]]
-    assert verdicts == ["correct", "wrong", "correct", "wrong", "failed", "wrong"]
-    assert len(questions) == 4
-    assert all("<reference>\n0.5 m\n</reference>" in question for question in questions)
+    assert [item["verdict"] for item in result["items"]] == [verdict for _, verdict in cases]
+    # The guess is asked about twice.
+    assert len(comparisons) == 4
+    for comparison in comparisons:
+        assert "<reference>\n0.5 m\n</reference>" in comparison
     assert result["extraction_failed"] == 1
     assert "judge" in result["rules"]["rules"]
     printed = capsys.readouterr()
@@ -217,26 +217,22 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
 
 def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
+    """On the hub each split is a configuration with the same name."""
     requests: list[tuple[str, str | None, str]] = []
 
-    def hub(name: str, config: str | None, split: str, revision: str | None) -> datasets.Dataset:
+    def load_dataset(
+        name: str, config: str | None, split: str, revision: str | None
+    ) -> datasets.Dataset:
         requests.append((name, config, split))
         versions = [TEXT_ONLY] if split == "testmini_text_only" else VERSIONS[:5]
         return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
 
-    monkeypatch.setattr(datasets, "load_dataset", hub)
-    words = [
-        "infer",
-        "--model",
-        "m",
-        "--data",
-        "AI4Math/MathVerse",
-        "--output",
-        "o",
-        "--split",
-        "all",
-    ]
-    assert len(BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems) == 4
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub_id = "AI4Math/MathVerse"
+    words = ["infer", "--model", "m", "--data", hub_id, "--output", "o", "--split", "all"]
+    problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
+    assert len(problems) == 4
     assert requests == [
-        ("AI4Math/MathVerse", split, split) for split in ("testmini", "testmini_text_only")
+        (hub_id, "testmini", "testmini"),
+        (hub_id, "testmini_text_only", "testmini_text_only"),
     ]

@@ -16,6 +16,7 @@ from eval.command import main
 from eval.mathvista import (
     BENCHMARK,
     MathVistaScoreOptions,
+    RuleSet,
     build_query,
     compare_with_reference,
     edit_distance,
@@ -42,39 +43,40 @@ PUBLISHED_CORRECT = {
 
 
 def scored(model: str, tmp_path: Path, extraction: str, rules: str) -> dict[str, Any]:
+    """Score the published outputs of a model."""
     words = ["--extraction", extraction, "--rules", rules]
     return benchmark_data.scored(BENCHMARK, tmp_path, DATA / f"{model}.jsonl", *words)
 
 
-def expected(model: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((DATA / "expected.json").read_text())[model]
-    return result
+def published(model: str) -> dict[str, Any]:
+    """The published figures of a model: verdicts by item, and counts by group."""
+    figures: dict[str, Any] = json.loads((DATA / "expected.json").read_text())[model]
+    return figures
 
 
 @real
 def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_subgroup(
     case: Case,
 ) -> None:
+    """The published figures are by the rules of 2023, and by extractions of a language model."""
     for model in MODELS:
         with case(model) as folder:
-            figures = expected(model)
+            figures = published(model)
             result = scored(model, folder, "stored", "published_2023")
             assert result["correct"] == PUBLISHED_CORRECT[model]
             assert result["total"] == 1000
-            hits = {item["pid"]: item["correct"] for item in result["items"]}
-            assert hits == {
-                pid: pair[0] for pid, pair in figures["hits_published_and_current"].items()
-            }
+            for item in result["items"]:
+                by_rules_of_2023, _ = figures["hits_published_and_current"][item["pid"]]
+                assert item["correct"] == by_rules_of_2023, item["pid"]
             differing = []
-            for key, group in figures["published_subgroups"].items():
-                assert result["groups"][key].keys() == group.keys()
-                for value, published in group.items():
-                    cell = result["groups"][key][value]
-                    if (cell["correct"], cell["total"]) != (
-                        published["correct"],
-                        published["total"],
-                    ):
-                        differing.append((key, value, cell["correct"], cell["total"]))
+            for kind, published_groups in figures["published_subgroups"].items():
+                cell_by_group = result["groups"][kind]
+                assert cell_by_group.keys() == published_groups.keys()
+                for group, published_cell in published_groups.items():
+                    correct = cell_by_group[group]["correct"]
+                    total = cell_by_group[group]["total"]
+                    if [correct, total] != [published_cell["correct"], published_cell["total"]]:
+                        differing.append((kind, group, correct, total))
             assert differing == KNOWN_DIFFERENCES.get(model, [])
 
 
@@ -82,34 +84,35 @@ def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_su
 def test_todays_rules_give_todays_hits_item_by_item(case: Case) -> None:
     for model in MODELS:
         with case(model) as folder:
+            figures = published(model)
             result = scored(model, folder, "stored", "official")
-            hits = {item["pid"]: item["correct"] for item in result["items"]}
-            assert hits == {
-                pid: pair[1] for pid, pair in expected(model)["hits_published_and_current"].items()
-            }
+            for item in result["items"]:
+                _, by_rules_of_today = figures["hits_published_and_current"][item["pid"]]
+                assert item["correct"] == by_rules_of_today, item["pid"]
 
 
 @real
 def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.Subtests) -> None:
-    for (model, min_agreement), half in product(
-        [
-            ("bard", 0.98),
-            ("chatgpt", 0.98),
-            ("idefics_9b_instruct", 0.96),
-            ("llava_llama_2_13b", 0.96),
-        ],
-        [0, 1],
-    ):
+    """Our rules and the stored extraction of a language model lead to the same verdicts.
+
+    Each half of a model's outputs is a case of its own.
+    """
+    least_agreement_by_model = {
+        "bard": 0.98,
+        "chatgpt": 0.98,
+        "idefics_9b_instruct": 0.96,
+        "llava_llama_2_13b": 0.96,
+    }
+    for (model, least_agreement), half in product(least_agreement_by_model.items(), [0, 1]):
         with subtests.test(f"{model} {half}"):
             rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
-            agree = sum(
-                compare_with_reference(
-                    row, extract_by_rules(question_of(row)).text, "official"
-                ).is_right
-                == compare_with_reference(row, row["extraction"], "official").is_right
-                for row in rows
-            )
-            assert agree / len(rows) >= min_agreement
+            n_agreeing = 0
+            for row in rows:
+                extraction = extract_by_rules(question_of(row)).text
+                by_rules = compare_with_reference(row, extraction, "official")
+                by_stored = compare_with_reference(row, row["extraction"], "official")
+                n_agreeing += by_rules.is_right == by_stored.is_right
+            assert n_agreeing / len(rows) >= least_agreement
 
 
 @real
@@ -119,11 +122,11 @@ def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_t
         {"pid": pid, "response": "", "extraction": "", **row} for pid, row in annotations.items()
     ]
     result = score(rows, options())
-    assert result["id_ood"]["ID"]["total"] == 447
-    assert result["id_ood"]["OOD"]["total"] == 553
-    assert (
-        result["id_ood"]["ID"]["correct"] + result["id_ood"]["OOD"]["correct"] == result["correct"]
-    )
+    id_cell = result["id_ood"]["ID"]
+    ood_cell = result["id_ood"]["OOD"]
+    assert id_cell["total"] == 447
+    assert ood_cell["total"] == 553
+    assert id_cell["correct"] + ood_cell["correct"] == result["correct"]
 
 
 @real
@@ -147,23 +150,23 @@ def score(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
 
 
 def item(**fields: Any) -> dict[str, Any]:
-    row: dict[str, Any] = {
+    """A prediction: a question for the whole number 5, with these fields in place of its own."""
+    return {
         "pid": "1",
         "question": "How many?",
         "question_type": "free_form",
         "answer_type": "integer",
-    }
-    row |= {
         "precision": None,
         "choices": None,
         "answer": "5",
         "metadata": {"task": "t"},
         "response": "5",
+        **fields,
     }
-    return row | fields
 
 
 def choice(answer: str, *choices: str) -> dict[str, Any]:
+    """A prediction for a multiple-choice question with this reference answer."""
     return item(
         question_type="multi_choice", answer_type="text", choices=list(choices), answer=answer
     )
@@ -173,7 +176,12 @@ FLOAT = item(answer_type="float", precision=1.0, answer="1.2")  # the precision 
 
 
 def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> None:
+    """Each case has a row, an extraction, and whether it is right by three sets of rules."""
+    angles = ("30°", "45°", "60°")
+    years = item(answer_type="list", answer="[2014, 2016]")
+    zero = item(answer_type="float", precision=1, answer="0.0")
     cases = [
+        # row, extraction; right by official, published_2023, vlmevalkit
         (item(), "5", True, True, True),
         (item(), "5.0", True, False, False),
         (item(), "5.9", True, False, False),  # the official rule truncates
@@ -186,66 +194,43 @@ def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> No
         (item(), "nan", False, False, False),
         (FLOAT, "1.24", True, True, False),
         (FLOAT, "1.2", True, True, True),
-        (item(answer_type="float", precision=1, answer="0.0"), "-0.04", False, False, False),
-        (item(answer_type="list", answer="[2014, 2016]"), "[2014, 2016]", True, True, False),
-        (item(answer_type="list", answer="[2014, 2016]"), "[2014,2016]", False, False, False),
+        (zero, "-0.04", False, False, False),
+        (years, "[2014, 2016]", True, True, False),
+        (years, "[2014,2016]", False, False, False),
         (choice("9", "9", "18", "18"), "A", True, True, True),
         (choice("18", "9", "18", "18"), "C", True, True, False),  # of two equal choices, the second
         (choice("18", "9", "18", "18"), "B", True, True, True),
-        (
-            choice("Yes", "Yes", "No"),
-            "",
-            False,
-            False,
-            False,
-        ),  # the nearest of an empty extraction is the shorter
-        (choice("No", "Yes", "No"), "", True, True, False),  # VLMEvalKit takes no nearest choice
-        (choice("60°", "30°", "45°", "60°"), "60", True, True, False),
-        (choice("60°", "30°", "45°", "60°"), "It is 60°.", True, True, True),
-        (choice("60°", "30°", "45°", "60°"), "30° or 60°", False, False, False),
+        # The nearest choice of an empty extraction is the shorter one. VLMEvalKit takes no nearest.
+        (choice("Yes", "Yes", "No"), "", False, False, False),
+        (choice("No", "Yes", "No"), "", True, True, False),
+        (choice("60°", *angles), "60", True, True, False),
+        (choice("60°", *angles), "It is 60°.", True, True, True),
+        (choice("60°", *angles), "30° or 60°", False, False, False),
         (choice("6cm", "6cm", "7cm"), "the option A", True, True, True),
-        (
-            choice("6cm", "6cm", "7cm"),
-            "A line that is seven wide",
-            True,
-            True,
-            False,
-        ),  # the letter is an article
-        (
-            choice("Yes", "Yes", "No"),
-            "The answer is A. B is what one may think at first",
-            True,
-            True,
-            True,
-        ),
+        # The letter is an article.
+        (choice("6cm", "6cm", "7cm"), "A line that is seven wide", True, True, False),
+        (choice("Yes", "Yes", "No"), "The answer is A. B is what one may think", True, True, True),
         (choice("No", "Yes", "No"), "Cannot determine the answer", False, False, False),
-        (
-            choice("4", "B 9", "4"),
-            "B) 4",
-            False,
-            False,
-            True,
-        ),  # officially no letter, and nearest to `B 9`
+        # Officially no letter, and nearest to `B 9`.
+        (choice("4", "B 9", "4"), "B) 4", False, False, True),
         (choice("(b)", "(c)", "(b)", "(a)"), "(b)", True, True, True),
-        (
-            choice("(c)", "(c)", "(b)", "(a)"),
-            "(c)",
-            False,
-            False,
-            True,
-        ),  # officially read as the letter C
+        # Officially read as the letter C.
+        (choice("(c)", "(c)", "(b)", "(a)"), "(c)", False, False, True),
     ]
-    for row, extraction, official, published, vlmevalkit in cases:
+    for row, extraction, official, published_2023, vlmevalkit in cases:
         with subtests.test(f"{row!r:.80} {extraction!r:.80} {official}"):
-            hits = [
-                compare_with_reference(row, extraction, rules).is_right
-                for rules in ("official", "published_2023", "vlmevalkit")
-            ]
-            assert hits == [official, published, vlmevalkit]
-            fixed = compare_with_reference(row, extraction, "vlmevalkit_1680").is_right
-            assert fixed is (
-                extraction == row["answer"] if row["answer_type"] == "list" else vlmevalkit
-            )
+            is_right_by_rules: dict[RuleSet, bool] = {
+                "official": official,
+                "published_2023": published_2023,
+                "vlmevalkit": vlmevalkit,
+                # Only lists are compared otherwise than before its pull request 1680.
+                "vlmevalkit_1680": vlmevalkit,
+            }
+            if row["answer_type"] == "list":
+                is_right_by_rules["vlmevalkit_1680"] = extraction == row["answer"]
+            for rules, is_right in is_right_by_rules.items():
+                comparison = compare_with_reference(row, extraction, rules)
+                assert comparison.is_right is is_right, rules
 
 
 def test_the_first_of_the_nearest_choices_wins() -> None:
@@ -257,24 +242,26 @@ def test_the_first_of_the_nearest_choices_wins() -> None:
 
 
 def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both() -> None:
+    """ID has the items of a geometry task and those with a geometry skill, and OOD the rest."""
     both = {
         "task": "geometry problem solving",
         "skills": ["geometry reasoning", "algebraic reasoning"],
     }
+    skill_alone = {"task": "figure", "skills": ["geometry reasoning"]}
     rows = [
         item(pid="1", extraction="5", metadata=both),
-        item(
-            pid="2", extraction="6", metadata={"task": "figure", "skills": ["geometry reasoning"]}
-        ),
+        item(pid="2", extraction="6", metadata=skill_alone),
         item(pid="3", extraction="5", metadata={"task": "figure", "skills": []}),
         item(pid="4", extraction="6", metadata={"task": "figure"}),
     ]
     result = score(rows, options())
-    skills = {
-        value: (cell["correct"], cell["total"])
-        for value, cell in result["groups"]["skills"].items()
-    }
-    assert skills == {"geometry reasoning": (1, 2), "algebraic reasoning": (1, 1)}
+    cell_by_skill = result["groups"]["skills"]
+    assert cell_by_skill.keys() == {"geometry reasoning", "algebraic reasoning"}
+    assert cell_by_skill["geometry reasoning"]["correct"] == 1
+    assert cell_by_skill["geometry reasoning"]["total"] == 2
+    assert cell_by_skill["algebraic reasoning"]["correct"] == 1
+    assert cell_by_skill["algebraic reasoning"]["total"] == 1
+    # The first item counts twice.
     assert result["id_ood"]["ID"]["correct"] == 2
     assert result["id_ood"]["ID"]["total"] == 3
     # 2 of 4 are right and ID holds 2 of 3, so OOD has none of one.
@@ -284,17 +271,23 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
 
 
 def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
-    task = {"task": "geometry problem solving"}
-    rows = [item(pid=str(i), extraction="5" if i % 2 else "6", metadata=task) for i in range(6)]
+    """That holds for the overall cell, for the benchmark's own, and for those of groups."""
+    task = "geometry problem solving"
+    rows = []
+    for index in range(6):
+        extraction = "5" if index % 2 else "6"
+        rows.append(item(pid=str(index), extraction=extraction, metadata={"task": task}))
+    three_samples = [{**row, "sample": sample} for row in rows for sample in range(3)]
     once = score(rows, options())
-    thrice = score([row | {"sample": sample} for row in rows for sample in range(3)], options())
+    thrice = score(three_samples, options())
     assert thrice["id_ood"]["ID"]["total"] == 18
-    for path in (
-        lambda s: s,
-        lambda s: s["id_ood"]["ID"],
-        lambda s: s["groups"]["task"]["geometry problem solving"],
-    ):
-        assert path(thrice)["wilson_95"] == pytest.approx(path(once)["wilson_95"])
+    cells = [
+        (once, thrice),
+        (once["id_ood"]["ID"], thrice["id_ood"]["ID"]),
+        (once["groups"]["task"][task], thrice["groups"]["task"][task]),
+    ]
+    for cell, cell_of_three in cells:
+        assert cell_of_three["wilson_95"] == pytest.approx(cell["wilson_95"])
 
 
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
@@ -316,8 +309,6 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = main(
-        BENCHMARK, benchmark_data.to_score(tmp_path, [item(pid="77")], "--extraction", "stored")
-    )
-    assert code == 2
+    words = benchmark_data.to_score(tmp_path, [item(pid="77")], "--extraction", "stored")
+    assert main(BENCHMARK, words) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

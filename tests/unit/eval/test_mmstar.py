@@ -26,14 +26,17 @@ QUESTION = "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, 
 
 
 def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
-    row_fields = {
+    """A prediction for a question with the options A to D."""
+    return {
         "pid": pid,
         "index": int(pid),
         "question": QUESTION,
         "answer": answer,
         "response": response,
+        "category": "math",
+        "l2_category": "geometry",
+        **fields,
     }
-    return row_fields | {"category": "math", "l2_category": "geometry"} | fields
 
 
 scored = partial(benchmark_data.scored, BENCHMARK)
@@ -41,24 +44,24 @@ scored = partial(benchmark_data.scored, BENCHMARK)
 
 @real
 def test_the_published_half_has_404_hits_and_its_categories(case):
+    """Both rules give the published counts on half of a model's published outputs."""
+    published = json.loads((DATA / "expected.json").read_text())
+    assert published["correct"] == 404
+    assert published["total"] == 750
     for rules in ["official", "letter"]:
         with case(rules) as folder:
-            expected = json.loads((DATA / "expected.json").read_text())
             result = scored(folder, next(DATA.glob("*.jsonl")), "--rules", rules)
-            assert (
-                (result["correct"], result["total"])
-                == (expected["correct"], expected["total"])
-                == (404, 750)
-            )
+            assert result["correct"] == published["correct"]
+            assert result["total"] == published["total"]
             categories = result["groups"]["category"]
-            assert {
-                key: [category["correct"], category["total"]]
-                for key, category in categories.items()
-            } == expected["by_category"]
+            assert categories.keys() == published["by_category"].keys()
+            for name, cell in categories.items():
+                assert [cell["correct"], cell["total"]] == published["by_category"][name]
             assert len(result["groups"]["l2_category"]) == 18
 
 
 def test_the_official_rule_looks_at_four_places(subtests):
+    """Each response has whether the answer B is found in it."""
     cases = [
         ("B", True),
         ("b.", True),
@@ -70,9 +73,9 @@ def test_the_official_rule_looks_at_four_places(subtests):
         ("It is B", False),
         ("", False),
     ]
-    for response, hit in cases:
+    for response, is_right in cases:
         with subtests.test(f"{response!r:.80}"):
-            assert is_officially_right(response, "B") is hit
+            assert is_officially_right(response, "B") is is_right
 
 
 def test_options_are_read_out_of_the_question():
@@ -94,38 +97,39 @@ def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tm
 
 
 def test_gain_and_leakage_by_hand(tmp_path, capsys):
-    def run(name: str, right: str) -> Path:
-        return write_lines(
-            tmp_path / name,
-            [row(str(i), "B" if hit == "1" else "C") for i, hit in enumerate(right)],
-        )
+    """The runs are with images, without images, and of the language model."""
 
-    with_image = run("v.jsonl", "11110")
-    blind = run("wv.jsonl", "01100")
-    text = run("t.jsonl", "00100")
-    baselines = ["--without-image", str(blind), "--text-only", str(text)]
-    leakage = scored(tmp_path, with_image, *baselines)["leakage"]
+    def write_run(name: str, right: str) -> Path:
+        """Write predictions with a right answer for each `1`."""
+        rows = []
+        for index, character in enumerate(right):
+            rows.append(row(str(index), "B" if character == "1" else "C"))
+        return write_lines(tmp_path / name, rows)
+
+    with_images = write_run("v.jsonl", "11110")
+    without_images = write_run("wv.jsonl", "01100")
+    language_model = write_run("t.jsonl", "00100")
+    words = ["--without-image", str(without_images), "--text-only", str(language_model)]
+    leakage = scored(tmp_path, with_images, *words)["leakage"]
     assert leakage["S_v"] == 0.8
     assert leakage["S_wv"] == 0.4
     assert leakage["S_t"] == 0.2
     assert leakage["MG"] == pytest.approx(0.4)
     assert leakage["ML"] == pytest.approx(0.2)
-    assert leakage["MG_bootstrap_95"][0] < 0.4 < leakage["MG_bootstrap_95"][1]
+    low, high = leakage["MG_bootstrap_95"]
+    assert low < 0.4 < high
     assert "MG: 40.0 %" in capsys.readouterr().out
-    # A backbone that knows more than the blind model has leaked nothing.
-    assert (
-        scored(tmp_path, with_image, "--without-image", str(text), "--text-only", str(blind))[
-            "leakage"
-        ]["ML"]
-        == 0
-    )
+    # A language model that knows more than the model without images has leaked nothing.
+    words = ["--without-image", str(language_model), "--text-only", str(without_images)]
+    assert scored(tmp_path, with_images, *words)["leakage"]["ML"] == 0
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     other_run = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
     words = to_score(tmp_path, [row("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
-    assert "without_image: " in (message := capsys.readouterr().err)
+    message = capsys.readouterr().err
+    assert "without_image: " in message
     assert "pid '1' is missing" in message
     assert main(BENCHMARK, [*words, "--text-only", str(other_run)]) == 2
     assert "needs --without-image too" in capsys.readouterr().err
@@ -133,22 +137,23 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny language model that sees no images."""
     folder = tmp_path_factory.mktemp("backbone")
     tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
-    # As the templates of such models: the content is text, a list would be printed as one.
+    # The templates of such models take the content as text, and would print a list as it is.
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"
     )
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
     config = Qwen2Config(
-        vocab_size=len(tokenizer), num_key_value_heads=2, max_position_embeddings=1024, **sizes
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
     )
     config.eos_token_id = tokenizer.eos_token_id
     Qwen2ForCausalLM(config).save_pretrained(folder)
@@ -156,22 +161,22 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(tmp_path: Path, model: Path, *options: str) -> list[str]:
+    """The words of a `run` of three problems with the engine of Transformers."""
     data = write_mmstar(tmp_path / "data", mmstar_rows(3))
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
     return [*words, "--engine", "transformers", "--max-tokens", "8", *options]
 
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
+    """Pixel limits are refused too, since the model sees no images."""
     assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
-    blind = "it sees no images, and the problems have some"
-    for options, message in (
-        ([], blind),
+    cases = [
+        ([], "it sees no images, and the problems have some"),
         (["--max-pixels", "784"], "max_pixels: "),
-    ):
+    ]
+    for options, message in cases:
         assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *options)) == 2
-        lines = [
-            line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
-        ]
-        assert len(lines) == 1
-        assert message in lines[0]
+        lines = capsys.readouterr().err.splitlines()
+        (error_line,) = [line for line in lines if line.startswith("error: ")]
+        assert message in error_line

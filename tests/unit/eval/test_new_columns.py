@@ -47,7 +47,7 @@ def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters)
 
 
 @pytest.mark.parametrize(
-    ("response", "answer", "kind", "hit"),
+    ("response", "reference", "answer_type", "is_right"),
     [
         ('{"solution": "x", "short answer": "5.1255"}', "5.125", "float", True),
         ('```json\n{"short answer": "2.0π"}\n```', "6.2832", "float", True),
@@ -60,24 +60,24 @@ def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters)
         ('{"short answer": "in May"}', "May", "text", True),
     ],
 )
-def test_the_short_answer_of_dynamath(response, answer, kind, hit):
-    assert dynamath.is_officially_right(dynamath.short_answer(response)[0], answer, kind) is hit
+def test_the_short_answer_of_dynamath(response, reference, answer_type, is_right):
+    answer, _ = dynamath.short_answer(response)
+    assert dynamath.is_officially_right(answer, reference, answer_type) is is_right
 
 
 def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
+    """Of two problems in ten variants, one variant of the second problem is wrong."""
     fields = {"question": "?", "answer": "5", "answer_type": "float", "subject": "a", "level": "b"}
-    rows = [
-        {
-            **fields,
-            "pid": f"sample_variant{variant}/{problem}",
-            "response": json.dumps({"short answer": "6" if variant == wrong else "5"}),
-        }
-        for problem, wrong in enumerate((0, 3))
-        for variant in range(1, 11)
-    ]
+    rows = []
+    for problem in range(2):
+        for variant in range(1, 11):
+            is_wrong = problem == 1 and variant == 3
+            response = json.dumps({"short answer": "6" if is_wrong else "5"})
+            pid = f"sample_variant{variant}/{problem}"
+            rows.append({**fields, "pid": pid, "response": response})
     score = support.scored(dynamath.BENCHMARK, tmp_path, rows)
-    worst = score["variants"]["worst_case"]
+    worst_case = score["variants"]["worst_case"]
     assert score["correct"] == 19
-    assert worst["correct"] == 1
-    assert worst["total"] == 2
+    assert worst_case["correct"] == 1
+    assert worst_case["total"] == 2
     assert score["variants"]["robustness"]["accuracy"] == pytest.approx(0.5 / 0.95)

@@ -1,4 +1,4 @@
-"""Prompts shared by split attention give what separate rows give.
+"""Prompts shared by split attention give what padded rows give.
 
 Log-probabilities and gradients are compared in float64.
 """
@@ -58,7 +58,7 @@ from tests.support.varlen import varlen_attn
 
 @pytest.fixture(autouse=True)
 def softmax_keeps_its_dtype(monkeypatch):
-    """Eager attention asks for a softmax in float32."""
+    """Let eager attention compute in float64: it asks for a softmax in float32."""
     softmax = torch.nn.functional.softmax
 
     def softmax_in_dtype_of_scores(
@@ -72,17 +72,21 @@ def softmax_keeps_its_dtype(monkeypatch):
 Batch = dict[str, Any]
 
 
-# of an image of 2 x 3 tokens, each of 2 x 2 patches
+# One image of 2 x 3 tokens, each of 2 x 2 patches; its tokens are between a start and an end token.
 IMAGE_GRID = torch.tensor([[1, 4, 6]])
 IMAGE_IDS = torch.tensor([8, *[IMAGE] * 6, 9])
 
 
-def batch(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
-    """Draw rows as TRL pads them.
+def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
+    """Draw rows as TRL pads them: prompts on the left, completions on the right.
 
     Args:
         lengths: for each group the length of its prompt and those of its rollouts.
         images: whether each prompt begins with an image.
+
+    Returns:
+        `ids` and `mask`, (B, P + C); `completion`, which is C; `groups`, the row numbers of each
+        group; with images also the `patches` of each group, their `grid`, and the `types` of tokens.
     """
     generator = torch.Generator().manual_seed(1)
     image_length = len(IMAGE_IDS) if images else 0
@@ -150,7 +154,7 @@ def prompts_of(model: Any, rows: Batch) -> tuple[Tensor, dict[str, Any]]:
     return positions, images
 
 
-def shared(model: Any, rows: Batch) -> Tensor:
+def packed_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from one packed sequence, (B, C)."""
     install_split_attention(model)
     positions, images = prompts_of(model, rows)
@@ -176,20 +180,20 @@ def shared(model: Any, rows: Batch) -> Tensor:
     return packed.spread_over_rows(label_logps)
 
 
-def separate(model: Any, rows: Batch) -> Tensor:
+def padded_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from padded rows, (B, C)."""
-    further_inputs: dict[str, Any] = {}
+    model_inputs: dict[str, Any] = {}
     if "grid" in rows:
         copies = [rows["patches"][number] for number in group_of_each_row(rows)]
-        further_inputs = {
+        model_inputs = {
             "pixel_values": torch.cat(copies),
             "image_grid_thw": rows["grid"].repeat(len(copies), 1),
             "mm_token_type_ids": rows["types"],
         }
     elif model.config.model_type == "qwen2":
-        further_inputs = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
+        model_inputs = {"position_ids": (rows["mask"].cumsum(-1) - 1).clamp(min=0)}
     output = model(
-        input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **further_inputs
+        input_ids=rows["ids"], attention_mask=rows["mask"], use_cache=False, **model_inputs
     )
     next_tokens = rows["ids"][:, 1:, None]
     logps = output.logits[:, :-1].log_softmax(-1).gather(-1, next_tokens)[..., 0]
@@ -198,7 +202,7 @@ def separate(model: Any, rows: Batch) -> Tensor:
 
 
 def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
-    """Return the gradients of a loss in which every token has a weight of its own."""
+    """Return the gradients, by parameter, of a loss in which every token has its own weight."""
     weights = torch.linspace(-1, 2, logps.numel(), dtype=torch.float64).view_as(logps)
     model.zero_grad()
     (logps.exp() * weights).sum().backward()
@@ -209,11 +213,11 @@ def gradients(model: Any, logps: Tensor) -> dict[str, Tensor]:
     return gradient_by_name
 
 
-def assert_same(model: Any, rows: Batch) -> None:
-    """Assert that shared prompts give the log-probabilities and gradients of separate rows."""
-    expected_logps = separate(model, rows)
+def assert_packed_is_as_padded(model: Any, rows: Batch) -> None:
+    """Assert that shared prompts give the log-probabilities and gradients of padded rows."""
+    expected_logps = padded_logps(model, rows)
     expected_gradients = gradients(model, expected_logps)
-    logps = shared(model, rows)
+    logps = packed_logps(model, rows)
     logps_scale = max(float(expected_logps.abs().max()), 1.0)
     assert (logps - expected_logps).abs().max() <= BOUND * logps_scale
     gradient_scale = max(gradient.norm() for gradient in expected_gradients.values())
@@ -225,7 +229,7 @@ def assert_same(model: Any, rows: Batch) -> None:
         assert (shared_gradients[name] - expected).norm() <= bound * scale, name
 
 
-# rollouts alone in their call, and with others
+# Length of the prompt and lengths of the rollouts; some rollouts share an attention call.
 TWO_GROUPS = [
     (5, [4, 1, 9, 4, 2]),
     (11, [3, 3, 3]),
@@ -236,7 +240,9 @@ KINDS = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 def test_two_groups_are_as_separate_rows(subtests):
     for kind, attention in product(KINDS, ("sdpa", "eager")):
         with subtests.test(f"{kind} {attention}"):
-            assert_same(small_model(kind, attention), batch(TWO_GROUPS, images=kind != "qwen2"))
+            assert_packed_is_as_padded(
+                small_model(kind, attention), random_rows(TWO_GROUPS, images=kind != "qwen2")
+            )
 
 
 def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
@@ -244,7 +250,7 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
         with subtests.test(kind):
             model = small_model(kind)
             model.gradient_checkpointing_enable({"use_reentrant": False})
-            assert_same(model, batch(TWO_GROUPS, images=kind != "qwen2"))
+            assert_packed_is_as_padded(model, random_rows(TWO_GROUPS, images=kind != "qwen2"))
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
@@ -256,9 +262,9 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
 
     monkeypatch.setattr(split_attention, "_supports_lower_right_mask", note_dtype)
     model = Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False))
-    rows = batch(TWO_GROUPS, images=False)
+    rows = random_rows(TWO_GROUPS, images=False)
     with torch.autocast("cpu", torch.bfloat16):
-        shared(model, rows)
+        packed_logps(model, rows)
     assert set(dtypes) == {torch.bfloat16}
 
 
@@ -270,18 +276,18 @@ def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpoin
     model = small_model("qwen2_5_vl")
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    rows = batch(TWO_GROUPS, images=True)
-    shared(model, rows)
+    rows = random_rows(TWO_GROUPS, images=True)
+    packed_logps(model, rows)
     assert kernel.call_count == 2, "a call a layer, whatever the number of rollouts"
-    assert_same(model, rows)
+    assert_packed_is_as_padded(model, rows)
 
 
 def test_eager_attention_and_a_cpu_s_stay_in_parts(monkeypatch):
     monkeypatch.setattr(split_attention, "attend_spans", None)
-    rows = batch(TWO_GROUPS, images=False)
-    shared(small_model("qwen2"), rows)
+    rows = random_rows(TWO_GROUPS, images=False)
+    packed_logps(small_model("qwen2"), rows)
     monkeypatch.setattr(split_attention.VARLEN_ATTENTION, "supports", lambda *_: True)
-    shared(small_model("qwen2", "eager"), rows)
+    packed_logps(small_model("qwen2", "eager"), rows)
 
 
 MODELS = {attention: small_model("qwen2", attention) for attention in ("sdpa", "eager")}
@@ -295,19 +301,19 @@ GROUPS = st.lists(
 @settings(max_examples=25)
 @given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
 def test_any_lengths_are_as_separate_rows(lengths, attention, block):
-    """Rollouts of no token are those that were cut off and masked out.
+    """A rollout without tokens is one that was cut off and masked out.
 
-    `block`: queries that share a mask.
+    `block`: the fewest queries that share a mask.
     """
     has_a_token = any(length for _, rollout_lengths in lengths for length in rollout_lengths)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(split_attention, "_MIN_BLOCK_QUERIES", block)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(split_attention, "_MIN_BLOCK_QUERIES", block)
         if has_a_token:
-            assert_same(MODELS[attention], batch(lengths, images=False))
+            assert_packed_is_as_padded(MODELS[attention], random_rows(lengths, images=False))
 
 
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
-    rows = batch([(6, [40] * 16)], images=False)
+    rows = random_rows([(6, [40] * 16)], images=False)
     sizes: list[int] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -315,7 +321,7 @@ def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_g
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        shared(MODELS["sdpa"], rows)
+        packed_logps(MODELS["sdpa"], rows)
     tokens = 6 + 16 * 39
     assert max(sizes) < tokens**2 / 4
 
@@ -327,20 +333,24 @@ def test_an_adapter_is_trained_alike():
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.3)
-    assert_same(model, batch(TWO_GROUPS, images=True))
+    assert_packed_is_as_padded(model, random_rows(TWO_GROUPS, images=True))
 
 
 def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_path, subtests):
-    """Ordinary passes, generation and saved files stay as they were, also after a pass that failed."""
+    """Passes without a layout, generation and saved files stay as they were, also after an error."""
     for kind in KINDS:
         with subtests.test(kind):
             model = small_model(kind).eval()
-            rows = batch([(5, [4, 2])], images=False)
+            rows = random_rows([(5, [4, 2])], images=False)
             logits_before, tokens_before = ordinary_results(model, rows)
             install_split_attention(model)
-            install_split_attention(model)
+            install_split_attention(model)  # a second time, which changes nothing
             layout_of_other_rows = pack(
-                rows["ids"], rows["mask"], 4, rows["groups"], torch.arange(5)[None]
+                rows["ids"],
+                attention_mask=rows["mask"],
+                completion_width=4,
+                groups=rows["groups"],
+                prompt_positions=torch.arange(5)[None],
             ).layout
             with pytest.raises(RuntimeError):  # more positions than there are tokens
                 model(
@@ -376,13 +386,14 @@ def ordinary_results(model: Any, rows: Batch) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("has_references", [True, False], ids=["references", "pixels"])
 def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references, monkeypatch):
-    """Nothing tells whether two images given as pixels are the same, so there each row keeps its
-    own prompt. The check of the layout takes the first chunk alone.
+    """References tell which images are equal. Pixels do not, so each row keeps its own prompt.
+
+    The first pass also compares packed with padded rows, of the first chunk alone.
     """
     model = small_model("qwen2_5_vl")
-    rows = batch(TWO_GROUPS, images=True)
+    rows = random_rows(TWO_GROUPS, images=True)
     copies = group_of_each_row(rows)
-    expected = separate(model, rows).detach()
+    expected = padded_logps(model, rows).detach()
     inputs = {
         "image_grid_thw": rows["grid"].repeat(len(copies), 1),
         "num_images": [1] * len(copies),
@@ -441,10 +452,10 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 
 @pytest.mark.parametrize(("gap", "shares"), [(0.0, True), (1.0, False)])
 def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
-    """It compares both ways once, though sharing would save nothing here, and says what comes of it."""
+    """It compares packed and padded rows once, though packing would save nothing here."""
     model = small_model("qwen2")
-    rows = batch([(1, [8, 8])], images=False)
-    expected = separate(model, rows).detach() + gap
+    rows = random_rows([(1, [8, 8])], images=False)
+    expected = padded_logps(model, rows).detach() + gap
     add_fused_lm_head(model)
     switches: Any = SimpleNamespace(uses=lambda part: part == "share_prompt")
     policy = PolicyPass(Accelerator(cpu=True), switches)
@@ -475,9 +486,9 @@ def test_the_check_alone_comes_before_a_generation_is_cut(gap, shares):
 def varlen(
     query, key, value, attention_mask, *, is_causal, softmax_scale, attn_implementation, **kwargs
 ) -> Tensor:
-    """Compute attention as flash attention documents it, whose kernels need a GPU.
+    """Stand in for Transformers' flash attention, whose kernels need a GPU.
 
-    Sequences stand end to end, each causal to the lower right.
+    Sequences are joined end to end. Each is causal, with the mask aligned to the lower right.
     """
     assert is_causal
     assert attention_mask is None
@@ -498,12 +509,12 @@ def varlen(
 
 def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     monkeypatch.setattr(flash_attention, "_flash_attention_forward", varlen)
-    rows = batch(TWO_GROUPS, images=True)
+    rows = random_rows(TWO_GROUPS, images=True)
     reference = small_model("qwen2_5_vl")
     model = small_model("qwen2_5_vl")
     model.get_decoder().config._attn_implementation = "flash_attention_2"
-    expected_logps = separate(reference, rows)
-    logps = shared(model, rows)
+    expected_logps = padded_logps(reference, rows)
+    logps = packed_logps(model, rows)
     assert (logps - expected_logps).abs().max() <= BOUND * expected_logps.abs().max()
     expected_gradients = gradients(reference, expected_logps)
     flash_gradients = gradients(model, logps)
@@ -527,22 +538,27 @@ def test_flash_attention_finds_its_own_name_where_no_prompt_is_shared(monkeypatc
     assert set(names) == {"flash_attention_2"}
 
 
-def test_sharing_is_left_where_little_is_shared():
-    """A prompt of 700 tokens is always shared, one of 64 unless the answers are long and all alike."""
-    assert sharing_pays([700], [[400] * 8])
-    assert sharing_pays([700], [[1024] * 8])
-    assert sharing_pays([64], [[1024] * 8])
-    assert not sharing_pays([64], [[4096] * 8])
+def test_prompts_are_shared_only_where_that_saves_enough_tokens():
+    """A prompt of 700 tokens is always shared, one of 64 unless answers are long and of one length."""
+    assert sharing_pays(prompt_lengths=[700], completion_lengths=[[400] * 8])
+    assert sharing_pays(prompt_lengths=[700], completion_lengths=[[1024] * 8])
+    assert sharing_pays(prompt_lengths=[64], completion_lengths=[[1024] * 8])
+    assert not sharing_pays(prompt_lengths=[64], completion_lengths=[[4096] * 8])
     one_long_answer = [*[100] * 7, 4096]
-    assert sharing_pays([64], [one_long_answer]), "separate rows would be mostly padding"
-    assert sharing_pays([64, 64], [[400], [100]]), "rows would be padded"
-    assert sharing_pays([64, 20], [[100], [100]]), "rows would be padded"
-    assert not sharing_pays([64, 64], [[400], [400]])
+    saves_padding = sharing_pays(prompt_lengths=[64], completion_lengths=[one_long_answer])
+    assert saves_padding, "padded rows would be mostly padding"
+
+
+def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
+    """Each of the two groups has one rollout."""
+    assert sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [100]])
+    assert sharing_pays(prompt_lengths=[64, 20], completion_lengths=[[100], [100]])
+    assert not sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [400]])
 
 
 def test_little_attention_is_computed_in_vain(subtests):
-    """The keys of a rollout's queries are compared with the causal half that has to be computed."""
-    cases = [
+    """The computed pairs of a query and a key are compared with those that a causal mask leaves."""
+    cases = [  # tokens of the prompt and of a rollout
         (64, 400),
         (64, 1024),
         (700, 400),
@@ -552,7 +568,7 @@ def test_little_attention_is_computed_in_vain(subtests):
     ]
     for prompt, rollout in cases:
         with subtests.test(f"{prompt} {rollout}"):
-            query = torch.zeros(1)
+            query = torch.zeros(1)  # on a CPU
             keys = prompt + rollout
             needed = rollout * prompt + rollout * rollout / 2
             if split_attention._prompt_queries_pay(prompt, rollout, query):
@@ -562,7 +578,7 @@ def test_little_attention_is_computed_in_vain(subtests):
                 for start, end in split_attention._query_blocks(rollout, keys):
                     computed += (end - start) * (prompt + end)
             assert computed <= 1.5 * needed
-            assert computed <= keys**2, "as many as separate rows would take with a mask"
+            assert computed <= keys**2, "as many as padded rows would take with a mask"
 
 
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
@@ -573,15 +589,21 @@ def test_neighbours_with_the_same_prompt_and_images_are_a_group():
 
 
 def test_groups_as_one_sequence_by_hand():
-    """Prompt `5 6 7` with `3` and `1 2 4`, prompt `8` with `9 1`; the first has positions as after
-    an image.
+    """Prompt `5 6 7` has the rollouts `3` and `1 2 4`, and prompt `8` has `9 1`.
 
-    7 predicts the first token of both its rollouts, and a rollout's last token is left out.
+    The first prompt's positions are those after an image. Its last token, 7, predicts the first
+    token of both rollouts. A rollout's last token is left out.
     """
     ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
-    packed = pack(ids, mask, 3, [[0, 1], [2]], positions)
+    packed = pack(
+        ids,
+        attention_mask=mask,
+        completion_width=3,
+        groups=[[0, 1], [2]],
+        prompt_positions=positions,
+    )
     assert packed.ids_NS.tolist() == [[5, 6, 7, 1, 2, 8, 9]]
     assert packed.position_ids.shape == (3, 1, 7)
     assert packed.position_ids[2, 0].tolist() == [0, 4, 5, 6, 7, 0, 1]
@@ -596,7 +618,13 @@ def test_groups_as_one_sequence_by_hand():
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    packed = pack(ids, mask, 2, [[0, 1]], torch.arange(2).expand(1, 2))
+    packed = pack(
+        ids,
+        attention_mask=mask,
+        completion_width=2,
+        groups=[[0, 1]],
+        prompt_positions=torch.arange(2)[None],
+    )
     assert packed.ids_NS.tolist() == [[5, 6, 2]]
     assert packed.labels.tolist() == [[2, 2]]
     assert packed.spread_over_rows(torch.tensor([[0.1, 0.2]])).tolist()[0] == [0.0, 0.0]
@@ -604,7 +632,13 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
-    packed = pack(ids, torch.tensor([[1, 1, 0]] * 2), 1, [[0, 1]], torch.arange(2)[None])
+    packed = pack(
+        ids,
+        attention_mask=torch.tensor([[1, 1, 0]] * 2),  # both completions are masked out
+        completion_width=1,
+        groups=[[0, 1]],
+        prompt_positions=torch.arange(2)[None],
+    )
     assert packed.labels.tolist() == [[-100]]
     assert packed.layout.groups == (GroupLayout(2, ()),)
     assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
@@ -623,12 +657,15 @@ def test_rollouts_that_share_a_call_are_of_like_length(lengths):
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():
-    """Each of the other rollouts has a span; among keys it comes after the prompt once more."""
-    alone = GroupLayout(4, (2,))
-    three = GroupLayout(3, (5, 2, 1))
-    shared = PackedLayout((alone, three, GroupLayout(2, ())), torch.zeros(1, dtype=torch.long))
-    assert shared.span_lengths == [6, 8, 2, 1, 2]
-    queries, keys, max_queries, max_keys = shared.span_bounds
+    """Each other rollout is a span of its own, whose keys are the prompt's and its own."""
+    one_rollout = GroupLayout(prompt_length=4, rollout_lengths=(2,))
+    three_rollouts = GroupLayout(prompt_length=3, rollout_lengths=(5, 2, 1))
+    no_rollout = GroupLayout(prompt_length=2, rollout_lengths=())
+    layout = PackedLayout(
+        (one_rollout, three_rollouts, no_rollout), torch.zeros(1, dtype=torch.long)
+    )
+    assert layout.span_lengths == [6, 8, 2, 1, 2]
+    queries, keys, max_queries, max_keys = layout.span_bounds
     assert queries.tolist() == [0, 6, 14, 16, 17, 19]
     assert keys.tolist() == [0, 6, 14, 19, 23, 25]
     assert max_queries == 8

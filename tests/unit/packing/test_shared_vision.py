@@ -55,13 +55,14 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 # without sharing.
 LINEAR_BOUND = 1e-6
 DECAY_BOUND = 2e-3
-# of three pictures: 6, 2 and 6 image tokens
+# Of three pictures, in patches: they have 6, 2 and 6 image tokens.
 GRIDS = torch.tensor([[1, 4, 6], [1, 2, 4], [1, 4, 6]])
 # The pictures of each row: none, one, eight of which some come again, two, none.
-ROWS: list[list[int]] = [[], [0], [1, 1, 2, 0, 1, 2, 2, 1], [2, 1], []]
+PICTURES_OF_ROWS: list[list[int]] = [[], [0], [1, 1, 2, 0, 1, 2, 2, 1], [2, 1], []]
 
 
 def pictures() -> list[Tensor]:
+    """Return the pixels of the three pictures, each (patches, 16)."""
     generator = torch.Generator().manual_seed(3)
     return [
         torch.randn(int(grid.prod()), 16, dtype=torch.float64, generator=generator)
@@ -69,7 +70,8 @@ def pictures() -> list[Tensor]:
     ]
 
 
-def model_of(kind: str) -> Any:
+def small_model_of(kind: str) -> Any:
+    """Return a small model of a family in float64, with random weights, by its `model_type`."""
     if kind != "qwen3_5":
         return small_model(kind)
     torch.manual_seed(0)
@@ -85,7 +87,7 @@ def model_of(kind: str) -> Any:
         "linear_num_value_heads": 4,
         "head_dim": 8,
     }
-    eye = {
+    vision = {
         "hidden_size": 16,
         "out_hidden_size": 32,
         "intermediate_size": 24,
@@ -98,7 +100,7 @@ def model_of(kind: str) -> Any:
             **layers,
             "rope_parameters": {**rope, "mrope_interleaved": True},
         },
-        vision_config={**VISION, **eye},
+        vision_config={**VISION, **vision},
         image_token_id=IMAGE,
         vision_start_token_id=8,
         vision_end_token_id=9,
@@ -111,40 +113,50 @@ def model_of(kind: str) -> Any:
     return model.double().train()
 
 
-def bound_of(kind: str, name: str) -> float:
+def gradient_bound(kind: str, name: str) -> float:
+    """Return how far a gradient may be off by rounding, relative to its norm.
+
+    `kind`: the `model_type`. `name`: of the parameter.
+    """
     if kind == "qwen3_5":
         return DECAY_BOUND if "linear_attn" in name else 10 * LINEAR_BOUND
     return VISION_BOUND if "visual." in name else BOUND
 
 
-def tokens(pictures_of_row: list[int], words: int = 7) -> Tensor:
+def token_ids(pictures_of_row: list[int]) -> Tensor:
+    """Return the token ids of a row: the image tokens of its pictures, and then seven words."""
     generator = torch.Generator().manual_seed(len(pictures_of_row))
-    images = [
-        token
-        for number in pictures_of_row
-        for token in [8, *[IMAGE] * int(GRIDS[number].prod() // 4), 9]
-    ]
-    return torch.cat(
-        [torch.tensor(images).long(), torch.randint(10, VOCABULARY, (words,), generator=generator)]
-    )
+    image_ids: list[int] = []
+    for number in pictures_of_row:
+        token_count = int(GRIDS[number].prod() // 4)
+        image_ids += [8, *[IMAGE] * token_count, 9]  # between a start and an end token
+    words = torch.randint(10, VOCABULARY, (7,), generator=generator)
+    return torch.cat([torch.tensor(image_ids).long(), words])
 
 
 def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:
-    """Return the log-probabilities of the last five tokens of each row."""
-    inputs = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images} if images else {}
-    scores = (
-        model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **inputs)
-        .logits[:, :-1]
-        .log_softmax(-1)
-    )
-    row_logps: Tensor = scores.gather(-1, ids_BT[:, 1:, None])[..., 0][:, -5:]
-    return row_logps
+    """Return the log-probabilities of the last five tokens of each row, (B, 5).
+
+    `images`: the images' columns by name.
+    """
+    image_columns = {}
+    if images:
+        image_columns = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images}
+    output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **image_columns)
+    all_logps = output.logits[:, :-1].log_softmax(-1)
+    next_tokens = ids_BT[:, 1:, None]
+    token_logps: Tensor = all_logps.gather(-1, next_tokens)[..., 0]
+    return token_logps[:, -5:]
 
 
-def alone(model: Any, rows: list[list[int]]) -> Tensor:
+def logps_of_separate_rows(model: Any, rows: list[list[int]]) -> Tensor:
+    """Return log-probabilities from a pass for each row, with pixels, (B, 5).
+
+    `rows`: the numbers of the pictures of each row.
+    """
     row_logps = []
     for pictures_of_row in rows:
-        ids = tokens(pictures_of_row)[None]
+        ids = token_ids(pictures_of_row)[None]
         images = {}
         if pictures_of_row:
             pixels = torch.cat([pictures()[number] for number in pictures_of_row])
@@ -153,27 +165,34 @@ def alone(model: Any, rows: list[list[int]]) -> Tensor:
     return torch.cat(row_logps)
 
 
-def together(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
+def logps_of_shared_batch(model: Any, vision: SharedVision, rows: list[list[int]]) -> Tensor:
+    """Return log-probabilities from one pass over all rows, with references to pictures, (B, 5).
+
+    `rows`: the numbers of the pictures of each row. `vision`: has been installed in the model.
+    """
     bank = vision.banks.new("train")
-    longest = max(len(tokens(pictures_of_row)) for pictures_of_row in rows)
-    ids_BT = torch.stack(
-        [torch.cat([torch.zeros(longest - len(t)).long(), t]) for t in map(tokens, rows)]
-    )
-    references = {
-        number: bank.store(str(number), pictures()[number], GRIDS[number])
-        for row in rows
-        for number in row
-    }
+    ids_of_rows = [token_ids(pictures_of_row) for pictures_of_row in rows]
+    longest = max(len(ids) for ids in ids_of_rows)
+    padded_rows = []
+    for ids in ids_of_rows:
+        padding = torch.zeros(longest - len(ids)).long()
+        padded_rows.append(torch.cat([padding, ids]))
+    ids_BT = torch.stack(padded_rows)
+    all_numbers = [number for pictures_of_row in rows for number in pictures_of_row]
+    references = []
+    for number in all_numbers:
+        references.append(bank.store(str(number), pictures()[number], GRIDS[number]))
     columns: dict[str, Any] = {}
     if references:
-        columns["pixel_values"] = torch.cat([references[number] for row in rows for number in row])
-        columns["image_grid_thw"] = GRIDS[[number for row in rows for number in row]]
+        columns["pixel_values"] = torch.cat(references)
+        columns["image_grid_thw"] = GRIDS[all_numbers]
     columns = with_image_columns(columns, ids_BT)
     columns.pop("num_images", None)
     return logps(model, ids_BT, (ids_BT > 0).long(), **columns)
 
 
 def gradients(model: Any, row_logps: Tensor) -> dict[str, Tensor]:
+    """Return the gradients, by parameter, of a loss in which every token has its own weight."""
     model.zero_grad()
     weights = torch.linspace(-1, 2, row_logps.numel(), dtype=torch.float64).view_as(row_logps)
     (row_logps.exp() * weights).sum().backward()
@@ -181,10 +200,8 @@ def gradients(model: Any, row_logps: Tensor) -> dict[str, Tensor]:
 
 
 def test_pixels_meet_grids_on_their_own_device() -> None:
-    """A packed pass has its grids on the host, and its pixels on the device where the images are
-    not in the store.
-    """
-    model = model_of("qwen2_5_vl")
+    """A packed pass has its grids on the CPU, and pixels on the device if no bank stores them."""
+    model = small_model_of("qwen2_5_vl")
     devices = []
     model.model.get_image_features = lambda pixels, grids, **kwargs: devices.append(grids.device)
     assert SharedVision(ImageBanks()).install(model)
@@ -195,37 +212,42 @@ def test_pixels_meet_grids_on_their_own_device() -> None:
 def test_a_batch_of_any_mix_is_as_its_rows_alone(subtests):
     for kind, frozen in product(SEEING, (False, True)):
         with subtests.test(f"{kind} {'frozen' if frozen else 'trained'}"):
-            assert_as_alone(kind, frozen)
+            assert_as_separate_rows(kind, frozen)
 
 
-def assert_as_alone(kind: str, frozen: bool) -> None:
-    model = model_of(kind)
+def assert_as_separate_rows(kind: str, frozen: bool) -> None:
+    """Assert that a batch with references gives what separate rows with pixels give.
+
+    `frozen`: whether the vision tower is not trained.
+    """
+    model = small_model_of(kind)
     vision = SharedVision(ImageBanks())
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not (frozen and "visual." in name))
-    expected = alone(model, ROWS)
+    if frozen:
+        model.model.visual.requires_grad_(False)
+    expected = logps_of_separate_rows(model, PICTURES_OF_ROWS)
     reference = gradients(model, expected)
     assert vision.install(model)
-    for share, patches in ((True, 3), (False, 11)):
-        vision.share = share
+    for shares, image_passes in ((True, 3), (False, 11)):
+        vision.share = shares
         vision.image_passes = 0
-        row_logps = together(model, vision, ROWS)
-        assert vision.image_passes == patches, "of eleven pictures three are distinct"
+        row_logps = logps_of_shared_batch(model, vision, PICTURES_OF_ROWS)
+        assert vision.image_passes == image_passes, "of eleven pictures three are distinct"
         logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
         assert (row_logps - expected).abs().max() <= logps_bound * expected.abs().max()
         shared_gradients = gradients(model, row_logps)
         assert shared_gradients.keys() == reference.keys()
         assert any("visual." in name for name in shared_gradients) is not frozen
-        scale = max(tensor.norm() for tensor in reference.values())
+        largest_norm = max(tensor.norm() for tensor in reference.values())
         for name, gradient in reference.items():
-            assert (shared_gradients[name] - gradient).norm() <= bound_of(kind, name) * max(
-                gradient.norm(), 1e-3 * scale
-            ), name
+            # A gradient that is next to nothing is compared with a thousandth of the largest.
+            scale = max(gradient.norm(), 1e-3 * largest_norm)
+            gap = (shared_gradients[name] - gradient).norm()
+            assert gap <= gradient_bound(kind, name) * scale, name
 
 
 @pytest.fixture
-def one_of_many(monkeypatch):
-    """This process takes itself for one of two."""
+def two_processes(monkeypatch):
+    """Make this process take itself for one of two."""
     monkeypatch.setattr(distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(distributed, "get_world_size", lambda: 2)
     # the other one has no more passes
@@ -235,28 +257,28 @@ def one_of_many(monkeypatch):
 def test_rows_without_images_leave_the_tower_at_rest(subtests):
     for kind in SEEING:
         with subtests.test(kind):
-            model = model_of(kind)
+            model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
-            expected = alone(model, [[], []])
+            expected = logps_of_separate_rows(model, [[], []])
             vision.install(model)
-            row_logps = together(model, vision, [[], []])
+            row_logps = logps_of_shared_batch(model, vision, [[], []])
             assert (row_logps - expected).abs().max() <= LINEAR_BOUND * expected.abs().max()
             assert not any("visual." in name for name in gradients(model, row_logps))
 
 
-def test_rows_without_images_among_processes_that_have_them(one_of_many, subtests):
+def test_rows_without_images_among_processes_that_have_them(two_processes, subtests):
     """The tower runs there, and its gradients are there to be reduced, all zero."""
     for kind in SEEING:
         with subtests.test(kind):
-            model = model_of(kind)
+            model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
-            reference = gradients(model, alone(model, [[], []]))
+            reference = gradients(model, logps_of_separate_rows(model, [[], []]))
             vision.install(model)
-            text_gradients = gradients(model, together(model, vision, [[], []]))
+            text_gradients = gradients(model, logps_of_shared_batch(model, vision, [[], []]))
             assert text_gradients.keys() == {name for name, _ in model.named_parameters()}
             for name, gradient in text_gradients.items():
                 right = reference.get(name, torch.zeros_like(gradient))
-                assert (gradient - right).norm() <= bound_of(kind, name) * gradient.norm()
+                assert (gradient - right).norm() <= gradient_bound(kind, name) * gradient.norm()
 
 
 def one_of_two(rank: int, port: int) -> None:
@@ -270,15 +292,17 @@ def one_of_two(rank: int, port: int) -> None:
         "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
     )
     for kind in IN_PARALLEL:
-        model = model_of(kind)
+        model = small_model_of(kind)
         vision = SharedVision(ImageBanks())
-        gradients_of_ranks = [gradients(model, alone(model, of_rank)) for of_rank in rows]
+        gradients_of_ranks = [
+            gradients(model, logps_of_separate_rows(model, of_rank)) for of_rank in rows
+        ]
         vision.install(model)
         # It raises in the next step, or waits for ever, if a parameter has no gradient on one
         # process.
         parallel = torch.nn.parallel.DistributedDataParallel(model)
         for _ in range(2):
-            rank_gradients = gradients(model, together(parallel, vision, rows[rank]))
+            rank_gradients = gradients(model, logps_of_shared_batch(parallel, vision, rows[rank]))
         scale = max(tensor.norm() for tensor in rank_gradients.values())
         for name, gradient in rank_gradients.items():
             right = torch.stack(
@@ -287,7 +311,7 @@ def one_of_two(rank: int, port: int) -> None:
                     for of_rank_gradients in gradients_of_ranks
                 ]
             ).mean(dim=0)
-            bound = bound_of(kind, name) * max(right.norm(), 1e-3 * scale)
+            bound = gradient_bound(kind, name) * max(right.norm(), 1e-3 * scale)
             assert (gradient - right).norm() <= bound, name
         assert (
             max(gradient.norm() for name, gradient in rank_gradients.items() if "visual." in name)
@@ -300,7 +324,7 @@ IN_PARALLEL = ("qwen2_5_vl", "qwen3_vl")
 
 
 def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
-    """Every gradient, of the vision tower too, is the mean of what the rows of both give alone."""
+    """Every gradient, of the vision tower too, is the mean of what the rows of both give logps_of_separate_rows."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     code = f"from tests.unit.packing.test_shared_vision import one_of_two; one_of_two(%d, {free_port()})"
     pipes: dict[str, Any] = {
@@ -315,38 +339,37 @@ def test_two_processes_of_which_one_has_no_image_learn_what_one_does():
     finally:
         for rank in ranks:
             rank.kill()
-    counts = {kind: sum(1 for _ in model_of(kind).named_parameters()) for kind in IN_PARALLEL}
+    counts = {kind: sum(1 for _ in small_model_of(kind).named_parameters()) for kind in IN_PARALLEL}
     assert [out.splitlines() for out, _ in outputs] == [
         [f"{kind} {count}" for kind, count in counts.items()]
     ] * 2, outputs
 
 
-def passes_of(tower: Any) -> list[int]:
-    """A list that grows by one with each pass of the tower."""
+def count_passes(tower: Any) -> list[int]:
+    """Return a list that grows by one with each pass of the tower."""
     calls: list[int] = []
     tower.register_forward_hook(lambda *_: calls.append(1))
     return calls
 
 
-def test_a_frozen_tower_runs_as_often_on_a_process_without_images(one_of_many, subtests):
+def test_a_frozen_tower_runs_as_often_on_a_process_without_images(two_processes, subtests):
     """Once a generation, like on the others: it gathers weights."""
     for kind in SEEING:
         with subtests.test(kind):
-            model = model_of(kind)
+            model = small_model_of(kind)
             vision = SharedVision(ImageBanks())
             model.model.visual.requires_grad_(False)
-            calls = passes_of(model.model.visual)
+            calls = count_passes(model.model.visual)
             vision.install(model)
             generations: list[list[list[int]]] = [[[], []], [[], [0]]]
             for rows in generations:
-                together(model, vision, rows)
+                logps_of_shared_batch(model, vision, rows)
                 assert len(calls) == 1
-                inner = model.model
                 bank = vision.banks.of_training()
                 assert bank is not None
                 assert not bank.features_due
-                none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
-                assert inner.get_image_features(*none).pooler_output[0].shape == (0, 32)
+                no_images = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
+                assert model.model.get_image_features(*no_images).pooler_output[0].shape == (0, 32)
                 assert len(calls) == 1, "a later pass of the generation"
                 calls.clear()
 
@@ -367,19 +390,19 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
             results = []
             for limit in (16_000, 1):
                 monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", limit)
-                model = model_of(kind)
+                model = small_model_of(kind)
                 vision = SharedVision(ImageBanks())
                 model.model.visual.requires_grad_(False)
-                calls = passes_of(model.model.visual)
+                calls = count_passes(model.model.visual)
                 vision.install(model)
-                results.append(together(model, vision, rows))
+                results.append(logps_of_shared_batch(model, vision, rows))
                 assert len(calls) == (1 if limit > 1 else 3)
                 assert vision.image_passes == 3
             assert (results[0] - results[1]).abs().max() <= LINEAR_BOUND * results[0].abs().max()
 
 
 def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
-    one_of_many, monkeypatch, subtests
+    two_processes, monkeypatch, subtests
 ):
     """The other process needs four; here are no images, one, and three in passes of their own."""
     monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", 1)
@@ -389,13 +412,13 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     batches: list[list[list[int]]] = [[[]], [[0]], [[0], [1, 2]]]
     for rows in batches:
         with subtests.test(str(rows)):
-            model = model_of("qwen2_5_vl")
+            model = small_model_of("qwen2_5_vl")
             vision = SharedVision(ImageBanks())
-            expected = alone(model, rows)
+            expected = logps_of_separate_rows(model, rows)
             model.model.visual.requires_grad_(False)
-            calls = passes_of(model.model.visual)
+            calls = count_passes(model.model.visual)
             vision.install(model)
-            row_logps = together(model, vision, rows)
+            row_logps = logps_of_shared_batch(model, vision, rows)
             assert len(calls) == 4
             assert row_logps.shape == expected.shape
             assert (row_logps - expected).abs().max() <= BOUND * expected.abs().max()
@@ -408,26 +431,26 @@ class Reader(SimpleNamespace):
         return {"input_ids": [[1] for _ in text]}
 
 
-def test_without_kept_images_a_frozen_tower_runs_in_every_pass(one_of_many, subtests):
+def test_without_kept_images_a_frozen_tower_runs_in_every_pass(two_processes, subtests):
     """Only kept images are known again, so only their features are, as on the other processes."""
     for keeps_images in (True, False):
         with subtests.test(f"images kept: {keeps_images}"):
-            model = model_of("qwen2_5_vl")
+            model = small_model_of("qwen2_5_vl")
             model.model.visual.requires_grad_(False)
-            calls = passes_of(model.model.visual)
+            calls = count_passes(model.model.visual)
             switches: Any = AdoraKeys(adora_stock_step=[] if keeps_images else ["cache_images"])
             switches.chat_template_kwargs = None
             processor: Any = Reader(image_processor=Qwen2VLImageProcessor())
             rows: Any = [{"prompt": "a text"}]
             images = DistinctImages([model], processor, torch.device("cpu"), switches)
-            none = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
+            no_images = torch.zeros(0, 1, dtype=torch.long), torch.zeros(0, 3, dtype=torch.long)
             images.prompts(rows, "train", refill=False)
             for _ in range(3):
-                model.model.get_image_features(*none)
+                model.model.get_image_features(*no_images)
             assert len(calls) == (1 if keeps_images else 3)
 
 
-def test_unshared_passes_ask_no_other_process(one_of_many, monkeypatch):
+def test_unshared_passes_ask_no_other_process(two_processes, monkeypatch):
     """A process without an image runs the tower as often as one with images, without all_reduce."""
     collectives: list[str] = []
     monkeypatch.setattr(
@@ -435,7 +458,7 @@ def test_unshared_passes_ask_no_other_process(one_of_many, monkeypatch):
     )
     collectives_of_process = []
     for pictures_of_row in ([0], []):
-        model = model_of("qwen2_5_vl")
+        model = small_model_of("qwen2_5_vl")
         vision = SharedVision(ImageBanks())
         model.model.visual.requires_grad_(False)
         model.model.visual.register_forward_hook(lambda *_: collectives.append("weights"))
@@ -454,8 +477,11 @@ def test_unshared_passes_ask_no_other_process(one_of_many, monkeypatch):
     assert collectives_of_process == [["weights"], ["weights"]]
 
 
-def tower() -> Any:
-    """Three blocks, the middle one of full attention, with the real windows of 112 pixels."""
+def small_tower() -> Any:
+    """Return a vision tower of three blocks, the middle one of full attention.
+
+    Its windows are the published ones, of 112 pixels.
+    """
     config = Qwen2_5_VLVisionConfig(
         depth=3,
         hidden_size=32,
@@ -470,16 +496,18 @@ def tower() -> Any:
     return Qwen2_5_VisionTransformerPretrainedModel(config).double()
 
 
-def looked_at(eye: Any, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-    """The features, and every gradient of a loss that no two features enter alike."""
+def features_and_gradients(tower: Any, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+    """Return the features, and the gradients of a loss in which each feature has its own weight.
+
+    The gradients are those of the pixels and of each parameter.
+    """
     pixels_in = pixels.clone().requires_grad_()
-    features = eye(pixels_in, grid_thw=grids).pooler_output
-    eye.zero_grad()
-    (
-        features
-        * torch.linspace(0.5, 1.5, features.numel(), dtype=features.dtype).view_as(features)
-    ).sum().backward()
-    return [features.detach(), pixels_in.grad, *(parameter.grad for parameter in eye.parameters())]
+    features = tower(pixels_in, grid_thw=grids).pooler_output
+    tower.zero_grad()
+    weights = torch.linspace(0.5, 1.5, features.numel(), dtype=features.dtype).view_as(features)
+    (features * weights).sum().backward()
+    parameter_gradients = [parameter.grad for parameter in tower.parameters()]
+    return [features.detach(), pixels_in.grad, *parameter_gradients]
 
 
 SIDES = st.integers(1, 13).map(lambda tokens: 2 * tokens)  # patches; 8 make a whole window
@@ -490,15 +518,15 @@ SIZES = st.lists(st.tuples(st.sampled_from([1, 1, 2]), SIDES, SIDES), min_size=1
 @given(SIZES)
 @settings(max_examples=25)
 def test_features_and_gradients_are_those_of_the_loop(grids):
-    eye = tower()
+    tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
-    assert eye.config._attn_implementation == "sdpa"
-    loop = looked_at(eye, pixels, sizes)
-    assert batch_windows(eye, True)
-    batched = looked_at(eye, pixels, sizes)
-    assert not batch_windows(eye, False)
-    assert eye.config._attn_implementation == "sdpa"
+    assert tower.config._attn_implementation == "sdpa"
+    loop = features_and_gradients(tower, pixels, sizes)
+    assert batch_windows(tower, True)
+    batched = features_and_gradients(tower, pixels, sizes)
+    assert not batch_windows(tower, False)
+    assert tower.config._attn_implementation == "sdpa"
     for loop_tensor, batched_tensor in zip(loop, batched, strict=True):
         assert (loop_tensor - batched_tensor).norm() <= 1e-12 * max(loop_tensor.norm(), 1e-3)
 
@@ -524,31 +552,31 @@ def test_one_call_per_size_and_block_whatever_the_number_of_windows(monkeypatch)
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", counted)
     # 3 x 3 windows per image, 3 of them of 8 x 4
-    eye = tower()
+    tower = small_tower()
     grids = torch.tensor([[1, 24, 20], [1, 24, 20]])
     pixels = torch.randn(2 * 480, 1176, dtype=torch.float64)
-    eye(pixels, grid_thw=grids)
+    tower(pixels, grid_thw=grids)
     assert calls == [1] * (18 + 2 + 18)
     calls.clear()
-    batch_windows(eye, True)
-    eye(pixels, grid_thw=grids)
+    batch_windows(tower, True)
+    tower(pixels, grid_thw=grids)
     assert calls == [12, 6, 2, 12, 6]
 
 
 @given(SIZES)
 @settings(max_examples=10)
 def test_bounds_from_the_host_change_no_bit(grids):
-    eye = tower()
+    tower = small_tower()
     sizes = torch.tensor(grids)
     pixels = torch.randn(int(sizes.prod(dim=1).sum()), 1176, dtype=torch.float64)
     bounds = {
         name.removeprefix("image_"): value
-        for name, value in window_arguments(eye, sizes, "cpu").items()
+        for name, value in window_arguments(tower, sizes, "cpu").items()
     }
     for batched in (False, True):
-        batch_windows(eye, batched)
-        stock = eye(pixels, grid_thw=sizes).pooler_output
-        ours = eye(pixels, grid_thw=sizes, **bounds).pooler_output
+        batch_windows(tower, batched)
+        stock = tower(pixels, grid_thw=sizes).pooler_output
+        ours = tower(pixels, grid_thw=sizes, **bounds).pooler_output
         assert torch.equal(stock, ours)
 
 
@@ -577,9 +605,9 @@ def test_a_tower_on_a_device_reads_nothing_back(subtests):
 
 
 def test_flash_attention_gets_its_bounds_on_the_device():
-    eye = tower()
-    eye.config._attn_implementation = "flash_attention_2"
-    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
+    tower = small_tower()
+    tower.config._attn_implementation = "flash_attention_2"
+    bounds_by_name = window_arguments(tower, torch.tensor([[1, 24, 20], [1, 8, 10]]), "meta")
     on_device = {
         name
         for name, value in bounds_by_name.items()
@@ -589,19 +617,19 @@ def test_flash_attention_gets_its_bounds_on_the_device():
     assert on_device == {*bounds, "image_window_index", "image_position_ids"}
     assert bounds_by_name["image_max_seqlen"] == 480
     assert bounds_by_name["image_max_window_seqlen"] == 64
-    eye.config._attn_implementation = "sdpa"
-    bounds_by_name = window_arguments(eye, torch.tensor([[1, 24, 20]]), "meta")
+    tower.config._attn_implementation = "sdpa"
+    bounds_by_name = window_arguments(tower, torch.tensor([[1, 24, 20]]), "meta")
     assert all(bounds_by_name[name].device.type == "cpu" for name in bounds)
 
 
 def test_an_order_made_without_gradients_serves_a_pass_with_them():
-    eye = tower()
+    tower = small_tower()
     grids = torch.tensor([[1, 14, 22]])
-    batch_windows(eye, True)
+    batch_windows(tower, True)
     pixels = torch.randn(308, 1176, dtype=torch.float64)
     with torch.inference_mode():
-        eye(pixels, grid_thw=grids)
-    assert looked_at(eye, pixels, grids)[1].abs().sum() > 0
+        tower(pixels, grid_thw=grids)
+    assert features_and_gradients(tower, pixels, grids)[1].abs().sum() > 0
 
 
 def test_another_tower_and_another_attention_stay_as_they_are(subtests):
@@ -612,22 +640,22 @@ def test_another_tower_and_another_attention_stay_as_they_are(subtests):
         hidden_size=16,
     )
     older_tower = Qwen2VisionTransformerPretrainedModel(config)
-    for attention, eye in (
-        ("eager", tower()),
-        ("flash_attention_2", tower()),
+    for attention, tower in (
+        ("eager", small_tower()),
+        ("flash_attention_2", small_tower()),
         ("sdpa", older_tower),
     ):
         with subtests.test(attention):
-            eye.config._attn_implementation = attention
-            assert not batch_windows(eye, True)
-            assert eye.config._attn_implementation == attention
+            tower.config._attn_implementation = attention
+            assert not batch_windows(tower, True)
+            assert tower.config._attn_implementation == attention
 
 
 def test_the_name_is_in_no_saved_model(tmp_path):
-    eye = tower()
-    batch_windows(eye, True)
-    Qwen2_5_VLConfig(vision_config=eye.config.to_dict()).save_pretrained(tmp_path)
-    eye.save_pretrained(tmp_path / "eye")
+    tower = small_tower()
+    batch_windows(tower, True)
+    Qwen2_5_VLConfig(vision_config=tower.config.to_dict()).save_pretrained(tmp_path)
+    tower.save_pretrained(tmp_path / "eye")
     saved = [path.read_text() for path in tmp_path.rglob("config.json")]
     assert len(saved) == 2
     assert not any(BATCHED_ATTENTION in text for text in saved)
@@ -635,7 +663,9 @@ def test_the_name_is_in_no_saved_model(tmp_path):
 
 def test_another_tower_can_be_built_from_its_configuration():
     """Transformers looks for a kernel of the implementation's name in it, and would stop."""
-    eye = tower()
-    assert batch_windows(eye, True)
-    assert all(block.attn.config._attn_implementation == BATCHED_ATTENTION for block in eye.blocks)
-    assert type(eye)(eye.config).config._attn_implementation == "sdpa"
+    tower = small_tower()
+    assert batch_windows(tower, True)
+    assert all(
+        block.attn.config._attn_implementation == BATCHED_ATTENTION for block in tower.blocks
+    )
+    assert type(tower)(tower.config).config._attn_implementation == "sdpa"

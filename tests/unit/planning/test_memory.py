@@ -43,11 +43,11 @@ from tests.support.stand_ins import config_of
 ACCELERATE = Path(__file__).parents[3] / "configs" / "accelerate"
 SHARED = Sharing(images=True, vision=True, prompts=True)
 SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"
-THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
+NAME_OF_3B = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 @pytest.fixture(scope="module")
-def seven() -> ModelShape:
+def shape_of_7b() -> ModelShape:
     return model_shape(config_for_planning(SEVEN)[0])
 
 
@@ -57,7 +57,7 @@ def seven() -> ModelShape:
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
     cases = [
         (SEVEN, 8_292_166_656, False, 28),
-        (THREE, 3_754_622_976, True, 28),
+        (NAME_OF_3B, 3_754_622_976, True, 28),
         ("Qwen/Qwen2.5-VL-32B-Instruct", 33_452_718_336, False, 28),
         ("Qwen/Qwen2.5-VL-72B-Instruct", 73_410_777_344, False, 28),
         ("Qwen/Qwen3-VL-2B-Instruct", 2_127_532_032, True, 32),
@@ -118,7 +118,7 @@ def test_zero3_does_not_shard_what_is_only_counted():
 
 
 def test_freezing_and_lora_leave_fewer_to_train():
-    config = config_for_planning(THREE)[0]
+    config = config_for_planning(NAME_OF_3B)[0]
     frozen = model_shape(config, frozen=["vision_tower"])
     assert (
         frozen.trained_by_component["vision_tower"] == 0 < frozen.trained_by_component["projector"]
@@ -136,10 +136,10 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 def test_sharding_is_read_from_the_shipped_files():
     shardings = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
-    assert shardings["cpu"] == shardings["gpu1"] == Sharding(1)
-    assert shardings["zero2"] == Sharding(8, 2)
-    assert shardings["zero3"] == Sharding(8, 3)
-    assert shardings["zero3_offload"] == Sharding(8, 3, offload_optimizer=True)
+    assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
+    assert shardings["zero2"] == Sharding(processes=8, stage=2)
+    assert shardings["zero3"] == Sharding(processes=8, stage=3)
+    assert shardings["zero3_offload"] == Sharding(processes=8, stage=3, offload_optimizer=True)
     assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
         UserError,
@@ -157,8 +157,8 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     }
-    assert from_environment(environment) == Sharding(4, 3, offload_optimizer=True)
-    assert from_environment({}) == Sharding(1)
+    assert from_environment(environment) == Sharding(processes=4, stage=3, offload_optimizer=True)
+    assert from_environment({}) == Sharding(processes=1)
 
 
 def test_an_accelerate_file_that_cannot_be_used(case):
@@ -190,16 +190,25 @@ def test_an_accelerate_file_that_cannot_be_used(case):
                 from_file(folder / "a.yaml")
 
 
-def test_zero_divides_what_its_stage_says(seven):
+def test_zero_divides_what_its_stage_says(shape_of_7b):
     """ZeRO (arXiv 1910.02054): 2 bytes of weights, 2 of gradients, 12 of optimizer a parameter, in
     mixed precision.
 
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
-    total = seven.total_parameters
-    two = states(seven, Sharding(8, 2), has_reference=True, mixed_precision=True)
-    three = states(seven, Sharding(8, 3), has_reference=True, mixed_precision=True)
-    offloaded = states(seven, Sharding(8, 3, True), has_reference=True, mixed_precision=True)
+    total = shape_of_7b.total_parameters
+    two = states(
+        shape_of_7b, Sharding(processes=8, stage=2), has_reference=True, mixed_precision=True
+    )
+    three = states(
+        shape_of_7b, Sharding(processes=8, stage=3), has_reference=True, mixed_precision=True
+    )
+    offloaded = states(
+        shape_of_7b,
+        Sharding(processes=8, stage=3, offload_optimizer=True),
+        has_reference=True,
+        mixed_precision=True,
+    )
     assert two.weights == 2 * total
     assert two.reference == 2 * total
     assert two.optimizer == 12 * total // 8
@@ -209,17 +218,20 @@ def test_zero_divides_what_its_stage_says(seven):
     assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
     assert offloaded.optimizer == 0
     assert offloaded.host_optimizer == 18 * total // 8
-    for sharding in (Sharding(8), Sharding(8, 3)):  # TRL takes the adapters off for it
+    for sharding in (
+        Sharding(processes=8),
+        Sharding(processes=8, stage=3),
+    ):  # TRL takes the adapters off for it
         assert (
             states(
-                replace(seven, has_adapters=True),
+                replace(shape_of_7b, has_adapters=True),
                 sharding,
                 has_reference=True,
                 mixed_precision=True,
             ).reference
             == 0
         )
-    alone = states(seven, Sharding(1), has_reference=False, mixed_precision=True)
+    alone = states(shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True)
     assert alone.weights == 2 * total
     assert alone.gradients == 2 * total
     assert alone.optimizer == 4 * total
@@ -237,10 +249,10 @@ def test_torchs_own_optimizer_is_what_is_predicted():
         t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
     )
     gradients = sum(p.grad.nbytes for p in model.parameters())
-    predicted = states(shape, Sharding(1), has_reference=False, mixed_precision=False)
+    predicted = states(shape, Sharding(processes=1), has_reference=False, mixed_precision=False)
     assert predicted.optimizer == state_bytes
     assert predicted.gradients == gradients
-    two = states(shape, Sharding(2), has_reference=False, mixed_precision=False)
+    two = states(shape, Sharding(processes=2), has_reference=False, mixed_precision=False)
     assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
@@ -256,38 +268,49 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
-    predicted = checkpoint_bytes(shape, Sharding(1), mixed_precision=False)
+    predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
-    assert checkpoint_of(config_of(), shape, Sharding(1)) == predicted
+    assert checkpoint_of(config_of(), shape, Sharding(processes=1)) == predicted
     MovingReference(model, moves=True, is_main=True, zero3=False).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
     assert moved == pytest.approx(
-        checkpoint_bytes(shape, Sharding(1), mixed_precision=False, saves_reference=True)
+        checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False, saves_reference=True)
         - predicted,
         rel=0.01,
     )
 
 
-def test_keys_and_values_of_the_7b_take_56_kib_a_token(seven):
-    assert cache_bytes_per_token(seven, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
-    assert cache_bytes_per_token(seven, 2, 8) == 14 * 1024, (
+def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
+    assert cache_bytes_per_token(shape_of_7b, 2) == 2 * 28 * 4 * 128 * 2 == 56 * 1024
+    assert cache_bytes_per_token(shape_of_7b, 2, 8) == 14 * 1024, (
         "each of eight cards has one of the four heads"
     )
-    memory = engine_memory(seven, Engine(0.4, 2, 8192, 128), 80 * GIB)
-    assert memory.cache == int(0.4 * 80 * GIB) - 2 * seven.total_parameters - memory.workspace
+    memory = engine_memory(
+        shape_of_7b,
+        Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128),
+        80 * GIB,
+    )
+    assert memory.cache == int(0.4 * 80 * GIB) - 2 * shape_of_7b.total_parameters - memory.workspace
     assert memory.concurrent_rollouts == memory.cache // (56 * 1024 * 8192)
-    assert engine_memory(seven, Engine(0.2, 2, 8192, 128), 80 * GIB).concurrent_rollouts == 0
+    assert (
+        engine_memory(
+            shape_of_7b,
+            Engine(utilization=0.2, dtype_bytes=2, max_length=8192, max_sequences=128),
+            80 * GIB,
+        ).concurrent_rollouts
+        == 0
+    )
 
 
 @pytest.fixture(scope="module")
-def recipe(seven) -> Setup:
+def recipe(shape_of_7b) -> Setup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
-    engine = Engine(0.4, 2, 8192, 128, sleep=True)
+    engine = Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True)
     return Setup(
-        seven,
-        Sharding(8, 3, True),
-        MicroBatch(2, 1580, 4096, 1280),
+        shape_of_7b,
+        Sharding(processes=8, stage=3, offload_optimizer=True),
+        MicroBatch(sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280),
         128,
         has_reference=True,
         engine=engine,
@@ -297,11 +320,15 @@ def recipe(seven) -> Setup:
 def test_what_saves_memory_saves_memory(recipe, subtests):
     cases: list[Any] = [
         {"checkpointing": False},
-        {"sharding": Sharding(8, 2)},
-        {"sharding": Sharding(1)},
-        {"batch": MicroBatch(4, 1580, 4096, 1280)},
+        {"sharding": Sharding(processes=8, stage=2)},
+        {"sharding": Sharding(processes=1)},
+        {
+            "batch": MicroBatch(
+                sequences=4, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
+            )
+        },
         {"sequences_per_generation": 512},
-        {"sharding": Sharding(1), "micro_batches": 1},
+        {"sharding": Sharding(processes=1), "micro_batches": 1},
     ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
@@ -338,7 +365,13 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     eight of them.
     """
     shape = ModelShape({}, {}, Tower(1, 1, 1, 1, 1, 1), 1, False, 2, 1, True)
-    setup = Setup(shape, Sharding(), MicroBatch(1, 1, 1), group * groups, group_size=group)
+    setup = Setup(
+        shape,
+        Sharding(),
+        MicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
+        group * groups,
+        group_size=group,
+    )
     sizes = batch_sizes(setup)
     assert {1, group, group * groups} <= set(sizes)
     for size in sizes:
@@ -411,13 +444,23 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
         measured = peak_bytes(
             torch.device("cpu"), lambda: eye(torch.cat([pixels]).bfloat16(), grid_thw=grid)
         )
-    setup = Setup(shape, Sharding(), MicroBatch(1, 300, 10, 256), 1, sharing=SHARED)
+    setup = Setup(
+        shape,
+        Sharding(),
+        MicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
+        1,
+        sharing=SHARED,
+    )
     predicted = frozen_tower(setup).pass_bytes
     assert measured <= predicted <= 1.7 * measured
 
 
 def test_a_packed_group_has_its_prompt_once(recipe):
-    short = replace(recipe, batch=MicroBatch(8, 1580, 200, 1280), group_size=8)
+    short = replace(
+        recipe,
+        batch=MicroBatch(sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280),
+        group_size=8,
+    )
     packed = replace(short, sharing=SHARED)
     assert packed.micro_batch.packed
     assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens

@@ -16,39 +16,49 @@ LENGTHS = torch.tensor([2, 40, 3, 17, 40, 1, 9, 26])
 COEFFICIENT = 0.3
 
 
-def table() -> Table:
+def logits_table() -> Table:
+    """Return a new policy."""
     return Table(ROWS, int(LENGTHS.max()))
 
 
 def generation(rows: int) -> Batch:
+    """Return the first `rows` rollouts of a generation."""
     mask_BC = (torch.arange(int(LENGTHS.max())) < LENGTHS[:rows, None]).long()
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     numbers = torch.arange(rows)
     return {
         "prompt_ids": numbers[:, None],
         "prompt_mask": torch.ones(rows, 1, dtype=torch.long),
-        "completion_ids": torch.randint(VOCABULARY, mask_BC.shape, generator=draw) * mask_BC,
+        "completion_ids": torch.randint(VOCABULARY, mask_BC.shape, generator=generator) * mask_BC,
         "completion_mask": mask_BC,
         "advantages": torch.linspace(-1, 1, rows, dtype=torch.float64),
         "num_items_in_batch": mask_BC.sum(),
     }
 
 
-def as_trl_divides(batch: Any, rows: int) -> list[Any]:
-    """Micro-batches of equally many rows, as where no key regroups them."""
-    parts = range(0, len(batch["completion_ids"]), rows)
-    return [
-        {
-            name: value[first : first + rows] if value.dim() else value
-            for name, value in batch.items()
-        }
-        for first in parts
-    ]
+def divide_like_trl(batch: Any, rows: int) -> list[Any]:
+    """Divide a batch into micro-batches of `rows` rows; scalars are copied into each."""
+    micro_batches = []
+    for first_row in range(0, len(batch["completion_ids"]), rows):
+        micro = {}
+        for name, value in batch.items():
+            micro[name] = value[first_row : first_row + rows] if value.dim() else value
+        micro_batches.append(micro)
+    return micro_batches
 
 
-def gradient(coefficient: float, rows: int, *, by_trl: bool = False, **keys: Any) -> Tensor:
-    """Of the loss of an optimizer step, by the logits, float64."""
-    policy = table()
+def gradient_of_step(
+    coefficient: float, rows: int, *, trl_divides: bool = False, **keys: Any
+) -> Tensor:
+    """Return the gradient of an optimizer step's loss with respect to the logits, float64.
+
+    Args:
+        coefficient: the coefficient of the entropy bonus.
+        rows: rollouts of the generation.
+        trl_divides: whether micro-batches are those that TRL makes.
+        keys: further keys of the run.
+    """
+    policy = logits_table()
     policy.train()
     trainer = trainer_of(
         policy,
@@ -58,8 +68,8 @@ def gradient(coefficient: float, rows: int, *, by_trl: bool = False, **keys: Any
         **keys,
     )
     batch = generation(rows)
-    if by_trl:
-        micro_batches = as_trl_divides(batch, keys["per_device_train_batch_size"])
+    if trl_divides:
+        micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
         micro_batches = trainer.batcher.split(batch, "0/0")
     for number, micro in enumerate(micro_batches, 1):
@@ -70,9 +80,9 @@ def gradient(coefficient: float, rows: int, *, by_trl: bool = False, **keys: Any
     return policy.logits.grad
 
 
-def of_the_mean_entropy(rows: int) -> Tensor:
-    """The gradient that the bonus should have, by hand."""
-    policy = table()
+def gradient_of_mean_entropy(rows: int) -> Tensor:
+    """Return the gradient that the bonus should have: that of the mean over all tokens."""
+    policy = logits_table()
     batch = generation(rows)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     mask_BC = batch["completion_mask"]
@@ -81,7 +91,8 @@ def of_the_mean_entropy(rows: int) -> Tensor:
     return policy.logits.grad
 
 
-DIVIDED = {
+# Rollouts of the generation, and the sizes by which they are divided.
+DIVISIONS = {
     "one micro-batch": (ROWS, {"per_device_train_batch_size": 8}),
     "four of two rows": (
         ROWS,
@@ -101,14 +112,14 @@ DIVIDED = {
 @pytest.mark.parametrize("loss", ["dapo", "cispo", "vespo", "grpo", "dr_grpo", "sapo", "bnpo"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
 def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, adaptive, subtests):
-    for name, (rows, sizes) in DIVIDED.items():
+    for name, (rows, sizes) in DIVISIONS.items():
         keys = {"loss_type": loss, "num_generations": 2, "use_adaptive_entropy": adaptive, **sizes}
         keys["entropy_target"] = 9.0
         with subtests.test(name):
-            plain = gradient(0.0, rows, **{**keys, "use_adaptive_entropy": False})
-            bonus = gradient(COEFFICIENT, rows, **keys) - plain
-            apart = (bonus - of_the_mean_entropy(rows)).abs().max()
-            assert apart < 1e-12, f"{float(apart):.2g} of {float(bonus.abs().max()):.2g}"
+            without_bonus = gradient_of_step(0.0, rows, **{**keys, "use_adaptive_entropy": False})
+            bonus = gradient_of_step(COEFFICIENT, rows, **keys) - without_bonus
+            difference = (bonus - gradient_of_mean_entropy(rows)).abs().max()
+            assert difference < 1e-12, f"{float(difference):.2g} of {float(bonus.abs().max()):.2g}"
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "bnpo"])
@@ -118,25 +129,30 @@ def test_it_is_the_same_where_trl_divides_the_rows(loss):
         "num_generations": 2,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
-        "by_trl": True,
+        "trl_divides": True,
     }
-    bonus = gradient(COEFFICIENT, ROWS, **keys) - gradient(0.0, ROWS, **keys)
-    assert (bonus - of_the_mean_entropy(ROWS)).abs().max() < 1e-12
+    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(0.0, ROWS, **keys)
+    assert (bonus - gradient_of_mean_entropy(ROWS)).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo"])
 def test_the_loss_beside_the_bonus_is_divided_as_without_one(loss):
     """The bonus is added to what the loss would be, to the last digit of float64."""
-    sizes: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    whole: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
+    four_parts: dict[str, Any] = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+    }
+    one_part: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     keys: dict[str, Any] = {"loss_type": loss, "num_generations": 2}
-    found = gradient(COEFFICIENT, ROWS, **keys, **sizes)
-    assert (found - gradient(COEFFICIENT, ROWS, **keys, **whole)).abs().max() < 1e-12
+    divided = gradient_of_step(COEFFICIENT, ROWS, **keys, **four_parts)
+    whole = gradient_of_step(COEFFICIENT, ROWS, **keys, **one_part)
+    assert (divided - whole).abs().max() < 1e-12
 
 
 def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
-    """`top_entropy_quantile` chooses in each micro-batch; the others get no bonus, and those that
-    are chosen weigh alike.
+    """`top_entropy_quantile` chooses tokens in each micro-batch.
+
+    All others get no bonus, and the chosen ones weigh alike.
     """
     quantile = 0.25
     keys: dict[str, Any] = {
@@ -145,15 +161,15 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
         "top_entropy_quantile": quantile,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
-        "by_trl": True,
+        "trl_divides": True,
     }
-    bonus = gradient(COEFFICIENT, ROWS, **keys) - gradient(0.0, ROWS, **keys)
+    bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(0.0, ROWS, **keys)
     tokens = float(LENGTHS.sum())
-    policy = table()
+    policy = logits_table()
     batch = generation(ROWS)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     (-COEFFICIENT * entropy_BC.sum() / (quantile * tokens)).backward()
     assert policy.logits.grad is not None
-    chosen = bonus.abs().sum(dim=2) > 0
-    assert 0.15 < chosen.sum() / tokens < 0.35
-    assert (bonus - policy.logits.grad)[chosen].abs().max() < 1e-12
+    is_chosen_BC = bonus.abs().sum(dim=2) > 0
+    assert 0.15 < is_chosen_BC.sum() / tokens < 0.35
+    assert (bonus - policy.logits.grad)[is_chosen_BC].abs().max() < 1e-12

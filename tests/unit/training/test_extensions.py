@@ -4,7 +4,7 @@ saw different images.
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def function(): pass
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(SOURCE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -68,28 +68,28 @@ def config(extensions: str, *words: str) -> Any:
     return parse([*CPU, "--adora_extensions", extensions, *words])[1]
 
 
-def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(mine):
+def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user_folder):
     keys = config("{mine.py:Plain: {strength: 3}}")
     chosen = chosen_extensions(keys)
     assert [*chosen] == ["Plain"]
     assert chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
     check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED))
     assert extension_costs(chosen, keys) == ["Plain: a second pass"]
-    before = extension_hashes(keys)
-    (mine / "mine.py").write_text(SOURCE + "# edited")
-    assert before.keys() == {"mine.py"}
-    assert extension_hashes(keys) != before
-    nothing = parse(CPU)[1]
-    assert chosen_extensions(nothing) == {}
-    assert extension_hashes(nothing) == {}
-    assert extension_costs({}, nothing) == []
+    hashes_before = extension_hashes(keys)
+    (user_folder / "mine.py").write_text(SOURCE + "# edited")
+    assert hashes_before.keys() == {"mine.py"}
+    assert extension_hashes(keys) != hashes_before
+    keys_without_extension = parse(CPU)[1]
+    assert chosen_extensions(keys_without_extension) == {}
+    assert extension_hashes(keys_without_extension) == {}
+    assert extension_costs({}, keys_without_extension) == []
 
 
-def test_the_extension_of_the_page_is_one(mine):
-    """It leaves the longest answers out of what is learned from."""
+def test_the_extension_of_the_page_is_one(user_folder):
+    """The extension on the page leaves the longest answers out of what is learned from."""
     page = (Path(__file__).parents[3] / "docs" / "methods.md").read_text()
     _, code = page.split("```python\n# my_extensions.py\n")
-    (mine / "my_extensions.py").write_text(code.partition("```")[0])
+    (user_folder / "my_extensions.py").write_text(code.partition("```")[0])
     keys = config("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
     (extension,) = chosen_extensions(keys).values()
     log: dict[str, float] = {}
@@ -120,7 +120,7 @@ WRONG: list[tuple[str, list[str], str]] = [
 ]
 
 
-def test_what_does_not_fit_is_named_in_one_line(mine):
+def test_what_does_not_fit_is_named_in_one_line(user_folder):
     wrong = {}
     for extensions, words, expected in WRONG:
         with pytest.raises(UserError) as refused:
@@ -135,28 +135,43 @@ def test_what_does_not_fit_is_named_in_one_line(mine):
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
-    ask = SamplingRequest(
+    request = SamplingRequest(
         prompt_ids=[1],
         images=[],
         group=0,
         max_tokens=3,
         max_length=9,
     )
-    answer = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
-    for compared, logps, stale in (
+    result = SamplingResult(tokens=[5, 6], logps=[-0.1, -0.2])
+    for compared, logps, stale_tokens in (
         (True, [-0.1, -0.2], 0),
         (False, [None, None], 2),
     ):
         rollout = append_result(
-            Rollout(), ask, answer, step=4, max_turn=None, stop=None, saw_trainer_images=compared
+            Rollout(),
+            request,
+            result,
+            step=4,
+            max_turn=None,
+            stop=None,
+            saw_trainer_images=compared,
         )
-        assert (rollout.logps, rollout.stale_tokens(4)) == (logps, stale)
+        assert rollout.logps == logps
+        assert rollout.stale_tokens(step=4) == stale_tokens
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 
 
-def measured(others: list[bool]) -> tuple[torch.Tensor, dict[str, float]]:
-    """The drift and the ratio of two rollouts, the second of which is 3 nats off, as the step
-    measures them.
+class Measured(NamedTuple):
+    """What a step measures of the difference between engine and policy."""
+
+    ratio_BC: torch.Tensor  # policy over engine
+    figures: dict[str, float]
+
+
+def measure(saw_other_images: list[bool]) -> Measured:
+    """Measure two rollouts; the engine's log-probabilities of the second are 3 nats off.
+
+    `saw_other_images`: whether each was sampled on other images, so that they are unknown.
     """
     logged: dict[str, float] = {}
     context = step_context(
@@ -166,30 +181,31 @@ def measured(others: list[bool]) -> tuple[torch.Tensor, dict[str, float]]:
         vllm_importance_sampling_clip_min=None,
         vllm_importance_sampling_clip_max=3.0,
     )
-    logps = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
-    sampling = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
-    sampling[torch.tensor(others)] = math.nan
+    policy_logps_BC = torch.tensor([[-1.0, -2.0], [-1.0, -2.0]])
+    engine_logps_BC = torch.tensor([[-1.1, -2.1], [-4.0, -5.0]])
+    engine_logps_BC[torch.tensor(saw_other_images)] = math.nan
     micro: Batch = {
         "completion_mask": torch.ones(2, 2),
-        "sampling_per_token_logps": sampling,
-        "stale_tokens": torch.tensor([2 * other for other in others]),
+        "sampling_per_token_logps": engine_logps_BC,
+        "stale_tokens": torch.tensor([2 if other else 0 for other in saw_other_images]),
     }
-    DriftGuard(context).check(logps, sampling, compared_mask(micro), 0)
-    figures = ImportanceRatio(context).complete(micro, logps)
-    return micro["importance_sampling_ratio"], {**logged, **figures}
+    DriftGuard(context).check(policy_logps_BC, engine_logps_BC, compared_mask(micro), step=0)
+    figures = ImportanceRatio(context).complete(micro, policy_logps_BC)
+    return Measured(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 
 
 def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
-    ratio, logged = measured([False, True])
-    assert ratio[1].tolist() == [1.0, 1.0]
-    assert ratio[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
-    assert logged["adora/drift"] == pytest.approx(0.1, abs=1e-6)
+    measured = measure([False, True])
+    assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
+    assert measured.ratio_BC[1].tolist() == [1.0, 1.0]
+    assert measured.figures["adora/drift"] == pytest.approx(0.1, abs=1e-6)
     for figure in ("mean", "min"):
         name = f"sampling/importance_sampling_ratio/{figure}"
-        assert logged[name] == pytest.approx(math.exp(0.1))
-    assert measured([False, False])[1]["adora/drift"] == pytest.approx(1.55), "so it can fail"
+        assert measured.figures[name] == pytest.approx(math.exp(0.1))
+    both_compared = measure([False, False])
+    assert both_compared.figures["adora/drift"] == pytest.approx(1.55), "the second one counts"
     # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
-    assert "adora/drift" not in measured([True, True])[1]
+    assert "adora/drift" not in measure([True, True]).figures
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():
@@ -197,10 +213,11 @@ def test_the_cache_of_images_does_not_keep_what_is_seen_once():
     cache = ImageCache(2**20)
     settings = effective_settings(processor, {})
     image = Image.effect_noise((56, 28), 90).convert("RGB")
-    clean = cache.get(processor, image, settings)
-    held = cache.cached_bytes
-    passing = image.rotate(180)
-    passing.info[PASSING] = True
-    assert not torch.equal(cache.get(processor, passing, settings).frames_RF, clean.frames_RF)
-    assert cache.cached_bytes == held
-    assert cache.get(processor, image, settings) is clean
+    processed_image = cache.get(processor, image, settings)
+    bytes_before = cache.cached_bytes
+    image_seen_once = image.rotate(180)
+    image_seen_once.info[PASSING] = True
+    processed_once = cache.get(processor, image_seen_once, settings)
+    assert not torch.equal(processed_once.frames_RF, processed_image.frames_RF)
+    assert cache.cached_bytes == bytes_before
+    assert cache.get(processor, image, settings) is processed_image

@@ -1,4 +1,4 @@
-"""What is said of a first generation in which nothing is right."""
+"""The warning about a first generation in which no rollout is right."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ ROWS: list[Any] = [{"answer": "so B is right.Answer:B"}] * 2 + [{"answer": "50"}
 WRONG = ["wrong"] * 4
 
 
-def scores(verdicts: list[str]) -> RolloutFacts:
+def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
+    """Return facts of four rollouts with these verdicts, or none, and what was read of them."""
     extra = {
         "verdict": verdicts,
         "extracted": ["B", "A", None, "49"],
@@ -25,7 +26,7 @@ def scores(verdicts: list[str]) -> RolloutFacts:
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().look(ROWS, scores(WRONG))
+    FirstAnswers().look(ROWS, facts_of_verdicts(WRONG))
     printed = capsys.readouterr().err.splitlines()
     assert "none of the first 4 rollouts is right" in printed[0]
     assert "so B is right.Answer:B" in printed[1]
@@ -38,9 +39,9 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().look(ROWS, scores([*WRONG[1:], "correct"]))
-    later = FirstAnswers()
-    later.look(ROWS, scores([*WRONG[1:], "correct"]))
-    later.look(ROWS, scores(WRONG))
-    FirstAnswers().look(ROWS, scores([]))
+    FirstAnswers().look(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
+    second_generation_wrong = FirstAnswers()
+    second_generation_wrong.look(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
+    second_generation_wrong.look(ROWS, facts_of_verdicts(WRONG))
+    FirstAnswers().look(ROWS, facts_of_verdicts([]))
     assert capsys.readouterr().err == ""

@@ -1,7 +1,9 @@
 """Micro-batches are filled up to the memory that is planned for them, and all ranks cut alike."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain, product
 
 import torch
 from hypothesis import given, settings
@@ -22,8 +24,15 @@ from tests.support.micro_batch_room import ACTIVATION_MEMORIES, LONGEST, SHAPE, 
 ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)
 
 
-def unit(prompt: int, answers: Sequence[int], patches: int = 0) -> UnitSize:
-    return UnitSize(len(answers), prompt, max(answers), sum(answers), patches)
+def unit(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
+    """Return the size of a group with these lengths of prompt and completions, in tokens."""
+    return UnitSize(
+        rows=len(completions),
+        prompt_tokens=prompt,
+        longest_completion=max(completions),
+        completion_tokens=sum(completions),
+        patches=patches,
+    )
 
 
 UNITS = st.builds(
@@ -48,28 +57,26 @@ UNITS = st.builds(
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     ranks, max_units, activation_memory, shares_prompts
 ):
-    """Whatever the lengths, however many layers are recomputed, on every rank.
+    """That holds on every rank, whatever the lengths, and however many layers are recomputed.
 
-    A micro-batch of the planned number of units is as it was without filling.
+    A micro-batch always has the planned number of units, whatever memory they need.
     """
     count = len(ranks[0])
-    parts = room(activation_memory, shares_prompts=shares_prompts).cut(
+    micro_batches = room(activation_memory, shares_prompts=shares_prompts).cut(
         ranks, range(count), max_units
     )
-    assert [number for part in parts for number in part] == list(range(count))
-    assert all(len(part) >= max_units for part in parts[:-1])
-    everything = [unit for units in ranks for unit in units]
-    sized = partial(size_of_pass, shares_prompts=shares_prompts, masked=True)
-    planned = sized([full_unit(everything, LONGEST)] * max_units)
-    model = ACTIVATION_MEMORIES[activation_memory]
-    numbers = (0, 7, SHAPE.text.layers) if model.checkpointing else (0,)
-    for part in parts:
-        if len(part) <= max_units:
-            continue
-        for units in ranks:
-            size = sized(units[part.start : part.stop])
-            for recomputed in numbers:
-                assert model.peak_bytes(size, recomputed) <= model.peak_bytes(planned, recomputed)
+    assert list(chain.from_iterable(micro_batches)) == list(range(count))
+    assert all(len(positions) >= max_units for positions in micro_batches[:-1])
+    size_of = partial(size_of_pass, shares_prompts=shares_prompts, masked=True)
+    all_units = [unit for units in ranks for unit in units]
+    planned_size = size_of([full_unit(all_units, LONGEST)] * max_units)
+    memory = ACTIVATION_MEMORIES[activation_memory]
+    recomputed_counts = (0, 7, SHAPE.text.layers) if memory.checkpointing else (0,)
+    filled = [positions for positions in micro_batches if len(positions) > max_units]
+    for positions, units, recomputed in product(filled, ranks, recomputed_counts):
+        size = size_of(units[positions.start : positions.stop])
+        planned_bytes = memory.peak_bytes(planned_size, recomputed)
+        assert memory.peak_bytes(size, recomputed) <= planned_bytes
 
 
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
@@ -81,11 +88,12 @@ def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
 
 
 def test_ranks_cut_at_the_same_places():
-    """A rank with short groups waits for the one whose groups are long, and takes no more."""
-    short = [unit(100, [50] * 8)] * 6
-    long = [unit(1079, ANSWERS)] * 6
-    assert room().cut([short, long], range(6), 1) == room().cut([long], range(6), 1)
-    assert len(room().cut([short], range(6), 1)) == 1
+    """A rank with short groups takes no more of them than the one whose groups are long."""
+    short_groups = [unit(100, [50] * 8)] * 6
+    long_groups = [unit(1079, ANSWERS)] * 6
+    cut = partial(room().cut, positions=range(6), max_units=1)
+    assert cut([short_groups, long_groups]) == cut([long_groups])
+    assert len(cut([short_groups])) == 1
 
 
 def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
@@ -100,41 +108,27 @@ def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
 def test_rows_that_share_nothing_are_as_long_as_the_longest():
     """Without shared prompts padding counts: a short group beside a long one takes as much."""
     units = [unit(1000, [2000] * 8), *[unit(1000, [100] * 8)] * 5]
-    apart = room(shares_prompts=False).cut([units], range(6), 1)
-    assert [len(part) for part in apart] == [1, 2, 2, 1]
-    assert [len(part) for part in room().cut([units], range(6), 1)] == [1, 5]
+    padded = room(shares_prompts=False).cut([units], range(6), max_units=1)
+    assert [len(positions) for positions in padded] == [1, 2, 2, 1]
+    packed = room().cut([units], range(6), max_units=1)
+    assert [len(positions) for positions in packed] == [1, 5]
 
 
 def test_the_planned_pass_is_that_of_the_dry_run():
     """The numbers by which memory is predicted are the same where prompts are the longest."""
     planned = MicroBatch(
-        8,
-        1079,
-        LONGEST,
+        sequences=8,
+        prompt_tokens=1079,
+        completion_tokens=LONGEST,
         image_tokens=256,
         sequences_per_problem=8,
         packed=True,
     )
-    size = size_of_pass(
-        [full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST)],
-        shares_prompts=True,
-        masked=True,
-    )
-    dry = planned.pass_size(merge_size=2, has_padding_mask=True)
-    assert (
-        size.rows,
-        size.row_length,
-        size.scored_tokens,
-        size.patches,
-        size.has_padding_mask,
-    ) == (
-        dry.rows,
-        dry.row_length,
-        dry.scored_tokens,
-        dry.patches,
-        dry.has_padding_mask,
-    )
-    assert size.repeated_keys == dry.repeated_keys - 8, "a rollout's last token is no key"
+    longest_group = full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST)
+    size = size_of_pass([longest_group], shares_prompts=True, masked=True)
+    dry_run_size = planned.pass_size(merge_size=2, has_padding_mask=True)
+    # A rollout's last token predicts nothing, so it is no key.
+    assert size == replace(dry_run_size, repeated_keys=dry_run_size.repeated_keys - 8)
 
 
 def test_sizes_of_units_by_hand():
@@ -145,8 +139,8 @@ def test_sizes_of_units_by_hand():
         completion_lengths=[4, 1, 0, 2],
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
-    assert unit_sizes(host, 2, shares_vision=True) == [
-        UnitSize(2, 2, 4, 5, 8),
-        UnitSize(2, 3, 2, 2),
+    assert unit_sizes(host, rows_per_unit=2, shares_vision=True) == [
+        unit(2, [4, 1], patches=8),
+        unit(3, [0, 2]),
     ]
     assert unit_sizes(host, 2, shares_vision=False)[0].patches == 16

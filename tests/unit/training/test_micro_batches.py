@@ -3,6 +3,7 @@ between ranks.
 """
 
 import copy
+import math
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +45,12 @@ LETTERS = "abcdefgh"  # of the images of eight groups
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
-    """By steps_per_generation, num_iterations and gradient_accumulation_steps.
+    """Where steps and generations do not divide each other, no micro-batches are merged.
 
-    Where these do not divide each other, a generation's are spread over optimizer steps unevenly,
-    and each stays as it is: six are one and a half of four, so the second generation is learned
-    from in two steps and needs the old log-probabilities.
+    With four micro-batches a generation and six a step, the second generation is learned from in two
+    steps. So it needs the old log-probabilities.
     """
+    # By steps_per_generation, num_iterations and gradient_accumulation_steps.
     cases = {
         (4, 1, 4): (4, True),
         (8, 1, 4): (4, False),
@@ -73,17 +74,21 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
         assert layout.has_one_step == has_one_step, keys
 
 
-def image(key: str) -> ProcessedImage:
-    """An image of four patches, whose bytes are its letter."""
+def processed_image(key: str) -> ProcessedImage:
+    """Return an image of four patches, whose bytes are its letter `key`."""
     patches = torch.full((4, 3), ord(key), dtype=torch.uint8)
     grid = torch.tensor([1, 2, 2])
     return ProcessedImage(key, patches, grid)
 
 
 def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> Batch:
-    """A rollout an image, with a prompt of two tokens; all its values are its number.
+    """Return a batch with a rollout for each image. All values of a rollout are its number.
 
-    `images`: a letter an image. `completion`: tokens of each. `first`: the first number.
+    Args:
+        banks: get the images.
+        images: a letter for each image.
+        completion: tokens of each completion. A prompt has two.
+        first: the number of the first rollout.
     """
     rows = len(images)
     bank = banks.new("train")
@@ -97,7 +102,7 @@ def rank_batch(banks: ImageBanks, images: str, completion: int, first: int) -> B
         "sampling_per_token_logps": -numbers_BC.float(),
         "advantages": numbers.float(),
         "rollout_number": numbers,
-        "pixel_values": torch.cat([bank.references(image(key), CPU) for key in images]),
+        "pixel_values": torch.cat([bank.references(processed_image(key), CPU) for key in images]),
         "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
         "num_images": [1] * rows,
         "num_items_in_batch": torch.tensor(100.0),
@@ -123,14 +128,14 @@ def test_a_unit_is_what_fits_a_micro_batch_of_a_group(rows, generations, unit):
 def test_every_optimizer_step_ends_with_work_and_no_micro_batch_is_too_large(
     optimizer_steps, micro_batches, max_units, extra_units
 ):
-    slots = optimizer_steps * micro_batches
-    unit_count = min(optimizer_steps + extra_units, slots * max_units)
+    micro_batch_count = optimizer_steps * micro_batches
+    unit_count = min(optimizer_steps + extra_units, micro_batch_count * max_units)
     units = list(range(unit_count))
     cut = partial(cut_by_count, max_micro_batches=micro_batches, max_units=max_units)
     plan = plan_micro_batches(units, optimizer_steps, micro_batches, cut)
-    assert len(plan) == slots
-    planned = [unit for part in plan for unit in part]
-    assert sorted(planned) == units
+    assert len(plan) == micro_batch_count
+    planned_units = [unit for units_of_micro_batch in plan for unit in units_of_micro_batch]
+    assert sorted(planned_units) == units
     last_of_each_step = plan[micro_batches - 1 :: micro_batches]
     assert all(last_of_each_step)
     assert max(map(len, plan)) <= max_units
@@ -148,31 +153,34 @@ def test_a_unit_counts_the_tokens_of_the_policy_s_pass():
 def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
     steps, units_per_step, rng
 ):
-    """Whatever their lengths: the order by length is drawn by the seed, the same on all ranks."""
+    """The seed, the same on all ranks, draws a unit's step by its place in the order of length."""
     count = steps * units_per_step
-    orders = []
-    for _ in range(3):  # ranks with units of other lengths
+    places_by_rank = []
+    for _ in range(3):  # ranks, whose units have other lengths
         tokens = rng.sample(range(1000), count)
         longest_first = sorted(range(count), key=lambda unit: -tokens[unit])
-        units = by_length(range(count), tokens, steps, "seed/12")
+        units = by_length(range(count), tokens, optimizer_steps=steps, seed="seed/12")
         assert sorted(units) == list(range(count))
-        orders.append([longest_first.index(unit) for unit in units])
-    assert orders[0] == orders[1] == orders[2]
-    for order_of_step in split_evenly(orders[0], steps):
-        assert order_of_step == sorted(order_of_step), "the longest of a step first"
+        places_by_rank.append([longest_first.index(unit) for unit in units])
+    first_rank, *other_ranks = places_by_rank
+    assert all(places == first_rank for places in other_ranks)
+    for places_of_step in split_evenly(first_rank, steps):
+        assert places_of_step == sorted(places_of_step), "the longest of a step first"
 
 
 def test_the_steps_on_a_generation_see_units_of_all_lengths():
+    """Unit 7 of eight is the longest."""
     orders = set()
     for step in range(20):
-        order = by_length(range(8), range(8), 4, f"0/{step}")
+        order = by_length(range(8), range(8), optimizer_steps=4, seed=f"0/{step}")
         orders.add(tuple(order))
     assert len(orders) > 10
-    assert {order[0] for order in orders} > {6, 7}
+    first_units = {order[0] for order in orders}
+    assert first_units > {6, 7}
 
 
-def batch():
-    """Three rollouts with an image each, prompts padded on the left and completions on the right."""
+def three_rollouts() -> Any:
+    """Return a batch of three rollouts with an image each, of one, two and one tokens of padding."""
     prompt = torch.tensor([[0, 0, 7, 8], [0, 5, 6, 7], [0, 0, 0, 9]])
     completion = torch.tensor([[1, 2, 0, 0], [1, 0, 0, 0], [1, 2, 3, 4]])
     return {
@@ -190,8 +198,8 @@ def batch():
 
 
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
-    rows = batch_rows.RowReader(batch()).take([1, 0])
-    cut = batch_rows.without_padding({**rows, "pixel_values": batch()["pixel_values"]})
+    rows: Any = batch_rows.RowReader(three_rollouts()).take([1, 0])
+    cut = batch_rows.without_padding({**rows, "pixel_values": three_rollouts()["pixel_values"]})
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
@@ -200,14 +208,14 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
     assert cut["num_images"] == [1, 1]
     assert cut["num_items_in_batch"] == 7
     assert len(cut["pixel_values"]) == 8
-    whole = batch()
-    assert batch_rows.without_padding(whole)["completion_ids"].shape == (3, 4)
+    uncut = batch_rows.without_padding(three_rollouts())
+    assert uncut["completion_ids"].shape == (3, 4), "the longest completion has no padding"
 
 
 def test_a_batch_of_empty_completions_keeps_a_column():
-    empty = batch()
-    empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
-    assert batch_rows.without_padding(empty)["completion_ids"].shape == (3, 1)
+    batch = three_rollouts()
+    batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+    assert batch_rows.without_padding(batch)["completion_ids"].shape == (3, 1)
 
 
 # Whether groups of the batch and further ones have signal, slots, and the group in each slot;
@@ -228,41 +236,44 @@ def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
 
 
 def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
-    own = batch()
-    further = batch()
+    batch = three_rollouts()
+    further = three_rollouts()
     grids = torch.tensor([[1, 1, 2], [1, 2, 2], [1, 1, 2]])
-    own["image_grid_thw"] = grids
-    own["pixel_values"] = torch.arange(8)[:, None]
+    batch["image_grid_thw"] = grids
+    batch["pixel_values"] = torch.arange(8)[:, None]
     further["image_grid_thw"] = grids
     further["pixel_values"] = torch.arange(100, 108)[:, None]
     further["completion_ids"] = torch.tensor([[3], [4], [5]])
     further["completion_mask"] = torch.ones(3, 1, dtype=torch.long)
     further["sampling_per_token_logps"] = torch.tensor([[-3.0], [-4], [-5]])
     further["mm_token_type_ids"] = torch.arange(15).view(3, 5)
-    whole = batch_rows.chosen_groups(own, further, [0, 1, 4], 1, pad_id=77)
-    assert whole["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
-    assert whole["completion_ids"].tolist()[2] == [4, 77, 77, 77]
-    assert whole["completion_mask"].tolist()[2] == [1, 0, 0, 0]
-    assert whole["sampling_per_token_logps"].tolist()[2] == [-4, 0, 0, 0]
-    assert whole["mm_token_type_ids"].tolist()[2] == [5, 6, 7, 8, 9, 0, 0, 0]
-    assert whole["pixel_values"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 102, 103, 104, 105]
-    assert whole["image_grid_thw"].tolist() == [[1, 1, 2], [1, 2, 2], [1, 2, 2]]
-    assert whole["advantages"].tolist() == [1, -1, -1]
+    chosen = batch_rows.chosen_groups(
+        batch, further, group_numbers=[0, 1, 4], group_size=1, pad_id=77
+    )
+    assert chosen["prompt_ids"].tolist() == [[0, 0, 7, 8], [0, 5, 6, 7], [0, 5, 6, 7]]
+    assert chosen["completion_ids"].tolist()[2] == [4, 77, 77, 77]
+    assert chosen["completion_mask"].tolist()[2] == [1, 0, 0, 0]
+    assert chosen["sampling_per_token_logps"].tolist()[2] == [-4, 0, 0, 0]
+    assert chosen["mm_token_type_ids"].tolist()[2] == [5, 6, 7, 8, 9, 0, 0, 0]
+    assert chosen["pixel_values"][:, 0].tolist() == [0, 1, 2, 3, 4, 5, 102, 103, 104, 105]
+    assert chosen["image_grid_thw"].tolist() == [[1, 1, 2], [1, 2, 2], [1, 2, 2]]
+    assert chosen["advantages"].tolist() == [1, -1, -1]
 
 
+# The ratios of two batches, and of both together.
 RATIOS_JOINED = [
     ([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]),
     ([[2.0]], [[4.0]], [[2], [4]]),
 ]
 
 
-@pytest.mark.parametrize(("own", "further", "expected"), RATIOS_JOINED)
-def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
+@pytest.mark.parametrize(("first_ratio", "second_ratio", "expected"), RATIOS_JOINED)
+def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, expected):
     """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
 
     def first_row(ratio, length):
-        """The first rollout with so many tokens, and this ratio."""
-        columns = batch()
+        """Return the first rollout with `length` tokens and this ratio."""
+        columns = three_rollouts()
         return {
             "prompt_ids": columns["prompt_ids"][:1],
             "prompt_mask": columns["prompt_mask"][:1],
@@ -271,7 +282,9 @@ def test_a_ratio_is_padded_with_what_changes_nothing(own, further, expected):
             "importance_sampling_ratio": torch.tensor(ratio),
         }
 
-    joined = batch_rows.concat_rows(first_row(own, 2), first_row(further, 1), 77)
+    joined = batch_rows.concat_rows(
+        first_row(first_ratio, 2), first_row(second_ratio, 1), pad_id=77
+    )
     assert joined["importance_sampling_ratio"].tolist() == expected
 
 
@@ -283,10 +296,10 @@ def batcher(
     room: MicroBatchRoom | None = None,
     **keys: Any,
 ):
-    """A batcher of a run of one process with groups of two.
+    """Return the batcher of a run of one process with groups of two.
 
-    Four rollouts are in a micro-batch, and four micro-batches in a step. Micro-batches are filled by
-    `room`, if there is one.
+    A micro-batch has four rollouts, and a step four micro-batches. With `room` a micro-batch has as
+    many rollouts as fit into memory.
     """
     sizes = {
         "num_generations": 2,
@@ -298,10 +311,10 @@ def batcher(
     return MicroBatcher(context, banks, every_row_counts=every_row_counts, room=room)
 
 
-def sixteen(banks: ImageBanks, live: str) -> Batch:
-    """Eight groups of two rollouts; those of the letters in `live` have signal.
+def eight_groups(banks: ImageBanks, live: str) -> Batch:
+    """Return eight groups of two rollouts; those of the letters in `live` have signal.
 
-    Each rollout is one token longer than the one before.
+    A group has the letter of its image. Each rollout is one token longer than the one before.
     """
     images = "".join(2 * letter for letter in LETTERS)
     rows = rank_batch(banks, images, 16, 0)
@@ -315,17 +328,17 @@ def sixteen(banks: ImageBanks, live: str) -> Batch:
     return rows
 
 
-def rows_of(micro_batches: list[Batch]) -> list[list[int]]:
-    """The numbers of each micro-batch's rollouts."""
+def rollout_numbers(micro_batches: list[Batch]) -> list[list[int]]:
+    """Return the numbers of each micro-batch's rollouts."""
     return [micro["rollout_number"].tolist() if micro else [] for micro in micro_batches]
 
 
 def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all_that_is_theirs():
     banks = ImageBanks()
     log = dict[str, float]()
-    generation = sixteen(banks, "bdeg")
+    generation = eight_groups(banks, "bdeg")
     micro_batches = batcher(banks=banks, log=log).split(generation, "0/0")
-    assert rows_of(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
+    assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
     for micro in micro_batches[2:]:
         numbers = micro["rollout_number"]
@@ -342,15 +355,15 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
 
 
 def letter_of(banks: ImageBanks, start: int) -> str:
-    """The letter of the image whose first patch has this number."""
+    """Return the letter of the image whose first patch has this number."""
     patches = banks.of(start).pixels([start])[0]
     return chr(int(patches[0, 0]))
 
 
 def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_signal(monkeypatch):
-    """Else it would wait for ever in a pass that gathers weights.
+    """Otherwise a rank would wait for ever in a pass that gathers weights.
 
-    Without signal of its own, it takes the shortest.
+    It takes the shortest of its groups without signal too.
     """
 
     def gather_with_five(on_this_rank: list[int]) -> list[int]:
@@ -361,7 +374,7 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
     ours = batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
-    rows = rows_of(ours.split(sixteen(banks, "h"), "0/0"))
+    rows = rollout_numbers(ours.split(eight_groups(banks, "h"), "0/0"))
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
     assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == [0, 4, 4, 2]
@@ -372,17 +385,16 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     [("abc", 16, [4, 2], [3.0, 1.5]), ("abcdef", 12, [4, 4, 4], [4.0] * 3)],
 )
 def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows, sizes, losses):
-    """TRL takes a mean over the rows of a micro-batch; the share puts back how many there are.
+    """TRL takes a mean over the rows of a micro-batch, so the loss is multiplied by their share.
 
-    Places without rollouts, as with unfinished ones, do not count: the mean of twelve is that of a
-    run without other places.
+    Places without rollouts, which unfinished rollouts leave, do not count.
     """
     banks = ImageBanks()
     loss = torch.tensor(3.0)
-    generation = batch_rows.RowReader(sixteen(banks, live)).take(range(rows))
+    generation = batch_rows.RowReader(eight_groups(banks, live)).take(range(rows))
     grpo = batcher(banks=banks, loss_type="grpo")
     with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
-    assert [len(numbers) for numbers in rows_of(with_work)] == sizes
+    assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
     scaled = [float(loss * grpo.weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
     dapo = batcher(banks=banks, loss_type="dapo")
@@ -390,9 +402,12 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
-    """All where the loss has another term or the key says so; the shortest where none has signal,
-    for each step.
+    """All groups are learned from where the loss has another term, or a key asks for it.
+
+    Where no group has signal, each step learns from the shortest.
     """
+    # Groups with signal, keys, rows of each micro-batch, and how many of the first rows are learned
+    # from.
     cases: list[tuple[str, dict[str, Any], list[int], int]] = [
         ("a", {"every_row_counts": True}, [4, 4, 4, 4], 16),
         ("a", {"adora_stock_step": ["skip_zero_signal"]}, [4, 4, 4, 4], 16),
@@ -402,8 +417,8 @@ def test_which_groups_are_learned_from_and_where(subtests):
     for live, keys, sizes, learned_rows in cases:
         with subtests.test(f"{live} {keys}"):
             banks = ImageBanks()
-            micro_batches = batcher(banks=banks, **keys).split(sixteen(banks, live), "0/0")
-            rows = rows_of(micro_batches)
+            micro_batches = batcher(banks=banks, **keys).split(eight_groups(banks, live), "0/0")
+            rows = rollout_numbers(micro_batches)
             assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == sizes
             learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
             assert sorted(learned) == list(range(learned_rows))
@@ -415,23 +430,24 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
 
     TRL takes a mean over the rows of a micro-batch, or divides by the tokens of the generation.
     """
-    weights = []
-    counts = []
-    for fill in (None, room(longest=64)):
+
+    def weights_of_rows(room: MicroBatchRoom | None, expected_count: int) -> dict[int, float]:
+        """Return the weight of each rollout in the step's loss, by its number."""
         banks = ImageBanks()
-        cutting = batcher(banks=banks, room=fill, loss_type=loss_type)
-        micro_batches = cutting.split(sixteen(banks, LETTERS), "0/0")
-        weight_of: dict[int, float] = {}
-        scaling = batcher(banks=banks, loss_type=loss_type)
-        for micro in filter(None, micro_batches):
+        cutting_batcher = batcher(banks=banks, room=room, loss_type=loss_type)
+        micro_batches = cutting_batcher.split(eight_groups(banks, LETTERS), "0/0")
+        with_work = [micro for micro in micro_batches if micro]
+        assert len(with_work) == expected_count
+        weights: dict[int, float] = {}
+        for micro in with_work:
             rows = len(micro["advantages"])
-            mean = torch.tensor(1.0 if loss_type == "dapo" else 1 / rows, dtype=torch.float64)
+            weight_in_mean = 1.0 if loss_type == "dapo" else 1 / rows
             for number in micro["rollout_number"].tolist():
-                weight_of[number] = float(mean * scaling.weight(micro))
-        weights.append(weight_of)
-        counts.append(sum(map(bool, micro_batches)))
-    separate, filled = weights
-    assert counts == [4, 1]
+                weights[number] = weight_in_mean * float(cutting_batcher.weight(micro))
+        return weights
+
+    separate = weights_of_rows(None, expected_count=4)
+    filled = weights_of_rows(room(longest=64), expected_count=1)
     assert filled.keys() == separate.keys()
     for number, weight in separate.items():
         assert filled[number] == pytest.approx(weight, rel=1e-12)
@@ -440,49 +456,53 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
 def test_empty_micro_batches_come_first_in_each_step():
     """The last one of a step triggers the reduction of gradients."""
     banks = ImageBanks()
-    steps_of_two: dict[str, Any] = {"gradient_accumulation_steps": 2}
     log = dict[str, float]()
-    filling = batcher(
-        banks=banks,
-        room=room(longest=64),
-        log=log,
-        **steps_of_two,
-    )
-    micro_batches = filling.split(sixteen(banks, LETTERS), "0/0")
-    assert [len(rows) for rows in rows_of(micro_batches)] == [0, 8, 0, 8]
+    two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    filling_batcher = batcher(banks=banks, room=room(longest=64), log=log, **two_a_step)
+    micro_batches = filling_batcher.split(eight_groups(banks, LETTERS), "0/0")
+    assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
 
 
 def test_the_key_cuts_by_the_number_of_rows():
     banks = ImageBanks()
     stock = batcher(banks=banks, room=room(longest=64), adora_stock_step=["fill_micro_batches"])
-    micro_batches = stock.split(sixteen(banks, LETTERS), "0/0")
-    assert [len(rows) for rows in rows_of(micro_batches)] == [4, 4, 4, 4]
+    micro_batches = stock.split(eight_groups(banks, LETTERS), "0/0")
+    assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 
 
-def alike(*counts):
-    """Units of equal length, so many on each rank."""
+def units_of_equal_length(*counts):
+    """Return the units of each rank, `counts` many, all equally long."""
     return [dict.fromkeys(range(count), 10) for count in counts]
 
 
-def pairs(moves):
-    """The ranks that give and get each unit."""
-    return [(source, target) for source, _, target in moves]
+def sources_and_targets(moves):
+    """Return the ranks that give and get each unit."""
+    return [(move.source, move.target) for move in moves]
 
 
 def test_moves_by_hand():
-    assert pairs(plan_moves(alike(0, 4))) == [(1, 0), (1, 0)]
-    assert plan_moves(alike(1, 2, 2)) == [], "no rank takes longer for it"
-    assert sorted(pairs(plan_moves(alike(3, 0, 0)))) == [(0, 1), (0, 2)]
-    assert pairs(plan_moves(alike(4, 3, 3, 0))) == [(0, 3)], "no more than is needed"
-    assert len(plan_moves(alike(0, 6), min_units=4)) == 2
-    assert plan_moves(alike(0, 4), min_units=4) == []
-    assert plan_moves(alike(0, 0)) == []
+    assert sources_and_targets(plan_moves(units_of_equal_length(0, 4))) == [(1, 0), (1, 0)]
+    assert plan_moves(units_of_equal_length(1, 2, 2)) == [], "no rank takes longer for it"
+    assert sorted(sources_and_targets(plan_moves(units_of_equal_length(3, 0, 0)))) == [
+        (0, 1),
+        (0, 2),
+    ]
+    assert sources_and_targets(plan_moves(units_of_equal_length(4, 3, 3, 0))) == [(0, 3)], (
+        "no more than is needed"
+    )
+    assert len(plan_moves(units_of_equal_length(0, 6), min_units=4)) == 2
+    assert plan_moves(units_of_equal_length(0, 4), min_units=4) == []
+    assert plan_moves(units_of_equal_length(0, 0)) == []
 
 
 def test_a_long_unit_moves_to_where_it_meets_another_long_one():
+    """The tokens of each rank's units, by their numbers."""
     long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
-    assert plan_moves(long_ones_on_one_rank) == [Move(0, 0, 1), Move(1, 0, 0)]
+    assert plan_moves(long_ones_on_one_rank) == [
+        Move(source=0, unit=0, target=1),
+        Move(source=1, unit=0, target=0),
+    ]
     in_order_of_length_they_meet = [{0: 90, 1: 10}, {0: 100, 1: 11}]
     assert plan_moves(in_order_of_length_they_meet) == []
     about_as_long = [{3: 100, 5: 30}, {1: 90, 4: 25}]
@@ -504,36 +524,37 @@ RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=
 
 @given(RANKS, st.integers(1, 6))
 def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min_units):
-    before = [dict(enumerate(tokens)) for tokens in ranks]
-    moves = plan_moves(before, min_units)
-    after = []
-    for rank, units in enumerate(before):
-        after.append({(rank, number): tokens for number, tokens in units.items()})
-    for source, number, target in moves:
-        assert source != target
-        unit = (source, number)
-        after[target][unit] = after[source].pop(unit)
-    unit_count = sum(map(len, before))
-    assert sum(map(len, after)) == unit_count
-    even_share = -(-unit_count // len(ranks))  # rounded up
-    assert max(map(len, after)) <= max(min_units, even_share)
-    all_have_equally_many = len({len(units) for units in before}) == 1
-    if all_have_equally_many and len(before[0]) >= min_units:
-        # Where all groups count, none counts twice.
-        assert len({len(units) for units in after}) == 1
+    tokens_by_rank = [dict(enumerate(tokens)) for tokens in ranks]
+    counts_before = [len(units) for units in tokens_by_rank]
+    # The units of each rank after the moves, by the rank and the number that they had before.
+    units_after = [
+        {(rank, number) for number in units} for rank, units in enumerate(tokens_by_rank)
+    ]
+    for move in plan_moves(tokens_by_rank, min_units):
+        assert move.source != move.target
+        unit = (move.source, move.unit)
+        units_after[move.source].remove(unit)
+        units_after[move.target].add(unit)
+    counts_after = [len(units) for units in units_after]
+    assert sum(counts_after) == sum(counts_before)
+    even_share = math.ceil(sum(counts_before) / len(ranks))
+    assert max(counts_after) <= max(min_units, even_share)
+    had_equally_many = len(set(counts_before)) == 1
+    if had_equally_many and counts_before[0] >= min_units:
+        assert len(set(counts_after)) == 1
 
 
-def no_units(plan, sending, rank):
-    """An exchange in which nothing arrives."""
+def receive_nothing(plan, sending, rank):
+    """Stand in for an exchange in which nothing arrives."""
     return []
 
 
 def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
-    """The passes of a frozen tower gather weights, so all ranks make them."""
+    """The passes of a frozen vision tower gather weights, so all ranks make them together."""
     banks = ImageBanks()
     batch = rank_batch(banks, "abab", 2, 0)
     banks.of_training().features_due = False
-    moves_between_others = [Move(1, 0, 2)]
+    moves_between_others = [Move(source=1, unit=0, target=2)]
     rebalanced(
         batch,
         [True, True],
@@ -542,7 +563,7 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
         rank=0,
         banks=banks,
         pad_id=99,
-        exchange=no_units,
+        exchange=receive_nothing,
     )
     assert banks.of_training().features_due
 
@@ -553,7 +574,7 @@ SIGNALS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, 
 
 @given(SIGNALS, st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
-    """The plan, what is sent, and the choice of units together, for whatever has signal."""
+    """The plan, the exchange and the choice of units work together, whatever has signal."""
     tokens_by_rank = []
     for has_signal in ranks:
         with_signal = [number for number, signal in enumerate(has_signal) if signal]
@@ -567,17 +588,17 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
         batches.append(batch)
     sent: list[tuple[int, Any]] = []  # the target and the packed unit of every move
 
-    def keep(plan, sending, rank):
-        """Note what a rank sends; nothing arrives yet."""
+    def record_sent(plan, packed_units, rank):
+        """Record what a rank sends; nothing arrives yet."""
         targets = [move.target for move in plan if move.source == rank]
-        sent.extend(zip(targets, sending, strict=True))
+        sent.extend(zip(targets, packed_units, strict=True))
         return []
 
-    def carry(plan, sending, rank):
-        """Return what the others have sent to a rank."""
-        return [packed for target, packed in sent if target == rank]
+    def deliver(plan, packed_units, rank):
+        """Return what all ranks have sent to this one."""
+        return [packed_unit for target, packed_unit in sent if target == rank]
 
-    def exchanged(rank, banks_of_rank, exchange):
+    def rebalance_rank(rank, banks_of_rank, exchange):
         return rebalanced(
             batches[rank],
             ranks[rank],
@@ -589,37 +610,38 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
             exchange=exchange,
         )
 
-    # First what each sends, since a rank may both give and take.
+    # First all ranks send, since a rank may both give and get units.
     for rank in range(len(ranks)):
-        exchanged(rank, copy.deepcopy(banks[rank]), keep)
-    after = [exchanged(rank, banks[rank], carry) for rank in range(len(ranks))]
-    units_per_rank = max(min_units, *(sum(has_signal) for _, has_signal in after))
-    learned = []
-    for batch, has_signal in after:
+        rebalance_rank(rank, copy.deepcopy(banks[rank]), record_sent)
+    results = [rebalance_rank(rank, banks[rank], deliver) for rank in range(len(ranks))]
+    units_per_rank = max(min_units, *(has_signal.count(True) for _, has_signal in results))
+    # Advantages other than 0 are all different, so they name the units with signal.
+    learned_advantages = []
+    for batch, has_signal in results:
         chosen = choose_units(has_signal, units_per_rank, [1] * len(has_signal))
         assert len(chosen) == units_per_rank
-        learned += [value for value in batch["advantages"][chosen].tolist() if value]
-    with_signal = [value for batch in batches for value in batch["advantages"].tolist() if value]
-    assert sorted(learned) == sorted(with_signal)
+        learned_advantages += [value for value in batch["advantages"][chosen].tolist() if value]
+    all_advantages = torch.cat([batch["advantages"] for batch in batches]).tolist()
+    assert sorted(learned_advantages) == sorted(value for value in all_advantages if value)
 
 
 def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
-    """Rank 0 has nothing alive, rank 1 two units of two rollouts."""
+    """Rank 0 has no unit with signal, rank 1 two units of two rollouts."""
     banks = [ImageBanks(), ImageBanks()]
     batches = [rank_batch(banks[0], "abab", 2, 0), rank_batch(banks[1], "ccad", 3, 10)]
     sent: list[Any] = []
 
-    def carry(plan, sending, rank):
-        """Keep what is sent, and hand it to rank 0."""
-        sent.extend(copy.deepcopy(sending))
+    def send_to_rank_0(plan, packed_units, rank):
+        """Keep what is sent, and return it to rank 0."""
+        sent.extend(copy.deepcopy(packed_units))
         return sent if rank == 0 else []
 
-    moves = plan_moves(alike(0, 2))
+    moves = plan_moves(units_of_equal_length(0, 2))
     settings: dict[str, Any] = {
         "rows_per_unit": 2,
         "moves": moves,
         "pad_id": 99,
-        "exchange": carry,
+        "exchange": send_to_rank_0,
     }
     rebalanced(
         batches[1],
@@ -628,14 +650,14 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
         banks=banks[1],
         **settings,
     )
-    batch, live = rebalanced(
+    batch, has_signal = rebalanced(
         batches[0],
         [False, False],
         rank=0,
         banks=banks[0],
         **settings,
     )
-    assert live == [False, False, True]
+    assert has_signal == [False, False, True]
     assert batch["prompt_ids"][:, 0].tolist() == [0, 1, 2, 3, 12, 13]
     assert batch["completion_ids"][0].tolist() == [0, 0, 99]
     assert batch["completion_ids"][4].tolist() == [12, 12, 12]
@@ -647,6 +669,6 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
     assert batch["num_items_in_batch"] == 100
     bank = banks[0].of(0)
     assert len(bank) == 3, "a, b and the new d"
-    starts = batch["pixel_values"][::4, 0].tolist()
-    seen = [letter_of(banks[0], start) for start in starts]
-    assert seen == ["a", "b", "a", "b", "a", "d"]
+    first_patches = batch["pixel_values"][::4, 0].tolist()
+    letters = [letter_of(banks[0], first_patch) for first_patch in first_patches]
+    assert letters == ["a", "b", "a", "b", "a", "d"]

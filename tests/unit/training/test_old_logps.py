@@ -22,18 +22,18 @@ from tests.support.table_policy import VOCABULARY, Alone, Table, trainer_of
 
 LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
 ROWS = len(LENGTHS)
-GROUP = 2
-SILENT = (1, 6)  # the groups without signal
-RATE = 4.0  # of gradient descent: the second update's ratios leave the clip range
+GROUP_SIZE = 2
+GROUPS_WITHOUT_SIGNAL = (1, 6)  # the groups without signal
+LEARNING_RATE = 4.0  # of gradient descent: the second update's ratios leave the clip range
 # Four micro-batches of two groups; an update learns from two of them.
 TWO_UPDATES: dict[str, Any] = {
-    "num_generations": GROUP,
-    "per_device_train_batch_size": 2 * GROUP,
+    "num_generations": GROUP_SIZE,
+    "per_device_train_batch_size": 2 * GROUP_SIZE,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
     "max_completion_length": 9,
 }
-TWICE = {**TWO_UPDATES, "gradient_accumulation_steps": 4, "num_iterations": 2}
+TWO_ITERATIONS = {**TWO_UPDATES, "gradient_accumulation_steps": 4, "num_iterations": 2}
 UNEVEN = {**TWO_UPDATES, "gradient_accumulation_steps": 3, "steps_per_generation": 4}
 ENGINE: dict[str, Any] = {
     "use_vllm": True,
@@ -44,34 +44,38 @@ ENGINE: dict[str, Any] = {
 }
 # The policy as it began; with it groups without signal are learned from too.
 REFERENCE: dict[str, Any] = {"beta": 0.5, "use_bias_correction_kl": False}
-BOUND = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
+MAX_DISTANCE = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
 
 
 @dataclass
-class Learned:
-    """What the updates of a generation did."""
+class GenerationUpdates:
+    """What the optimizer steps on a generation did."""
 
     gradients: list[Tensor] = field(default_factory=list)
-    scored: int = 0  # rollouts in passes without gradients
+    scored_rollouts: int = 0  # rollouts in passes without gradients
     trainer: Any = None
 
 
-def table() -> Table:
+def logits_table() -> Table:
+    """Return a new policy. Learning from one rollout changes the others too."""
     return Table(ROWS, int(LENGTHS.max()), shared=0.3)
 
 
 def generation(engine_gap: float = 0.3) -> Batch:
-    """Rollouts of groups with and without signal, and what an engine says of them."""
+    """Return rollouts of groups with and without signal, with the engine's log-probabilities.
+
+    `engine_gap`: standard deviation of their difference to the policy's.
+    """
     mask_BC = (torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]).long()
-    draw = torch.Generator().manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     numbers_B = torch.arange(ROWS)
     advantages_B = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
-    for group in SILENT:
-        advantages_B[group * GROUP : (group + 1) * GROUP] = 0
-    ids_BC = torch.randint(VOCABULARY, mask_BC.shape, generator=draw) * mask_BC
+    for group in GROUPS_WITHOUT_SIGNAL:
+        advantages_B[group * GROUP_SIZE : (group + 1) * GROUP_SIZE] = 0
+    ids_BC = torch.randint(VOCABULARY, mask_BC.shape, generator=generator) * mask_BC
     with torch.no_grad():
-        logps_BC, _ = table().scores(numbers_B, ids_BC)
-    gaps_BC = engine_gap * torch.randn(mask_BC.shape, generator=draw, dtype=torch.float64)
+        logps_BC, _ = logits_table().scores(numbers_B, ids_BC)
+    gaps_BC = engine_gap * torch.randn(mask_BC.shape, generator=generator, dtype=torch.float64)
     return {
         "prompt_ids": numbers_B[:, None],
         "prompt_mask": torch.ones(ROWS, 1, dtype=torch.long),
@@ -84,24 +88,30 @@ def generation(engine_gap: float = 0.3) -> Batch:
     }
 
 
-def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: object) -> Learned:
-    """All updates of a generation, by gradient descent.
+def learn(
+    *, resumes: bool = False, breaks_second_update: bool = False, **keys: object
+) -> GenerationUpdates:
+    """Make all optimizer steps on a generation, by gradient descent.
 
-    `resumes`: go on from a copy of the micro-batches after the first update, as from a checkpoint.
-    `breaks_second_update`: throw the old log-probabilities away.
+    Args:
+        resumes: whether to go on from a copy of the micro-batches after each step, as from a
+            checkpoint.
+        breaks_second_update: whether the second step lacks its old log-probabilities.
+        keys: the keys of the run.
     """
-    policy = table()
+    policy = logits_table()
     policy.train()
     trainer = trainer_of(policy, **keys)
-    learned = Learned(trainer=trainer)
+    updates = GenerationUpdates(trainer=trainer)
     scores = policy.scores
 
-    def counted(row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
+    def count_and_score(row_B: Tensor, ids_BC: Tensor) -> tuple[Tensor, Tensor]:
+        """Score rollouts, and count them if no gradient is computed."""
         if not torch.is_grad_enabled():
-            learned.scored += len(row_B)
+            updates.scored_rollouts += len(row_B)
         return scores(row_B, ids_BC)
 
-    policy.scores = counted  # type: ignore[method-assign]
+    policy.scores = count_and_score  # type: ignore[method-assign]
     batch = generation()
     if not trainer.use_vllm:
         del batch["sampling_per_token_logps"]
@@ -112,55 +122,57 @@ def learn(*, resumes: bool = False, breaks_second_update: bool = False, **keys: 
     for micro_step in range(layout.micro_batches_per_generation):
         trainer._step = micro_step
         micro = micro_batches[micro_step % layout.steps_per_generation]
-        ends = (micro_step + 1) % layout.gradient_accumulation_steps == 0
-        trainer.accelerator.sync_gradients = ends
+        ends_step = (micro_step + 1) % layout.gradient_accumulation_steps == 0
+        trainer.accelerator.sync_gradients = ends_step
         if micro:
-            if breaks_second_update and learned.gradients:
+            if breaks_second_update and updates.gradients:
                 micro.pop("old_per_token_logps", None)
             trainer._compute_loss(policy, micro).backward()
-        if ends:
+        if ends_step:
             gradient = policy.logits.grad
             assert gradient is not None
-            learned.gradients.append(gradient.clone())
+            updates.gradients.append(gradient.clone())
             with torch.no_grad():
-                policy.logits.sub_(RATE * gradient)
+                policy.logits.sub_(LEARNING_RATE * gradient)
             gradient.zero_()
             if resumes:
                 micro_batches = to_cpu(micro_batches)
-    return learned
+    return updates
 
 
-def learned_later(**keys: object) -> list[int]:
-    """The rollouts of the generation's second update."""
-    trainer = trainer_of(table(), **keys)
+def rollouts_of_second_update(**keys: object) -> list[int]:
+    """Return the numbers of the rollouts that the second optimizer step learns from."""
+    trainer = trainer_of(logits_table(), **keys)
     micro_batches = trainer.batcher.split(generation(), "0/0")
     later = micro_batches[trainer.layout.micro_batches_before_update :]
     return [row for micro in later for row in micro["rollout_number"].tolist()]
 
 
-def stock(**keys: object) -> Learned:
-    """The same with a pass over the whole generation first."""
+def learn_like_trl(**keys: object) -> GenerationUpdates:
+    """Make the same steps after a pass over the whole generation, as stock TRL does."""
     settings: dict[str, Any] = {"adora_stock_step": ["share_prompt", "skip_old_pass"]}
     settings |= keys
     return learn(**settings)
 
 
-def apart(ours: Learned, theirs: Learned) -> list[float]:
-    """The distance of each update's gradient, relative to its norm."""
+def relative_distances(ours: GenerationUpdates, theirs: GenerationUpdates) -> list[float]:
+    """Return how far each step's gradients are apart, relative to the norm of `theirs`."""
     assert len(ours.gradients) == len(theirs.gradients)
-    pairs = zip(ours.gradients, theirs.gradients, strict=True)
-    return [float((a - b).norm() / b.norm()) for a, b in pairs]
+    distances = []
+    for our_gradient, their_gradient in zip(ours.gradients, theirs.gradients, strict=True):
+        distances.append(float((our_gradient - their_gradient).norm() / their_gradient.norm()))
+    return distances
 
 
 CASES = {
     "two updates": TWO_UPDATES,
     "two updates, engine": {**TWO_UPDATES, **ENGINE},
-    "twice over the generation": TWICE,
-    "twice over the generation, engine": {**TWICE, **ENGINE},
+    "twice over the generation": TWO_ITERATIONS,
+    "twice over the generation, engine": {**TWO_ITERATIONS, **ENGINE},
     "updates and generations apart": {**UNEVEN, **ENGINE},
     "two updates, reference": {**TWO_UPDATES, **REFERENCE},
     "two updates, reference, engine": {**TWO_UPDATES, **REFERENCE, **ENGINE},
-    "twice over the generation, reference": {**TWICE, **REFERENCE, **ENGINE},
+    "twice over the generation, reference": {**TWO_ITERATIONS, **REFERENCE, **ENGINE},
     "two updates, KL corrected": {**TWO_UPDATES, **REFERENCE, "use_bias_correction_kl": True},
 }
 
@@ -170,44 +182,46 @@ def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtes
     for name, keys in CASES.items():
         with subtests.test(name):
             ours = learn(loss_type=loss, **keys)
-            theirs = stock(loss_type=loss, **keys)
-            assert theirs.scored == ROWS
-            assert max(apart(ours, theirs)) < BOUND
+            theirs = learn_like_trl(loss_type=loss, **keys)
+            assert theirs.scored_rollouts == ROWS
+            assert max(relative_distances(ours, theirs)) < MAX_DISTANCE
             assert min(float(gradient.norm()) for gradient in theirs.gradients) > 1e-3
 
 
 def test_without_the_old_ones_the_second_update_would_learn_something_else():
-    """Else the comparison above could not fail."""
+    """This shows that the comparison above can fail."""
     keys = {"loss_type": "grpo", **TWO_UPDATES}
-    first, second = apart(learn(breaks_second_update=True, **keys), stock(**keys))
-    assert first < BOUND
+    first, second = relative_distances(
+        learn(breaks_second_update=True, **keys), learn_like_trl(**keys)
+    )
+    assert first < MAX_DISTANCE
     assert second > 1e-3
 
 
 def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
-    later = (ROWS - len(SILENT) * GROUP) // 2
-    assert learn(loss_type="grpo", **TWO_UPDATES).scored == later
-    assert learn(loss_type="grpo", **TWO_UPDATES, **ENGINE).scored == later
+    rollouts_with_signal = (ROWS - len(GROUPS_WITHOUT_SIGNAL) * GROUP_SIZE) // 2
+    assert learn(loss_type="grpo", **TWO_UPDATES).scored_rollouts == rollouts_with_signal
+    assert learn(loss_type="grpo", **TWO_UPDATES, **ENGINE).scored_rollouts == rollouts_with_signal
     # The first time over the generation gives them for the second.
-    assert learn(loss_type="grpo", **TWICE, **ENGINE).scored == 0
+    assert learn(loss_type="grpo", **TWO_ITERATIONS, **ENGINE).scored_rollouts == 0
 
 
 def test_the_kl_term_asks_no_pass_of_groups_without_signal():
-    """They are learned from, but an advantage of 0 leaves nothing that their ratio could scale."""
+    """They are learned from, but their advantage of 0 makes the ratio irrelevant."""
     keys = {"loss_type": "grpo", **TWO_UPDATES, **REFERENCE}
-    in_later_update = learned_later(**keys)
-    without_signal = [row for row in in_later_update if row // GROUP in SILENT]
+    in_later_update = rollouts_of_second_update(**keys)
+    without_signal = [row for row in in_later_update if row // GROUP_SIZE in GROUPS_WITHOUT_SIGNAL]
     assert without_signal
-    assert learn(**keys).scored == len(in_later_update) - len(without_signal)
+    assert learn(**keys).scored_rollouts == len(in_later_update) - len(without_signal)
     # TRL's corrected KL term multiplies by the ratio, which needs the old log-probabilities.
     corrected = learn(**{**keys, "use_bias_correction_kl": True})
-    assert corrected.scored == len(in_later_update)
+    assert corrected.scored_rollouts == len(in_later_update)
 
 
 def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
-    """And the engine is not compared with weights that have not sampled these rollouts."""
+    """The engine is then not compared with weights that have not sampled these rollouts."""
     trainer = trainer_of(
-        table(),
+        logits_table(),
         loss_type="grpo",
         **TWO_UPDATES,
         **REFERENCE,
@@ -224,7 +238,7 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
-    """With sharded weights a pass that one rank leaves out would wait for ever."""
+    """With sharded weights the others would wait for ever if one rank left the pass out."""
 
     class OtherRankHasSignal(Alone):
         @staticmethod
@@ -233,38 +247,38 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
 
     context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATES, **REFERENCE)
     old_logps = OldLogps(context, has_dropout=False)
-    micro_batches = trainer_of(table(), **TWO_UPDATES, **REFERENCE).batcher.split(
+    micro_batches = trainer_of(logits_table(), **TWO_UPDATES, **REFERENCE).batcher.split(
         generation(), "0/0"
     )
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
     passes = old_logps.due(micro_batches)
-    assert [old_pass.rows for old_pass in passes] == [list(range(GROUP))] * 2
+    assert [old_pass.rows for old_pass in passes] == [list(range(GROUP_SIZE))] * 2
 
 
 def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
     for keys in (
         {**TWO_UPDATES, **ENGINE},
-        {**TWICE, **ENGINE},
+        {**TWO_ITERATIONS, **ENGINE},
         {**TWO_UPDATES, **REFERENCE, **ENGINE},
     ):
         uninterrupted = learn(loss_type="dapo", **keys)
         resumed = learn(loss_type="dapo", resumes=True, **keys)
-        pairs = zip(uninterrupted.gradients, resumed.gradients, strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
+        for expected, gradient in zip(uninterrupted.gradients, resumed.gradients, strict=True):
+            assert torch.equal(gradient, expected)
 
 
 def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
-    with_signal = [row for row in range(ROWS) if row // GROUP not in SILENT]
-    for keys in (TWO_UPDATES, TWICE):
-        learned = learn(loss_type="grpo", **keys, **ENGINE)
-        assert sorted(learned.trainer.recorder.measured_rows) == with_signal
+    with_signal = [row for row in range(ROWS) if row // GROUP_SIZE not in GROUPS_WITHOUT_SIGNAL]
+    for keys in (TWO_UPDATES, TWO_ITERATIONS):
+        updates = learn(loss_type="grpo", **keys, **ENGINE)
+        assert sorted(updates.trainer.recorder.measured_rows) == with_signal
 
 
 def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
-    """Also where its rollouts are those of the second update alone."""
+    """The rollouts of the second update are compared before the first one, too."""
     keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
-    trainer = trainer_of(table(), **keys)
+    trainer = trainer_of(logits_table(), **keys)
     trainer.drift_guard.save_now = lambda: "none"
     micro_batches = trainer.batcher.split(generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
@@ -272,9 +286,10 @@ def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
 
 
 def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(subtests):
-    ids_BC = torch.ones(GROUP, 3, dtype=torch.long)
+    ids_BC = torch.ones(GROUP_SIZE, 3, dtype=torch.long)
 
     def micro_batch() -> Batch:
+        """Return one group with signal."""
         return {
             "advantages": torch.tensor([1.0, -1.0]),
             "completion_ids": ids_BC,
@@ -286,7 +301,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
         ("ratio to the engine", {**TWO_UPDATES, **ENGINE}, 3),
         ("in one update", {**TWO_UPDATES, **ENGINE, "gradient_accumulation_steps": 4}, 3),
         ("without an engine", TWO_UPDATES, 2),
-        ("without an engine, twice", TWICE, 3),
+        ("without an engine, twice", TWO_ITERATIONS, 3),
     ):
         with subtests.test(name):
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
@@ -296,14 +311,16 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):
-    for (steps, iterations, accumulated), count in {
+    # By steps_per_generation, num_iterations and gradient_accumulation_steps.
+    counts = {
         (4, 1, 4): 4,
         (4, 1, 8): 4,
         (4, 1, 2): 2,
         (4, 2, 4): 4,
         (3, 2, 2): 2,
         (4, 1, 3): 1,  # a step may begin at any of them
-    }.items():
+    }
+    for (steps, iterations, accumulated), count in counts.items():
         with subtests.test(f"{steps}, {iterations}, {accumulated}"):
             layout = BatchLayout(
                 micro_batch_rows=1,
@@ -326,24 +343,29 @@ BY_ENGINE: dict[str, Any] = {
 
 def test_the_engines_log_probabilities_may_be_the_old_ones():
     """No pass is made; the ratio of each update is that to the engine, clipped as ever."""
-    learned = learn(**BY_ENGINE)
-    assert learned.scored == 0
-    trainer = learned.trainer
+    updates = learn(**BY_ENGINE)
+    assert updates.scored_rollouts == 0
+    trainer = updates.trainer
     first_ratio = trainer.figures["adora/ratio_max"][0]
     assert first_ratio > 1.2, "the engine's difference is in the ratio of the first update too"
     # The drift is that of the first update's rollouts, whose weights have sampled them.
-    assert len(trainer.recorder.measured_rows) == (ROWS - len(SILENT) * GROUP) // 2
+    assert (
+        len(trainer.recorder.measured_rows) == (ROWS - len(GROUPS_WITHOUT_SIGNAL) * GROUP_SIZE) // 2
+    )
     assert all(0.1 < drift < 0.5 for drift in trainer.figures["adora/drift"])
 
 
 def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own(monkeypatch):
-    exact = generation
-    monkeypatch.setitem(globals(), "generation", lambda: exact(engine_gap=0.0))
-    assert max(apart(learn(**BY_ENGINE), stock(loss_type="grpo", **TWO_UPDATES))) < BOUND
+    stock_generation = generation
+    monkeypatch.setitem(globals(), "generation", lambda: stock_generation(engine_gap=0.0))
+    assert (
+        max(relative_distances(learn(**BY_ENGINE), learn_like_trl(loss_type="grpo", **TWO_UPDATES)))
+        < MAX_DISTANCE
+    )
 
 
 def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
-    """They are those of tools, on which the policy's log-probability is 0."""
+    """Tools wrote them. The policy's log-probability counts as 0 there."""
     old_logps = OldLogps(step_context(**BY_ENGINE), has_dropout=False)
     micro: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
     old_logps.prepare_loss(micro, 0)

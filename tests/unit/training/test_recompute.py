@@ -50,8 +50,11 @@ def three_billion() -> ModelShape:
     return model_shape(config_for_planning(THREE)[0], peft_config=adapters)
 
 
-def recomputed(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
-    """Return what switches the model's checkpoints, on a CPU unless `card` says another memory."""
+def recomputed_layers(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
+    """Return what decides how many layers a model recomputes.
+
+    `card`: returns the memory of its GPU; without it the model is on a CPU.
+    """
     card = keys.pop("card", None)
     shape = keys.pop("shape", three_billion)
     sharding = keys.pop("sharding", Sharding())
@@ -73,11 +76,11 @@ def shape_of(model: PreTrainedModel) -> Callable[[], ModelShape]:
 
 
 def gradients_of(model: Any, number: int | str) -> list[Tensor]:
-    """Return the gradients of a pass in which so many layers are recomputed."""
+    """Return the gradients of a pass with `adora_recompute: number`."""
     model.zero_grad()
     torch.manual_seed(5)
     ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
-    switch = recomputed(model, adora_recompute=number)
+    switch = recomputed_layers(model, adora_recompute=number)
     with switch.switched(SIZE):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
@@ -93,13 +96,13 @@ def test_gradients_are_equal_to_the_bit_however_many_layers_are_recomputed(subte
             "adapters": get_peft_model(language_model(), adapters).to(dtype),
         }.items():
             model.train()
-            every = gradients_of(model, "all")
-            assert any(gradient.abs().max() > 0 for gradient in every)
+            expected = gradients_of(model, "all")
+            assert any(gradient.abs().max() > 0 for gradient in expected)
             for number in (0, 1, 3, LAYERS, 99):
                 with subtests.test(f"{name} {dtype} {number}"):
                     gradients = gradients_of(model, number)
-                    assert len(gradients) == len(every)
-                    assert all(map(torch.equal, gradients, every))
+                    assert len(gradients) == len(expected)
+                    assert all(map(torch.equal, gradients, expected))
 
 
 def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
@@ -108,7 +111,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
     blocks = list(model.model.visual.blocks)
     layers = language_layers(model)
     assert layers == list(model.model.language_model.layers)
-    with recomputed(model, adora_recompute=1).switched(SIZE):
+    with recomputed_layers(model, adora_recompute=1).switched(SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
         assert all(block.gradient_checkpointing for block in blocks)
     assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
@@ -124,7 +127,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
         with subtests.test(name):
             log: dict[str, float] = {}
             model = language_model()
-            switch = recomputed(model, log=log, **keys)
+            switch = recomputed_layers(model, log=log, **keys)
             with switch.switched(SIZE):
                 assert all(layer.gradient_checkpointing for layer in language_layers(model))
             assert log == {}
@@ -144,49 +147,54 @@ def test_a_run_without_gradient_checkpointing_gets_none():
 def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
     activation_memory = ActivationMemory(three_billion(), DtypeBytes(compute=2, residual=2))
     layers = activation_memory.shape.text.layers
-    numbers = []
+    counts = []
     for gigabytes in range(1, 60):
-        room = gigabytes * GIB
-        number = activation_memory.fewest_recomputed_layers(SIZE, room)
-        numbers.append(number)
-        if number < layers:
-            assert activation_memory.peak_bytes(SIZE, number) <= room
-        if number:
-            assert activation_memory.peak_bytes(SIZE, number - 1) > room
-    assert numbers == sorted(numbers, reverse=True)
-    assert numbers[0] == layers
-    assert numbers[-1] == 0
-    assert len(set(numbers)) > layers / 2, "more memory, fewer layers"
+        free_bytes = gigabytes * GIB
+        count = activation_memory.fewest_recomputed_layers(SIZE, free_bytes)
+        counts.append(count)
+        if count < layers:
+            assert activation_memory.peak_bytes(SIZE, count) <= free_bytes
+        if count > 0:
+            assert activation_memory.peak_bytes(SIZE, count - 1) > free_bytes, "fewer do not fit"
+    assert counts == sorted(counts, reverse=True), "more memory, fewer layers"
+    assert counts[0] == layers
+    assert counts[-1] == 0
+    assert len(set(counts)) > layers / 2
 
 
 def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     log: dict[str, float] = {}
     model = language_model()
-    free = [0]
+    free_bytes = 0
     shape = shape_of(model)
     activation_memory = ActivationMemory(shape(), DtypeBytes(compute=4, residual=4))
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    card = activation_memory.peak_bytes(SIZE, 0) * 4
+    gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    card_bytes = activation_memory.peak_bytes(SIZE, 0) * 4
 
-    def room_for(number: int) -> None:
-        free[0] = activation_memory.peak_bytes(SIZE, number) + int(RESERVED_SHARE * card) + weights
+    def bytes_for(count: int) -> int:
+        """Return the free memory with which a pass of `SIZE` recomputes so many layers."""
+        peak_bytes = activation_memory.peak_bytes(SIZE, count)
+        return peak_bytes + int(RESERVED_SHARE * card_bytes) + gradient_bytes
 
-    switch = recomputed(
-        model, shape=shape, card=lambda: CardBytes(free[0], card), log=log, adora_recompute="auto"
+    switch = recomputed_layers(
+        model,
+        shape=shape,
+        card=lambda: CardBytes(free_bytes, card_bytes),
+        log=log,
+        adora_recompute="auto",
     )
-    for number in (0, 2, 3, LAYERS):
-        room_for(number)
-        if number == LAYERS:
-            free[0] = 0
+    for count in (0, 2, 3, LAYERS):
+        free_bytes = 0 if count == LAYERS else bytes_for(count)
         with switch.switched(SIZE):
             flags = [layer.gradient_checkpointing for layer in language_layers(model)]
-        assert sum(flags) == switch.count == log[FIGURE] == number
-    room_for(2)
+        assert flags.count(True) == count
+        assert switch.count == count
+        assert log[FIGURE] == count
+    free_bytes = bytes_for(2)
     with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
         assert switch.count == 0, "fewer tokens keep less"
     gradients_of(model, "all")
-    room_for(2)
-    free[0] -= weights
+    free_bytes = bytes_for(2) - gradient_bytes
     with switch.switched(SIZE):
         assert switch.count == 2, "gradients that are there take no further memory"
     assert capsys.readouterr().out.count("layers are recomputed") == 1
@@ -194,15 +202,16 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
 
 def test_all_ranks_recompute_what_the_fullest_needs():
     model = language_model()
-    gathered: list[int] = []
+    own_counts: list[int] = []
 
-    def gather(value: Tensor) -> Tensor:
-        gathered.append(int(value))
-        return torch.cat([value, torch.tensor([3])])
+    def gather(count: Tensor) -> Tensor:
+        """Record this rank's count, and add that of the other rank, which needs 3 layers."""
+        own_counts.append(int(count))
+        return torch.cat([count, torch.tensor([3])])
 
     ranks = Processes(num_processes=2, gather=gather)
     for sharding in (Sharding(processes=2), Sharding(processes=2, stage=3)):
-        switch = recomputed(
+        switch = recomputed_layers(
             model,
             shape=shape_of(model),
             sharding=sharding,
@@ -212,7 +221,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
         )
         with switch.switched(SIZE):
             assert switch.count == 3
-    assert gathered == [0, 0]
+    assert own_counts == [0, 0]
 
 
 class OutOfMemory(nn.Module):
@@ -225,15 +234,15 @@ class OutOfMemory(nn.Module):
         self.figures = figures
         self.passes = 0
         layer = language_layers(model)[1]
-        # by then the gradients of the layers behind it have been added to
+        # The backward pass has added to the gradients of later layers before it gets here.
         layer.register_full_backward_pre_hook(self._fail)
 
     def _fail(self, *_: object) -> None:
         if self.switch.count < LAYERS:
             raise torch.OutOfMemoryError("no memory")
 
-    def step(self) -> Tensor:
-        """Compute a micro-batch, as the trainer does."""
+    def train_micro_batch(self) -> Tensor:
+        """Run a micro-batch forward and backward, and return its loss."""
         self.passes += 1
         ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
         with self.switch.switched(SIZE):
@@ -243,11 +252,13 @@ class OutOfMemory(nn.Module):
         return loss.detach()
 
 
-def retried_policy(**keys: Any) -> OutOfMemory:
+def policy_out_of_memory(total: int = 10**15, **keys: Any) -> OutOfMemory:
+    """Return a policy whose first pass runs out of memory.
+
+    `total`: bytes of its GPU, of which gradients up to a share are copied before a pass.
+    """
     model = language_model()
-    # of which the gradients are few enough to be copied, unless a test says another one
-    total = keys.pop("total", 10**15)
-    switch = recomputed(
+    switch = recomputed_layers(
         model,
         shape=shape_of(model),
         card=lambda: CardBytes(10**15, total),
@@ -259,45 +270,45 @@ def retried_policy(**keys: Any) -> OutOfMemory:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_a_micro_batch_without_memory_is_made_again_and_counts_once(micro_batches, capsys):
-    policy = retried_policy()
-    every = gradients_of(policy.model, "all")
+    policy = policy_out_of_memory()
+    gradients = gradients_of(policy.model, "all")
     policy.model.zero_grad()
     if micro_batches == 3:
-        for parameter, gradient in zip(policy.model.parameters(), every, strict=True):
+        # Two micro-batches of the step were learned from before.
+        for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
             parameter.grad = 2 * gradient
     policy.figures["loss"].append(7.0)
-    policy.switch.run_with_retry(policy.step, policy.figures)
+    policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
     assert policy.passes == 2
     assert len(policy.figures["loss"]) == 2
     assert "out of the card's memory with 0 of 4 layers" in capsys.readouterr().out
-    for parameter, gradient in zip(policy.model.parameters(), every, strict=True):
-        assert torch.equal(
-            parameter.grad, 2 * gradient + gradient if micro_batches == 3 else gradient
-        )
+    for parameter, gradient in zip(policy.model.parameters(), gradients, strict=True):
+        expected = 2 * gradient + gradient if micro_batches == 3 else gradient
+        assert torch.equal(parameter.grad, expected)
     policy.model.zero_grad()
-    policy.switch.run_with_retry(policy.step, policy.figures)
+    policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
     assert policy.passes == 3, "from here on all layers are recomputed"
 
 
 def test_a_process_among_several_does_not_go_back_alone(subtests):
-    two = Processes(num_processes=2)
+    two_ranks = Processes(num_processes=2)
     cases: dict[str, dict[str, Any]] = {
-        "ranks": {"accelerator": two, "sharding": Sharding(processes=2)},
+        "ranks": {"accelerator": two_ranks, "sharding": Sharding(processes=2)},
         "DeepSpeed": {"sharding": Sharding(stage=3)},
     }
     for name, keys in cases.items():
         with subtests.test(name):
-            policy = retried_policy(**keys)
+            policy = policy_out_of_memory(**keys)
             with pytest.raises(torch.OutOfMemoryError):
-                policy.switch.run_with_retry(policy.step, policy.figures)
+                policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
             assert policy.passes == 1
 
 
 def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
-    policy = retried_policy(total=2**20)
+    policy = policy_out_of_memory(total=2**20)
     gradients_of(policy.model, "all")
     with pytest.raises(torch.OutOfMemoryError):
-        policy.switch.run_with_retry(policy.step, policy.figures)
+        policy.switch.run_with_retry(policy.train_micro_batch, policy.figures)
     assert policy.passes == 1
 
 

@@ -1,0 +1,48 @@
+"""Splits a text at separators that stand outside of all brackets."""
+
+import re
+from functools import lru_cache
+
+from adora_vl.rewards.grammar import NotReadError
+
+MAX_PARTS = 24  # numbers in one answer; comparing lists takes the square of it
+
+
+@lru_cache(maxsize=256)
+def bracket_depths(text: str) -> tuple[int, ...]:
+    """Return for each character of a text how many brackets it stands in.
+
+    A bracket does not count for itself.
+
+    Raises `NotReadError` where brackets do not match in number.
+    """
+    depth = 0
+    depths = []
+    for char in text:
+        if char in ")]}":
+            depth -= 1
+        depths.append(depth)
+        if char in "([{":
+            depth += 1
+    if depth != 0 or min(depths, default=0) < 0:
+        raise NotReadError("not_read")
+    return tuple(depths)
+
+
+def split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[str], list[str]]:
+    """Return the pieces of `text` between matches outside of brackets, and the matches.
+
+    Raises `NotReadError` for more than `MAX_PARTS` matches.
+    """
+    depths = bracket_depths(text)
+    pieces = []
+    matches = []
+    begin = 0
+    for match in pattern.finditer(text):
+        if depths[match.start()] == 0:
+            pieces.append(text[begin : match.start()].strip())
+            matches.append(match.group())
+            begin = match.end()
+            if len(matches) > MAX_PARTS:
+                raise NotReadError("too_large")
+    return [*pieces, text[begin:].strip()], matches

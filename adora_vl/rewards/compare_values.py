@@ -1,0 +1,262 @@
+"""Decides whether a single value is the same as that of a reference answer.
+
+There are rules for numbers, ratios, expressions, formulas and texts. Each gives a verdict and the
+name of the rule that decided, which `explain.RULES` puts in words.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal
+
+from adora_vl.rewards.answer import (
+    UNREAD,
+    Answer,
+    amount_of_money,
+    in_radians_or_degrees,
+    in_unit,
+)
+from adora_vl.rewards.ball import Value
+from adora_vl.rewards.figures import in_one_spelling
+from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
+from adora_vl.rewards.numeric import same_function, same_number
+from adora_vl.rewards.units import RADIANS
+
+Verdict = Literal["correct", "wrong", "unparseable"]
+_DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
+_FEW_LETTERS = re.compile("[a-z]{2,3}")
+_RIGHT_ANGLED = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
+_OVERLINED = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
+_CAPITALISED = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
+_BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How one part of an answer was compared with its part of the reference answer.
+
+    `answer` and `reference` are canonical texts, with `-` for a missing part. `reason` names the
+    rule that decided.
+    """
+
+    answer: str
+    reference: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """The result of a comparison.
+
+    `reason` names the rule that decided. `pairs` has the parts of an answer with several values, up
+    to the first wrong one.
+    """
+
+    verdict: Verdict
+    reason: str
+    pairs: tuple[Pair, ...] = ()
+
+
+def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+    """Return the verdict on an answer of a single value.
+
+    That is a number, quantity, percentage, expression or text. The rules are tried in the order of
+    the code, and the first one that applies decides.
+
+    Args:
+        answer: from `read_value`.
+        reference: the reference answer, from `read_value` too.
+        rounding: whether a decimal may be the reference answer rounded.
+    """
+    unit = answer.unit
+    if unit and reference.unit:
+        reference_dimension = reference.unit.dimension
+        if {unit.dimension, reference_dimension} == {"angle", RADIANS}:
+            answer = in_radians_or_degrees(answer, reference_dimension)
+        elif unit.dimension == reference_dimension:
+            answer = in_unit(answer, reference.unit)
+        else:
+            return Compared("wrong", "different_unit")
+    elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
+        return Compared("wrong", "different_unit")
+    # The same text is right, whether or not it can be read as a value.
+    is_compared_by_text = (
+        answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
+    )
+    if is_compared_by_text and _is_same_text(answer.text, reference.text):
+        return Compared("correct", "same_text")
+    if reference.number is None and reference.ratio:
+        return _compare_ratios(answer, reference)
+    answer = amount_of_money(answer)
+    reference = amount_of_money(reference)
+    if not answer.is_value:
+        return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
+    if (answer.kind == "percentage") != (reference.kind == "percentage"):
+        return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
+    answer_is_undone = answer.number and answer.number.has_undone_arithmetic
+    reference_is_undone = reference.number and reference.number.has_undone_arithmetic
+    if answer_is_undone and not reference_is_undone:
+        return Compared("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
+    if answer.number and reference.number:
+        return _compare_numbers(answer, reference, rounding=rounding)
+    return _compare_expressions(answer, reference)
+
+
+def _compare_numbers(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+    """Return the verdict where both sides have a number.
+
+    With `rounding` a decimal counts too that is the reference answer rounded to its places.
+    """
+    assert answer.number is not None
+    assert reference.number is not None
+    # None where the errors of both values are too large to tell.
+    is_same = same_number(answer.number, reference.number)
+    may_be_rounded = rounding and "." in answer.text
+    if not is_same and may_be_rounded and is_rounded(answer.text, reference.number.value):
+        return Compared("correct", "rounded")
+    if is_same is None:
+        return Compared("unparseable", "undecided")
+    return Compared("correct", "same_number") if is_same else Compared("wrong", "different_number")
+
+
+def _compare_expressions(answer: Answer, reference: Answer) -> Compared:
+    """Return the verdict where at least one side is no number: an expression, formula or text."""
+    answer_unknowns = unknowns(answer.tree or ())
+    reference_unknowns = unknowns(reference.tree or ())
+    have_trees = bool(answer.tree and reference.tree)
+    formula = _formula_of(reference, answer)
+    if formula and not (have_trees and answer_unknowns == reference_unknowns):
+        return _compare_formulas(answer, formula)
+    if not answer.tree or not reference.tree:
+        return Compared("wrong", answer.reason or "different_text")
+    if answer_unknowns != reference_unknowns:
+        return Compared("wrong", "different_expression" if reference_unknowns else "not_a_number")
+    return _compare_functions(answer.tree, reference.tree)
+
+
+def _compare_functions(answer: Tree, reference: Tree) -> Compared:
+    """Return the verdict on two trees with the same unknowns, by their values at several points."""
+    outcome = same_function(answer, reference)
+    if outcome == "equal":
+        return Compared("correct", "same_value")
+    if outcome == "different":
+        return Compared("wrong", "different_expression")
+    return Compared("unparseable", outcome)
+
+
+def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
+    r"""Return the verdict where the reference answer is a ratio of numbers.
+
+    The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
+    too: `\frac{3}{4}` for `3:4`.
+    """
+    terms = answer.ratio
+    expected_terms = reference.ratio
+    same_ratio = Compared("correct", "same_ratio")
+    different_number = Compared("wrong", "different_number")
+    if answer.kind == "number" and answer.number and len(expected_terms) == 2:
+        expected_quotient = expected_terms[0] / expected_terms[1]
+        is_same = not answer.number.has_undone_arithmetic and same_number(
+            answer.number, expected_quotient
+        )
+        return same_ratio if is_same else different_number
+    if len(terms) != len(expected_terms):
+        return Compared("wrong", answer.reason or "different_text")
+    try:
+        # Two ratios are the same if the first term has the same quotient with each further term.
+        for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
+            if not same_number(terms[0] / term, expected_terms[0] / expected_term):
+                return different_number
+    except NotReadError:
+        return different_number
+    return same_ratio
+
+
+def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
+    r"""Return the tree of a reference answer that is a formula of quantities, else None.
+
+    Letters alone, such as `ab`, count as a formula only where the answer multiplies, as in
+    `a \cdot b`; else they may be a word or the name of a figure.
+    """
+    if reference.kind not in {"text", "expression"}:
+        return None
+    text = reference.text
+    if _FEW_LETTERS.fullmatch(text) and r"\cdot" in answer.text:
+        text = f"1{text}"  # `1ab` is read as a formula, while `ab` may be a name
+    tree = read_formula(text)
+    return tree if tree is not None and unknowns(tree) else None
+
+
+def _compare_formulas(answer: Answer, reference: Tree) -> Compared:
+    r"""Return the verdict where the reference answer is a formula of quantities, given as a tree.
+
+    Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
+    """
+    tree = answer.tree
+    if answer.kind in {"text", "expression"}:
+        tree = read_formula(answer.text) or answer.tree
+    if tree is None or unknowns(tree) != unknowns(reference):
+        return Compared("wrong", "different_expression" if tree else answer.reason)
+    return _compare_functions(tree, reference)
+
+
+def _may_be_radians(answer: Answer) -> bool:
+    """Return whether an answer in radians can mean the unitless angle of a reference answer.
+
+    It can if pi stands in it, or if it is less than a whole turn: `30 radians` is not 30 degrees.
+    """
+    if answer.tree is None:
+        return False
+    return in_radians(answer.tree) or (
+        answer.number is not None and answer.number.magnitude < 2 * math.pi
+    )
+
+
+def _is_same_text(answer: str, reference: str) -> bool:
+    """Return whether two canonical texts are the same.
+
+    Spaces between letters, capital letters of words, and the order of letters in the name of a
+    figure do not count.
+    """
+    if answer == reference:
+        return True
+    return _text_in_one_spelling(answer) == _text_in_one_spelling(reference)
+
+
+def _text_in_one_spelling(text: str) -> str:
+    """Return a text in the spelling in which `_is_same_text` compares texts."""
+    text = in_one_spelling(text)
+    if "angled" in text:
+        text = _RIGHT_ANGLED.sub("right", text)
+    return unspaced(text)
+
+
+def unspaced(text: str) -> str:
+    r"""Return `text` without spaces between letters.
+
+    `A B` and `\overline{AB}` are the side `AB`. Spaces between digits stay, since they tell numbers
+    apart. A word counts the same with a capital letter: `True` becomes `true`, while the side `AB`
+    does not become `ab`.
+    """
+    if "\\" in text:
+        text = _OVERLINED.sub(r"\1", text)
+    text = _CAPITALISED.sub(lambda word: word[0].lower(), text)
+    return _BETWEEN_LETTERS.sub("", text) if " " in text else text
+
+
+def is_rounded(text: str, reference: Value) -> bool:
+    """Return whether a decimal is the reference value rounded to its number of decimal places.
+
+    Halves are rounded away from 0. `reference` is a fraction or a number of mpmath. Any other text
+    than a decimal gives False.
+    """
+    match = _DECIMAL.fullmatch(text)
+    if not match or text in {"", "+", "-"}:
+        return False
+    scale = 10 ** len(match[1] or "")
+    # int() cuts the doubled value, so that adding 1 and halving rounds it half up.
+    rounded = (int(abs(reference) * scale * 2) + 1) // 2
+    if reference < 0:
+        rounded = -rounded
+    return bool(Fraction(text) * scale == rounded)

@@ -1,0 +1,201 @@
+r"""Reads chains of numbers, equations and inequalities, for `forms`.
+
+An equation or inequality keeps the tree that it compares with 0: `2x - 1 - y` for `2x - 1 = y`. An
+inequality in one unknown also gets its solution.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from adora_vl.rewards.answer import Answer, read_single_value, read_value
+from adora_vl.rewards.brackets import split_outside_brackets
+from adora_vl.rewards.canonical import NAME_OF_VALUE
+from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
+from adora_vl.rewards.numeric import is_constant, same_number, zero_of
+from adora_vl.rewards.solutions import (
+    REVERSED,
+    Solution,
+    is_solved_by_some,
+    solution_without_absolute,
+)
+
+MAX_SIDES = 5  # of a chain of inequalities
+# Each spelling of a sign, and the sign that it stands for.
+SIGNS = {
+    **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
+    **dict.fromkeys((">=", "≥", r"\geqslant", r"\geq", r"\ge"), ">="),
+    **dict.fromkeys(("!=", "≠", r"\neq", r"\ne"), "!="),
+    **dict.fromkeys((r"\approx", "≈"), "~"),
+    **dict.fromkeys(("<", r"\lt"), "<"),
+    **dict.fromkeys((">", r"\gt"), ">"),
+    "=": "=",
+}
+SIGN = re.compile(
+    "|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in SIGNS)
+)
+_FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
+# `bh` and `lwh` are products in a formula
+_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
+_OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
+
+
+def read_chain(sides: Sequence[str]) -> Answer:
+    """Return a name and several numbers, which have to be equal; the last number is the value.
+
+    Raises `NotReadError` for anything else.
+    """
+    if not NAME_OF_VALUE.fullmatch(sides[0]):
+        raise NotReadError("equation")
+    values = [read_single_value(side) for side in sides[1:]]
+    numbers = [value.lone_number for value in values if value.lone_number]
+    if not values or len(numbers) < len(values):
+        raise NotReadError("equation")
+    if not all(same_number(number, numbers[-1]) for number in numbers):
+        raise NotReadError("chain_differs")
+    return replace(values[-1], label=sides[0])
+
+
+def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
+    r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
+
+    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
+    ends with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives
+    [].
+    """
+    try:
+        sides, signs = split_outside_brackets(text, SIGN)
+    except NotReadError:
+        return []
+    if len(sides) < 2 or not all(sides) or {SIGNS[sign] for sign in signs} - {"=", "~"}:
+        return []
+    values = [read_value(side) for side in sides]
+    signs_before = ["=", *(SIGNS[sign] for sign in signs)]
+    numbers = []
+    for sign, value in zip(signs_before, values, strict=True):
+        if value.kind == "number":
+            numbers.append((sign, value))
+    # |x| is no name here, since it stands for two values.
+    is_name = [
+        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
+        for side in sides
+    ]
+    for is_side_a_name, value in zip(is_name, values, strict=True):
+        has_words = value.kind == "unreadable" or _WORDED.search(value.text)
+        if has_words and not is_side_a_name:
+            return []
+    begins_well = values[0].kind == "number" or is_name[0]
+    has_formula_or_name = len(numbers) < len(sides)
+    all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers)
+    says_more = has_formula_or_name or not all_in_digits
+    result = values[-1].lone_number
+    ends_well = result is not None and not result.has_undone_arithmetic
+    return numbers if begins_well and says_more and ends_well else []
+
+
+def _read_side(text: str) -> Tree:
+    """Return the tree of one side of an equation or inequality.
+
+    A name such as `AB` or `f(2)` is an unknown in it. Raises `NotReadError`.
+    """
+    tree = read_value(text).tree
+    if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
+        return ("unknown", bare_name(text))
+    if tree is None:
+        raise NotReadError("relation")
+    return tree
+
+
+def _difference(left_side: Tree, right_side: Tree) -> Tree:
+    """Return the tree of the left side minus the right side.
+
+    Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
+    """
+    tree: Tree = ("sum", (1, left_side), (-1, right_side))
+    if not unknowns(tree) or is_constant(tree):
+        raise NotReadError("always_true")
+    return tree
+
+
+def read_equation(text: str, sides: Sequence[str]) -> Answer:
+    """Return an equation as the tree that it compares with 0."""
+    tree = _difference(_read_side(sides[0]), _read_side(sides[1]))
+    return Answer("equation", text, relations=(("=", tree),))
+
+
+def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
+    """Return an inequality, or a chain of them such as `1 < x < 3`.
+
+    If it has one unknown, and is linear in it, the answer has its solution: the numbers that solve
+    it. Any other has its relations instead, each as `<`, `<=` or `!=` and the tree that it compares
+    with 0. Raises `NotReadError`, also where no number or every number solves it.
+    """
+    if len(sides) > MAX_SIDES:
+        raise NotReadError("too_large")
+    trees = [_read_side(side) for side in sides]
+    relations = []
+    for left_tree, sign, right_tree in zip(trees, signs, trees[1:], strict=False):
+        if sign not in REVERSED:
+            raise NotReadError("relation")
+        if sign in {">", ">="}:
+            relations.append((REVERSED[sign], _difference(right_tree, left_tree)))
+        else:
+            relations.append((sign, _difference(left_tree, right_tree)))
+    unsolved = Answer("inequality", text, relations=tuple(relations))
+    all_names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    if len(all_names) > 1:
+        return unsolved
+    (name,) = all_names
+    comparisons = []
+    for sign, tree in relations:
+        zero_and_slope = zero_of(tree)
+        if zero_and_slope is None:  # not linear
+            return unsolved
+        zero, slope_sign = zero_and_slope
+        # `2 - x < 0` has a negative slope and means `x > 2`.
+        comparison: Solution | None = ("is", sign if slope_sign > 0 else REVERSED[sign], zero)
+        if name.startswith("|"):  # |x| < 5
+            comparison = solution_without_absolute(comparison)
+        if comparison is None:
+            raise NotReadError("relation")
+        comparisons.append(comparison)
+    solution: Solution = ("and", *comparisons)
+    if not is_solved_by_some(solution):
+        raise NotReadError("always_true")
+    return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
+
+
+def _solution_of(answer: Answer) -> Solution:
+    r"""Return the solution of an inequality, interval, named number or set of numbers.
+
+    It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
+    """
+    if answer.solution:
+        return answer.solution
+    numbers = [part.lone_number for part in answer.parts or (answer,)]
+    if answer.kind == "ordered" or not all(numbers):
+        raise NotReadError("relation")
+    return ("or", *(("is", "=", number) for number in numbers))
+
+
+def join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
+    """Return several inequalities in one unknown, or several intervals, as one answer.
+
+    `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
+    where the result holds everywhere or nowhere.
+    """
+    labels = {part.label for part in parts}
+    if len(labels) > 1 or not any(part.solution for part in parts):
+        raise NotReadError("relation")
+    solution = (word, *map(_solution_of, parts))
+    if not is_solved_by_some(solution):
+        raise NotReadError("always_true")
+    return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
+
+
+def bare_name(label: str) -> str:
+    r"""Return a name in one spelling.
+
+    `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.
+    """
+    return label if label.isalnum() else _OF_A_NAME.sub("", label)
