@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 from adora_vl.rollout.turns import CALL, ToolAnswer
-from adora_vl.tools.ours import OURS
+from adora_vl.tools.ours import BUILT_IN_TOOLS
 from adora_vl.tools.room import shortest_value
 from adora_vl.tools.run import Toolbox
 
@@ -39,9 +39,9 @@ def unsteady_tools(
         function = schema["function"]
         name = function["name"]
         is_method = environments_of_run is not None and name in environments_of_run.tools
-        is_ours = OURS.get(name) is toolbox.chosen.functions[name]
+        is_built_in = BUILT_IN_TOOLS.get(name) is toolbox.chosen.functions[name]
         lacks_environment = is_method and not environments
-        if is_ours or lacks_environment:
+        if is_built_in or lacks_environment:
             continue
         pair = environments if is_method else (None, None)
         answers = _two_answers(toolbox, function=function, images=images, environments=pair)
