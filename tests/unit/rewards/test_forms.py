@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from adora_vl.rewards import canonical_gold, compare, grade, reward_function, verify_gold
 from adora_vl.rewards.brackets import MAX_PARTS
+from adora_vl.rewards.compare_values import Compared
 from adora_vl.rewards.completion import boxes_in_a_row
 from adora_vl.rewards.explain import RULES, explanation
 from benchmarks.grading_corpus import cases
@@ -285,7 +286,7 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     original = compare._compare_structured
 
-    def counted(*args: Any, **options: bool) -> compare.Compared:
+    def counted(*args: Any, **options: Any) -> Compared:
         compared.append(1)
         return original(*args, **options)
 
