@@ -66,11 +66,13 @@ def right_triangle_side(
         form.say(f"AC = {a}", f"AB = {hypotenuse}")
         form.note("find BC")
         working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
-        return _length(form, "Find B C.", str(b), working, str(hypotenuse - a))
+        return _length(
+            form, question="Find B C.", answer=str(b), working=working, slip=str(hypotenuse - a)
+        )
     form.say(f"AC = {a}", f"BC = {b}")
     form.note("find AB")
     working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
-    return _length(form, "Find A B.", c, working, str(a + b))
+    return _length(form, question="Find A B.", answer=c, working=working, slip=str(a + b))
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
@@ -91,7 +93,7 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     half = hypotenuse // 2
     answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
     working = f"hypotenuse {hypotenuse}, angle opposite {angle}"
-    return _length(form, "Find x.", answer, working, str(hypotenuse))
+    return _length(form, question="Find x.", answer=answer, working=working, slip=str(hypotenuse))
 
 
 def triangle_angle(
@@ -111,7 +113,14 @@ def triangle_angle(
         form.say(f"angle BAC = {a}", f"angle ABC = {b}")
         form.note("find angle C")
         working = f"180 - {a} - {b}"
-        return _angle(form, "Find m \\angle C.", str(c), working, str(a + b), ("Triangle",))
+        return _angle(
+            form,
+            question="Find m \\angle C.",
+            answer=str(c),
+            working=working,
+            slip=str(a + b),
+            shapes=("Triangle",),
+        )
     x = rng.randrange(5, 21)
     first = rng.randrange(1, a // x + 1)
     second = rng.randrange(1, b // x + 1)
@@ -120,7 +129,14 @@ def triangle_angle(
     form.say(f"angle BAC = {first_angle}", f"angle ABC = {second_angle}", f"angle BCA = {c}")
     form.note("find x")
     working = f"({first_angle}) + ({second_angle}) + {c} = 180"
-    return _angle(form, "Find x.", str(x), working, str(180 - c), ("Triangle",))
+    return _angle(
+        form,
+        question="Find x.",
+        answer=str(x),
+        working=working,
+        slip=str(180 - c),
+        shapes=("Triangle",),
+    )
 
 
 def inscribed_arc(
@@ -148,20 +164,41 @@ def inscribed_arc(
         form.note("find arc AC")
         question = "In \\odot O, find m \\widehat{A C}."
         working = f"2 * {inscribed}"
-        return _angle(form, question, str(2 * inscribed), working, str(inscribed), ("Circle",))
+        return _angle(
+            form,
+            question=question,
+            answer=str(2 * inscribed),
+            working=working,
+            slip=str(inscribed),
+            shapes=("Circle",),
+        )
     if level == 2:
         form.say(f"angle AOC = {2 * inscribed}")
         form.note("find angle ABC")
         question = "In \\odot O, find m \\angle A B C."
         working = f"{2 * inscribed} / 2"
-        return _angle(form, question, str(inscribed), working, str(2 * inscribed), ("Circle",))
+        return _angle(
+            form,
+            question=question,
+            answer=str(inscribed),
+            working=working,
+            slip=str(2 * inscribed),
+            shapes=("Circle",),
+        )
     x = rng.randrange(3, 13)
     factor = rng.randrange(1, inscribed // x + 1)
     text = _expression(factor, inscribed - factor * x)
     form.say(f"angle AOC = {2 * inscribed}", f"angle ABC = {text}")
     form.note("find x")
     working = f"2 ({text}) = {2 * inscribed}"
-    return _angle(form, "Find x.", str(x), working, str(inscribed), ("Circle",))
+    return _angle(
+        form,
+        question="Find x.",
+        answer=str(x),
+        working=working,
+        slip=str(inscribed),
+        shapes=("Circle",),
+    )
 
 
 def parallel_segment(
@@ -196,18 +233,34 @@ def parallel_segment(
     if level == 1:
         form.note(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
         question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
-        return _length(form, question, answer, working, str(ab), shapes)
+        return _length(
+            form, question=question, answer=answer, working=working, slip=str(ab), shapes=shapes
+        )
     form.say(f"AB = {ab}", f"AE = {ae}")
     if level == 2:
         form.say(f"ED = {ed}")
         form.note("find BC")
-        return _length(form, f"If {parallel}, find B C.", answer, working, str(ed), shapes)
+        return _length(
+            form,
+            question=f"If {parallel}, find B C.",
+            answer=answer,
+            working=working,
+            slip=str(ed),
+            shapes=shapes,
+        )
     x = rng.randrange(2, 12)
     is_whole = bc.denominator == 1
     form.say(f"ED = {ed}", f"BC = {_expression(1, int(bc) - x) if is_whole else 'x'}")
     form.note("find x")
     answer = str(x) if is_whole else answer
-    return _length(form, f"If {parallel}, find x.", answer, working, str(ed), shapes)
+    return _length(
+        form,
+        question=f"If {parallel}, find x.",
+        answer=answer,
+        working=working,
+        slip=str(ed),
+        shapes=shapes,
+    )
 
 
 def parallelogram_side(
@@ -234,7 +287,14 @@ def parallelogram_side(
     form.note("find x")
     question = "Find x so that the quadrilateral is a parallelogram."
     working = f"{first_side} = {second_side}"
-    return _length(form, question, str(x), working, str(value), ("Parallelogram",))
+    return _length(
+        form,
+        question=question,
+        answer=str(x),
+        working=working,
+        slip=str(value),
+        shapes=("Parallelogram",),
+    )
 
 
 _LETTERED = (
