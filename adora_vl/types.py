@@ -285,10 +285,10 @@ def loss_mask(batch: Batch) -> Tensor:
 
 
 def compared_mask(batch: Batch) -> Tensor:
-    """Return 1 at the tokens of the loss whose engine log-probabilities must match the policy's.
+    """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
-    (B, C). Elsewhere, at the first `stale_tokens` of a rollout, earlier weights have sampled the
-    tokens, or the engine has seen other images than the policy.
+    It is 1 at the tokens of the loss, but 0 at the first `stale_tokens` of a rollout. Those were
+    sampled by earlier weights, or the engine has seen other images than the policy.
     """
     mask_BC = loss_mask(batch)
     if "stale_tokens" in batch:

@@ -5,12 +5,15 @@ their arc; a fact for which a drawing has no mark is written below it. Points ar
 in shares of the picture, y downwards.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from cmath import phase, rect
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageFont
 
@@ -39,24 +42,27 @@ _LATEX = (
 
 
 def can_be_drawn(form: Form) -> bool:
-    """Return whether all points of a form's lines, circles and facts have coordinates."""
-    needed = {name for row in form.rows for name in row}
+    """Return whether all points of a logic form's lines, circles and facts have coordinates."""
+    needed_points = {name for points_on_line in form.rows for name in points_on_line}
     for term in form.terms:
         if term:
-            needed |= points_of(term)
-    needed |= {centre for centre, _ in form.rounds}
-    return bool(form.points) and needed <= form.points.keys()
+            needed_points |= points_of(term)
+    needed_points |= {centre for centre, _ in form.rounds}
+    return bool(form.points) and needed_points <= form.points.keys()
 
 
 def draw_form(form: Form) -> Image.Image:
-    """Draw the diagram of a form, black on white; `can_be_drawn` has to hold."""
+    """Draw the diagram of a logic form, black on white.
+
+    All its points have to have coordinates, which `can_be_drawn` checks.
+    """
     return _Diagram(form).picture()
 
 
 def draw_if_legible(form: Form) -> Image.Image | None:
-    """Draw the diagram of a form; `can_be_drawn` has to hold.
+    """Draw the diagram of a logic form; return None where a label hides another one or a point.
 
-    None is returned where a label hides another one or a point.
+    All points of the form have to have coordinates, which `can_be_drawn` checks.
     """
     diagram = _Diagram(form)
     picture = diagram.picture()
@@ -67,64 +73,84 @@ def draw_if_legible(form: Form) -> Image.Image | None:
 _Box = tuple[float, float, float, float]
 
 
-def _points_to_draw(form: Form) -> list[str]:
-    """Return the points of a form's lines and circles, or all if it has none, sorted.
+class _AngleInPicture(NamedTuple):
+    """How an angle lies in a picture."""
 
-    A point without coordinates is left out.
+    corner: complex
+    first_direction: float  # of its first side, in radians
+    turn: float  # from its first to its second side, in radians, at most half a turn either way
+
+
+def _points_to_draw(form: Form) -> list[str]:
+    """Return the names of the points on a logic form's lines and circles, sorted.
+
+    They are all its points if it has neither. A point without coordinates is left out.
     """
-    names = {name for row in form.rows for name in row}
-    for (centre, _), points_on in form.rounds.items():
-        names |= {centre, *points_on}
-    return sorted((names or set(form.points)) & form.points.keys())
+    names = {name for points_on_line in form.rows for name in points_on_line}
+    for (centre, _), points_on_circle in form.rounds.items():
+        names |= {centre, *points_on_circle}
+    if not names:
+        names = set(form.points)
+    return sorted(names & form.points.keys())
 
 
 def _is_inside(point: complex, box: _Box) -> bool:
-    """Return whether a point lies in a box."""
+    """Return whether a point, as a complex number, lies in a box."""
     left, top, right, bottom = box
     return left < point.real < right and top < point.imag < bottom
 
 
-def _overlap(box: _Box, label: _Box) -> bool:
+def _overlap(box: _Box, other_box: _Box) -> bool:
     """Return whether two boxes overlap."""
-    beside = box[0] < label[2] and label[0] < box[2]
-    return beside and box[1] < label[3] and label[1] < box[3]
+    left, top, right, bottom = box
+    other_left, other_top, other_right, other_bottom = other_box
+    overlap_in_x = left < other_right and other_left < right
+    return overlap_in_x and top < other_bottom and other_top < bottom
 
 
 class _Diagram:
-    """The drawing of one form, and what its labels have to keep clear of."""
+    """The drawing of one logic form, and what its labels must not hide.
+
+    Points are complex numbers, in shares of the picture, with y downwards.
+    """
 
     def __init__(self, form: Form) -> None:
-        """Place the points of a form in the picture, and begin an empty canvas."""
+        """Scale the points of a logic form into the picture, and begin an empty canvas."""
         import matplotlib as mpl  # not for every command of this package
 
         self.form = form
-        # The places in the form, in pixels of its original.
-        sources = {name: complex(*form.points[name]) for name in _points_to_draw(form)}
-        source_radii = {}
-        for circle, points_on in form.rounds.items():
+        # In pixels of the original picture.
+        original_points = {name: complex(*form.points[name]) for name in _points_to_draw(form)}
+        # By the circle, that is its centre and the name of its radius.
+        original_radii = {}
+        for circle, points_on_circle in form.rounds.items():
             distances = [
-                abs(sources[name] - sources[circle[0]]) for name in points_on if name in sources
+                abs(original_points[name] - original_points[circle[0]])
+                for name in points_on_circle
+                if name in original_points
             ]
-            if distances:
-                source_radii[circle] = sum(distances) / len(distances)
-        extent = list(sources.values())
-        for (centre, _), radius in source_radii.items():
-            extent += [sources[centre] + radius * corner for corner in (1 + 1j, -1 - 1j)]
+            if distances:  # by hand the points are not all equally far from the centre
+                original_radii[circle] = sum(distances) / len(distances)
+        extent = list(original_points.values())
+        for (centre, _), radius in original_radii.items():
+            # Two opposite corners of the square around the circle.
+            extent += [original_points[centre] + radius * corner for corner in (1 + 1j, -1 - 1j)]
         xs = [point.real for point in extent]
         ys = [point.imag for point in extent]
-        size = max(max(xs) - min(xs), max(ys) - min(ys)) or 1
-        scale = (_DIAGRAM_RANGE[1] - _DIAGRAM_RANGE[0]) / size
+        size = max(max(xs) - min(xs), max(ys) - min(ys)) or 1  # 1 where all points are one
+        first, last = _DIAGRAM_RANGE
+        scale = (last - first) / size
         origin = complex(min(xs), min(ys))
-        self.at = {
-            name: scale * (point - origin) + _DIAGRAM_RANGE[0] * (1 + 1j)
-            for name, point in sources.items()
+        self.at = {  # the points by their names
+            name: scale * (point - origin) + first * (1 + 1j)
+            for name, point in original_points.items()
         }
         self.middle = sum(self.at.values()) / len(self.at)
-        self.radii = {circle: scale * radius for circle, radius in source_radii.items()}
+        self.radii = {circle: scale * radius for circle, radius in original_radii.items()}
         file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # has a root and a π
         self.font = ImageFont.truetype(str(file), OVERSAMPLING * _FONT_PIXELS)
         self.canvas = Canvas(_PICTURE_PIXELS, font=self.font)
-        self.ink: list[complex] = []  # points on what is drawn
+        self.ink: list[complex] = []  # many points on all lines that are drawn
         self.boxes: list[_Box] = []  # of all labels so far
 
     def picture(self) -> Image.Image:
@@ -188,22 +214,24 @@ class _Diagram:
         return True
 
     def _draw_line(self, *points: complex) -> None:
-        """Draw a line through points, and note the ink on it."""
+        """Draw a line through points, and remember where it runs, so that labels keep clear of it."""
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
-            steps = max(2, int(abs(end - start) / 0.006))
+            steps = max(2, int(abs(end - start) / 0.006))  # 0.006 is less than a letter's width
             self.ink += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _write_value(self, term: Term) -> bool:
-        """Write the value of a length, an angle or an arc into the picture, if a term has one.
+        """Write the length, the angle or the arc that a fact gives beside it in the picture.
 
-        Returns whether it has, or needs no words, as that a point lies on a line.
+        Returns whether the picture now shows the fact: it does if it has such a value, or says that
+        a point lies on a line. Other facts are written below the picture by the caller.
         """
         if term.head.startswith("PointLies"):
             return True
         if term.head != "Equals" or len(term.arguments) != 2 or not term.arguments[0].arguments:
             return False
-        (measure, right_side) = term.arguments
+        # `Equals(MeasureOf(Angle(A, B, C)), 40)`: the measure is of the subject, an angle.
+        measure, right_side = term.arguments
         subject = measure.arguments[0]
         value = right_side
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
@@ -213,11 +241,13 @@ class _Diagram:
         if not set(subject.names) <= self.at.keys() or (value.arguments and not number):
             return False
         text = number[1] if number else plain(value.head)
-        degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"
-        if (measure.head, subject.head, len(subject.names)) == ("LengthOf", "Line", 2):
-            self._write_beside(self.at[subject.names[0]], self.at[subject.names[1]], text)
+        degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"  # `(3x+5)°`
+        kind_of_value = (measure.head, subject.head, len(subject.names))
+        if kind_of_value == ("LengthOf", "Line", 2):
+            start, end = self._places(subject.names)
+            self._write_beside(start, end, text)
             return True
-        if (measure.head, subject.head, len(subject.names)) == ("MeasureOf", "Angle", 3):
+        if kind_of_value == ("MeasureOf", "Angle", 3):
             if number:
                 self._write_in_angle(subject.names, text, arcs=0, nearest=0.045)
             else:
@@ -228,48 +258,59 @@ class _Diagram:
         return False
 
     def _write_in_angle(self, names: Sequence[str], text: str, arcs: int, nearest: float) -> None:
-        """Draw arcs in an angle, and write a text between its sides, `nearest` or further out."""
-        corner, start, turn = self._corner_and_turn(names)
+        """Draw arcs in the angle ABC, and write a text between its sides.
+
+        `names` are A, B at the corner, and C. The text is at least `nearest` from the corner.
+        """
+        angle = self._angle_at(names)
         self._draw_arcs(names, arcs)
         # Closer to the corner than this the text would not fit between the sides.
-        between_sides = 0.5 * (self._text_width(text) + 0.02) / max(0.1, abs(math.sin(turn / 2)))
+        half_text = 0.5 * (self._text_width(text) + 0.02)
+        between_sides = half_text / max(0.1, abs(math.sin(angle.turn / 2)))
         min_distance = max(nearest, min(0.16, between_sides))
-        shorter_side = min(abs(self.at[name] - corner) for name in (names[0], names[2]))
+        shorter_side = min(abs(self.at[name] - angle.corner) for name in (names[0], names[2]))
+        # The first places are the best ones: outwards along the bisector, and beside it.
         places = []
         for step in (*range(9), -1, -2, -3):
             distance = min(0.8 * shorter_side, min_distance + 0.012 * step)
             for share in (0.5, 0.4, 0.6):
-                places.append(corner + rect(distance, start + share * turn))
+                direction = angle.first_direction + share * angle.turn
+                places.append(angle.corner + rect(distance, direction))
         self._write_label(text, places)
 
     def _write_at_arc(self, names: Sequence[str], text: str) -> bool:
-        """Write a text outside of an arc, and return whether a circle has its ends."""
+        """Write a text outside of an arc, which is named by its ends, or by three of its points.
+
+        Returns False, and writes nothing, where no circle of the diagram has the ends of the arc.
+        """
         ends = {names[0], names[-1]}
-        # The first circle that both ends lie on.
-        for circle in self.radii:
-            if ends <= set(self.form.rounds[circle]):
-                break
-        else:
+        circles_with_ends = [
+            circle for circle in self.radii if ends <= set(self.form.rounds[circle])
+        ]
+        if not circles_with_ends:
             return False
+        circle = circles_with_ends[0]
         centre = self.at[circle[0]]
         if len(names) == 2:  # the smaller of the two arcs
-            _, start, turn = self._corner_and_turn((names[0], circle[0], names[-1]))
-            direction = start + turn / 2
+            angle = self._angle_at((names[0], circle[0], names[-1]))
+            direction = angle.first_direction + angle.turn / 2
         else:  # the point between the ends says which of the two arcs it is
             direction = phase(self.at[names[1]] - centre)
         # 0.03 of the canvas keep the text clear of the circle. It is wider than high, so most of
         # its half width counts.
         distance = self.radii[circle] + 0.03 + 0.4 * self._text_width(text)
-        self._write_label(
-            text, [centre + rect(distance, direction + turned) for turned in (0, 0.15, -0.15, 0.3)]
-        )
+        # Beside its middle the arc has more room, if a label or a line is there.
+        turns = (0, 0.15, -0.15, 0.3)
+        self._write_label(text, [centre + rect(distance, direction + turn) for turn in turns])
         return True
 
     def _write_beside(self, start: complex, end: complex, text: str) -> None:
-        """Write a text beside a segment, rather on the side away from the figure's middle."""
-        normal = rect(1, phase(end - start) + math.pi / 2)
-        outward = ((start + end) / 2 - self.middle) * normal.conjugate()
-        normal *= 1 if outward.real >= 0 else -1
+        """Write a text beside a segment, if possible on the side away from the diagram's middle."""
+        normal = rect(1, phase(end - start) + math.pi / 2)  # at a right angle to the segment
+        # The real part of a * conj(b) is the scalar product of two vectors.
+        outward = (((start + end) / 2 - self.middle) * normal.conjugate()).real
+        if outward < 0:
+            normal = -normal
         # Half the text's size in the direction of the normal.
         half_size = (
             abs(normal.real) * self._text_width(text) / 2
@@ -283,56 +324,69 @@ class _Diagram:
                     places.append(start + (end - start) * share + side * (half_size + gap) * normal)
         self._write_label(text, places)
 
-    def _corner_and_turn(self, names: Sequence[str]) -> tuple[complex, float, float]:
-        """Return the corner of an angle, the direction of its first side, and the turn to the second.
-
-        Both are in radians, and the turn is at most half a turn either way.
-        """
+    def _angle_at(self, names: Sequence[str]) -> _AngleInPicture:
+        """Return how the angle ABC lies in the picture; `names` are A, B at its corner, and C."""
         first, corner, second = self._places(names)
-        start = phase(first - corner)
-        turn = (phase(second - corner) - start + math.pi) % (2 * math.pi) - math.pi
-        return corner, start, turn
+        first_direction = phase(first - corner)
+        # The difference of the directions, brought to at most half a turn either way.
+        difference = phase(second - corner) - first_direction
+        turn = (difference + math.pi) % (2 * math.pi) - math.pi
+        return _AngleInPicture(corner, first_direction=first_direction, turn=turn)
 
     def _draw_arcs(self, names: Sequence[str], count: int) -> None:
-        """Draw `count` arcs in an angle, one outside of another."""
-        corner, start, turn = self._corner_and_turn(names)
+        """Draw `count` arcs in the angle ABC, one outside of another."""
+        angle = self._angle_at(names)
         for number in range(count):
             radius = _ANGLE_RADIUS + 0.014 * number
-            self._draw_line(
-                *(corner + rect(radius, start + turn * step / 12) for step in range(13))
-            )
+            # An arc is a line of twelve short pieces.
+            directions = [angle.first_direction + angle.turn * step / 12 for step in range(13)]
+            self._draw_line(*(angle.corner + rect(radius, direction) for direction in directions))
 
     def _draw_strokes(
         self, names: Sequence[str], towards: complex, count: int, wing: float, part: float
     ) -> None:
-        """Draw ticks or arrow heads on a segment: strokes with two wings.
+        """Draw ticks (equal lengths) or arrow heads (parallels) on a segment.
 
-        `wing` is the turn of the wings from the segment's direction, in radians, and `part` where
-        on the segment the strokes stand.
+        Args:
+            names: the two ends of the segment.
+            towards: the direction in which arrow heads point, as a vector that is about parallel.
+            count: how many strokes, side by side.
+            wing: the angle between the segment and the two wings of a stroke, in radians.
+            part: where on the segment the strokes are, from 0 at its start to 1 at its end.
         """
         start, end = self._places(names)
-        if ((end - start) * towards.conjugate()).real < 0:
+        points_away = ((end - start) * towards.conjugate()).real < 0  # by the scalar product
+        if points_away:
             start, end = end, start
-        along = phase(end - start)
+        direction = phase(end - start)
+        middle = start + part * (end - start)
         for number in range(count):
-            tip = start + part * (end - start) + rect(0.011 * (number - (count - 1) / 2), along)
+            # The strokes lie symmetrically about the middle.
+            offset = 0.011 * (number - (count - 1) / 2)
+            tip = middle + rect(offset, direction)
             self._draw_line(
-                tip + rect(_HALF_TICK, along + wing), tip, tip + rect(_HALF_TICK, along - wing)
+                tip + rect(_HALF_TICK, direction + wing),
+                tip,
+                tip + rect(_HALF_TICK, direction - wing),
             )
 
     def _draw_marks(self) -> list[Term]:
-        """Draw right angles, arrows of parallels, ticks of equal lengths, arcs of equal angles.
+        """Draw the marks of right angles, parallels, equal lengths and equal angles.
+
+        These are squares, arrows, ticks and arcs. Parts that are equal or parallel have the same
+        number of them.
 
         Returns the facts that have such a mark.
         """
         marked_terms = self._draw_right_angles()
-        for head, measure, points in (
+        for head, measure, point_count in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
             ("Equals", "MeasureOf", 3),
         ):
-            terms, groups = self._equal_parts(head, measure, points)
+            terms, groups = self._equal_parts(head, measure, point_count)
             marked_terms += terms
+            # The order is fixed, so that equal forms give equal pictures.
             for number, group in enumerate(map(sorted, groups), start=1):
                 for names in group:
                     if measure == "MeasureOf":
@@ -358,10 +412,10 @@ class _Diagram:
             if corner is None:
                 continue
             marked_terms.append(term)
-            key = (round(50 * corner.real), round(50 * corner.imag))
-            if key in corners:  # two facts on one corner are one square
+            rounded_corner = (round(50 * corner.real), round(50 * corner.imag))
+            if rounded_corner in corners:  # two facts on one corner are one square
                 continue
-            corners.add(key)
+            corners.add(rounded_corner)
             sides = []
             for line in term.arguments:
                 far_end = max((self.at[name] - corner for name in line.names), key=abs)
@@ -373,12 +427,15 @@ class _Diagram:
         return marked_terms
 
     def _equal_parts(
-        self, head: str, measure: str, points: int
+        self, head: str, measure: str, point_count: int
     ) -> tuple[list[Term], list[set[tuple[str, ...]]]]:
-        """Return the facts that two parts are equal or parallel, and the parts in groups.
+        """Find the facts that two parts of the diagram are equal or parallel: `AB = CD`, `CD = EF`.
 
-        `head` is that of the facts, `measure` that of their sides, and a part is named by `points`
-        points. Parts that several facts connect are one group, which gets one mark.
+        `head` is the word that such a fact begins with, and `measure` the one for its two sides. A
+        part is named by `point_count` points.
+
+        Returns these facts, and the parts in groups, each by the names of its points. Parts that
+        several facts connect, such as AB, CD and EF, are one group.
         """
         terms = []
         groups: list[set[tuple[str, ...]]] = []
@@ -388,8 +445,10 @@ class _Diagram:
                 if argument.head == measure:
                     part = argument if measure == "Line" else argument.arguments[0]
                     sides.add(tuple(part.names))
-            can_be_marked = all(len(side) == points and {*side} <= {*self.at} for side in sides)
-            if len(term.arguments) == 2 == len(sides) and can_be_marked:
+            are_in_picture = all(
+                len(side) == point_count and set(side) <= self.at.keys() for side in sides
+            )
+            if len(term.arguments) == 2 and len(sides) == 2 and are_in_picture:
                 terms.append(term)
                 # Groups that this fact connects become one.
                 touching = [group for group in groups if group & sides]
@@ -398,7 +457,10 @@ class _Diagram:
         return terms, groups
 
     def _crossing(self, term: Term) -> complex | None:
-        """Return the point that two lines share, or where they cross; None where they do neither."""
+        """Return where the two lines of a fact meet, in a common point or by crossing.
+
+        Returns None where they do neither.
+        """
         lines = [line.names for line in term.arguments]
         if len(lines) != 2:
             return None
@@ -410,10 +472,11 @@ class _Diagram:
             return self.at[common.pop()] if len(common) == 1 else None
         a, b = self._places(lines[0])
         c, d = self._places(lines[1])
+        # The imaginary part of conj(u) * v is the cross product of two vectors, 0 for parallels.
         cross = ((b - a).conjugate() * (d - c)).imag
-        if abs(cross) <= 1e-9:  # they are parallel
+        if abs(cross) <= 1e-9:
             return None
-        share = ((c - a).conjugate() * (d - c)).imag / cross
+        share = ((c - a).conjugate() * (d - c)).imag / cross  # of the way from a to b
         # Lines that are drawn by hand may end a little before they meet.
         return a + share * (b - a) if -0.05 <= share <= 1.05 else None
 
@@ -426,7 +489,7 @@ class _Diagram:
         return float(self.font.getlength(text)) / (OVERSAMPLING * _PICTURE_PIXELS)
 
     def _write_label(self, text: str, points: Sequence[complex]) -> None:
-        """Write a text at the first of the places at which it hides least."""
+        """Write a text at that one of `points` where it hides least; of equal ones at the first."""
         half_width = self._text_width(text) / 2 + 0.004
         half_height = _FONT_PIXELS / _PICTURE_PIXELS / 2
 

@@ -1,6 +1,4 @@
-"""`python -m data_prep solve`: what the facts of diagrams say, and which labels of a data set they
-contradict.
-"""
+"""`python -m data_prep solve`: answers of diagrams from their facts, and labels that these refute."""
 
 from __future__ import annotations
 

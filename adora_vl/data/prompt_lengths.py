@@ -161,7 +161,8 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
     for chunk in table["images"].chunks:
         values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():
-            yield [_size(stored) for stored in islice(values, count or 0)]
+            image_count = count or 0  # None for a row whose list is null
+            yield [_size(stored) for stored in islice(values, image_count)]
 
 
 def _size(stored: pa.StructScalar) -> Size | None:

@@ -151,7 +151,7 @@ def has_choices(table: pa.Table) -> bool:
 
 
 def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
-    """Yield for each row a list with True for each image that is there, and None for each other.
+    """Yield a list for each row, with True for an image that is there and None for a null image.
 
     A row whose list is null gives None. `chunk`: a part of the column `images`.
     """
@@ -164,4 +164,7 @@ def _image_marks(chunk: pa.ListArray) -> Iterator[list[bool | None] | None]:
         is_present = pc.and_(is_present, pc.or_(has_bytes, has_path))
     marks = iter([True if mark else None for mark in is_present.to_pylist()])
     for length in lengths:
-        yield None if length is None else [next(marks) for _ in range(length)]
+        if length is None:
+            yield None
+        else:
+            yield [next(marks) for _ in range(length)]

@@ -7,7 +7,9 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from adora_vl.migrate.config_text import without_counterpart, yaml_text
 from adora_vl.migrate.easyr1 import convert_easyr1
@@ -23,13 +25,12 @@ from adora_vl.utils.files import replace_file
 
 @dataclass(frozen=True)
 class Trainer:
-    """Another trainer: what converts its configs, and whether its keys are in groups.
-
-    `convert` returns how the run is started.
-    """
+    """Another trainer whose configs can be converted."""
 
     convert: Callable[[Migration], LaunchPlan]
+    """Sets our keys in the migration, and returns how the other trainer starts its processes."""
     nested: bool
+    """Whether its keys are in groups, such as `worker.actor.optim.lr`."""
 
 
 TRAINERS: Mapping[str, Trainer] = {
@@ -38,8 +39,14 @@ TRAINERS: Mapping[str, Trainer] = {
     "swift": Trainer(convert_swift, nested=False),
     "trl": Trainer(convert_trl, nested=False),
 }
-# Of our own options, whether a value follows.
-_OPTIONS = {"--output": True, "--reward": True, "--all": False, "--help": False, "-h": False}
+# This command's own options, and whether a value follows each of them
+_TAKES_VALUE_BY_OPTION = {
+    "--output": True,
+    "--reward": True,
+    "--all": False,
+    "--help": False,
+    "-h": False,
+}
 _ENDINGS = (".yaml", ".yml", ".json", ".sh", ".bash", ".slurm")
 _EPILOG = """\
 examples:
@@ -55,8 +62,14 @@ def convert_config(
 ) -> Migration:
     """Convert the config of another trainer to our keys.
 
-    `config`: a YAML file or a shell script. `reward`: FILE.py:FUNCTION in place of the config's own
-    reward. `words`: KEY=VALUE and --key value, laid over the config. Raises `UserError`.
+    Args:
+        trainer: one of `TRAINERS`.
+        config: a YAML file or a shell script; None where `words` are all there is.
+        reward: FILE.py:FUNCTION in place of the config's own reward.
+        words: KEY=VALUE and --key value, which replace values of the config.
+
+    Raises:
+        UserError: the config cannot be read or converted.
     """
     migration, _ = _convert(trainer, config, reward=reward, words=words)
     return migration
@@ -65,13 +78,14 @@ def convert_config(
 def _convert(
     trainer: str, config: Path | None, *, reward: str | None, words: Sequence[str]
 ) -> tuple[Migration, LaunchPlan]:
-    """Convert a config as `convert_config` does, and return how its run is started too."""
+    """Convert a config as `convert_config` does, and return too how its run is started."""
     other_trainer = TRAINERS[trainer]
     source = read_source(config, words, nested=other_trainer.nested)
     migration = Migration(source)
     launch = other_trainer.convert(migration)
     if reward:
         migration.put("adora_reward", [reward], note="--reward")
+        # what a converter remarked about the config's own reward is settled
         migration.remarks = [text for text in migration.remarks if not text.startswith("reward")]
     migration.remarks += source.remarks
     migration.list_unmatched()
@@ -79,7 +93,15 @@ def _convert(
 
 
 def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
-    """Write the converted config, and print what to look at."""
+    """Convert a config, write it to a file, and print what to look at and the next command.
+
+    Args:
+        options: this command's own options.
+        words: the other trainer's words of the command line.
+
+    Raises:
+        UserError: the config cannot be converted, or the file is there already.
+    """
     config: Path | None = options.config
     if config is None and not words:
         raise UserError(
@@ -95,53 +117,71 @@ def _write_config(options: argparse.Namespace, words: Sequence[str]) -> None:
     source_name = config.name if config else "the command line"
     text = yaml_text(migration, options.trainer, source_name, everything=options.all)
     replace_file(output, text)
-    listed = without_counterpart(migration, everything=options.all)
-    hidden = len(migration.unmatched) - len(listed)
+    unmatched_lines = without_counterpart(migration, everything=options.all)
+    hidden_count = len(migration.unmatched) - len(unmatched_lines)
     print(f"{output}: {len(migration.keys)} keys")
-    if listed:
-        print("Without a counterpart:", *listed, sep="\n")
-    if hidden:
-        print(f"  (--all lists {hidden} more, which have their defaults)")
+    if unmatched_lines:
+        print("Without a counterpart:", *unmatched_lines, sep="\n")
+    if hidden_count:
+        print(f"  (--all lists {hidden_count} more, which have their defaults)")
     if migration.remarks:
         print("Look at these:", *[f"  {printable(text)}" for text in migration.remarks], sep="\n")
-    words = ["-m", "adora_vl.train", "--config", str(output), "--dry-run", *launch.options]
-    print(f"Next: {shlex.join(['python', *words])}")
+    next_words = ["python", "-m", "adora_vl.train", "--config", str(output), "--dry-run"]
+    next_words += launch.options
+    print(f"Next: {shlex.join(next_words)}")
 
 
-def _divide_words(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Divide the words of a command into ours and the other trainer's, and return both.
+class _DividedWords(NamedTuple):
+    """The words of a command line of `adora_vl.migrate`."""
 
-    The first word without dashes is the trainer. The next one is the config, unless it is a key or
-    begins a launch line.
+    own_words: list[str]
+    """This command's options, the trainer and the config."""
+    trainer_words: list[str]
+    """The other trainer's keys and values, or its whole command."""
+
+
+def _divide_words(arguments: Sequence[str]) -> _DividedWords:
+    """Divide the words of a command line into this command's and the other trainer's.
+
+    argparse cannot do it, since the other trainer's words look like options too. The first word
+    that is no option of this command is the trainer. The next one is the config, unless it is a key
+    or begins a launch line.
     """
     options: list[str] = []
-    positional: list[str] = []
-    theirs: list[str] = []
+    trainer_and_config: list[str] = []
+    trainer_words: list[str] = []
     words = iter(arguments)
     for word in words:
-        name, sign, _ = word.partition("=")
-        takes_value = _OPTIONS.get(name, False)
-        if name in _OPTIONS and (takes_value or not sign):
+        name, equals_sign, _ = word.partition("=")
+        takes_value = _TAKES_VALUE_BY_OPTION.get(name, False)
+        is_own_option = name in _TAKES_VALUE_BY_OPTION and (takes_value or not equals_sign)
+        may_be_config = len(trainer_and_config) == 1 and not trainer_words
+        if is_own_option:
             options.append(word)
-            if takes_value and not sign:
-                options += [value for value in [next(words, None)] if value is not None]
-        elif not positional or (len(positional) == 1 and not theirs and _is_config(word)):
-            positional.append(word)
+            value_follows = takes_value and not equals_sign
+            if value_follows:
+                # at the end of the line there is none, which argparse reports
+                options += islice(words, 1)
+        elif not trainer_and_config or (may_be_config and _is_config(word)):
+            trainer_and_config.append(word)
         else:
-            theirs.append(word)
-    return [*options, *positional], theirs
+            trainer_words.append(word)
+    return _DividedWords([*options, *trainer_and_config], trainer_words)
 
 
 def _is_config(word: str) -> bool:
-    """Return whether a word is the path of a YAML file or a script."""
+    """Return whether a word names a config: a file that exists, or a name with such an ending."""
     if word.startswith("--") or "=" in word:
         return False
     return Path(word).suffix in _ENDINGS or path_exists(Path(word))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command, which writes the converted config and prints what to look at.
 
+    Returns:
+        the exit code: 0 for success, 2 for wrong input, 130 after Ctrl-C.
+    """
     parser = Parser(
         prog="python -m adora_vl.migrate",
         description="A config of another trainer as one of ours.",
@@ -168,8 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--all", action="store_true", help="list also what has its default there")
 
     def run() -> None:
-        """Read the words, and write the config."""
-        ours, theirs = _divide_words(sys.argv[1:] if arguments is None else arguments)
-        _write_config(parser.parse_args(ours), theirs)
+        """Parse the command line, and write the config."""
+        divided = _divide_words(sys.argv[1:] if arguments is None else arguments)
+        _write_config(parser.parse_args(divided.own_words), divided.trainer_words)
 
     return exit_code_of(run, "nothing was written")

@@ -7,32 +7,42 @@ import json
 from adora_vl.migrate.migration import Migration
 from adora_vl.utils.cli import printable, yaml_line
 
-_COLUMN = 50  # where the comments begin
+_COMMENT_COLUMN = 50  # characters of a line before its comment
 
 
 def yaml_text(migration: Migration, trainer: str, name: str, *, everything: bool = False) -> str:
-    """Return the YAML file with our keys, where each value came from, and what to look at.
+    """Return the converted config as YAML, with where each value came from and what to look at.
 
-    `name`: of what was read. `everything`: list also the values that are defaults there. Foreign
-    text stands in comments alone, in one line each, so that nothing of it can become a key.
+    Text of the other trainer stands in comments alone, in one line each, so that nothing of it can
+    become a key.
+
+    Args:
+        migration: the converted config.
+        trainer: the other trainer.
+        name: the name of what was read, for the first line.
+        everything: whether to list also those keys without a counterpart that have their defaults.
     """
     head = f"From {name} of {trainer}, by `python -m adora_vl.migrate {trainer}`. Look it through."
     lines = [_comment(head)]
-    for key, (value, source) in migration.keys.items():
-        entry = f"{key}: {_value_text(value)}"
-        lines.append(f"{entry:<{_COLUMN}} {_comment(source)}" if source else entry)
-    listed = without_counterpart(migration, everything=everything)
-    if listed:
-        lines += ["", "# Without a counterpart:", *map(_comment, listed)]
+    for key, converted in migration.keys.items():
+        entry = f"{key}: {_value_text(converted.value)}"
+        if converted.source:
+            entry = f"{entry:<{_COMMENT_COLUMN}} {_comment(converted.source)}"
+        lines.append(entry)
+    unmatched_lines = without_counterpart(migration, everything=everything)
+    if unmatched_lines:
+        lines += ["", "# Without a counterpart:"]
+        lines += [_comment(line) for line in unmatched_lines]
     if migration.remarks:
-        lines += ["", "# Look at these:", *map(_comment, migration.remarks)]
+        lines += ["", "# Look at these:"]
+        lines += [_comment(remark) for remark in migration.remarks]
     return "\n".join(lines) + "\n"
 
 
 def without_counterpart(migration: Migration, *, everything: bool) -> list[str]:
-    """Return a line for each name of theirs that became nothing, with what that means.
+    """Return a line for each key of the other trainer without a counterpart, with what that means.
 
-    `everything`: also those whose value is the default there.
+    `everything`: whether keys that have the other trainer's default are listed too.
     """
     return [
         printable(f"  {name}: {meaning}")
@@ -42,12 +52,13 @@ def without_counterpart(migration: Migration, *, everything: bool) -> list[str]:
 
 
 def _comment(text: str) -> str:
-    """Return a comment of one line, whatever stands in the text."""
+    """Return a text as a YAML comment of one line, whatever characters are in it."""
     return f"# {printable(text)}".rstrip()
 
 
 def _value_text(value: object) -> str:
-    """Return a value in one line; a text with line breaks in the quotes of JSON, which YAML reads."""
+    """Return a value as YAML in one line."""
+    # JSON writes line breaks as \n, and YAML reads its quoted texts
     if isinstance(value, str) and not value.isprintable():
         return json.dumps(value)
     return yaml_line(value)

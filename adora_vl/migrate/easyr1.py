@@ -110,7 +110,11 @@ _OLDER_REWARD = "worker.reward.score_function"
 
 
 def convert_easyr1(migration: Migration) -> LaunchPlan:
-    """Convert a config of EasyR1. Raises `UserError`."""
+    """Convert a config of EasyR1, and return how its processes are started.
+
+    Raises:
+        UserError: the sizes of its batches do not divide, or a value is no number.
+    """
     migration.defaults = _DEFAULTS
     convert_model(migration, _NAMES)
     convert_lora(migration, _NAMES)
@@ -140,7 +144,10 @@ def convert_easyr1(migration: Migration) -> LaunchPlan:
 
 
 def _convert_prompt(migration: Migration) -> None:
-    """Convert a prompt in Jinja that has no other variable than the problem."""
+    """Convert the template of the prompts from Jinja, if it has no variable but the problem.
+
+    Any other template is named in a remark, for the user to write it anew.
+    """
     name = "data.format_prompt"
     migration.put("adora_system_prompt", None, note="EasyR1 asks without one")
     file = migration.get(name)
@@ -154,30 +161,35 @@ def _convert_prompt(migration: Migration) -> None:
             "with {problem} in it"
         )
         return
-    text = path.read_text(encoding="utf-8").strip()
-    # NUL stands for the problem until the braces of our own templates are doubled.
-    template = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", text)
-    if "{{" in template or "{%" in template or "\0" not in template:
+    jinja_text = path.read_text(encoding="utf-8").strip()
+    # A zero byte stands for the problem while all other braces are doubled, as our templates need.
+    marked_text = re.sub(r"{{\s*content\s*(\|\s*trim\s*)?}}", "\0", jinja_text)
+    has_further_jinja = "{{" in marked_text or "{%" in marked_text
+    if has_further_jinja or "\0" not in marked_text:
         migration.remark(
             f"prompt: {name}: more than the problem stands in {str(file)!r}; write it as "
             "adora_prompt, with {problem} in it"
         )
         return
-    escaped = template.replace("{", "{{").replace("}", "}}")
-    migration.put("adora_prompt", escaped.replace("\0", "{problem}"), name)
+    escaped_text = marked_text.replace("{", "{{").replace("}", "}}")
+    migration.put("adora_prompt", escaped_text.replace("\0", "{problem}"), name)
 
 
 def _convert_reward(migration: Migration) -> None:
-    """Convert the reward function, which is called in its own form."""
+    """Convert the reward function, which this package calls in the form that EasyR1 does.
+
+    Without one the reward is `accuracy`, and a remark says so.
+    """
+    # nothing is converted from it, but it is no key without a counterpart either
     migration.used.add("worker.reward.reward_type")
     name = _REWARD if migration.get(_REWARD) else _OLDER_REWARD
     entry = migration.get(name)
     file, _, function = str(entry or "").partition(":")
     if not file.endswith(".py"):
-        named = f" ({name}: {entry} names no file)" if entry else ""
+        reason = f" ({name}: {entry} names no file)" if entry else ""
         migration.put("adora_reward", ["accuracy"], note="theirs is missing")
         migration.remark(
-            f"reward missing{named}: adora_reward is accuracy, 1 for a right answer in a box; "
+            f"reward missing{reason}: adora_reward is accuracy, 1 for a right answer in a box; "
             "name yours with --reward FILE.py:FUNCTION"
         )
         return

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.migrate.source import Source
 from adora_vl.utils.cli import yaml_line
@@ -15,8 +15,9 @@ from adora_vl.utils.errors import UserError
 # The other trainer's key and its default, by our key. A name in capitals is none of our keys: its
 # value only enters a computation, as `PROMPTS` does that of `steps_per_generation`.
 Names = Mapping[str, tuple[str, Any]]
-# What it means that a key of theirs has no counterpart, by a part of its name: the first that fits.
-_MEANINGS = {
+# What it means that a key of the other trainer has no counterpart here, by a part of the key's name.
+# The first part that is in the name counts.
+_MEANING_BY_NAME_PART = {
     "fsdp": "how the model is divided is in configs/accelerate: zero3.yaml, zero3_offload.yaml",
     "offload": "configs/accelerate/zero3_offload.yaml keeps the optimizer in the host's memory",
     "deepspeed": "how the model is divided is in configs/accelerate: zero2.yaml, zero3.yaml",
@@ -30,23 +31,21 @@ _MEANINGS = {
 }
 # `${a.b}` of OmegaConf, and what a shell would fill in; a `$` that ends a regular expression is none.
 _COMPUTED = re.compile(r"\$[A-Za-z_{(0-9]|`")
-_LONGEST = 60  # characters of a value that is quoted
+_LONGEST_VALUE = 60  # characters of a value that is quoted
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How the other trainer starts its processes.
-
-    `processes`: on all machines together. `accelerate`: the name of the file in
-    `configs/accelerate` that divides the model as it does there.
-    """
+    """How the other trainer starts its processes."""
 
     processes: int = 1
+    """On all machines together."""
     accelerate: str = ""
+    """The name of the file in `configs/accelerate` that divides the model as it is divided there."""
 
     @property
     def options(self) -> list[str]:
-        """The options with which a dry run plans for this launch; none for a single process."""
+        """The options of `adora_vl.train --dry-run` for this launch; none for a single process."""
         if self.processes == 1:
             return []
         words = ["--processes", str(self.processes)]
@@ -55,35 +54,52 @@ class LaunchPlan:
         return words
 
 
+class ConvertedValue(NamedTuple):
+    """The value of one of our keys, and where it came from."""
+
+    value: Any
+    source: str
+    """The other trainer's keys and a note, for a comment beside the value; it may be empty."""
+
+
 @dataclass
 class Migration:
-    """A config of another trainer, and the keys of ours that it became so far.
+    """A config of another trainer, and what it has become so far as a config of this package.
 
-    `source`: what was read. `keys`: by each of our keys its value, and where it came from.
-    `unmatched`: by each of its names without a counterpart what that means. `defaults`: names of
-    theirs without a counterpart, with their defaults. `used`: the names that were read.
-    `remarks`: what a person has to look at, each a line.
+    A converter reads the other trainer's values by `get` and sets our keys by `put`.
     """
 
     source: Source
-    keys: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    """What was read of the other trainer."""
+    keys: dict[str, ConvertedValue] = field(default_factory=dict)
+    """The values of our keys."""
     unmatched: dict[str, str] = field(default_factory=dict)
+    """For each name of the other trainer that has no counterpart here, what that means."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The other trainer's defaults of names without a counterpart."""
     used: set[str] = field(default_factory=set)
+    """The names of the other trainer that a converter has read."""
     remarks: list[str] = field(default_factory=list)
+    """What a person has to look at, each a line."""
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The values of theirs by their names."""
+        """The other trainer's values by its names."""
         return self.source.values
 
     def get(self, name: str, default: object = None) -> Any:
-        """Return the value of one of the other trainer's names, or its default.
+        """Return the value that the other trainer's config has under a name.
 
-        The name counts as read, so that it is not listed as one without a counterpart. A value that
-        a shell or OmegaConf would compute is the default too, and a remark asks for the value
-        itself. A text where the default is a number is read as one. Raises `UserError` where that
-        is impossible.
+        The name counts as read, so that it is not listed as one without a counterpart.
+
+        Args:
+            name: the other trainer's name, dotted where its keys are in groups.
+            default: the other trainer's default. It is returned where the config lacks the name, and
+                where a shell or OmegaConf would compute the value; a remark asks for the value then.
+                If it is a number, a text is read as a number.
+
+        Raises:
+            UserError: a number is needed, and the value is none.
         """
         self.used.add(name)
         value = self.values.get(name)
@@ -102,9 +118,10 @@ class Migration:
         return value
 
     def count_of(self, name: str, default: int) -> int:
-        """Return the value of a name that counts something.
+        """Return the value of a name as `get` does, for one that counts something.
 
-        Raises `UserError` where it is below 1 or no whole number.
+        Raises:
+            UserError: the value is below 1, or no whole number.
         """
         value = self.get(name, default)
         if value < 1 or value != int(value):
@@ -112,24 +129,34 @@ class Migration:
         return int(value)
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
-        """Set one of our keys.
+        """Set one of our keys, and remember where its value came from.
 
-        `names`: the names that the value comes from; one that the config does not have is marked
-        as a default. `note`: what to say beside them.
+        Args:
+            key: our key.
+            value: its value.
+            names: the other trainer's names that the value comes from. One that its config does not
+                have is marked as a default.
+            note: what to say beside them, in the comment behind the value.
         """
         sources = [name if name in self.values else f"{name} (default)" for name in names]
-        self.keys[key] = (value, "; ".join(filter(None, (", ".join(sources), note))))
+        source_text = ", ".join(sources)
+        comments = [text for text in (source_text, note) if text]
+        self.keys[key] = ConvertedValue(value, source="; ".join(comments))
 
     def copy(self, key: str, name: str, default: object = None) -> None:
-        """Set one of our keys to the value of a name of theirs, if that is set or has a default."""
+        """Set one of our keys to the value of one of the other trainer's names, unless it is None.
+
+        `default`: the other trainer's default of that name; None leaves the key out where the
+        config does not set the name.
+        """
         value = self.get(name, default)
         if value is not None:
             self.put(key, value, name)
 
     def copy_path(self, key: str, name: str, default: object = None) -> None:
-        """Set one of our keys to a value that may name a file of this machine.
+        """Set one of our keys as `copy` does, for a value that may name a file.
 
-        Where the file is found, its path from here is written in place of the name.
+        Where the file is found, its path from the current folder is written in place of the name.
         """
         value = self.get(name, default)
         if value is not None:
@@ -141,42 +168,51 @@ class Migration:
             self.remarks.append(text)
 
     def path_of(self, name: object) -> str:
-        """Return the path of a file or folder that a config names, or the name where none exists.
+        """Return the path of a file or folder that a config names; the name itself where none exists.
 
-        Scripts name files from the top of their repository, so its folders are looked through.
+        Scripts name files from the top of their repository, so the folders above the script are
+        looked through too.
         """
         path = self.source.find(str(name))
         return str(name) if path is None else str(path)
 
     def split_off(self, names: list[str], sign: str) -> tuple[list[str], list[str]]:
-        """Split `a@train` at the sign `@`, for all names.
+        """Divide names such as `geometry3k@train` at a sign, such as `@`.
 
-        Returns the parts before the sign, and the different parts behind it, where there is one.
+        Returns:
+            the part before the sign of each name, and the different parts behind the sign, of those
+            names that have it.
         """
-        heads = [name.partition(sign)[0] for name in names]
-        tails = [name.partition(sign)[2] for name in names if sign in name]
-        distinct_tails = list(dict.fromkeys(tails))
-        return heads, distinct_tails
+        heads: list[str] = []
+        tails: list[str] = []
+        for name in names:
+            head, found_sign, tail = name.partition(sign)
+            heads.append(head)
+            if found_sign and tail not in tails:
+                tails.append(tail)
+        return heads, tails
 
     def list_unmatched(self) -> None:
-        """Add every value that nothing has read to `unmatched`, with what that means."""
+        """Add every value that no converter has read to `unmatched`, with what that means."""
         unread_names = self.values.keys() - self.used - self.unmatched.keys()
         for name in unread_names:
-            meaning = next(
-                (text for part, text in _MEANINGS.items() if part in name), "no counterpart"
-            )
+            meanings = [text for part, text in _MEANING_BY_NAME_PART.items() if part in name]
+            meaning = meanings[0] if meanings else "no counterpart"
             value = yaml_line(self.values[name])
-            self.unmatched[name] = f"{value:.{_LONGEST}}: {meaning}"
+            self.unmatched[name] = f"{value:.{_LONGEST_VALUE}}: {meaning}"
 
     def is_default(self, name: str) -> bool:
-        """Return whether a name of theirs has the value that it has there when it is left out."""
+        """Return whether the config could leave out a name of the other trainer.
+
+        That is so if its value is empty, or the other trainer's default.
+        """
         value = self.values.get(name)
         if value is None or value in ("", [], {}):
             return True
         return name in self.defaults and self.defaults[name] == value
 
     def set_method(self) -> None:
-        """Set the method to theirs, since ours differs by default."""
+        """Set the method to plain GRPO, which the other trainer has; our default is ADORA."""
         self.put("adora_method", "grpo", note="theirs; adora for ADORA")
 
 

@@ -12,10 +12,16 @@ from dataclasses import dataclass
 from adora_vl.migrate.migration import Migration, Names, words_in
 from adora_vl.utils.errors import UserError
 
-# TRL's `loss_type` by their name of how the loss is averaged: over all tokens, or over the means of
-# the answers.
-_LOSSES = {"token": "dapo", "token-mean": "dapo", "seq": "grpo", "seq-mean-token-mean": "grpo"}
-# Their names of the loss that TRL has by default, and of those whose ratio is a whole answer's.
+# TRL's `loss_type` by what EasyR1 and verl call the way in which the loss is averaged: over all
+# tokens, or over the means of the answers.
+_LOSS_TYPE_BY_AVERAGING = {
+    "token": "dapo",
+    "token-mean": "dapo",
+    "seq": "grpo",
+    "seq-mean-token-mean": "grpo",
+}
+# What EasyR1 and verl call the loss that TRL has by default, and the losses whose ratio is that of a
+# whole answer.
 _CLIPPED_LOSSES = ("default", "vanilla")
 _SEQUENCE_LOSSES = ("gspo", "gspo_token")
 _TRACKERS = ("wandb", "tensorboard", "swanlab", "mlflow", "trackio")
@@ -24,20 +30,23 @@ _ESTIMATOR = "algorithm.adv_estimator"
 
 @dataclass(frozen=True)
 class Layout:
-    """How the answers of a generation are divided among GPUs and optimizer steps.
-
-    `gpus`: those of the whole run. `updates`: the optimizer steps that learn from a generation, which
-    EasyR1 and verl count as one step.
-    """
+    """How the answers of a generation are divided among GPUs and optimizer steps."""
 
     gpus: int
+    """Those of the whole run."""
     updates: int
+    """The optimizer steps that learn from a generation, which EasyR1 and verl count as one step."""
 
 
 def convert_model(migration: Migration, names: Names) -> None:
-    """Convert the model, its optimizer and the engine, whose keys have one counterpart each."""
+    """Convert the keys of model, optimizer and engine that have one counterpart each.
+
+    `names`: the other trainer's key and its default by our key. Those in capitals are none of our
+    keys, and those of LoRA are converted by `convert_lora`.
+    """
     for key, (name, default) in names.items():
-        if key.islower() and not key.startswith("lora_"):
+        is_our_key = key.islower()
+        if is_our_key and not key.startswith("lora_"):
             migration.copy(key, name, default)
     model_name, _ = names["model_name_or_path"]
     if not migration.get(model_name):
@@ -50,34 +59,42 @@ def convert_model(migration: Migration, names: Names) -> None:
 
 
 def convert_lora(migration: Migration, names: Names) -> None:
-    """Convert the adapter, if there is one.
+    """Convert the LoRA adapter, if the run has one.
 
-    Ours without a list of layers is on every linear layer of the language model.
+    An adapter of this package without a list of layers is on every linear layer of the language
+    model, and not on the vision tower.
+
+    `names`: the other trainer's key and its default by our key. `LORA` is the rank, 0 without an
+    adapter, and `EXCLUDED` a regular expression of layers that have none, which verl alone knows.
     """
     rank_name, default = names["LORA"]
     rank = migration.get(rank_name, default)
     targets_name, all_linear = names["lora_target_modules"]
     targets = migration.get(targets_name, all_linear)
+    # read in any case, so that it is not listed as a key without a counterpart
     migration.get(*names["lora_alpha"])
-    skipped = ""
+    excluded_layers = ""
     if "EXCLUDED" in names:
         excluded_name, _ = names["EXCLUDED"]
-        skipped = str(migration.get(excluded_name) or "")
+        excluded_layers = str(migration.get(excluded_name) or "")
     if not rank:
         return
+    excludes_vision = "visual" in excluded_layers
     migration.put("use_peft", True, rank_name)
     migration.put("lora_r", rank, rank_name)
     migration.copy("lora_alpha", *names["lora_alpha"])
     migration.put("lora_dropout", 0.0, note="theirs has none")
-    if skipped and "visual" not in skipped:
-        migration.remark(f"{excluded_name}: {skipped} has no counterpart; name lora_target_modules")
+    if excluded_layers and not excludes_vision:
+        migration.remark(
+            f"{excluded_name}: {excluded_layers} has no counterpart; name lora_target_modules"
+        )
     if targets != all_linear:
         migration.put("lora_target_modules", targets, targets_name)
-        if "visual" in skipped:
+        if excludes_vision:
             migration.put("adora_freeze", ["vision_tower", "projector"], excluded_name)
-    elif "visual" in skipped:
+    elif excludes_vision:
         migration.remark(
-            f"LoRA: {all_linear} without {skipped} is what use_peft alone means: every linear "
+            f"LoRA: {all_linear} without {excluded_layers} is what use_peft alone means: every linear "
             "layer of the language model"
         )
     else:
@@ -87,10 +104,16 @@ def convert_lora(migration: Migration, names: Names) -> None:
 
 
 def convert_batches(migration: Migration, names: Names) -> Layout:
-    """Convert the sizes of batches.
+    """Convert the sizes of batches, and return how a generation is divided.
 
-    Theirs are prompts of a generation and of an optimizer step, ours are passes of
-    `per_device_train_batch_size` answers over all GPUs. Raises `UserError` where they do not divide.
+    EasyR1 and verl count the prompts of a generation and of an optimizer step. TRL counts passes of
+    `per_device_train_batch_size` answers over all GPUs.
+
+    `names`: the other trainer's key and its default by our key. `PROMPTS` are those of a generation,
+    and `MINIBATCH` those of an optimizer step.
+
+    Raises:
+        UserError: the answers of a step or of a generation are no whole number of passes.
     """
     processes = migration.count_of("trainer.n_gpus_per_node", 8)
     gpus = processes * migration.count_of("trainer.nnodes", 1)
@@ -98,44 +121,50 @@ def convert_batches(migration: Migration, names: Names) -> Layout:
     prompts_per_generation = migration.count_of(prompts_name, prompts_default)
     minibatch_name, minibatch_default = names["MINIBATCH"]
     prompts_per_step = migration.count_of(minibatch_name, minibatch_default)
-    answers = migration.count_of(*names["num_generations"])
+    group_size = migration.count_of(*names["num_generations"])
     micro_batch_size = migration.count_of(*names["per_device_train_batch_size"])
-    for key, prompt_count, name in (
-        ("gradient_accumulation_steps", prompts_per_step, minibatch_name),
-        ("steps_per_generation", prompts_per_generation, prompts_name),
-    ):
-        micro_batches = prompt_count * answers / (micro_batch_size * gpus)
-        product = f"{name} {prompt_count} x {answers} answers / ({micro_batch_size} x {gpus} GPUs)"
-        if micro_batches < 1 or micro_batches != int(micro_batches):
+
+    def put_passes(key: str, prompts: int, name: str) -> None:
+        """Set one of TRL's keys to the number of passes that the answers to these prompts take."""
+        passes = prompts * group_size / (micro_batch_size * gpus)
+        formula = f"{name} {prompts} x {group_size} answers / ({micro_batch_size} x {gpus} GPUs)"
+        if passes < 1 or passes != int(passes):
             raise UserError(
-                f"CONFIG: {product} is {micro_batches:g}, no whole number; change a size so that "
-                "it is one"
+                f"CONFIG: {formula} is {passes:g}, no whole number; change a size so that it is one"
             )
-        migration.put(key, int(micro_batches), note=product)
+        migration.put(key, int(passes), note=formula)
+
+    put_passes("gradient_accumulation_steps", prompts_per_step, minibatch_name)
+    put_passes("steps_per_generation", prompts_per_generation, prompts_name)
     if prompts_per_generation % prompts_per_step:
         raise UserError(
             f"CONFIG: {prompts_name}: {prompts_per_generation} is no multiple of {minibatch_name}: "
             f"{prompts_per_step}; make it one"
         )
-    passes = migration.count_of(*names["num_iterations"])
-    return Layout(gpus=gpus, updates=prompts_per_generation // prompts_per_step * passes)
+    steps_per_epoch = prompts_per_generation // prompts_per_step
+    epochs = migration.count_of(*names["num_iterations"])
+    return Layout(gpus=gpus, updates=steps_per_epoch * epochs)
 
 
 def convert_loss(migration: Migration, names: Names) -> None:
-    """Convert the advantage estimator, the loss and its KL term."""
+    """Convert the advantage estimator, the loss and its KL term.
+
+    `names`: the other trainer's key and its default by our key. `LOSS` is how the loss is averaged.
+    """
     estimator = migration.get(_ESTIMATOR, "grpo")
     migration.put("adora_method", "grpo", _ESTIMATOR, note="adora for ADORA")
     if estimator != "grpo":
         migration.unmatched[_ESTIMATOR] = f"{estimator} is no method here; docs/methods.md has all"
         migration.remark(f"method: {_ESTIMATOR}: {estimator} became grpo; docs/methods.md has all")
-    mode, default = names["LOSS"]
-    averaging = migration.get(mode, default)
-    if averaging in _LOSSES:
-        migration.put("loss_type", _LOSSES[averaging], mode)
+    averaging_name, default = names["LOSS"]
+    averaging = migration.get(averaging_name, default)
+    if averaging in _LOSS_TYPE_BY_AVERAGING:
+        migration.put("loss_type", _LOSS_TYPE_BY_AVERAGING[averaging], averaging_name)
     else:
         migration.put("loss_type", "dapo", note="a mean over tokens")
-        migration.unmatched[mode] = f"{averaging} is no loss_type; dapo is a mean over tokens"
-        migration.remark(f"loss: {mode}: {averaging} became dapo, a mean over tokens")
+        meaning = f"{averaging} is no loss_type; dapo is a mean over tokens"
+        migration.unmatched[averaging_name] = meaning
+        migration.remark(f"loss: {averaging_name}: {averaging} became dapo, a mean over tokens")
     _convert_policy_loss(migration, names)
     if not migration.get("algorithm.norm_adv_by_std_in_grpo", True):
         migration.put("scale_rewards", "none", "algorithm.norm_adv_by_std_in_grpo")
@@ -143,10 +172,12 @@ def convert_loss(migration: Migration, names: Names) -> None:
 
 
 def _convert_policy_loss(migration: Migration, names: Names) -> None:
-    """Convert what the loss makes of the ratio of new to old policy.
+    """Convert how the loss uses the ratio of the new to the old policy: clipped, GSPO, CISPO, SAPO.
 
-    Their losses are named apart from how they are averaged, and TRL's `loss_type` says both. One
-    that TRL lacks becomes the clipped loss, and a remark says so.
+    EasyR1 and verl have one key for that and one for the averaging, and TRL's `loss_type` says both.
+    A loss that TRL lacks becomes the clipped loss, and a remark says so.
+
+    `names`: the other trainer's key and its default by our key. `POLICY_LOSS` is the loss.
     """
     name, default = names["POLICY_LOSS"]
     loss = str(migration.get(name, default))
@@ -156,8 +187,8 @@ def _convert_policy_loss(migration: Migration, names: Names) -> None:
         migration.put("importance_sampling_level", "sequence", name)
         migration.put("loss_type", "grpo", name, note="GSPO, a mean over answers")
     elif loss == "cispo":
-        bound_name, high = names["epsilon_high"]
-        cap = 1 + migration.get(bound_name, high)
+        bound_name, default_bound = names["epsilon_high"]
+        cap = 1 + migration.get(bound_name, default_bound)
         # TRL's key is the cap of the ratio itself, and its loss has no lower and no second bound
         migration.put("epsilon_high", cap, bound_name, note="1 + theirs: TRL caps the ratio itself")
         migration.put("loss_type", "cispo", name)
@@ -165,9 +196,10 @@ def _convert_policy_loss(migration: Migration, names: Names) -> None:
         migration.remark(f"loss: {name}: cispo is TRL's, which bounds the ratio from above alone")
     elif loss == "sapo":
         migration.put("loss_type", "sapo", name)
+        # the second bound of the clipped loss, which SAPO does not have
         migration.keys.pop("delta", None)
     else:
-        current_loss, _ = migration.keys["loss_type"]
+        current_loss = migration.keys["loss_type"].value
         migration.unmatched[name] = f"{loss} is no loss_type; docs/methods.md has all"
         migration.remark(f"loss: {name}: {loss} became {current_loss} with its clipped ratio")
 
@@ -175,10 +207,16 @@ def _convert_policy_loss(migration: Migration, names: Names) -> None:
 def convert_reward_function(
     migration: Migration, name: str, reward: str, options_name: str
 ) -> None:
-    """Name a reward function of theirs, which is called in its own form, with its arguments.
+    """Set `adora_reward` to a reward function that was written for the other trainer.
 
-    `reward`: FILE.py:FUNCTION. `options_name`: their name of the mapping of arguments, whose
-    values have dotted names.
+    This package calls it in the form that the other trainer does, with the same arguments.
+
+    Args:
+        migration: the config that is converted.
+        name: the other trainer's key that names the function.
+        reward: FILE.py:FUNCTION.
+        options_name: the other trainer's key of a mapping of further arguments; each argument has
+            the dotted name `<options_name>.<argument>`.
     """
     prefix = f"{options_name}."
     options: dict[str, object] = {}
@@ -194,29 +232,41 @@ def convert_reward_function(
 
 
 def _convert_kl(migration: Migration, names: Names) -> None:
-    """Convert the KL term, whose gradient in TRL is another one by default."""
-    has_loss, _ = names["KL"]
+    """Convert the KL term of the loss, whose gradient in TRL is another one by default.
+
+    `names`: the other trainer's key and its default by our key. `KL` says whether there is a KL
+    term, `KL_COEF` is its coefficient, and `KL_KIND` how the KL is estimated.
+    """
+    switch_name, _ = names["KL"]
     has_kl = migration.get(*names["KL"]) and not migration.get("algorithm.disable_kl", False)
     coefficient_name, default = names["KL_COEF"]
     coefficient = migration.get(coefficient_name, default)
-    kind_name, default_kind = names["KL_KIND"]
-    kind = migration.get(kind_name, default_kind)
-    migration.put("beta", coefficient if has_kl else 0.0, has_loss, coefficient_name)
+    estimator_name, default_estimator = names["KL_KIND"]
+    estimator = migration.get(estimator_name, default_estimator)
+    migration.put("beta", coefficient if has_kl else 0.0, switch_name, coefficient_name)
     if not has_kl:
         return
     note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
     migration.put("use_bias_correction_kl", False, note=note)
-    if kind != "low_var_kl":
-        migration.unmatched[kind_name] = f"{kind}: TRL estimates the KL as low_var_kl does"
-        migration.remark(f"KL: {kind_name}: {kind} became low_var_kl, which TRL has alone")
+    if estimator != "low_var_kl":
+        migration.unmatched[estimator_name] = (
+            f"{estimator}: TRL estimates the KL as low_var_kl does"
+        )
+        migration.remark(
+            f"KL: {estimator_name}: {estimator} became low_var_kl, which TRL has alone"
+        )
 
 
 def convert_data(migration: Migration, columns: Mapping[str, str], sources: list[str]) -> None:
-    """Convert data sets, columns, lengths and sizes of images.
+    """Convert data sets, their columns, and the lengths of prompts and answers.
 
-    `columns`: our names and theirs. `sources`: the names that the columns come from.
+    Args:
+        migration: the config that is converted.
+        columns: the name of a column in the data by our name of it, such as `answer`.
+        sources: the other trainer's keys that the names of the columns come from.
     """
     files = words_in(migration.get("data.train_files", []))
+    # `geometry3k@train` names a split
     files, splits = migration.split_off(files, "@")
     if files:
         migration.put(
@@ -234,12 +284,12 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
         f"answers read as: the column {columns['answer']}, graded as mathematics unless the "
         "reward is your own; adora_columns says which column is what"
     )
-    prompt = migration.count_of("data.max_prompt_length", 512)
-    response = migration.count_of("data.max_response_length", 512)
-    migration.put("max_completion_length", response, "data.max_response_length")
+    prompt_tokens = migration.count_of("data.max_prompt_length", 512)
+    answer_tokens = migration.count_of("data.max_response_length", 512)
+    migration.put("max_completion_length", answer_tokens, "data.max_response_length")
     migration.put(
         "vllm_max_model_length",
-        prompt + response,
+        prompt_tokens + answer_tokens,
         "data.max_prompt_length",
         "data.max_response_length",
     )
@@ -252,10 +302,13 @@ def convert_data(migration: Migration, columns: Mapping[str, str], sources: list
 def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
     """Convert the length of the run, its checkpoints, evaluations and trackers.
 
-    Their steps are generations, and ours optimizer steps, of which a generation has
-    `layout.updates`.
+    A step of EasyR1 and verl is a generation. TRL counts optimizer steps, and a generation has
+    `layout.updates` of them.
+
+    `names`: the other trainer's key and its default by our key.
     """
-    migration.used |= {"trainer.project_name"}
+    # nothing is lost without it, so it is not listed as a key without a counterpart
+    migration.used.add("trainer.project_name")
     run_name = re.sub(r"[^\w.-]+", "_", str(migration.get("trainer.experiment_name", "run")))
     migration.put("output_dir", f"runs/{run_name}", "trainer.experiment_name")
     epochs_name, default_epochs = names["EPOCHS"]
@@ -267,10 +320,12 @@ def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
         if steps > 0:
             migration.put("max_steps", int(steps) * layout.updates, name, note=note)
     save_every = int(migration.get("trainer.save_freq", -1))
-    limit = int(migration.get("trainer.save_limit", -1))
+    most_checkpoints = int(migration.get("trainer.save_limit", -1))
     if save_every > 0:
         migration.put("save_steps", save_every * layout.updates, "trainer.save_freq", note=note)
-        migration.put("save_total_limit", limit if limit > 0 else None, "trainer.save_limit")
+        # -1 keeps all checkpoints
+        save_total_limit = most_checkpoints if most_checkpoints > 0 else None
+        migration.put("save_total_limit", save_total_limit, "trainer.save_limit")
     _convert_warmup(migration, names, layout)
     _remark_evaluation(migration, names, layout)
     logger = migration.get("trainer.logger", ["console", "wandb"])
@@ -279,9 +334,12 @@ def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
 
 
 def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
-    """Convert the warm-up of the learning rate, in steps or as a share of the run.
+    """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
-    Transformers reads a number below 1 as a share.
+    Transformers has one key for both, and reads a number below 1 as a share.
+
+    `names`: the other trainer's key and its default by our key; `WARMUP_STEPS` and `WARMUP_SHARE`
+    are those of the warm-up.
     """
     steps_name, _ = names["WARMUP_STEPS"]
     share_name, _ = names["WARMUP_SHARE"]
@@ -294,18 +352,24 @@ def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
 
 
 def _remark_evaluation(migration: Migration, names: Names, layout: Layout) -> None:
-    """Remark how to evaluate during training, for which ours needs a prepared folder."""
+    """Add a remark on how to evaluate during training, since that cannot be converted.
+
+    An evaluation of this package needs a folder of problems that data_prep has prepared.
+
+    `names`: the other trainer's key and its default by our key; `EVALUATE` is the number of steps
+    from one evaluation to the next, -1 for none.
+    """
     name, default = names["EVALUATE"]
     every = int(migration.get(name, default))
     files = words_in(migration.get("data.val_files", []))
-    starts = bool(migration.get("trainer.val_before_train", True))
+    evaluates_at_start = bool(migration.get("trainer.val_before_train", True))
     if not files and every <= 0:
         return
     data = " ".join(files) or "your problems"
     migration.unmatched["data.val_files"] = f"{data}: adora_eval asks a folder that data_prep made"
     lines = (
         f"eval_strategy: steps, eval_steps: {every * layout.updates}, "
-        f"eval_on_start: {str(starts).lower()}"
+        f"eval_on_start: {str(evaluates_at_start).lower()}"
     )
     keys = f"; with {lines}" if every > 0 else ""
     migration.remark(

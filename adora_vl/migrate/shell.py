@@ -28,25 +28,32 @@ _ALL_ARGUMENTS = ("$@", "$*")
 
 @dataclass
 class Script:
-    """A shell script: its variables and arrays, and its commands as lists of words.
-
-    `open_array`: the name of an array whose end has not been read yet.
-    """
+    """What was read of a shell script."""
 
     variables: dict[str, str] = field(default_factory=dict)
+    """The values of its variables by name."""
     arrays: dict[str, list[str]] = field(default_factory=dict)
+    """The words of its arrays by name."""
     open_array: str | None = None
+    """The name of an array whose end has not been read yet; None between arrays."""
     commands: list[list[str]] = field(default_factory=list)
+    """Its commands as lists of words."""
 
 
 def read_script(text: str, name: str) -> Script:
-    """Read a shell script. Raises `UserError` for a quote that is never closed.
+    """Read the variables and commands of a shell script, without running it.
 
-    `name`: the file, for the message.
+    Args:
+        text: the content of the script.
+        name: the name of the file, for a message.
+
+    Raises:
+        UserError: a quote is never closed.
     """
     script = Script()
     # only the user's folder is taken from this machine, since other values may be secrets
     script.variables["HOME"] = str(Path.home())
+    # the lines of a command that goes on in the next line
     pending = ""
     in_quote = False
     # an empty line more, which ends a command whose last line has a backslash
@@ -54,11 +61,14 @@ def read_script(text: str, name: str) -> Script:
         # a backslash at the end of a comment does not continue it
         if line.lstrip().startswith("#") and not in_quote:
             continue
-        pending += line.removesuffix("\\") + (" " if line.endswith("\\") else "\n")
-        if line.endswith("\\"):
+        continues = line.endswith("\\")
+        if continues:
+            pending += line.removesuffix("\\") + " "
             continue
+        pending += line + "\n"
         try:
             words = shlex.split(pending, comments=True)
+        # a quote that is open at the end of the line goes on in the next one
         except ValueError:
             in_quote = True
             continue
@@ -72,11 +82,16 @@ def read_script(text: str, name: str) -> Script:
 
 
 def _read_line(script: Script, words: list[str]) -> None:
-    """Set the variables of a line, and add its command to the script's, if it has one.
+    """Read a whole line: set its variables, and add its command to those of the script.
 
-    Of a line with several commands the first is read: behind `|`, `&&` or `;` stand those that log
-    or clean up.
+    Of a line with several commands only the first is read: behind `|`, `&&` or `;` stand those that
+    log or clean up.
+
+    Args:
+        script: what was read so far; it is changed.
+        words: the words of the line, without quotes.
     """
+    # words of an array go into it, and are none of the command's
     words = [word for word in words if not _read_array_word(script, word)]
     if words[:1] == ["export"]:
         words = words[1:]
@@ -88,6 +103,7 @@ def _read_line(script: Script, words: list[str]) -> None:
     for word in words:
         if _END_OF_COMMAND.match(word):
             break
+        # a semicolon ends the command, and stands at the end of its last word
         is_last = word.endswith(";")
         word = word.removesuffix(";")
         array = _ARRAY_WORDS.fullmatch(word)
@@ -102,9 +118,10 @@ def _read_line(script: Script, words: list[str]) -> None:
 
 
 def _read_array_word(script: Script, word: str) -> bool:
-    """Add a word to the array that it begins, belongs to or ends; return whether it does.
+    """Add a word to an array of the script, and return whether it belongs to one.
 
-    The word that ends an array closes it, so the words of a line have to come in order.
+    `NAME=(` begins an array, and a word that ends with `)` is its last one. The words of a script
+    have to come in order, since `script.open_array` says whether an array has begun.
     """
     beginning = _ARRAY.fullmatch(word) if script.open_array is None else None
     if beginning is not None:
@@ -122,13 +139,18 @@ def _read_array_word(script: Script, word: str) -> bool:
 
 
 def expand(text: str, variables: Mapping[str, str]) -> str:
-    """Fill in the variables of a text; one that is not known stays as it is written."""
+    """Return a text in which the values of variables stand for `$NAME` and `${NAME:-default}`.
+
+    A variable that is not known becomes its default; without one it stays as it is written.
+    """
 
     def value_of(match: re.Match[str]) -> str:
         """Return the variable's value, or its default in the script, or the match as it is."""
         name = match["plain"] or match["name"]
         if name in variables:
             return variables[name]
-        return match[0] if match["default"] is None else expand(match["default"], variables)
+        default = match["default"]
+        # a default may have variables in it too
+        return match[0] if default is None else expand(default, variables)
 
     return _VARIABLE.sub(value_of, text)

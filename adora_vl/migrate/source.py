@@ -13,36 +13,37 @@ from adora_vl.utils.cli import dotted, read_mapping, split_list, yaml_value
 from adora_vl.utils.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=")
-_PARENTS = 4  # folders above a script in which the top of its repository is looked for
-# The words behind which the keys begin, by the word before: `swift rlhf`, `trl grpo`.
-_STARTERS = ("swift", "megatron", "trl")
+# Folders above a script in which the top of its repository is looked for
+_MAX_PARENTS = 4
+# Programs whose first word, such as `rlhf` of `swift rlhf`, is a subcommand; the keys begin behind it
+_PROGRAMS_WITH_SUBCOMMAND = ("swift", "megatron", "trl")
 
 
 @dataclass
 class Source:
-    """The values of another trainer's config, by its names.
-
-    `folder`: of the file, from which its paths are looked for. `environment`: the variables that
-    a script sets. `launcher`: the words before the keys, such as `accelerate launch
-    --num_processes 8 train.py`. `remarks`: what a person has to know of the reading.
-    """
+    """What was read of another trainer: the values of its config, and how it is started."""
 
     values: dict[str, Any]
+    """The values by the trainer's names."""
     folder: Path = Path()
+    """The folder of the config, from which its relative paths are looked for."""
     environment: Mapping[str, str] = field(default_factory=dict)
+    """The variables that a script sets."""
     launcher: list[str] = field(default_factory=list)
+    """The words before the keys, such as `accelerate launch --num_processes 8 train.py`."""
     remarks: list[str] = field(default_factory=list)
+    """What a person has to know of the reading."""
 
     def find(self, name: str) -> Path | None:
-        """Return the file or folder of a name that a config has, None where there is none.
+        """Return the path of a file or folder that a config names; None where there is none.
 
-        It is looked for from here, from the config's folder, and from the folders above that, since
-        scripts name files from the top of their repository.
+        It is looked for in the current folder, in that of the config, and in the folders above that,
+        since scripts name files from the top of their repository.
         """
         if not name or "\0" in name:
             return None
         folder = self.folder.resolve()
-        folders = [Path(), self.folder, *list(folder.parents)[:_PARENTS]]
+        folders = [Path(), self.folder, *list(folder.parents)[:_MAX_PARENTS]]
         for parent in folders:
             path = parent / Path(name).expanduser()
             try:
@@ -54,28 +55,35 @@ class Source:
 
 
 def read_source(config: Path | None, words: Sequence[str], *, nested: bool) -> Source:
-    """Read a config and the words laid over it. Raises `UserError`.
+    """Read a config of another trainer, and words of the command line that replace its values.
 
-    `config`: a YAML file or a shell script; None where the words are all there is. `nested`:
-    whether mappings are the trainer's groups of keys, which get dotted names.
+    Args:
+        config: a YAML file or a shell script; None where the words are all there is.
+        words: KEY=VALUE, --key value, or a whole command of the other trainer.
+        nested: whether the trainer's keys are in groups, as `worker.actor.optim.lr`. Nested
+            mappings then become dotted names; otherwise a mapping is the value of its key.
+
+    Raises:
+        UserError: the file cannot be read, or a word belongs to no key.
     """
     source = Source({}, folder=config.parent if config else Path())
     if config is not None and _is_script(config):
         _read_shell(source, config, nested=nested)
     elif config is not None:
-        _lay_file(source, config, nested=nested)
-    keys = _keys_of_command(list(words))
-    number_before = len(words) - len(keys)
-    if number_before:
-        source.launcher = list(words[:number_before])
+        _read_yaml_over(source, config, nested=nested)
+    key_words = _keys_of_command(list(words))
+    launcher_length = len(words) - len(key_words)
+    launcher = list(words[:launcher_length])
+    if launcher:
+        source.launcher = launcher
     # `MAX_PIXELS=1003520 swift rlhf ...` sets a variable for the command behind it
     variables: dict[str, str] = {}
-    for word in words[:number_before]:
-        name, sign, value = word.partition("=")
-        if sign:
+    for word in launcher:
+        name, equals_sign, value = word.partition("=")
+        if equals_sign:
             variables[name] = value
     source.environment = {**source.environment, **variables}
-    _lay_words(source, keys, nested=nested)
+    _read_words_over(source, key_words, nested=nested)
     return source
 
 
@@ -91,10 +99,18 @@ def _is_script(config: Path) -> bool:
 
 
 def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
-    """Read the command of a script that has the most keys into `source`.
+    """Read the command of a script that trains into `source`: the one that has the most keys.
 
-    A script may also prepare data or start a server; what trains has the most to say. A remark
-    tells where a second command comes near. Raises `UserError` where no command has a key.
+    A script may also prepare data or start a server. A remark tells where a second command has
+    almost as many keys.
+
+    Args:
+        source: what is read; its values, variables and launcher are set.
+        config: the script.
+        nested: whether the trainer's keys are in groups.
+
+    Raises:
+        UserError: the script cannot be read, or no command of it has a key.
     """
     try:
         text = config.read_text(encoding="utf-8")
@@ -102,11 +118,12 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
         raise UserError(f"CONFIG: {str(config)!r} cannot be read ({error}); name a file") from error
     script = read_script(text, config.name)
     source.environment = script.variables
-    whole_commands = _with_lost_lines(source, script.commands, config.name)
-    commands = [_keys_of_command(command) for command in whole_commands]
-    key_counts = [len(list(filter(_is_key, command))) for command in commands]
+    commands = _with_lost_lines(source, script.commands, config.name)
+    # for each command its words behind the program, and how many keys are among them
+    key_words_by_command = [_keys_of_command(command) for command in commands]
+    key_counts = [sum(_is_key(word) for word in key_words) for key_words in key_words_by_command]
     largest_count = max(key_counts, default=0)
-    if not largest_count:
+    if largest_count == 0:
         raise UserError(
             f"CONFIG: {str(config)!r} has no command with KEY=VALUE or --key value; name the "
             "script that starts the training"
@@ -117,18 +134,23 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
             f"{config.name} has several commands with keys; the longest one was read"
         )
     command_index = key_counts.index(largest_count)
-    keys = commands[command_index]
-    command = whole_commands[command_index]
-    number_before = len(command) - len(keys)
-    source.launcher = command[:number_before]
-    _lay_words(source, keys, nested=nested)
+    command = commands[command_index]
+    key_words = key_words_by_command[command_index]
+    launcher_length = len(command) - len(key_words)
+    source.launcher = command[:launcher_length]
+    _read_words_over(source, key_words, nested=nested)
 
 
 def _with_lost_lines(source: Source, commands: list[list[str]], name: str) -> list[list[str]]:
-    """Join a command that begins with a key to the one before it.
+    """Return the commands of a script, each that begins with a key joined to the one before it.
 
-    The line above it has lost its backslash. A shell would start the training without these keys,
-    which cannot be what the script's author wants. `name`: the file, for the remark.
+    Such a "command" is the rest of a command whose line above has lost its backslash. A shell would
+    start the training without these keys, which cannot be what the author wants. A remark says so.
+
+    Args:
+        source: gets the remarks.
+        commands: the commands of the script as lists of words.
+        name: the name of the script, for the remarks.
     """
     joined: list[list[str]] = []
     for command in commands:
@@ -149,51 +171,66 @@ def _is_key(word: str) -> bool:
 
 
 def _keys_of_command(words: list[str]) -> list[str]:
-    """Return the words behind the program of a command, which are those of the trainer.
+    """Return the words of a command that belong to the trainer: those behind its program.
 
-    `accelerate launch --num_processes 8 train.py --model m` has options of its own before the
-    program. Words that begin with a key, or name no program, are all the trainer's.
+    Before the program stand the launcher and its options, as in `accelerate launch --num_processes
+    8 train.py --model m`. Where the words begin with a key, or name no program, all are returned.
     """
-    name, sign, _ = "".join(words[:1]).partition("=")
-    if name.startswith("--") or (sign and "." in name):
+    if not words:
+        return words
+    first_name, equals_sign, _ = words[0].partition("=")
+    is_dotted_key = equals_sign != "" and "." in first_name
+    if first_name.startswith("--") or is_dotted_key:
         return words
     for index, word in enumerate(words):
-        before = words[index - 1] if index else ""
-        is_module = before == "-m" and not word.startswith("accelerate")
+        previous_word = words[index - 1] if index > 0 else ""
+        is_module = previous_word == "-m" and not word.startswith("accelerate")
         is_file = word.endswith(".py") and not _is_key(word)
-        if is_module or is_file or before in _STARTERS:
+        is_subcommand = previous_word in _PROGRAMS_WITH_SUBCOMMAND
+        if is_module or is_file or is_subcommand:
             return words[index + 1 :]
     return words
 
 
-def _lay_file(source: Source, config: Path, *, nested: bool) -> None:
-    """Read a YAML file, whose values replace those of the same names in `source`."""
+def _read_yaml_over(source: Source, config: Path, *, nested: bool) -> None:
+    """Read a YAML file, whose values replace those of the same names in `source`.
+
+    `nested`: whether nested mappings become dotted names.
+    """
     for key, value in read_mapping("CONFIG", config).items():
         source.values |= dotted(key, value) if nested else {key: value}
 
 
-def _lay_words(source: Source, words: list[str], *, nested: bool) -> None:
-    """Read the keys of a command into `source`.
+def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
+    """Read the keys of a command, whose values replace those of the same names in `source`.
 
-    They replace the values of the config file that the command builds on, which replace those that
-    were read before.
+    A command may name a config file that it builds on. That file is read first, so that the
+    command's own values replace those of the file.
+
+    Args:
+        source: what was read so far; it is changed.
+        words: the words of the command behind its program.
+        nested: whether nested mappings become dotted names.
+
+    Raises:
+        UserError: a word belongs to no key.
     """
     values = _values_of(words)
-    for base in _base_names(values):
-        path = source.find(base)
+    for config_name in _take_config_names(values):
+        path = source.find(config_name)
         if path is None:
             source.remarks.append(
-                f"{base}: the config that the command builds on is not to be found; run this "
+                f"{config_name}: the config that the command builds on is not to be found; run this "
                 "where it is, or name it before the script's keys"
             )
         else:
-            _lay_file(source, path, nested=nested)
+            _read_yaml_over(source, path, nested=nested)
     for key, value in values.items():
         source.values |= dotted(key, value) if nested else {key: value}
 
 
-def _base_names(values: dict[str, Any]) -> list[str]:
-    """Remove the config files that a command builds on from its values, and return their names.
+def _take_config_names(values: dict[str, Any]) -> list[str]:
+    """Return the names of the config files that a command builds on, and remove them from `values`.
 
     EasyR1 writes `config=FILE`, TRL and ms-swift `--config FILE`, verl `--config-path` and
     `--config-name`.
@@ -213,26 +250,28 @@ def _base_names(values: dict[str, Any]) -> list[str]:
 def _values_of(words: Sequence[str]) -> dict[str, Any]:
     """Return the values of `key=value`, `--key value ...`, `--key=value` and `--flag` by their keys.
 
-    Raises `UserError` for a word that belongs to no key.
+    Raises:
+        UserError: a word belongs to no key.
     """
-    texts: dict[str, list[str]] = {}  # by key, the words behind it
+    words_by_key: dict[str, list[str]] = {}
+    # the last `--key`, to which the words without a key of their own belong
     option: str | None = None
     for word in words:
         if word.startswith("--"):
-            name, sign, value = word[2:].partition("=")
+            name, equals_sign, value = word.removeprefix("--").partition("=")
             option = name.replace("-", "_")
-            texts[option] = [value] if sign else []
+            words_by_key[option] = [value] if equals_sign else []
         elif option is not None and not _is_dotted_key(word):
-            texts[option].append(word)
+            words_by_key[option].append(word)
         elif _KEY_VALUE.match(word):
             name, _, value = word.lstrip("+").partition("=")
-            texts[name] = [value]
+            words_by_key[name] = [value]
             option = None
         else:
             raise UserError(
                 f"command line: {word!r:.60} belongs to no key; write KEY=VALUE, or --key value"
             )
-    return {key: _value_of(values) for key, values in texts.items()}
+    return {key: _value_of(value_words) for key, value_words in words_by_key.items()}
 
 
 def _is_dotted_key(word: str) -> bool:
@@ -241,41 +280,53 @@ def _is_dotted_key(word: str) -> bool:
     return bool(_KEY_VALUE.match(word)) and "." in key
 
 
-def _value_of(texts: list[str]) -> Any:
-    """Return the value of the words behind a key; a key without any is a switch."""
-    if not texts:
+def _value_of(words: list[str]) -> Any:
+    """Return the value that the words behind a key stand for: True for no word, a list for several.
+
+    Raises:
+        UserError: the words are a list with an opening bracket only.
+    """
+    if not words:
         return True
-    if len(texts) == 1 and "\n" in texts[0] and not texts[0].startswith(("[", "{")):
-        # YAML would fold the lines of a prompt into one
-        return texts[0]
-    if len(texts) == 1:
-        return yaml_value(texts[0])
+    if len(words) == 1:
+        is_collection = words[0].startswith(("[", "{"))
+        has_lines = "\n" in words[0]
+        # such as a prompt, whose lines YAML would fold into one
+        if has_lines and not is_collection:
+            return words[0]
+        return yaml_value(words[0])
     try:
-        return [_number_in(text) for text in split_list([text.removesuffix(",") for text in texts])]
+        entries = split_list([word.removesuffix(",") for word in words])
     except ValueError as error:
-        raise UserError(f"command line: {' '.join(texts)!r:.60} {error}") from error
+        raise UserError(f"command line: {' '.join(words)!r:.60} {error}") from error
+    return [_number_in(entry) for entry in entries]
 
 
 def options_of(words: Sequence[str]) -> dict[str, str]:
-    """Return the options of a launcher by their names; words that belong to none are left out.
+    """Return the values of a launcher's options by their names, such as those of `accelerate launch`.
 
-    They are written `--key value` or `--key=value`; one without a value has an empty text.
+    They are written `--key value` or `--key=value`. An option without a value has an empty text, and
+    words that belong to no option are left out.
     """
-    options: dict[str, str] = {}
+    value_by_option: dict[str, str] = {}
+    # the option that the next word is the value of, unless it has one already; empty for none
     option = ""
     for word in words:
         if word.startswith("--"):
-            name, _, value = word[2:].partition("=")
+            name, _, value = word.removeprefix("--").partition("=")
             option = name.replace("-", "_")
-            options[option] = value
+            value_by_option[option] = value
         elif option:
-            options[option] = options[option] or word
+            value_by_option[option] = value_by_option[option] or word
             option = ""
-    return options
+    return value_by_option
 
 
 def _number_in(text: object) -> Any:
-    """Return the number that a text is, as in `--reward_weights 1.0 0.1`, or else the text."""
+    """Return an entry of a list as a number where its text is one, as in `--reward_weights 1.0 0.1`.
+
+    Any other text stays as it is: `true` or `null` in a list are words.
+    """
     value = yaml_value(text) if isinstance(text, str) else text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number else text

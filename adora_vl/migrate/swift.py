@@ -20,7 +20,7 @@ _RENAMED = {
     "warmup_ratio": "warmup_steps",
     "vllm_enforce_eager": "adora_vllm_enforce_eager",
 }
-# By our key, its name there and its default there, where TRL has another default or name.
+# The name in ms-swift and its default there by our key, where TRL has another default or name.
 _DEFAULTS: dict[str, tuple[str, Any]] = {
     "beta": ("beta", 0.04),
     "temperature": ("temperature", 0.9),
@@ -47,7 +47,9 @@ _LORA_DEFAULTS: dict[str, tuple[str, Any]] = {
     "lora_alpha": ("lora_alpha", 32),
     "lora_dropout": ("lora_dropout", 0.05),
 }
-_RATES = {"full": 1e-5, "lora": 1e-4}  # the learning rate by what is trained
+# The default learning rate by what is trained
+_LEARNING_RATES = {"full": 1e-5, "lora": 1e-4}
+# What ms-swift's reward functions are called here
 _REWARDS = {"accuracy": "accuracy", "format": "think_answer_format"}
 _UNMATCHED_DEFAULTS = {
     "split_dataset_ratio": 0.0,
@@ -69,8 +71,8 @@ _COLUMNS = {
 _HUBS = ("hf::", "ms::")  # before an id: the Hugging Face hub, or ModelScope
 # What is behind a colon in `owner/name:train` is a split where it has such a name, else a subset.
 _SPLITS = ("train", "test", "validation", "val")
-# Our name of a part of the model, and whether ms-swift freezes it by default, by its key there.
-_PARTS = {
+# Our name of a part of the model, and whether ms-swift freezes it by default, by the key there.
+_MODEL_PARTS = {
     "freeze_vit": ("vision_tower", True),
     "freeze_aligner": ("projector", True),
     "freeze_llm": ("language_model", False),
@@ -78,7 +80,11 @@ _PARTS = {
 
 
 def convert_swift(migration: Migration) -> LaunchPlan:
-    """Convert a config of ms-swift. Raises `UserError`."""
+    """Convert a config of ms-swift, and return how its processes are started.
+
+    Raises:
+        UserError: the config trains by another method than GRPO.
+    """
     migration.defaults = _UNMATCHED_DEFAULTS
     kind = migration.get("rlhf_type", "grpo")
     if kind != "grpo":
@@ -94,7 +100,7 @@ def convert_swift(migration: Migration) -> LaunchPlan:
     _convert_loss(migration)
     _convert_data(migration)
     _convert_engine(migration)
-    # ours is a file of accelerate, which the launch plan names
+    # Here a file of accelerate says how the model is divided, which the launch plan names.
     deepspeed = str(migration.get("deepspeed", ""))
     copy_equal_keys(migration)
     warn_of_server(migration)
@@ -107,31 +113,42 @@ def convert_swift(migration: Migration) -> LaunchPlan:
 
 
 def _convert_evaluation(migration: Migration) -> None:
-    """Remark how to evaluate during training, for which ours needs a prepared folder."""
-    every, _ = migration.keys.pop("eval_steps", (migration.get("save_steps", 500), ""))
+    """Add a remark on how to evaluate during training, since that cannot be converted.
+
+    An evaluation of this package needs a folder of problems that data_prep has prepared.
+    """
+    # ms-swift evaluates as often as it saves, unless its key says otherwise
+    every = migration.get("save_steps", 500)
+    converted_steps = migration.keys.pop("eval_steps", None)
+    if converted_steps is not None:
+        every = converted_steps.value
     strategy = migration.keys.pop("eval_strategy", None)
-    listed = " ".join(words_in(migration.get("val_dataset") or []))
-    if strategy is None and not listed:
+    data_names = " ".join(words_in(migration.get("val_dataset") or []))
+    if strategy is None and not data_names:
         return
     migration.remark(
-        f"evaluation without data: prepare {listed or 'problems'} by `python -m data_prep "
+        f"evaluation without data: prepare {data_names or 'problems'} by `python -m data_prep "
         f"convert`, then adora_eval: [problems=FOLDER], eval_strategy: steps, eval_steps: {every}"
     )
 
 
 def _convert_tuner(migration: Migration) -> None:
-    """Convert what is trained: all weights or an adapter, of which parts, and how fast.
+    """Convert what is trained: all weights or a LoRA adapter, in which parts, at which rate.
 
-    Its adapter is by default on all linear layers but those of frozen parts, which are the vision
-    tower and the projector. That is what ours has where no layer is named.
+    ms-swift's adapter is by default on all linear layers outside of the frozen parts, which are the
+    vision tower and the projector. An adapter of this package is on the same layers where none are
+    named, so the keys are left out then.
     """
+    # the older name of the key is `train_type`
     name = "tuner_type" if "tuner_type" in migration.values else "train_type"
     kind = str(migration.get(name, "lora"))
-    rate = _RATES.get(kind, _RATES["lora"])
-    migration.put("learning_rate", migration.get("learning_rate", rate), "learning_rate")
-    frozen = [part for key, (part, default) in _PARTS.items() if migration.get(key, default)]
+    default_rate = _LEARNING_RATES.get(kind, _LEARNING_RATES["lora"])
+    migration.put("learning_rate", migration.get("learning_rate", default_rate), "learning_rate")
+    frozen_parts = [
+        part for key, (part, default) in _MODEL_PARTS.items() if migration.get(key, default)
+    ]
     if kind == "full":
-        migration.put("adora_freeze", frozen, *_PARTS)
+        migration.put("adora_freeze", frozen_parts, *_MODEL_PARTS)
         return
     if kind not in ("lora", "qlora"):
         migration.remark(f"adapter: {name}: {kind} became LoRA")
@@ -139,20 +156,21 @@ def _convert_tuner(migration: Migration) -> None:
     for key, (lora_name, default) in _LORA_DEFAULTS.items():
         migration.copy(key, lora_name, default)
     targets = words_in(migration.get("target_modules", "all-linear"))
-    freezes_default_parts = frozen == ["vision_tower", "projector"]
-    if targets != ["all-linear"]:
+    freezes_default_parts = frozen_parts == ["vision_tower", "projector"]
+    has_default_targets = targets == ["all-linear"]
+    if not has_default_targets:
         migration.put("lora_target_modules", targets, "target_modules")
     elif not freezes_default_parts:
         migration.put("lora_target_modules", "all-linear", "target_modules")
-    if not freezes_default_parts or targets != ["all-linear"]:
-        migration.put("adora_freeze", frozen, *_PARTS)
+    if not freezes_default_parts or not has_default_targets:
+        migration.put("adora_freeze", frozen_parts, *_MODEL_PARTS)
     if migration.get("quant_bits", 0) == 4:
         migration.put("load_in_4bit", True, "quant_bits")
 
 
 def _convert_loss(migration: Migration) -> None:
-    """Convert the KL term and the sampling of further groups."""
-    beta, _ = migration.keys["beta"]
+    """Convert the KL term, and the replacement of groups whose rewards are all equal."""
+    beta = migration.keys["beta"].value
     if float(beta) > 0:
         note = "theirs does not weight the KL by the ratio of policies, TRL does by default"
         migration.put("use_bias_correction_kl", False, note=note)
@@ -162,10 +180,10 @@ def _convert_loss(migration: Migration) -> None:
 
 
 def _convert_data(migration: Migration) -> None:
-    """Convert data, prompt, rewards and the sizes of images."""
-    listed = words_in(migration.get("dataset") or [])
+    """Convert data sets, prompt, rewards and the sizes of images."""
+    data_words = words_in(migration.get("dataset") or [])
     # `hf::owner/name:train#500` is a hub, an id, a split or subset, and a number of rows
-    names, counts = migration.split_off(listed, "#")
+    names, counts = migration.split_off(data_words, "#")
     names = [_without_hub(name) for name in names]
     names, parts = migration.split_off(names, ":")
     splits: list[str] = []
@@ -208,26 +226,26 @@ def _convert_data(migration: Migration) -> None:
 
 
 def _without_hub(name: str) -> str:
-    """Return the id of a data set without the hub that ms-swift reads it from."""
-    for hub in _HUBS:
-        if name.lower().startswith(hub):
-            return name[len(hub) :]
+    """Return the name of a data set without the prefix for the hub that ms-swift reads it from."""
+    for prefix in _HUBS:
+        if name.lower().startswith(prefix):
+            return name[len(prefix) :]
     return name
 
 
 def _convert_rewards(migration: Migration) -> None:
-    """Convert the rewards that have a counterpart, and remark on the others."""
+    """Convert the reward functions that this package has too, and add a remark on the others."""
     entries = words_in(migration.get("reward_funcs") or [])
     plugins = migration.get("external_plugins")
     presets = [_REWARDS[entry] for entry in entries if entry in _REWARDS]
-    lost = [entry for entry in entries if entry not in _REWARDS]
+    unknown_entries = [entry for entry in entries if entry not in _REWARDS]
     if presets:
         migration.put("adora_reward", presets, "reward_funcs")
     else:
         migration.put("adora_reward", ["accuracy"], note="theirs has no counterpart")
-    if lost or not presets:
-        where = f" of {plugins}" if plugins else ""
-        names = f": {', '.join(lost)}{where}" if lost else ""
+    if unknown_entries or not presets:
+        plugin_words = f" of {plugins}" if plugins else ""
+        names = f": {', '.join(unknown_entries)}{plugin_words}" if unknown_entries else ""
         migration.remark(
             f"reward missing{names}; adora_reward is {', '.join(presets) or 'accuracy'}; write a "
             "function of completions and columns and name it with --reward FILE.py:FUNCTION"
@@ -235,7 +253,7 @@ def _convert_rewards(migration: Migration) -> None:
 
 
 def _convert_engine(migration: Migration) -> None:
-    """Convert the engine's sleep and its correction."""
+    """Convert whether and where vLLM samples, whether it sleeps, and how its drift is corrected."""
     if not migration.get("use_vllm", False):
         migration.put("use_vllm", False, "use_vllm")
         return

@@ -25,7 +25,8 @@ _DEFAULTS = {
     "ignore_bias_buffers": False,
     "log_completions": False,
 }
-_PROCESSES = 8  # in TRL's own configs of accelerate that shard
+# Processes in those of TRL's own configs of accelerate that shard the model
+_SHARDED_PROCESSES = 8
 _PROCESS_OPTIONS = ("num_processes", "nproc_per_node")
 _COLUMNS = {
     "problem": "prompt|problem|question",
@@ -35,7 +36,11 @@ _COLUMNS = {
 
 
 def convert_trl(migration: Migration) -> LaunchPlan:
-    """Convert a config of TRL, whose launcher's options are not read."""
+    """Convert a config of TRL, and return how its processes are started.
+
+    Most of TRL's keys are keys of this package too. Data, prompt and rewards of TRL's examples stand
+    in their Python code, which is not read: remarks say what to write for them.
+    """
     migration.defaults = _DEFAULTS
     migration.set_method()
     _convert_rewards(migration)
@@ -46,13 +51,17 @@ def convert_trl(migration: Migration) -> LaunchPlan:
         "prompt: the row's alone is asked; a system prompt that a script adds is "
         "adora_system_prompt"
     )
-    # the older name
+    # the older name of the same key
     migration.copy("dtype", "torch_dtype")
-    prompt = migration.get("max_prompt_length")
-    if prompt:
-        answer = migration.get("max_completion_length", 512)
-        length = int(prompt) + int(answer)
-        migration.put("vllm_max_model_length", length, "max_prompt_length", "max_completion_length")
+    prompt_tokens = migration.get("max_prompt_length")
+    if prompt_tokens:
+        answer_tokens = migration.get("max_completion_length", 512)
+        migration.put(
+            "vllm_max_model_length",
+            int(prompt_tokens) + int(answer_tokens),
+            "max_prompt_length",
+            "max_completion_length",
+        )
     copy_equal_keys(migration)
     warn_of_server(migration)
     return _launch_of(migration)
@@ -68,8 +77,8 @@ def _launch_of(migration: Migration) -> LaunchPlan:
     file = str(options.get("config_file", ""))
     sharding = sharding_of(file)
     path = migration.source.find(file)
-    # the file is seldom beside the script that is moved, and one that shards says 8 in TRL
-    default_count = _PROCESSES if sharding else 1
+    # The file is seldom beside the script, but TRL's own ones that shard are known.
+    default_count = _SHARDED_PROCESSES if sharding else 1
     if path is not None and path.is_file():
         default_count = read_mapping("CONFIG", path).get("num_processes", default_count)
     counts = [options[name] for name in _PROCESS_OPTIONS if name in options]
@@ -81,20 +90,23 @@ def _launch_of(migration: Migration) -> LaunchPlan:
 
 
 def sharding_of(name: str) -> str:
-    """Return the file of `configs/accelerate` for the name of a config of accelerate or DeepSpeed.
+    """Return the file of `configs/accelerate` that divides the model as another config does.
 
-    Empty where the name says nothing of how the model is divided.
+    `name`: the name of a config file of accelerate or DeepSpeed, which says how in most cases:
+    `deepspeed_zero3.yaml`. The result is empty where it does not.
     """
     for stage in ("zero3_offload", "zero3", "zero2"):
         if stage in name:
             return stage
+    # FSDP divides what ZeRO-3 does
     if "fsdp" in name:
         return "zero3"
+    # there is no file for stage 1, and stage 2 needs less memory
     return "zero2" if "zero1" in name else ""
 
 
 def copy_equal_keys(migration: Migration) -> None:
-    """Copy every value whose name is one of our keys, unless a converter has read it already."""
+    """Copy every value whose name is a key of this package too, unless it was converted already."""
     our_keys = read_keys()
     equal_names = [
         name for name in migration.values if name not in migration.used and name in our_keys
@@ -104,17 +116,21 @@ def copy_equal_keys(migration: Migration) -> None:
 
 
 def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> None:
-    """Name the data set, and the columns that its rows most often have.
+    """Set the data set, and the columns that such data most often has.
 
-    `name`: the trainer's key of the data set. `columns`: our names and theirs; `a|b` is the one
-    that a table has.
+    Args:
+        migration: the config that is converted.
+        name: the other trainer's key of the data set.
+        columns: the name of a column in the data by our name of it; `a|b` is whichever of the two
+            the data has.
     """
-    listed = words_in(migration.get(name) or [])
-    if not listed:
+    data_names = words_in(migration.get(name) or [])
+    if not data_names:
         migration.put("dataset_name", ["DATA"], name, note="to be named")
         migration.remark(f"data missing: {name} is not set; write dataset_name and adora_columns")
     else:
-        migration.put("dataset_name", [migration.path_of(data) for data in listed], name)
+        paths = [migration.path_of(data_name) for data_name in data_names]
+        migration.put("dataset_name", paths, name)
     migration.put("adora_columns", dict(columns), note="the names that such data most often has")
     migration.remark(
         f"answers read as: the column {columns['answer'].replace('|', ' or ')}, graded as "
@@ -124,28 +140,36 @@ def name_data(migration: Migration, name: str, columns: Mapping[str, str]) -> No
 
 
 def _convert_rewards(migration: Migration) -> None:
-    """Convert the rewards that a config names; a script has others in its Python."""
+    """Convert the reward functions that a config names, and add a remark where one is missing.
+
+    A script may have further ones in its Python code, which is not read.
+    """
     entries = words_in(migration.get("reward_funcs") or [])
-    # an entry may be the path of a function in Python: `trl.rewards.accuracy_reward`
-    rewards = [_REWARDS.get(entry.rpartition(".")[2], "") for entry in entries]
-    presets = [reward for reward in rewards if reward]
-    lost = [entry for entry, reward in zip(entries, rewards, strict=True) if not reward]
+    presets: list[str] = []
+    unknown_entries: list[str] = []
+    for entry in entries:
+        # an entry may be the dotted path of a function: `trl.rewards.accuracy_reward`
+        _, _, function_name = entry.rpartition(".")
+        if function_name in _REWARDS:
+            presets.append(_REWARDS[function_name])
+        else:
+            unknown_entries.append(entry)
     if presets:
         migration.put("adora_reward", presets, "reward_funcs")
     else:
         migration.put("adora_reward", ["accuracy"], note="theirs is in the script")
-    if lost or not presets:
-        which = f": {', '.join(lost)}" if lost else ""
+    if unknown_entries or not presets:
+        names = f": {', '.join(unknown_entries)}" if unknown_entries else ""
         migration.remark(
-            f"reward missing{which}: adora_reward is {', '.join(presets) or 'accuracy'}; name the "
+            f"reward missing{names}: adora_reward is {', '.join(presets) or 'accuracy'}; name the "
             "function of the script with --reward FILE.py:FUNCTION, which TRL's form fits"
         )
 
 
 def warn_of_server(migration: Migration) -> None:
-    """Add a remark where the config has vLLM on servers, which ours does not start."""
-    mode, _ = migration.keys.get("vllm_mode", ("", ""))
-    if mode == "server":
+    """Add a remark where vLLM runs on servers, since those of another trainer do not fit."""
+    mode = migration.keys.get("vllm_mode")
+    if mode is not None and mode.value == "server":
         migration.remark(
             "engine: vllm_mode: server needs servers that you start as docs/rollouts.md says, not "
             "those of another trainer"

@@ -117,7 +117,11 @@ _REWARD_MODEL = "reward_model.model.path"
 
 
 def convert_verl(migration: Migration) -> LaunchPlan:
-    """Convert a config of verl. Raises `UserError`."""
+    """Convert a config of verl, and return how its processes are started.
+
+    Raises:
+        UserError: the sizes of its batches do not divide, or a value is no number.
+    """
     migration.defaults = _DEFAULTS
     convert_model(migration, _NAMES)
     convert_lora(migration, _NAMES)
@@ -159,7 +163,10 @@ def _convert_old_logps(migration: Migration) -> None:
 
 
 def _convert_reward(migration: Migration) -> None:
-    """Convert the reward function, which is called in its own form."""
+    """Convert the reward function, which this package calls in the form that verl does.
+
+    Without one the reward is `accuracy`, and a remark says what the config has in its place.
+    """
     function = migration.get(_FUNCTION, "compute_score")
     file = migration.get(_REWARD)
     if file:

@@ -188,7 +188,9 @@ def projector_bytes(
     between them. The projector of each of the `deepstack_layers` saves the same three inputs; the
     input of its norm is counted with the vision block that reads it too.
     """
-    norm = (FLOAT if tower.swiglu else 0) + dtypes.residual
+    norm = dtypes.residual
+    if tower.swiglu:
+        norm += FLOAT  # an RMS norm also saves its input in float32
     projectors = 1 + deepstack_layers
     return patches * tower.width * (norm + 3 * projectors * dtypes.compute)
 
@@ -256,9 +258,9 @@ def saved_bytes(
 
 
 def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
-    """Return whether an adapter saves a float32 copy of its own of what it reads.
+    """Return whether each adapter saves its own copy of its layer's input, cast to another dtype.
 
-    Adapters are in float32, and peft casts their inputs. Beside a layer in 4 bits it leaves the
+    Adapters are in float32, and peft casts their inputs to it. For a layer in 4 bits it leaves the
     cast to autocast.
     """
     computes_in_16_bits = dtypes.compute < FLOAT

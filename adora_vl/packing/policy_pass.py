@@ -73,7 +73,7 @@ def generation_logps(
 
     Args:
         batch: the generation, or some rows of it.
-        model_pass: TRL's `_get_per_token_logps_and_entropies` with the model as its first argument.
+        model_pass: TRL's `_get_per_token_logps_and_entropies`, bound to the model.
         rows_per_pass: rows of one forward pass.
         pixels: used in place of the batch's pixels; None for the batch's own.
     """

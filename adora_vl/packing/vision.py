@@ -144,8 +144,10 @@ def attend_windows(
     windows = sort_windows(window_lengths, query.device)
     sorted_qkv = []  # queries, keys and values, each (heads, S, head size)
     for tensor in (query, key, value):
-        row = tensor[0]  # of one
-        sorted_qkv.append(row if windows.order is None else row.index_select(1, windows.order))
+        patches = tensor[0]  # the batch is a single row
+        if windows.order is not None:
+            patches = patches.index_select(1, windows.order)
+        sorted_qkv.append(patches)
     outputs = []
     start = 0
     for size, window_count in windows.count_by_size.items():

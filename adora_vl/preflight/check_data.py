@@ -40,7 +40,7 @@ from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, PromptFacts
 from adora_vl.rollout.prompt_tokens import refuse_prefill
-from adora_vl.tools.room import Room, refuse_no_room
+from adora_vl.tools.room import ConversationLimits, refuse_no_room
 from adora_vl.tools.run import Toolbox, ToolSet, view_of
 from adora_vl.utils.errors import UserError
 
@@ -444,18 +444,18 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
     prompt_lengths: Sequence[int] = []
     if data.measured is not None and data.train is not None:
         prompt_lengths = data.measured.prompt_tokens
-    limits = Room(
-        key="max_completion_length",
-        completion=config.max_completion_length,
-        context=config.vllm_max_model_length,
-        prompt=min(prompt_lengths, default=None),
-        pictures=python_inputs.fewest_images(data.train),
+    limits = ConversationLimits(
+        completion_key="max_completion_length",
+        max_completion=config.max_completion_length,
+        max_context=config.vllm_max_model_length,
+        shortest_prompt=min(prompt_lengths, default=None),
+        fewest_pictures=python_inputs.fewest_images(data.train),
     )
     refuse_no_room(
         prompts.toolbox,
         processor=prompts.processor,
         template=config.chat_template_kwargs or {},
-        room=limits,
+        limits=limits,
     )
 
 

@@ -137,7 +137,7 @@ def check_user_code(
         group_size=group_size,
     )
     if tools.environments is not None:
-        groups = tools.environments.entered(groups, config.seed, anew=True)
+        groups = tools.environments.enter(groups, config.seed, begins_generation=True)
     rows_to_grade = [
         row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, picture_size
 from adora_vl.tools.calls import CallError, calls_in, read_call, without_calls
-from adora_vl.tools.ours import OURS, View
+from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.files import leads_out
 
 Json = dict[str, Any]
@@ -79,7 +79,7 @@ class TurnReader:
             return {"text": call_text, "picture": None, "points": None}
         call: Json = {"text": spelled_call(name, arguments), "picture": None, "points": None}
         # only the tools of this package have arguments whose meaning is known here
-        if name not in OURS or self._view is None:
+        if name not in BUILT_IN_TOOLS or self._view is None:
             return call
         picture_index = arguments.get("picture", 0)
         if isinstance(picture_index, int) and 0 <= picture_index < len(pictures):
@@ -135,8 +135,8 @@ def spelled_call(name: str, arguments: Mapping[str, Any]) -> str:
     parameters. All arguments of another tool have their names, since its parameters are not known.
     """
     parameters: list[str] = []
-    if name in OURS:
-        parameters = list(inspect.signature(OURS[name]).parameters)
+    if name in BUILT_IN_TOOLS:
+        parameters = list(inspect.signature(BUILT_IN_TOOLS[name]).parameters)
     argument_texts: list[str] = []
     for position, (argument, value) in enumerate(arguments.items()):
         value_text = json.dumps(value, ensure_ascii=False)

@@ -12,7 +12,7 @@ import time
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple
 
 from adora_vl.data.prompts import without_letters
@@ -140,8 +140,10 @@ def grade_batch(
     """
     if choices is None:
         choices = [None] * len(responses)
-    rows = zip(responses, golds, choices, strict=True)
-    return [grade(response, gold, choices=options, **accepted) for response, gold, options in rows]
+    grades = []
+    for response, gold, row_choices in zip(responses, golds, choices, strict=True):
+        grades.append(grade(response, gold, choices=row_choices, **accepted))
+    return grades
 
 
 def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
@@ -151,21 +153,27 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     For a spelling that no honest answer can meet, such as `$5`, the reason says what to write:
     `currency: write ...`.
     """
-    stored = canonical_gold(gold)
-    for answer, against in ((gold, gold), (gold, stored), (stored, stored)):
-        verdict = grade(rf"\boxed{{{answer}}}", against, choices=choices)
-        if verdict.verdict != "correct":
-            reason = verdict.reason.removeprefix("gold_")
+    canonical = canonical_gold(gold)
+    for answer, reference in ((gold, gold), (gold, canonical), (canonical, canonical)):
+        result = grade(rf"\boxed{{{answer}}}", reference, choices=choices)
+        if result.verdict != "correct":
+            reason = result.reason.removeprefix("gold_")
             return f"{reason}: {REMEDIES[reason]}" if reason in REMEDIES else reason
-    return None if canonical_gold(stored) == stored else "unstable"
+    # Data preparation may see its own output again, which has to stay as it is.
+    return None if canonical_gold(canonical) == canonical else "unstable"
 
 
 # All rollouts of a problem are compared with one reference answer.
 @lru_cache(maxsize=256)
 def _why_unmeetable(text: str) -> str | None:
-    """Return why no honest answer can meet a reference answer as it is spelled, else None."""
-    if any(not char.isascii() and unicodedata.category(char) in {"Nd", "No"} for char in text):
-        return "other_digits"
+    """Return why no honest answer can match a reference answer as it is spelled, else None.
+
+    The reason is a key of `REMEDIES`, which say what to write instead.
+    """
+    for char in text:
+        # Decimal digits of other scripts, and raised digits or fractions in one character
+        if not char.isascii() and unicodedata.category(char) in {"Nd", "No"}:
+            return "other_digits"
     for reason, pattern, _ in _UNMEETABLE:
         if pattern.fullmatch(text):
             return reason
@@ -175,46 +183,50 @@ def _why_unmeetable(text: str) -> str | None:
 def _decide_verdict(
     answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool
 ) -> Compared:
-    """Return the verdict, with the letters of a multiple-choice item resolved.
+    """Return the verdict on an answer, where both sides may be the letter of a choice.
 
-    A letter in the answer or the reference answer stands for the value of its choice. Source: the
-    grading policy, points 3, 5 and 6.
+    A letter stands for the value of its choice. `choices` has the values of A, B, C and so on, and
+    is empty for a problem that is no multiple-choice question. Source: the grading policy, points
+    3, 5 and 6.
     """
     answer_choice = _named_choice(answer, choices)
     reference_choice = _named_choice(reference, choices)
     if not choices:
-        return _decide_open(answer, answer_choice, reference, reference_choice, rounding)
+        return _decide_open(
+            answer,
+            answer_choice=answer_choice,
+            reference=reference,
+            reference_choice=reference_choice,
+            rounding=rounding,
+        )
     if reference_choice:
         value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
             return Compared("wrong", "gold_letter_without_choice")
         if not _is_beside(reference_choice, value):
             return Compared("wrong", "gold_letter_with_another_value")
-        # the policy asks for exactly that choice's value
+        # The policy asks for exactly that choice's value.
         reference = value
         rounding = False
-    by_value = partial(
-        _grade_by_value,
+    if answer_choice is not None:
+        by_letter = _grade_by_letter(
+            answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
+        )
+        # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
+        is_capital_letter = _LETTER.fullmatch(answer.text) is not None
+        is_choice = _value_of_letter(answer_choice.letter, choices) is not None
+        if by_letter.verdict == "correct" or (is_capital_letter and is_choice):
+            return by_letter
+    by_value = _grade_by_value(
         answer,
         reference=reference,
         reference_choice=reference_choice,
         choices=choices,
         rounding=rounding,
     )
-    if answer_choice is None:
-        return by_value()
-    compared = _grade_by_letter(
-        answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
-    )
-    # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
-    is_letter_alone = _LETTER.fullmatch(answer.text) and _value_of_letter(
-        answer_choice.letter, choices
-    )
-    if compared.verdict != "correct" and not is_letter_alone:
-        as_value = by_value()
-        if as_value.verdict == "correct":
-            return as_value
-    return compared
+    if answer_choice is None or by_value.verdict == "correct":
+        return by_value
+    return by_letter
 
 
 def _decide_open(
@@ -224,7 +236,10 @@ def _decide_open(
     reference_choice: _NamedChoice | None,
     rounding: bool,
 ) -> Compared:
-    """Return the verdict on an item without choices, whose answer or reference may be a letter."""
+    """Return the verdict on a problem without choices, where both sides may still be a letter.
+
+    `answer_choice` and `reference_choice` are the letters that they name, None for a value.
+    """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
             return Compared("correct", "letter")
@@ -244,24 +259,24 @@ def _grade_by_value(
     choices: Sequence[str],
     rounding: bool,
 ) -> Compared:
-    """Return the verdict on an answer that names no choice but gives a value.
+    """Return the verdict on an answer that gives the value of a choice instead of its letter.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
     answer must have the text of the right one. Where the reference answer is a letter
-    (`reference_choice`), the text of its choice is enough.
+    (`reference_choice`), the text of its choice is enough, even if it cannot be read as a value.
     """
     compared = compare(answer, reference, rounding)
     answer_text = unspaced(answer.text_with_names.replace(", ", ","))
     reference_text = unspaced(reference.text_with_names.replace(", ", ","))
-    if answer.text and answer_text == reference_text:
-        if reference_choice and compared.verdict != "correct":
-            return Compared("correct", "same_text")
-        return compared
-    if compared.verdict != "correct":
+    has_same_text = answer.text != "" and answer_text == reference_text
+    if has_same_text and reference_choice and compared.verdict != "correct":
+        return Compared("correct", "same_text")
+    if has_same_text or compared.verdict != "correct":
         return compared
     for choice in choices:
-        rival = read_value(choice)
-        if rival.text != reference.text and compare(rival, reference).verdict == "correct":
+        choice_value = read_value(choice)
+        is_another_text = choice_value.text != reference.text
+        if is_another_text and compare(choice_value, reference).verdict == "correct":
             return Compared("wrong", "another_choice")
     return compared
 
@@ -319,10 +334,10 @@ def comparison(
     rounding: bool = False,
     answer_tags: bool = False,
 ) -> Compared | None:
-    """Compare the answer of a response with a reference answer of several values, by parts.
+    """Compare the answer of a response with a reference answer of several values, part by part.
 
-    None where the response has no answer, or the reference answer is a single value. The arguments
-    are those of `grade`.
+    It serves to explain a grade. None where the response has no answer, or the reference answer is
+    a single value. The arguments are those of `grade`.
     """
     content = last_answer(response) if answer_tags else last_boxed(response)
     reference = read_reference(gold)
@@ -350,33 +365,32 @@ def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None
     Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
     unknown. Text wrappers and a full stop are already gone in the canonical form.
     """
-    match = _LETTER.fullmatch(answer.text)
-    if match:
-        return _NamedChoice(answer.text, match[1] or match[2])
-    match = _LABEL.fullmatch(answer.text) if choices else None
-    behind = _LABEL_BEHIND.fullmatch(answer.text) if choices and match is None else None
-    if match is not None:
-        letter = match[1] or match[2] or match[3]
-        beside = match[4]
-    elif behind is not None:
-        letter = behind[2] or behind[3] or behind[4]
-        beside = behind[1]
+    letter_alone = _LETTER.fullmatch(answer.text)
+    if letter_alone:
+        return _NamedChoice(answer.text, letter=letter_alone[1] or letter_alone[2])
+    if not choices:
+        return None
+    # Each spelling of a label has a group of its own for the letter, of which one is set.
+    if label_before := _LABEL.fullmatch(answer.text):
+        *letters, beside = label_before.groups()
+    elif label_behind := _LABEL_BEHIND.fullmatch(answer.text):
+        beside, *letters = label_behind.groups()
     else:
         return None
+    letter = next(text for text in letters if text)
     if _value_of_letter(letter.upper(), choices) is None:
         return None
     if letter.islower():
+        # `c` is a value where a choice such as `2c` has it as an unknown.
         trees = [read_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _NamedChoice(answer.text, letter.upper(), beside)
+    return _NamedChoice(answer.text, letter=letter.upper(), beside=beside)
 
 
 def _is_beside(named: _NamedChoice, value: Answer) -> bool:
-    """Return whether the letter stands alone or beside the value of its choice.
-
-    The value may contain the letter itself.
-    """
+    """Return whether the letter of a choice stands alone or beside the value of that choice."""
+    # The value of a choice may itself look like a letter with a value.
     if not named.beside or named.text == value.text:
         return True
     return compare(read_value(named.beside), value).verdict == "correct"

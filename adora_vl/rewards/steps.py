@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -34,11 +35,11 @@ _RIGHT = "correct"
 
 @dataclass(frozen=True)
 class ResponseWork:
-    """The claims of one response, with their verdicts, and how many of them count.
+    """The claims of one response about its figure, with their verdicts.
 
-    `new`: true claims that say something new and are not the answer itself. `false`: errors, each
-    once. `unread`: claims that the grammar does not understand; these cost nothing. `room`: how
-    many new claims its figure has at most.
+    `new` counts the true claims that say something new and are not the answer itself, `false` the
+    errors, and `unread` the claims that are not understood, which cost nothing. `room` is how many
+    new claims the figure allows at most.
     """
 
     claims: tuple[Checked, ...]
@@ -46,12 +47,12 @@ class ResponseWork:
 
     @property
     def new(self) -> int:
-        """The number of steps."""
+        """The number of true claims that say something new and are not the answer itself."""
         return sum(claim.is_step for claim in self.claims)
 
     @property
     def false(self) -> int:
-        """The number of errors; what follows from an error is none of its own."""
+        """The number of errors; a claim that is false because of an earlier one counts as none."""
         return sum(claim.verdict == "false" for claim in self.claims)
 
     @property
@@ -61,44 +62,47 @@ class ResponseWork:
 
     @property
     def share(self) -> float:
-        """The reward from 0 to 1: how much of what counts is true; 0 where nothing is new.
+        """The reward of the claims, from 0 to 1; 0 where nothing is new.
 
-        It is a share, so that length earns nothing: one new truth without an error is 1, as ten
-        are.
+        It is the share of new claims among new and false ones, where a false one counts
+        `_PRICE` times. As a share it does not reward length: one new claim without an error earns
+        1, as ten do.
         """
-        if not self.new:
+        if self.new == 0:
             return 0.0
         return self.new / (self.new + _PRICE * self.false)
 
     @property
     def measure(self) -> int:
-        """The work that the criterion `working` compares: new claims less false ones, at least 0."""
+        """New claims less false ones, at least 0; ADORA's criterion `working` compares it."""
         return max(0, self.new - self.false)
 
     @property
     def is_luck(self) -> bool:
-        """Whether a right answer of this response is luck: it errs, or nothing leads there."""
+        """Whether a right answer of this response is luck: a claim is false, or none is new."""
         return self.false > 0 or self.new == 0
 
     def spans(self) -> str:
-        """The claims as JSON, for the record: start, end and verdict of each."""
-        return json.dumps(
-            [
-                [checked.claim.start, checked.claim.end, _shown_verdict(checked)]
-                for checked in self.claims
-            ]
-        )
+        """Return the claims as a JSON list, for the record: start, end and verdict of each.
+
+        Start and end are positions in the response.
+        """
+        spans = []
+        for checked in self.claims:
+            spans.append([checked.claim.start, checked.claim.end, _recorded_verdict(checked)])
+        return json.dumps(spans)
 
 
-def _shown_verdict(checked: Checked) -> str:
-    """The verdict for the record: the answer itself is no step."""
+def _recorded_verdict(checked: Checked) -> str:
+    """Return the verdict on a claim for the record; a claim that is the answer has one of its own."""
     return "answer" if checked.verdict == "new" and checked.is_answer else checked.verdict
 
 
 def work_of(response: str, figure: str) -> ResponseWork:
-    """The claims of a response on the figure of its row, up to the end of its last box.
+    """Check what a response claims about its figure, up to the end of its last box.
 
-    Raises `UserError` for a figure that cannot be used.
+    `figure` is the solved figure of the row, as JSON. Raises `UserError` for a figure that cannot
+    be used.
     """
     # It needs numpy, which a run without this reward need not load.
     from adora_vl.geometry.check import figure_at
@@ -115,21 +119,21 @@ def work_of(response: str, figure: str) -> ResponseWork:
 
 
 def measured_work(response: str, figure: str | None) -> ResponseWork | None:
-    """The claims of a response where its work can be measured; None where it cannot.
+    """Check the claims of a response like `work_of`, but return None if new ones are impossible.
 
-    It cannot without a figure, nor on a figure that the given values settle by themselves: nothing
-    new can be said of that one, and every right answer would count as luck.
+    That is so without a figure, and on a figure of which the given values already say everything.
+    Every right answer to such a problem would count as luck.
     """
     if not figure:
         return None
     work = work_of(response, figure)
-    return work if work.room else None
+    return work if work.room > 0 else None
 
 
 def worked_part(response: str) -> str:
-    """What stands before the end of the last box; everything where there is no box.
+    r"""Return a response up to the end of its last `\boxed{}`, or all of it without a box.
 
-    What is claimed behind the answer has not led to it.
+    A claim behind the answer has not led to it, so it does not count.
     """
     text = response[:_MAX_CHARS]
     box = text.rfind(_BOX)
@@ -140,23 +144,30 @@ def worked_part(response: str) -> str:
         return text
     depth = 0
     for position in range(opening, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
         if depth == 0:
             return text[: position + 1]
-    return text
+    return text  # the box does not end
 
 
 class StepsReward:
     """The reward function `steps` in TRL's form.
 
-    With `gate` it is accuracy times a half to one, and the half goes by the share: a wrong answer
-    earns nothing then, whatever its steps are.
+    Without options the reward is `ResponseWork.share`. With `gate` a wrong answer earns 0, and a
+    right one from a half to 1, by the share.
     """
 
     def __init__(
         self, options: Mapping[str, object], *, rounding: bool = False, answer_tags: bool = False
     ) -> None:
-        """Take in the options of the key. Raises `UserError` for one that it does not have."""
+        """Check and store the options of the entry `steps` in `adora_reward`.
+
+        `rounding` and `answer_tags` say what counts as a right answer, as in `grade`. Raises
+        `UserError` for an option that it does not have, or whose value is not true or false.
+        """
         for option, value in options.items():
             if option not in OPTIONS:
                 raise UserError(
@@ -166,7 +177,7 @@ class StepsReward:
                 raise UserError(f"adora_reward.{NAME}.{option}: {value!r:.60} is not true or false")
         self.gate = bool(options.get("gate", False))
         self.accepted = {"rounding": rounding, "answer_tags": answer_tags}
-        self.__name__ = f"{NAME}_reward"
+        self.__name__ = f"{NAME}_reward"  # TRL logs the reward under it
 
     def __call__(
         self,
@@ -179,7 +190,7 @@ class StepsReward:
         log_metric: Callable[[str, float], None] | None = None,
         **columns: object,
     ) -> list[float | None]:
-        """One reward per completion; None where its row has no figure that leaves room for work.
+        """Return one reward per completion; None where its row has no figure with possible claims.
 
         It adds the columns `new`, `false` and `steps` to the record, and logs the shares
         `steps/figures`, `steps/new`, `steps/false`, `steps/unread` and `steps/lucky`, and
@@ -194,40 +205,47 @@ class StepsReward:
             )
         texts = [completion_text(completion) for completion in completions]
         begin = perf_counter()
-        works = [measured_work(text, drawn) for text, drawn in zip(texts, figure, strict=True)]
+        works = [
+            measured_work(text, row_figure) for text, row_figure in zip(texts, figure, strict=True)
+        ]
         elapsed_ms = 1000 * (perf_counter() - begin)
-        rights = self._rights(texts, works, answer, choices)
+        are_right = self._are_right(texts, works=works, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [work.new if work else None for work in works])
             log_extra("false", [work.false if work else None for work in works])
             log_extra("steps", [work.spans() if work else None for work in works])
         if log_metric and works:
-            for name, value in _figures(works, rights).items():
+            for name, value in _batch_metrics(works, are_right).items():
                 log_metric(f"{NAME}/{name}", value)
             log_metric(f"{NAME}/ms", elapsed_ms / len(works))
-        return [self._score(work, right) for work, right in zip(works, rights, strict=True)]
+        return [
+            self._score(work, is_right) for work, is_right in zip(works, are_right, strict=True)
+        ]
 
-    def _rights(
+    def _are_right(
         self,
         texts: Sequence[str],
         works: Sequence[ResponseWork | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
-        """Whether each answer is right; None where there is no figure or no reference answer."""
+        """Return whether each answer is right; None without a figure or a reference answer."""
         if answer is None:
             return [None] * len(texts)
-        options = choices or [None] * len(texts)
-        rights: list[bool | None] = []
-        for text, work, gold, given_choices in zip(texts, works, answer, options, strict=True):
+        choices_of_rows = choices or [None] * len(texts)
+        are_right: list[bool | None] = []
+        for text, work, gold, row_choices in zip(
+            texts, works, answer, choices_of_rows, strict=True
+        ):
             if work is None:
-                rights.append(None)
+                are_right.append(None)
                 continue
-            result = grade(final_part(text), gold, choices=given_choices, **self.accepted)
-            rights.append(result.verdict == _RIGHT)
-        return rights
+            result = grade(final_part(text), gold, choices=row_choices, **self.accepted)
+            are_right.append(result.verdict == _RIGHT)
+        return are_right
 
     def _score(self, work: ResponseWork | None, is_right: bool | None) -> float | None:
+        """Return the reward of one completion, None where its claims cannot be measured."""
         if work is None:
             return None
         if not self.gate:
@@ -235,29 +253,38 @@ class StepsReward:
         return 0.5 + 0.5 * work.share if is_right else 0.0
 
 
-def _figures(
-    works: Sequence[ResponseWork | None], rights: Sequence[bool | None]
+def _batch_metrics(
+    works: Sequence[ResponseWork | None], are_right: Sequence[bool | None]
 ) -> dict[str, float]:
-    """What a batch logs: shares of its rollouts with a figure, of claims, and of right rollouts."""
-    figured = [work for work in works if work is not None]
-    figures = {"figures": len(figured) / len(works)}
-    if not figured:
-        return figures
-    figures["new"] = sum(work.new > 0 for work in figured) / len(figured)
-    figures["false"] = sum(work.false > 0 for work in figured) / len(figured)
-    claims = sum(len(work.claims) for work in figured)
-    if claims:
-        figures["unread"] = sum(work.unread for work in figured) / claims
-    lucky = [
-        work.is_luck for work, is_right in zip(works, rights, strict=True) if work and is_right
-    ]
-    if lucky:
-        figures["lucky"] = sum(lucky) / len(lucky)
-    return figures
+    """Return the metrics of a batch by name.
+
+    - `figures`: the share of rollouts whose claims could be measured
+    - `new`, `false`: the share of those with a new claim, with a false claim
+    - `unread`: the share of claims that are not understood
+    - `lucky`: the share of right answers that are luck
+
+    A share of nothing is left out.
+    """
+    measured_works = [work for work in works if work is not None]
+    metrics = {"figures": len(measured_works) / len(works)}
+    if not measured_works:
+        return metrics
+    metrics["new"] = fmean(work.new > 0 for work in measured_works)
+    metrics["false"] = fmean(work.false > 0 for work in measured_works)
+    claim_count = sum(len(work.claims) for work in measured_works)
+    if claim_count > 0:
+        metrics["unread"] = sum(work.unread for work in measured_works) / claim_count
+    luck_of_right_answers = []
+    for work, is_right in zip(works, are_right, strict=True):
+        if work is not None and is_right:
+            luck_of_right_answers.append(work.is_luck)
+    if luck_of_right_answers:
+        metrics["lucky"] = fmean(luck_of_right_answers)
+    return metrics
 
 
 def missing_column() -> str:
-    """The message for a data set without figures."""
+    """Return the message for a data set without the column of figures."""
     return (
         f"adora_reward: '{NAME}' needs the column '{COLUMN}', a solved figure for each row; "
         "`python -m data_prep geometry3k --source facts` makes such rows"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from string import ascii_uppercase
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 from PIL import Image
 
@@ -26,91 +26,123 @@ from adora_vl.utils.errors import UserError, did_you_mean
 _NUMBER = re.compile(r"\d+")
 
 
-def with_distractors(
-    answer: str, slip: str, count: int, rng: random.Random
-) -> tuple[list[str], str]:
-    """Draw `count` different choices, and return them with the letter of the right one.
+class Choices(NamedTuple):
+    """The choices of a problem, and which of them is right."""
 
-    `slip` is a wrong worked answer, which is always among them.
+    texts: list[str]
+    right_letter: str  # `A` for the first choice
+
+
+def with_distractors(answer: str, slip: str, count: int, rng: random.Random) -> Choices:
+    """Draw `count` different choices for a problem: its answer among wrong ones.
+
+    `slip` is a working with a typical mistake. Its answer, in a box, is always among the choices.
     """
-    wrong: list[str] = []
-    candidates = [last_boxed(slip) or "", *_variants(answer, rng)]
+    distractors: list[str] = []
+    candidates = [last_boxed(slip) or "", *_similar_answers(answer, rng)]
     for candidate in candidates:
-        if len(wrong) == count - 1:
+        if len(distractors) == count - 1:
             break
         completion = f"\\boxed{{{candidate}}}"
+        # No choice may mean the same as another one: `\frac{1}{2}` and `0.5` do.
         if candidate and all(
-            grade(completion, choice).verdict != "correct" for choice in (answer, *wrong)
+            grade(completion, choice).verdict != "correct" for choice in (answer, *distractors)
         ):
-            wrong.append(candidate)
-    assert len(wrong) == count - 1, f"{answer!r} has too few variants"
-    index = rng.randrange(count)
-    wrong.insert(index, answer)
-    return wrong, ascii_uppercase[index]
+            distractors.append(candidate)
+    assert len(distractors) == count - 1, f"{answer!r} has too few variants"
+    right_index = rng.randrange(count)
+    texts = [*distractors[:right_index], answer, *distractors[right_index:]]
+    return Choices(texts=texts, right_letter=ascii_uppercase[right_index])
 
 
-def _variants(answer: str, rng: random.Random) -> list[str]:
-    """Return the answer with its first number doubled, halved, supplemented or moved.
+def _similar_answers(answer: str, rng: random.Random) -> list[str]:
+    """Return wrong answers that look like the right one: its first number is replaced.
 
-    The near ones come first, in random order.
+    The first ones, in random order, have typical mistakes: the number doubled, halved, taken from
+    180, or a little larger or smaller. Numbers further away follow.
     """
     match = _NUMBER.search(answer)
     assert match, f"{answer!r} has no number"
     number = int(match.group())
-    near = [2 * number, 180 - number, number + 1, number + 2, number - 2, number + 10, number - 10]
+    typical_mistakes = [
+        2 * number,
+        180 - number,
+        number + 1,
+        number + 2,
+        number - 2,
+        number + 10,
+        number - 10,
+    ]
     if number % 2 == 0:
-        near.append(number // 2)
-    rng.shuffle(near)
-    # Further numbers follow, since a near one may be 0 or negative.
-    values = [value for value in (*near, *range(number + 3, number + 12)) if value > 0]
-    return [answer[: match.start()] + str(value) + answer[match.end() :] for value in values]
+        typical_mistakes.append(number // 2)
+    rng.shuffle(typical_mistakes)
+    # Further numbers follow, since some of these may be 0 or negative.
+    numbers = (*typical_mistakes, *range(number + 3, number + 12))
+    before = answer[: match.start()]
+    after = answer[match.end() :]
+    return [f"{before}{wrong_number}{after}" for wrong_number in numbers if wrong_number > 0]
 
 
 LEVELS = (1, 2, 3)
 DEFAULT_SPLIT = "train"
 FIGURE_COLUMNS = ("facts", "figure")  # of rows with figures, behind those of the schema
+# The function that draws a problem, by the name of the family of problems.
 KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
-# pixels: three digits in a corner of a triangle, or the corners of a polygon with twelve
+# The least side of a picture in pixels for levels 2 and 3. Their problems have three digits in the
+# corner of a triangle, and polygons with twelve corners.
 _LEVELS_FROM = 112
 MAX_CHOICES = 8
-# of one row; at least one diagram in five is new for as long as the family has many
+# How often a row is drawn again until its diagram is new. While a family has many diagrams left, at
+# least one in five is new.
 _MAX_REDRAWS = 5000
-# of all diagrams; the rows of a split are drawn until it is full, so this only costs redraws
+# The share of all diagrams that are of the test split. It does not limit the rows of a split, which
+# are drawn until there are enough.
 _TEST_SHARE = 0.25
 
 
 def split_of(image: Image.Image) -> str:
-    """Return the split that this diagram belongs to, in every dataset that is ever generated."""
-    return "test" if int(diagram_hash(image)[:8], 16) < _TEST_SHARE * 2**32 else "train"
+    """Return the split that a diagram belongs to, by its hash.
+
+    So a diagram is in the same split in every data set that is ever generated.
+    """
+    share_of_hash = int(diagram_hash(image)[:8], 16) / 2**32  # from 0 to 1
+    return "test" if share_of_hash < _TEST_SHARE else "train"
 
 
 def facts_and_figure(problem: SyntheticProblem) -> dict[str, str | None]:
-    """Return the text form of a problem, and the figure that is solved from it, as columns.
+    """Return the columns with which a reward can check the steps of an answer.
 
-    Both are null where a text form cannot say the problem, the figure also where it has none.
+    `facts` are the facts of the diagram as sentences, and `figure` the coordinates that are solved
+    from them, as JSON. Both are null where no sentences can say the problem, the figure also where
+    the facts do not determine one.
     """
     if not problem.sentences:
         return dict.fromkeys(FIGURE_COLUMNS)
-    text = "\n".join(problem.sentences)
-    result = verdict(form_of_text(text), looks=False, repair=False)
+    facts = "\n".join(problem.sentences)
+    solution = verdict(form_of_text(facts), looks=False, repair=False)
     figure = None
-    if result.status == "answered" and result.figure is not None:
-        figure = written(result.figure)
-    return {"facts": text, "figure": figure}
+    if solution.status == "answered" and solution.figure is not None:
+        figure = written(solution.figure)
+    return {"facts": facts, "figure": figure}
 
 
-def row_of(problem: SyntheticProblem, split: str, index: int, seed: int, n_choices: int) -> Row:
-    """Return a problem as a row, with `n_choices` choices if that is above 0.
+def _row_of(
+    problem: SyntheticProblem, *, split: str, index: int, seed: int, choice_count: int
+) -> Row:
+    """Make the row of a drawn problem, the one with the number `index` in its split.
 
-    Its choices are drawn by the row's own id.
+    With a `choice_count` of 0 it is an open question. The random numbers for the choices come from
+    the row's own id, so that the other rows do not change them.
     """
     row_id = f"synthetic/{seed}/{split}/{index}"
     choices = None
-    letter = problem.answer
-    if n_choices:
-        rng = random.Random(f"{row_id}/choices")
-        choices, letter = with_distractors(
-            problem.answer, slip=problem.slip, count=n_choices, rng=rng
+    answer_in_source = problem.answer  # the letter where there are choices
+    if choice_count:
+        choices, answer_in_source = with_distractors(
+            problem.answer,
+            slip=problem.slip,
+            count=choice_count,
+            rng=random.Random(f"{row_id}/choices"),
         )
     meta = {name: getattr(problem, name) for name in META} | {"shapes": list(problem.shapes)}
     return {
@@ -118,7 +150,7 @@ def row_of(problem: SyntheticProblem, split: str, index: int, seed: int, n_choic
         "images": [problem.image],
         "problem": problem.question,
         "answer": problem.answer,
-        "answer_raw": letter,
+        "answer_raw": answer_in_source,
         "choices": choices,
         "split": split,
         "source": "synthetic",
@@ -137,16 +169,26 @@ class DrawOptions(TypedDict, total=False):
     styles: tuple[str, ...]
 
 
-def generate(rows: int, *, choices: int = 0, **options: Unpack[DrawOptions]) -> Iterator[Row]:
-    """Yield `rows` rows of a split. Equal arguments give the same rows, byte for byte.
+def generate(
+    rows: int, *, choices: int = 0, figures: bool = False, **options: Unpack[DrawOptions]
+) -> Iterator[Row]:
+    """Draw `rows` problems, and yield them as rows of a data set.
 
-    `choices` is how many answers there are to choose from, 0 for open questions. The `options` are
-    those of `draw_problems`, which says what is raised.
+    Equal arguments give the same rows, byte for byte.
+
+    Args:
+        rows: how many there are.
+        choices: how many answers each problem has to choose from, 0 for open questions.
+        figures: give each row the columns of `FIGURE_COLUMNS`, for rewards that check steps.
+        options: those of `draw_problems`, which also says what is raised.
     """
     split = options.get("split", DEFAULT_SPLIT)
     seed = options.get("seed", 0)
     for index, problem in enumerate(draw_problems(rows, **options)):
-        yield row_of(problem, split=split, index=index, seed=seed, n_choices=choices)
+        row = _row_of(problem, split=split, index=index, seed=seed, choice_count=choices)
+        if figures:
+            row |= facts_and_figure(problem)
+        yield row
 
 
 def draw_problems(
@@ -159,10 +201,10 @@ def draw_problems(
     level: int = 1,
     styles: tuple[str, ...] = ("plain",),
 ) -> Iterator[SyntheticProblem]:
-    """Yield `count` problems of a split, families in turn, each diagram at most once.
+    """Draw `count` problems of a split, of one family after the other, and no diagram twice.
 
     Args:
-        count: problems that are drawn.
+        count: how many problems to draw.
         split: `train` or `test`; no diagram is in both.
         seed: of the random numbers.
         size: side of a picture in pixels.
@@ -175,21 +217,19 @@ def draw_problems(
             different diagrams.
     """
     names = families or tuple(FAMILIES)
-    _check(names, size, level, styles)
+    _check(names, size=size, level=level, styles=styles)
     rng = random.Random(f"{seed}/{split}/{size}")
     known_hashes: set[bytes] = set()
     for index in range(count):
         name = names[index % len(names)]
+        # The style changes after a turn of all families, so that each family has all styles.
         style = STYLES[styles[index // len(names) % len(styles)]]
-        candidates = (KNOWN[name](rng, size, level, style) for _ in range(_MAX_REDRAWS))
-        new_problems = (
-            candidate
-            for candidate in candidates
-            if split_of(candidate.image) == split
-            and _short_hash(candidate.image) not in known_hashes
-        )
-        problem = next(new_problems, None)
-        if problem is None:
+        for _ in range(_MAX_REDRAWS):
+            problem = KNOWN[name](rng, size, level, style)
+            is_in_split = split_of(problem.image) == split
+            if is_in_split and _short_hash(problem.image) not in known_hashes:
+                break
+        else:
             raise UserError(
                 f"rows: {count} of split {split!r} are more than the {index} that there are "
                 "different diagrams for; ask for fewer, or for more families, styles or pixels"

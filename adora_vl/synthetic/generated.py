@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,7 @@ from adora_vl.data.dataset import (
 from adora_vl.data.output import complete_or_absent
 from adora_vl.rewards import canonical_gold
 from adora_vl.synthetic import knights
-from adora_vl.synthetic.generate import (
-    FIGURE_COLUMNS,
-    draw_problems,
-    facts_and_figure,
-    row_of,
-)
+from adora_vl.synthetic.generate import FIGURE_COLUMNS, generate
 from adora_vl.synthetic.knights import PEOPLE, read_puzzles
 from adora_vl.utils.errors import UserError
 
@@ -39,18 +34,18 @@ DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
 
 
-Draw = Callable[[int, str], Iterable[Row]]  # so many rows of a split
+Draw = Callable[[int, str], Iterable[Row]]  # draws so many rows of a split
 
 
 @dataclass(frozen=True)
 class Drawn:
     """A data set that is drawn instead of read."""
 
-    sizes: dict[str, int]  # of its splits
-    draw: Draw
-    # what determines the rows, the arguments and the revision of the drawing code
+    row_counts: dict[str, int]  # how many rows each split has
+    draw: Draw  # draws the rows of a split, and is called when the data set is written
+    # What determines the rows: the arguments, and the revision of the code that draws.
     description: dict[str, Any]
-    further_columns: tuple[str, ...] = ()  # texts behind the columns of the schema
+    further_columns: tuple[str, ...] = ()  # of texts, behind the columns of the schema
 
 
 def synthetic(
@@ -63,37 +58,47 @@ def synthetic(
     figures: bool = False,
     **options: Any,
 ) -> Drawn:
-    """Describe a data set of geometry problems with the splits train and test.
+    """Describe a data set of drawn geometry problems with the splits train and test.
 
-    `options` are further arguments of `generate`. With `figures` each row has its text form
-    (`facts`) and the figure that is solved from it, on which a reward can check steps.
+    Nothing is drawn before the data set is written.
 
-    Raises `UserError` as `generate`, when its rows are drawn.
+    Args:
+        rows: how many rows the split train has.
+        test_rows: how many rows the split test has.
+        seed: of the random numbers.
+        size: side of a picture in pixels.
+        families: the families of problems; by default the plain ones.
+        figures: give each row its facts as sentences and its solved figure, on which a reward can
+            check steps.
+        options: further arguments of `generate`, which also says what is raised.
     """
     arguments = {"seed": seed, "size": size, "families": families, **options}
-    n_choices = options.pop("choices", 0)
 
     def draw(count: int, split: str) -> Iterator[Row]:
-        problems = draw_problems(
-            count, split=split, seed=seed, size=size, families=families, **options
-        )
-        for index, problem in enumerate(problems):
-            row = row_of(problem, split=split, index=index, seed=seed, n_choices=n_choices)
+        """Draw so many rows of a split, with the reference answers as the grader spells them."""
+        for row in generate(
+            count,
+            split=split,
+            seed=seed,
+            size=size,
+            families=families,
+            figures=figures,
+            **options,
+        ):
             row["answer"] = canonical_gold(row["answer"])
-            yield {**row, **facts_and_figure(problem)} if figures else row
+            yield row
 
-    if figures:  # a description without it stays what it was
-        arguments["figures"] = True
-
-    drawn = _drawn(
+    # Data sets without figures are older than this option, and their description has to stay.
+    recorded_arguments = {**arguments, "figures": True} if figures else arguments
+    return _drawn(
         "synthetic",
         revision=SYNTHETIC_REVISION,
         draw=draw,
         rows=rows,
         test_rows=test_rows,
-        arguments=arguments,
+        arguments=recorded_arguments,
+        further_columns=FIGURE_COLUMNS if figures else (),
     )
-    return replace(drawn, further_columns=FIGURE_COLUMNS if figures else ())
 
 
 def puzzles(
@@ -103,12 +108,12 @@ def puzzles(
     seed: int = 0,
     people: tuple[int, int] = PEOPLE,
 ) -> Drawn:
-    """Describe a data set of knights-and-knaves puzzles with the splits train and test.
+    """Describe a data set of drawn knights-and-knaves puzzles with the splits train and test.
 
-    Raises `UserError` as `knights.generate`, when its rows are drawn.
+    `people` is the smallest and the largest number of people in a puzzle. Nothing is drawn before
+    the data set is written; `knights.generate` says what is then raised.
     """
     arguments: dict[str, Any] = {"seed": seed, "people": people}
-
     return _drawn(
         "knights",
         revision=KNIGHTS_REVISION,
@@ -126,20 +131,28 @@ def _drawn(
     rows: int,
     test_rows: int,
     arguments: Mapping[str, Any],
+    further_columns: tuple[str, ...] = (),
 ) -> Drawn:
-    """Describe a drawn data set, with its arguments as JSON will have them."""
-    as_json = {
+    """Describe a drawn data set as its manifest will, so that the two can be compared.
+
+    `draw` draws the rows of a split. `arguments` and `revision`, which stands for the code that
+    draws, determine them.
+    """
+    # A manifest is JSON, which has no tuples.
+    json_arguments = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in arguments.items()
     }
-    sizes = {split: count for split, count in (("train", rows), ("test", test_rows)) if count}
+    row_counts = {"train": rows}
+    if test_rows:
+        row_counts["test"] = test_rows
     description = {
         "source": source,
         "input": None,
         "revision": revision,
-        "arguments": {"rows": rows, "test_rows": test_rows, **as_json},
+        "arguments": {"rows": rows, "test_rows": test_rows, **json_arguments},
     }
-    return Drawn(sizes, draw, description)
+    return Drawn(row_counts, draw=draw, description=description, further_columns=further_columns)
 
 
 def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
@@ -155,31 +168,37 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
     further_columns = {column: Value("string") for column in drawn.further_columns}
     features = Features({**schema(), **further_columns})
     with complete_or_absent(output, drawn.description, overwrite=overwrite) as folder:
-        counts = {}
-        for split, size in drawn.sizes.items():
-            rows = tqdm(drawn.draw(size, split), desc=split, total=size, unit="row", disable=None)
-            counts[split] = write_split(rows, folder, split, features)
-        return write_manifest(folder, drawn.description, counts)
+        stored_counts = {}
+        for split, row_count in drawn.row_counts.items():
+            rows = drawn.draw(row_count, split)
+            rows_with_bar = tqdm(rows, desc=split, total=row_count, unit="row", disable=None)
+            stored_counts[split] = write_split(
+                rows_with_bar, folder=folder, split=split, features=features
+            )
+        return write_manifest(folder, drawn.description, stored_counts)
 
 
 def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
-    """Make a drawn data set unless `folder` holds it already.
+    """Make a drawn data set unless `folder` holds it already, and return the folder.
 
     If several processes call this at once, a lock lets one of them make it.
 
-    Raises `UserError` if the folder holds a data set of another kind.
+    Raises `UserError` if the folder holds a data set of another source.
     """
     description = drawn.description
-    if _is_made(folder, description):
+    if _holds_dataset(folder, description):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     path = folder.resolve()
     with FileLock(path.with_name(f".{path.name}.lock")):
-        if not _is_made(folder, description):
+        # Another process may have made it while this one waited for the lock.
+        if not _holds_dataset(folder, description):
             manifest = read_manifest(folder)
             if manifest is not None and manifest["source"] != description["source"]:
-                holds = f"{str(folder)!r} holds {manifest['source']!r}, not {description['source']} data"
-                raise UserError(f"dataset: {holds}; choose another folder")
+                raise UserError(
+                    f"dataset: {str(folder)!r} holds {manifest['source']!r}, not "
+                    f"{description['source']} data; choose another folder"
+                )
             prepare_drawn(folder, drawn, overwrite=True)
     return folder
 
@@ -187,9 +206,10 @@ def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
 def prepare_knights_table(
     output: Path, location: Path, *, question: str = "box", overwrite: bool = False
 ) -> Manifest:
-    """Write the puzzles of the reference's Parquet file or folder, in the splits that its rows name.
+    """Write the published puzzles of a Parquet file or folder, in the splits that its rows name.
 
-    The `question` `box` appends how to answer; `plain` leaves that to the system prompt.
+    With the `question` `box` a puzzle ends with how to answer; `plain` leaves that to the system
+    prompt. Returns the manifest.
 
     Raises `UserError` as `read_puzzles` and `prepare_drawn`.
     """
@@ -199,23 +219,21 @@ def prepare_knights_table(
         for rows in rows_by_split.values()
         for row in rows
     )
-    revision = hashlib.sha256(texts.encode()).hexdigest()
-    arguments = {"source": "parquet", "question": question}
     description = {
         "source": "knights",
         "input": str(location),
-        "revision": revision,
-        "arguments": arguments,
+        "revision": hashlib.sha256(texts.encode()).hexdigest(),
+        "arguments": {"source": "parquet", "question": question},
     }
     table = Drawn(
-        {split: len(rows) for split, rows in rows_by_split.items()},
-        lambda _, split: rows_by_split[split],
-        description,
+        row_counts={split: len(rows) for split, rows in rows_by_split.items()},
+        draw=lambda count, split: rows_by_split[split],  # they are all read already
+        description=description,
     )
     return prepare_drawn(output, table, overwrite=overwrite)
 
 
-def _is_made(folder: Path, description: Manifest) -> bool:
+def _holds_dataset(folder: Path, description: Manifest) -> bool:
     """Return whether a folder holds a data set of this description, with all its files."""
     manifest = read_manifest(folder)
     if manifest is None or any(manifest.get(key) != value for key, value in description.items()):

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from adora_vl.data.dataset import SPLITS, Row
 from adora_vl.utils.errors import UserError, in_one_line
 
-PEOPLE = (2, 8)  # fewest and most
+PEOPLE = (2, 8)  # the fewest and the most people in a puzzle
 NAMES = (
     "Ada",
     "Ben",
@@ -50,7 +50,8 @@ class Statement(NamedTuple):
 
     words: str  # the sentence, with `{0}` and `{1}` for people
     people: int  # how many people it is about
-    claim: Callable[..., tuple[Any, ...]]  # makes the claim about these people that `holds` reads
+    # Returns what the statement claims of these people, as the nested tuple that `holds` reads.
+    claim: Callable[..., tuple[Any, ...]]
 
 
 KNIGHT = "telling-truth"
@@ -91,48 +92,69 @@ STATEMENTS = (
 )
 
 
-def _draw(
-    people: int, rng: random.Random
-) -> tuple[list[tuple[Statement, list[int]]], tuple[bool, ...]]:
-    """Draw a puzzle of `people` people until there is exactly one solution.
+class SaidStatement(NamedTuple):
+    """What one person of a puzzle says."""
 
-    Returns the statement of each person with the people that it is about, and who is a knight.
-    """
+    statement: Statement
+    subjects: list[int]  # the people that it is about, numbered from 0
+
+    def claim(self) -> tuple[Any, ...]:
+        """Return what is claimed of these people, as `holds` reads it."""
+        return self.statement.claim(*self.subjects)
+
+    def sentence(self, names: Sequence[str]) -> str:
+        """Return the sentence with the names of these people."""
+        return self.statement.words.format(*(names[person] for person in self.subjects))
+
+
+class Puzzle(NamedTuple):
+    """What the people of a puzzle say, in the order of their numbers, and who is a knight."""
+
+    statements: list[SaidStatement]
+    is_knight: tuple[bool, ...]
+
+
+def _draw(people: int, rng: random.Random) -> Puzzle:
+    """Draw statements for `people` people, again and again until there is exactly one solution."""
     while True:
         statements = []
         for speaker in range(people):
             statement = rng.choice(STATEMENTS)
-            subjects = [person for person in range(people) if person != speaker]
+            candidates = [person for person in range(people) if person != speaker]
             # Where there are two people, a statement about two is about the speaker too.
-            if statement.people > len(subjects):
-                subjects.append(speaker)
-            statements.append((statement, rng.sample(subjects, statement.people)))
-        solutions = fitting(tuple(statement.claim(*about) for statement, about in statements))
+            if statement.people > len(candidates):
+                candidates.append(speaker)
+            subjects = rng.sample(candidates, statement.people)
+            statements.append(SaidStatement(statement, subjects))
+        solutions = fitting(tuple(statement.claim() for statement in statements))
         if len(solutions) == 1:
-            return statements, solutions[0]
+            return Puzzle(statements, is_knight=solutions[0])
 
 
 def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
-    """Write roles in the form of the gold and of an answer: `Ada is a knight, Ben is a knave`."""
+    """Write who is what as an answer has to: `Ada is a knight, Ben is a knave`."""
     return ", ".join(
         f"{name} is a {ROLES[kind]}" for name, kind in zip(names, is_knight, strict=True)
     )
 
 
 def example_answer(names: Sequence[str]) -> str:
-    """Show how an answer looks: `Ada is a knight, ...`.
+    """Show how an answer looks: `Ada is a knight, Ben is a knave, ...`.
 
-    The last person is never named, so that it is no whole answer.
+    The last person is never named, so that it cannot be a whole answer.
     """
-    return roles_text(names[: min(2, len(names) - 1)], (True, False)[: len(names) - 1]) + ", ..."
+    shown_names = names[: min(2, len(names) - 1)]
+    shown_roles = (True, False)[: len(shown_names)]
+    return roles_text(shown_names, shown_roles) + ", ..."
 
 
 def puzzle_row(
     row_id: str, problem: str, gold: str, *, people: int, split: str, slip: str = ""
 ) -> Row:
-    """Make the row of a puzzle, without images, whose answer are its roles (`roles_text`).
+    """Make the row of a puzzle, which has no image.
 
-    `slip` is a wrong answer in a box.
+    `gold` is the right answer as `roles_text` writes it, `slip` a wrong answer in a box, and
+    `people` how many people the puzzle has.
     """
     meta = {
         "goal": "knights and knaves",
@@ -157,10 +179,12 @@ def puzzle_row(
 def generate(
     rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE
 ) -> Iterator[Row]:
-    """Yield `rows` puzzles of `split`, each once, with numbers of `people` in turn.
+    """Draw `rows` different puzzles of a split, and yield them as rows.
 
-    `people` is the smallest and the largest number. Equal arguments give equal puzzles. Raises
-    `UserError` for a range that is not within 2 and 8, and for more puzzles than there are.
+    `people` is the smallest and the largest number of people; the puzzles take the numbers from one
+    to the other in turn. Equal arguments give equal puzzles.
+
+    Raises `UserError` for a range that is not within 2 and 8, and for more puzzles than there are.
     """
     min_people, max_people = people
     if not PEOPLE[0] <= min_people <= max_people <= PEOPLE[1]:
@@ -169,45 +193,59 @@ def generate(
             "number first"
         )
     rng = random.Random(f"knights/{seed}/{split}")
-    known_digests: set[str] = set()
-    redraws = 0
+    known_digests: set[str] = set()  # the hashes of all puzzles so far
+    redraws = 0  # since the last new puzzle
     while len(known_digests) < rows:
-        count = min_people + len(known_digests) % (max_people - min_people + 1)
-        names = tuple(rng.sample(NAMES, count))
-        drawn_statements, solution = _draw(count, rng)
-        lines = (
-            statement.words.format(*(names[person] for person in about))
-            for statement, about in drawn_statements
-        )
-        statements = " ".join(
-            f"{name} says: {line}." for name, line in zip(names, lines, strict=True)
-        )
-        people_met = f"{', '.join(names[:-1])} and {names[-1]}"
-        problem = QUESTION.format(
-            people=people_met, statements=statements, example=example_answer(names)
-        )
+        people_count = min_people + len(known_digests) % (max_people - min_people + 1)
+        names = tuple(rng.sample(NAMES, people_count))
+        puzzle = _draw(people_count, rng)
+        problem = _puzzle_text(puzzle, names)
         digest = hashlib.sha256(problem.encode()).hexdigest()
-        in_test = int(digest[:8], 16) < _TEST_SHARE * 2**32
-        if in_test == (split == "test") and digest not in known_digests:
-            row_id = f"knights/{seed}/{split}/{len(known_digests)}"
-            turned = random.Random(f"{row_id}/slip").randrange(1, 2**count)
-            wrong = [kind != bool(turned >> person & 1) for person, kind in enumerate(solution)]
-            slip = f"\\boxed{{{roles_text(names, wrong)}}}"
-            known_digests.add(digest)
-            redraws = 0
-            yield puzzle_row(
-                row_id,
-                problem=problem,
-                gold=roles_text(names, solution),
-                people=count,
-                split=split,
-                slip=slip,
-            )
-        elif (redraws := redraws + 1) == _MAX_REDRAWS:
-            raise UserError(
-                f"rows: {rows} of split {split!r} are more than the {len(known_digests)} different puzzles "
-                "that were found; ask for fewer, or for more --people"
-            )
+        is_test_puzzle = int(digest[:8], 16) < _TEST_SHARE * 2**32
+        is_in_split = is_test_puzzle == (split == "test")
+        if not is_in_split or digest in known_digests:
+            redraws += 1
+            if redraws == _MAX_REDRAWS:
+                raise UserError(
+                    f"rows: {rows} of split {split!r} are more than the {len(known_digests)} "
+                    "different puzzles that were found; ask for fewer, or for more --people"
+                )
+            continue
+        row_id = f"knights/{seed}/{split}/{len(known_digests)}"
+        wrong_roles = _with_some_swapped(puzzle.is_knight, random.Random(f"{row_id}/slip"))
+        known_digests.add(digest)
+        redraws = 0
+        yield puzzle_row(
+            row_id,
+            problem=problem,
+            gold=roles_text(names, puzzle.is_knight),
+            people=people_count,
+            split=split,
+            slip=f"\\boxed{{{roles_text(names, wrong_roles)}}}",
+        )
+
+
+def _puzzle_text(puzzle: Puzzle, names: Sequence[str]) -> str:
+    """Return the question of a puzzle, whose people get these names."""
+    statements = " ".join(
+        f"{name} says: {statement.sentence(names)}."
+        for name, statement in zip(names, puzzle.statements, strict=True)
+    )
+    people_in_words = f"{', '.join(names[:-1])} and {names[-1]}"
+    return QUESTION.format(
+        people=people_in_words, statements=statements, example=example_answer(names)
+    )
+
+
+def _with_some_swapped(is_knight: Sequence[bool], rng: random.Random) -> list[bool]:
+    """Return a wrong solution: the roles with at least one of them swapped."""
+    # Bit i of this number says whether person i changes the role. It is not 0.
+    swap_bits = rng.randrange(1, 2 ** len(is_knight))
+    wrong_roles = []
+    for person, knight in enumerate(is_knight):
+        is_swapped = bool(swap_bits >> person & 1)
+        wrong_roles.append(not knight if is_swapped else knight)
+    return wrong_roles
 
 
 COLUMNS = ("quiz", "names", "solution", "statements", "extra_info")
@@ -218,10 +256,12 @@ QUESTIONS = ("box", "plain")
 
 
 def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
-    """Return whether a claim is true of these people, who are numbered from 0.
+    """Return whether a claim is true, given for each person whether that is a knight.
 
-    A claim is a nested tuple such as `("or", ("telling-truth", 1), ("lying", 2))`. Raises
-    `ValueError` for a claim of another form.
+    A claim is a nested tuple such as `("or", ("telling-truth", 1), ("lying", 2))`: person 1 is a
+    knight, or person 2 a knave. People are numbered from 0.
+
+    Raises `ValueError` for a claim of another form.
     """
     match claim:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
@@ -241,22 +281,27 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 
 
 def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
-    """Return every way to call people knights in which knights, and they alone, say what is true.
+    """Return all solutions of a puzzle, in which person i makes claim i.
 
-    Person i makes claim i.
+    A solution says for each person whether that is a knight. What a knight claims is true in it, and
+    what a knave claims is false.
     """
-    assignments = product((True, False), repeat=len(claims))
-    return [
-        kinds
-        for kinds in assignments
-        if all(holds(c, kinds) == k for c, k in zip(claims, kinds, strict=True))
-    ]
+    solutions = []
+    for is_knight in product((True, False), repeat=len(claims)):
+        if all(
+            holds(claim, is_knight) == speaker_is_knight
+            for claim, speaker_is_knight in zip(claims, is_knight, strict=True)
+        ):
+            solutions.append(is_knight)
+    return solutions
 
 
 def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
-    """Read the rows of a file, or of all Parquet files below a folder at any depth, by split.
+    """Read published puzzles from a Parquet file, or from all such files below a folder, by split.
 
-    `question`: one of `QUESTIONS`. Raises `UserError` that names the file and the row.
+    `question` is one of `QUESTIONS`: whether the puzzle ends with how to answer.
+
+    Raises `UserError` for a file or a row that cannot be used, and for a puzzle that comes twice.
     """
     files = sorted(location.rglob("*.parquet")) if location.is_dir() else [location]
     if not files or not files[0].is_file():
@@ -264,24 +309,25 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
             f"input: {str(location)!r} has no Parquet file; give the reference's data/kk, or a "
             "file of it"
         )
-    by_split: dict[str, list[Row]] = {}
-    origin_of: dict[str, str] = {}  # by the text of the puzzle
+    rows_by_split: dict[str, list[Row]] = {}
+    origin_by_problem: dict[str, str] = {}
     for file in files:
         for index, record in enumerate(_records(file)):
             origin = f"row {index} of {file}"
             row = _row_of_record(record, origin, question)
-            if row["problem"] in origin_of:
+            problem = row["problem"]
+            if problem in origin_by_problem:
                 raise UserError(
-                    f"input: {origin} has the same puzzle as {origin_of[row['problem']]}; leave "
+                    f"input: {origin} has the same puzzle as {origin_by_problem[problem]}; leave "
                     "one file out"
                 )
-            origin_of[row["problem"]] = origin
-            rows = by_split.setdefault(row["split"], [])
-            row["id"] = f"knights/reference/{row['split']}/{len(rows)}"
-            rows.append(row)
-    if not by_split:
+            origin_by_problem[problem] = origin
+            split_rows = rows_by_split.setdefault(row["split"], [])
+            row["id"] = f"knights/reference/{row['split']}/{len(split_rows)}"
+            split_rows.append(row)
+    if not rows_by_split:
         raise UserError(f"input: {str(location)!r} has no rows; give files that have some")
-    return {split: by_split[split] for split in SPLITS if split in by_split}
+    return {split: rows_by_split[split] for split in SPLITS if split in rows_by_split}
 
 
 def _records(file: Path) -> Iterator[dict[str, Any]]:
@@ -302,7 +348,10 @@ def _records(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row:
-    """Make the row of a record of the reference.
+    """Make the row of a record of the published puzzles, and check its solution.
+
+    `origin` is where the record stands, for messages. The id of the row is filled in by the caller,
+    which counts the rows of each split.
 
     Raises `UserError` for a record that is no puzzle with exactly one solution.
     """
@@ -312,8 +361,8 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
         split = record["extra_info"]["split"]
         # The reference stores the statements as the text of nested Python tuples.
         claims = ast.literal_eval(record["statements"])
-        words = all(isinstance(name, str) and name.isalpha() for name in names)
-        if not words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:
+        are_words = all(isinstance(name, str) and name.isalpha() for name in names)
+        if not are_words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:
             raise ValueError(f"names is {names!r}, and not {PEOPLE[0]} to {PEOPLE[1]} words")
         if split not in SPLITS:
             raise ValueError(f"split is {split!r}, and not one of {', '.join(SPLITS)}")
@@ -326,10 +375,12 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"input: {origin}: {in_one_line(error)}; leave the row out") from error
-    instruction = f" {BOX.format(example=example_answer(names))}" if question == "box" else ""
+    problem = record["quiz"].strip()
+    if question == "box":
+        problem += f" {BOX.format(example=example_answer(names))}"
     return puzzle_row(
-        "",
-        problem=record["quiz"].strip() + instruction,
+        row_id="",
+        problem=problem,
         gold=roles_text(names, solution),
         people=len(names),
         split=split,

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FunctionType
-from typing import Any, NoReturn, get_type_hints
+from typing import Any, NamedTuple, NoReturn, get_type_hints
 
 import numpy as np
 import torch
@@ -43,21 +43,28 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 class CallError(Exception):
-    """A call is wrong; the text tells the model what to change."""
+    """A call of a tool is wrong; the text tells the model what to change."""
+
+
+class ToolCall(NamedTuple):
+    """A call that a model has written."""
+
+    name: str  # of the tool
+    arguments: dict[str, Any]
 
 
 def schema_of(
     entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON schema of a tool, as a model is told of it.
+    """Return the JSON schema of a tool, which tells the model how to call it.
 
-    Transformers derives it from type hints and a Google docstring. The parameters in `HIDDEN` are
-    left out.
+    Transformers makes it from type hints and a Google docstring. The parameters in `HIDDEN` are
+    left out, since the run itself passes them.
 
     Args:
-        entry: the tool's entry in `tools`, for messages.
+        entry: the tool's entry in the key `tools`, for messages.
         function: the tool.
-        words: replacements for names in braces in the docstring.
+        words: texts for names in braces in the docstring, such as `{points}`.
 
     Raises `UserError` for a function without a schema: an async one, one without type hints or a
     docstring for each parameter, or one with `*` or `**`.
@@ -100,12 +107,12 @@ def schema_of(
     text = json.dumps(schema)
     for name, word in (words or {}).items():
         text = text.replace(f"{{{name}}}", json.dumps(word)[1:-1])
-    filled: dict[str, Any] = json.loads(text)
-    return filled
+    schema_with_words: dict[str, Any] = json.loads(text)
+    return schema_with_words
 
 
 def calls_in(text: str) -> list[str]:
-    """Return the text between the marks of each call of a turn.
+    """Return the text of each call in a turn, between `<tool_call>` and `</tool_call>`.
 
     The last call may have no closing mark.
     """
@@ -117,8 +124,8 @@ def without_calls(text: str) -> str:
     return _CALL.sub("", text).strip()
 
 
-def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the arguments of a call. Raises `CallError`."""
+def read_call(call_text: str) -> ToolCall:
+    """Read the JSON text of a call. Raises `CallError` where it is no call of a tool."""
     if len(call_text) > _MAX_CALL_CHARS:
         raise CallError(f"the call has {len(call_text)} characters, at most {_MAX_CALL_CHARS}")
     try:
@@ -141,7 +148,7 @@ def read_call(call_text: str) -> tuple[str, dict[str, Any]]:
         raise CallError("arguments is no object, such as {...}")
     if _is_deeper(arguments, _MAX_DEPTH):
         raise CallError("the call is nested too deep")
-    return clean(call["name"]), arguments
+    return ToolCall(name=clean(call["name"]), arguments=arguments)
 
 
 def _no_number(word: str) -> NoReturn:
@@ -158,9 +165,9 @@ def _finite(digits: str) -> float:
 
 
 def _is_deeper(value: object, levels: int) -> bool:
-    """Return whether lists and objects are nested on more than `levels` levels.
+    """Return whether a JSON value has lists and objects nested more than `levels` deep.
 
-    The function looks no deeper than that, since a model may nest them at any depth.
+    The recursion ends at that depth, since a model may nest them at any depth.
     """
     items: Iterable[Any]
     if isinstance(value, dict):
@@ -175,7 +182,8 @@ def _is_deeper(value: object, levels: int) -> bool:
 def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
     """Check the arguments of a call against its tool's schema, and return them in its types.
 
-    An integer may be written as 3.0. Raises `CallError` for an unknown or missing argument and for a wrong type.
+    An integer may be written as 3.0. Raises `CallError` for an unknown or missing
+    argument and for a wrong type.
     """
     parameters = schema["function"]["parameters"]
     properties: Mapping[str, Any] = parameters["properties"]
@@ -222,14 +230,14 @@ def _is_a_float(value: int) -> bool:
 
 
 def error_line(reason: str) -> str:
-    """Return an error as the model reads it: one line without paths."""
+    """Return the line that tells a model of an error, without the paths of this machine."""
     return clean("Error: " + " ".join(_PATH.sub("", reason).split()))[:_ERROR_CHARS]
 
 
 def clean(text: str) -> str:
-    """Return text that a tokenizer accepts.
+    """Return a text that a tokenizer accepts.
 
-    Half of a surrogate pair in JSON becomes a question mark.
+    JSON may contain half of a surrogate pair, which is no character. It becomes a question mark.
     """
     # `str.encode` is called on the class, since a user's subclass of str may override it.
     return str.encode(text, "utf-8", "replace").decode()

@@ -31,8 +31,8 @@ class Environments:
 
     factory: Callable[[], Any]
     """What returns a new environment at each call, such as its class."""
-    name: str
-    """The factory's name, for messages; `__post_init__` replaces it by that of the class."""
+    factory_name: str
+    """The factory's name, for messages."""
     hashes: Mapping[str, str]
     """The hash of the factory's file by its path, or of a function by its name."""
     seconds: float
@@ -45,30 +45,30 @@ class Environments:
     """The number of instances that rollouts of the current generation have."""
 
     def __post_init__(self) -> None:
-        """Build the first environment, whose class says what the model may call.
+        """Build the first environment, and find out from its class what the model may call.
 
-        Raises `UserError` for a factory whose objects are no environments.
+        Sets `name` (that of the class), `tools` (its public methods by name) and `grades` (whether
+        it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
         """
-        environment = self._take_unused(f"{KEY}: {self.name}")
-        # Only its class was needed, so the first rollout may have it.
-        self._in_use = 0
-        # TRL names the reward of an environment by its class, so messages do so too.
-        self.name = type(environment).__name__
-        members = dict(inspect.getmembers(type(environment), inspect.isfunction))
+        self.name = self.factory_name  # for messages, until the class is known
+        environment = self._take_unused(f"{KEY}: {self.factory_name}")
+        self._in_use = 0  # no rollout has it yet, so the first rollout may take it
+        self.name = type(environment).__name__  # TRL names its reward function so
+        methods = dict(inspect.getmembers(type(environment), inspect.isfunction))
         self.tools: dict[str, Callable[..., Any]] = {}
-        for name in members:
-            if name not in _HIDDEN_METHODS and not name.startswith("_"):
-                self.tools[name] = getattr(environment, name)
-        self.grades = "get_reward" in members
-        if "reset" not in members:
+        for method_name in methods:
+            if method_name not in _HIDDEN_METHODS and not method_name.startswith("_"):
+                self.tools[method_name] = getattr(environment, method_name)
+        self.grades = "get_reward" in methods
+        if "reset" not in methods:
             raise UserError(
                 f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
             )
         if not self.tools:
             raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
-        for name in _HIDDEN_METHODS:
-            if inspect.iscoroutinefunction(members.get(name)):
-                raise UserError(f"{KEY}: {self.name}.{name} is async; write a plain method")
+        for method_name in _HIDDEN_METHODS:
+            if inspect.iscoroutinefunction(methods.get(method_name)):
+                raise UserError(f"{KEY}: {self.name}.{method_name} is async; write a plain method")
 
     def reward(self) -> Callable[..., list[float | None]]:
         """Return a reward function that asks each rollout's environment for its reward.
@@ -82,8 +82,8 @@ class Environments:
         get_reward.__name__ = self.name
         return get_reward
 
-    def entered(
-        self, groups: Sequence[RolloutGroup], run_seed: int, *, anew: bool
+    def enter(
+        self, groups: Sequence[RolloutGroup], run_seed: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
         """Give each rollout of new groups an environment, and reset it.
 
@@ -92,17 +92,21 @@ class Environments:
         Args:
             groups: groups that begin.
             run_seed: the seed of the run.
-            anew: whether a generation begins, so that no rollout needs the instances of the last
-                one any more.
+            begins_generation: whether a generation begins. The rollouts of the last one then no
+                longer need their environments.
 
-        Raises `UserError` where an environment fails, or its text differs within a group.
+        Returns the groups with their environments. Raises `UserError` where an environment fails,
+        or its text differs within a group.
         """
-        if anew:
+        if begins_generation:
             self._in_use = 0
-        return [self._entered(group, run_seed) for group in groups]
+        return [self._enter_group(group, run_seed) for group in groups]
 
-    def _entered(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """Return one group with its environments, all reset with the same random numbers."""
+    def _enter_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
+        """Give each rollout of one group an environment: see `enter`.
+
+        All of them are reset with the same random numbers, so that the rollouts begin alike.
+        """
         problem = group.problem
         where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
         seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
@@ -140,14 +144,17 @@ class Environments:
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
         """Reset an environment for a row, and return the text that its `reset` returns.
 
-        None becomes the empty text. Raises `UserError` where `reset` fails, returns something else,
-        or returns a control token, which the model would take for the end of a message.
+        None becomes the empty text. `where` names the row in errors. The random numbers in `reset`
+        follow from the text `seed`.
+
+        Raises `UserError` where `reset` fails, returns something else, or returns a control token,
+        which the model would take for the end of a message.
         """
 
         def reset() -> object:
             return environment.reset(**own_copy(dict(row)))
 
-        message = self._run(reset, f"{where}: reset", seed)
+        message = self._run(reset, label=f"{where}: reset", seed=seed)
         if message is not None and not isinstance(message, str):
             raise UserError(
                 f"{where}: reset returned a {type(message).__name__}; return a text or None"
@@ -195,7 +202,7 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
         user_class = from_file(KEY, factory, "class", callable)
         return Environments(
             factory=user_class.value,
-            name=function_name(user_class.value),
+            factory_name=function_name(user_class.value),
             hashes={user_class.file: user_class.hash},
             seconds=seconds,
         )
@@ -205,7 +212,7 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
         raise UserError(f"{KEY}: {factory!r:.80} is no class")
     name = function_name(factory)
     return Environments(
-        factory=factory, name=name, hashes={name: source_hash(factory)}, seconds=seconds
+        factory=factory, factory_name=name, hashes={name: source_hash(factory)}, seconds=seconds
     )
 
 

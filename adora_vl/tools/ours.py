@@ -241,7 +241,7 @@ def _no_value(reason: str) -> str:
 
 # The length of the shortest answer of a tool, for tools whose answers are long.
 SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
-OURS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
+BUILT_IN_TOOLS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 
 def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from adora_vl.data.images import model_size
 from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
-from adora_vl.tools.ours import OURS, SHORTEST_TEXT
+from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_TEXT
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
 
@@ -23,42 +23,43 @@ _SHORTEST = {"integer": 0, "number": 0, "string": "", "boolean": True, "array": 
 
 
 @dataclass(frozen=True)
-class Room:
-    """The limits of a conversation; None where a limit is unknown."""
+class ConversationLimits:
+    """The limits of a conversation with tools; None where a limit is unknown."""
 
-    key: str
-    """The key of the run that sets `completion`."""
-    completion: int
-    """The most tokens that a completion may have."""
-    context: int | None = None
-    """The most tokens that prompt and completion may have together."""
-    prompt: int | None = None
-    """The tokens of the shortest prompt."""
-    pictures: int | None = None
-    """The number of pictures of the problem with the fewest."""
+    completion_key: str
+    """The key of the config that sets `max_completion`."""
+    max_completion: int
+    """The largest number of tokens of a completion."""
+    max_context: int | None = None
+    """The largest number of tokens of prompt and completion together."""
+    shortest_prompt: int | None = None
+    """The number of tokens of the shortest prompt."""
+    fewest_pictures: int | None = None
+    """The number of pictures of the problem that has the fewest."""
 
 
 def refuse_no_room(
     toolbox: Toolbox,
     processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
     template: Mapping[str, Any],
-    room: Room,
+    limits: ConversationLimits,
 ) -> None:
-    """Raise `UserError` where a limit is below the minimum that a tool needs.
+    """Raise `UserError` where the limits of a conversation leave no room for a tool's answer.
 
     Args:
         toolbox: the tools of the run.
-        processor: that of the model, or a tokenizer; None if it is not available, and then no
+        processor: the model's processor or tokenizer; None if it is not available, and then no
             tokens are counted.
         template: arguments of the chat template.
-        room: the limits of a conversation.
+        limits: the limits of a conversation.
     """
     for name, tool in toolbox.chosen.functions.items():
-        _refuse_no_pictures(toolbox, name=name, tool=tool, room=room)
+        _refuse_no_pictures(toolbox, name=name, tool=tool, limits=limits)
         _refuse_no_text(toolbox, name, tool)
     if processor is None:
         return
-    turns = ToolLoop(
+    # It counts the tokens of texts here, so what concerns pictures and sampling is left empty.
+    tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
         template=template,
@@ -67,21 +68,25 @@ def refuse_no_room(
         decode=str,
     )
     for schema in toolbox.schemas:
-        _refuse_no_tokens(toolbox, turns=turns, function=schema["function"], room=room)
+        _refuse_no_tokens(toolbox, tool_loop=tool_loop, function=schema["function"], limits=limits)
 
 
-def _refuse_no_pictures(toolbox: Toolbox, name: str, tool: Callable[..., Any], room: Room) -> None:
-    """Raise `UserError` where a tool that shows pictures may show none."""
+def _refuse_no_pictures(
+    toolbox: Toolbox, name: str, tool: Callable[..., Any], limits: ConversationLimits
+) -> None:
+    """Raise `UserError` where the limits on pictures forbid each picture that a tool returns."""
     images = toolbox.options.images
     max_pixels = toolbox.options.max_pixels
     if not _shows_a_picture(tool) or toolbox.view is None:
         return
-    if room.pictures is not None and images <= room.pictures:
+    fewest_pictures = limits.fewest_pictures
+    # The limit counts the problem's own pictures too.
+    if fewest_pictures is not None and images <= fewest_pictures:
         raise UserError(
             f"adora_tool_options.images: {images} leaves no picture for {name}, since each problem "
-            f"has {room.pictures} or more of them; set it to {room.pictures + 1} or more"
+            f"has {fewest_pictures} or more of them; set it to {fewest_pictures + 1} or more"
         )
-    unit = toolbox.view.unit
+    unit = toolbox.view.unit  # the side of an image token in pixels
     if max_pixels is not None and max_pixels < unit**2:
         raise UserError(
             f"adora_tool_options.max_pixels: {max_pixels} holds no picture that {name} could show, "
@@ -99,9 +104,13 @@ def _shows_a_picture(tool: Callable[..., Any]) -> bool:
 
 
 def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
-    """Raise `UserError` where every answer of a tool is over the limit of text."""
+    """Raise `UserError` where each answer of a built-in tool is longer than the limit of text.
+
+    Nothing is known of the answers of the user's tools, which may have the name of a built-in one.
+    """
     max_text = toolbox.options.max_text
-    shortest = SHORTEST_TEXT.get(name, 0) if OURS.get(name) is tool else 0
+    is_built_in = BUILT_IN_TOOLS.get(name) is tool
+    shortest = SHORTEST_TEXT.get(name, 0) if is_built_in else 0
     if max_text < shortest:
         raise UserError(
             f"adora_tool_options.max_text: {max_text} is less than any answer of {name} has, "
@@ -110,43 +119,55 @@ def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> No
 
 
 def _refuse_no_tokens(
-    toolbox: Toolbox, turns: ToolLoop, function: Mapping[str, Any], room: Room
+    toolbox: Toolbox,
+    tool_loop: ToolLoop,
+    function: Mapping[str, Any],
+    limits: ConversationLimits,
 ) -> None:
-    """Raise `UserError` where the shortest call of a tool and its answer do not fit."""
+    """Raise `UserError` where the shortest call of a tool and its shortest answer do not fit.
+
+    Args:
+        toolbox: the tools of the run.
+        tool_loop: counts tokens with the model's tokenizer and chat template.
+        function: the schema of the tool.
+        limits: the limits of a conversation.
+    """
     name = function["name"]
-    call = _shortest_call(turns, function)
-    # The template's own tokens around an answer, and the smallest picture if the tool shows one.
-    answer = turns.empty_answer_length + _shortest_picture(toolbox, toolbox.chosen.functions[name])
-    needed = call + answer + MIN_TOKENS_LEFT
+    call_length = _shortest_call(tool_loop, function)
+    picture_length = _shortest_picture(toolbox, toolbox.chosen.functions[name])
+    answer_length = tool_loop.empty_answer_length + picture_length
+    needed = call_length + answer_length + MIN_TOKENS_LEFT
     parts = (
-        f"{name}, whose shortest call takes {call} tokens and the answer to it {answer}, and "
-        f"{MIN_TOKENS_LEFT} have to be left behind it"
+        f"{name}, whose shortest call takes {call_length} tokens and the answer to it "
+        f"{answer_length}, and {MIN_TOKENS_LEFT} have to be left behind it"
     )
-    turn_tokens = toolbox.options.turn_tokens
-    if turn_tokens is not None and turn_tokens < call:
+    turn_limit = toolbox.options.turn_tokens  # the largest number of tokens of a turn
+    if turn_limit is not None and turn_limit < call_length:
         raise UserError(
-            f"adora_tool_options.turn_tokens: {turn_tokens} is too short for a call of {name}, "
-            f"which takes {call} tokens or more; raise it"
+            f"adora_tool_options.turn_tokens: {turn_limit} is too short for a call of {name}, which "
+            f"takes {call_length} tokens or more; raise it"
         )
-    if room.completion < needed:
+    if limits.max_completion < needed:
         raise UserError(
-            f"{room.key}: {room.completion} leaves no room for an answer of {parts}; set it to "
-            f"{needed} or more"
+            f"{limits.completion_key}: {limits.max_completion} leaves no room for an answer of "
+            f"{parts}; set it to {needed} or more"
         )
-    # What the engine holds is known only where vLLM samples, the prompt where the data are known.
-    if room.context is None or room.prompt is None:
+    # The context is known only where vLLM samples, the prompt only where the data are known.
+    if limits.max_context is None or limits.shortest_prompt is None:
         return
-    if room.context - room.prompt < needed:
+    if limits.max_context - limits.shortest_prompt < needed:
         raise UserError(
-            f"vllm_max_model_length: {room.context} leaves no room for an answer of {parts}, "
-            f"where the shortest prompt has {room.prompt}; set it to {room.prompt + needed} or more"
+            f"vllm_max_model_length: {limits.max_context} leaves no room for an answer of {parts}, "
+            f"where the shortest prompt has {limits.shortest_prompt}; set it to "
+            f"{limits.shortest_prompt + needed} or more"
         )
 
 
-def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
-    """Return the tokens of the shortest call that the schema allows, in its shortest spelling.
+def _shortest_call(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
+    """Return the number of tokens of the shortest call that the schema of a tool allows.
 
-    The closing mark is not counted, since a model may omit it.
+    The same JSON takes more or fewer tokens by its spaces, so the shortest spelling counts. The
+    mark `</tool_call>` is not counted, since a model may omit it.
     """
     parameters = function["parameters"]
     properties = parameters["properties"]
@@ -158,7 +179,7 @@ def _shortest_call(turns: ToolLoop, function: Mapping[str, Any]) -> int:
     # Which spelling takes fewest tokens depends on the tokenizer.
     spellings = [plain, f"\n{plain}", without_spaces]
     end_of_turn = 1
-    return min(turns.count(f"{CALL}{text}") for text in spellings) + end_of_turn
+    return min(tool_loop.count(f"{CALL}{text}") for text in spellings) + end_of_turn
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:
@@ -171,9 +192,9 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
 
 
 def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
-    """Return the tokens of the smallest picture that a tool can show.
+    """Return the number of tokens of the smallest picture that a tool can return.
 
-    It is 0 for a tool that may show none.
+    It is 0 for a tool that may return anything else, and for a model that sees no images.
     """
     view = toolbox.view
     if view is None or not _shows_a_picture(tool):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from PIL import Image
 
@@ -34,6 +34,7 @@ from adora_vl.rollout.rollouts import Call
 from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
     CallError,
+    ToolCall,
     calls_in,
     check_arguments,
     clean,
@@ -43,7 +44,7 @@ from adora_vl.tools.calls import (
     schema_of,
 )
 from adora_vl.tools.environments import Environments
-from adora_vl.tools.ours import OURS, View
+from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     OverdueError,
@@ -61,25 +62,23 @@ Part = str | Image.Image
 # The calls of one turn that are answered; a single line answers all beyond them.
 CALLS_PER_TURN = 4
 _MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
-_NEED_PICTURES = [tool for tool in OURS.values() if "view" in signature(tool).parameters]
+_NEED_PICTURES = [tool for tool in BUILT_IN_TOOLS.values() if "view" in signature(tool).parameters]
 
 
 @dataclass(frozen=True)
 class ToolSet:
-    """The tools of a run by name.
+    """The tools of a run."""
 
-    `functions` includes the methods of the first environment, which stand for those of every
-    environment. `hashes` has a hash of each file, or function, of the user.
-    """
-
+    # by name; includes the methods of the first environment, which stand for those of every one
     functions: Mapping[str, Callable[..., Any]]
+    # the hash of each file or function of the user, by its path or name
     hashes: Mapping[str, str] = field(default_factory=dict)
     environments: Environments | None = None
 
     def schemas(self, view: View | None) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools, as the model is told of them.
+        """Return the JSON schemas of the tools, which tell the model how to call them.
 
-        `view` is that of a model that sees images, None for a model that reads text alone.
+        `view`: what the model sees of a picture; None for a model that reads text alone.
         """
         words = {"points": view.points} if view else {}
         return [schema_of(name, tool, words) for name, tool in self.functions.items()]
@@ -88,79 +87,85 @@ class ToolSet:
 def choose_tools(
     entries: Sequence[str | Callable[..., Any]], environments: Environments | None = None
 ) -> ToolSet:
-    """Return the tools of a run, and the methods of its environments.
+    """Find the tools of a run by their entries in the config, and check their schemas.
 
     Args:
-        entries: the key `tools`: names of our tools, `FILE.py:FUNCTION`, and functions.
-        environments: those of the run, whose public methods become tools.
+        entries: the key `tools`: names of built-in tools, `FILE.py:FUNCTION`, and functions.
+        environments: the environments of the run, whose public methods become tools too.
 
     Raises `UserError` for an unknown entry, for a tool without a schema, and for two tools of the
     same name.
     """
-    tools = list[tuple[str, str, Any]]()  # name, label in messages, and the tool
+    tools: list[_NamedTool] = []
     hashes = dict(environments.hashes) if environments is not None else {}
     for entry in entries:
         if not isinstance(entry, str):
-            tool = entry
             name = function_name(entry)
+            tools.append(_NamedTool(name, label=name, function=entry))
             hashes[name] = source_hash(entry)
         elif is_own(entry):
             user_function = from_file("tools", entry)
-            tool = user_function.value
-            name = user_function.value.__name__
+            function = user_function.value
+            tools.append(_NamedTool(function.__name__, label=entry, function=function))
             hashes[user_function.file] = user_function.hash
-        elif entry in OURS:
-            tool = OURS[entry]
-            name = entry
+        elif entry in BUILT_IN_TOOLS:
+            tools.append(_NamedTool(entry, label=entry, function=BUILT_IN_TOOLS[entry]))
         else:
-            names = ", ".join(OURS)
+            names = ", ".join(BUILT_IN_TOOLS)
             raise UserError(
                 f"tools: {entry!r} is none of {names}, nor "
-                f"FILE.py:FUNCTION{did_you_mean(entry, OURS)}"
+                f"FILE.py:FUNCTION{did_you_mean(entry, BUILT_IN_TOOLS)}"
             )
-        if not is_function(tool):
+        if not is_function(tools[-1].function):
             raise UserError(f"tools: {entry!r:.80} is no function")
-        tools.append((name, entry if isinstance(entry, str) else name, tool))
+    if environments is not None:
+        for name, method in environments.tools.items():
+            tools.append(_NamedTool(name, label=name, function=method))
     functions: dict[str, Callable[..., Any]] = {}
-    environment_tools = environments.tools if environments is not None else {}
-    for name, label, tool in [
-        *tools,
-        *((name, name, tool) for name, tool in environment_tools.items()),
-    ]:
-        if name in functions:
-            raise UserError(f"tools: two of them have the name {name!r}; rename one of them")
-        schema_of(label, tool)
-        functions[name] = tool
+    for tool in tools:
+        if tool.name in functions:
+            raise UserError(f"tools: two of them have the name {tool.name!r}; rename one of them")
+        schema_of(tool.label, tool.function)  # raises for a tool without a schema
+        functions[tool.name] = tool.function
     return ToolSet(functions, hashes, environments)
 
 
-def view_of(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
-    """Return the view of a model of this Transformers config.
+class _NamedTool(NamedTuple):
+    """A tool, and its names."""
 
-    None for a model that reads text alone. `pixels` are the limits within which the model sees a
-    picture.
+    name: str  # by which a model calls it
+    label: str  # in messages: the user's entry
+    function: Any
+
+
+def view_of(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
+    """Return what a model with this config sees of a picture.
+
+    None for a model that reads text alone. `pixels`: the limits to which pictures are resized for
+    the model.
     """
-    family = family_of(config)
-    vision = family.vision if family is not None else None
-    relative = vision is not None and vision.relative
     if not sees_images(config):
         return None
+    family = family_of(config)
+    vision = family.vision if family is not None else None
+    relative = vision is not None and vision.relative  # whether coordinates are in thousandths
     return View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=relative)
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of one call; `name` is empty where it could not be read."""
+    """What one call of a tool has returned, or the line that says why it failed."""
 
-    name: str
+    name: str  # of the tool; empty where the call could not be read
     parts: Sequence[Part]
     failed: bool = False
 
 
 def _with_picture_numbers(parts: Sequence[Part], first: int) -> list[Part]:
-    """Return the parts of an answer on lines of their own, with a number before each picture.
+    """Return the texts and pictures of an answer, with line breaks and numbers between them.
 
-    `first` is the number of the first picture, by which a later call names it.
+    Each part gets a line of its own, and each picture its number, by which later calls name it.
+    `first`: the number of the first picture.
     """
     lines: list[Part] = []
     number = first
@@ -175,8 +180,25 @@ def _with_picture_numbers(parts: Sequence[Part], first: int) -> list[Part]:
     return lines
 
 
+def _recorded(outcome: _Outcome, call_text: str, *, seconds: float) -> Call:
+    """Return a call as the record of the run has it.
+
+    `call_text`: the call as the model wrote it. `seconds`: how long it took.
+    """
+    texts = [part for part in outcome.parts if isinstance(part, str)]
+    picture_count = len(outcome.parts) - len(texts)
+    return Call(
+        name=outcome.name,
+        arguments=call_text,
+        text="\n".join([*texts, *["<image>"] * picture_count]),
+        seconds=seconds,
+        failed=outcome.failed,
+        span=-1,  # `ToolLoop` sets the number of the segment
+    )
+
+
 class Toolbox:
-    """Answers the calls of a run."""
+    """Answers the tool calls of a run."""
 
     def __init__(
         self,
@@ -185,16 +207,16 @@ class Toolbox:
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
     ) -> None:
-        """Build the schemas of the tools.
+        """Build the schemas of the tools, and check that the model can use them.
 
         Args:
             chosen: the tools of the run.
             options: the limits of calls and answers.
-            view: what the model sees of a picture, None for a model that reads text alone.
+            view: what the model sees of a picture; None for a model that reads text alone.
             control_tokens: the control tokens of the model, which no schema may contain.
 
-        Raises `UserError` for a tool that the model cannot be told of, or that needs pictures where
-        the model sees none.
+        Raises `UserError` for a schema with a control token, and for a tool that needs pictures
+        where the model sees none.
         """
         self.chosen = chosen
         self.options = options
@@ -208,7 +230,7 @@ class Toolbox:
                     f"tools: {name!r} has the model's own token {token} in its docstring or hints, "
                     "which the model is told; remove it from the text"
                 )
-        self._has_warned = False
+        self._has_warned = False  # of a tool that was stopped by its time limit
         for name, tool in chosen.functions.items():
             if view is None and tool in _NEED_PICTURES:
                 raise UserError(f"tools: {name!r} needs a model that sees images; leave it out")
@@ -222,14 +244,16 @@ class Toolbox:
         last: bool,
         environment: object = None,
     ) -> ToolAnswer | None:
-        """Answer a turn of the policy; None if the turn calls nothing.
+        """Run the calls in a turn of the policy, and return the answer to all of them.
 
         Args:
-            text: the turn.
+            text: the text of the turn.
             images: the pictures of the problem, then those of earlier answers.
-            seed: names the random numbers of the calls.
+            seed: a text from which the random numbers of the calls follow.
             last: whether no calls remain after this turn; the answer then says so.
-            environment: that of the rollout, if it has one.
+            environment: the environment of the rollout, if it has one.
+
+        Returns None if the turn calls nothing.
         """
         all_pictures = list(images)
         parts = list[Part]()
@@ -243,23 +267,13 @@ class Toolbox:
                 seed=f"{seed}/{number}",
                 environment=environment,
             )
+            calls.append(_recorded(outcome, call_text, seconds=time.perf_counter() - began))
             if number > 0:
                 parts.append("\n")
             parts += tool_response(_with_picture_numbers(outcome.parts, len(all_pictures)))
-            pictures = [part for part in outcome.parts if isinstance(part, Image.Image)]
-            all_pictures += pictures
-            texts = [part for part in outcome.parts if isinstance(part, str)]
-            calls.append(
-                Call(
-                    name=outcome.name,
-                    arguments=call_text,
-                    text="\n".join([*texts, *["<image>"] * len(pictures)]),
-                    seconds=time.perf_counter() - began,
-                    failed=outcome.failed,
-                    span=-1,  # the rollout's segment is not known yet; `ToolLoop` puts it in
-                )
-            )
-            # The first call beyond the limit was answered too, with the error that says so.
+            # A later call of this turn may use the pictures of this one.
+            all_pictures += [part for part in outcome.parts if isinstance(part, Image.Image)]
+            # The first call beyond the limit gets an error that says so, the others nothing.
             if number >= CALLS_PER_TURN:
                 break
         if not calls:
@@ -277,18 +291,25 @@ class Toolbox:
         seed: str,
         environment: object,
     ) -> _Outcome:
-        """Return the result of one call, from its text to the parts of its answer.
+        """Read one call, run it, and return its result, or an error line for the model.
 
-        Everything here follows from what a model wrote or a tool of the user returned, so every
-        exception becomes a line for the model: a run that ended here would draw the same call again
-        when it is resumed.
+        Every exception becomes such a line. A run that ended here would end again when it is
+        resumed, since the model would write the same call.
+
+        Args:
+            call_text: the call as the model wrote it.
+            number: the number of the call in its turn, from 0.
+            images: the pictures that the tool gets.
+            seed: a text from which the tool's random numbers follow.
+            environment: the environment of the rollout, if it has one.
         """
         name = ""
         try:
             if number >= CALLS_PER_TURN:
                 raise CallError(f"too many calls in a turn, at most {CALLS_PER_TURN}")
-            name, arguments = read_call(call_text)
-            parts = self._call(name, arguments, images, seed, environment)
+            call = read_call(call_text)
+            name = call.name
+            parts = self._call(call, images=images, seed=seed, environment=environment)
             return _Outcome(name, parts)
         except KeyboardInterrupt:
             raise
@@ -305,28 +326,31 @@ class Toolbox:
 
     def _call(
         self,
-        name: str,
-        arguments: Mapping[str, Any],
+        call: ToolCall,
+        *,
         images: Sequence[Image.Image],
         seed: str,
         environment: object,
     ) -> list[Part]:
-        """Call a tool, and return the parts of its result.
+        """Call a tool, and return the texts and pictures of its result.
 
-        Raises `CallError`, and whatever the tool raises.
+        The arguments are those of `_outcome`. Raises `CallError` where the call is wrong or the
+        result no answer, and whatever the tool raises.
         """
+        name = call.name
         if name not in self._by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
-        kwargs: dict[str, Any] = check_arguments(arguments, self._by_name[name])
+        kwargs: dict[str, Any] = check_arguments(call.arguments, self._by_name[name])
         tool = self.chosen.functions[name]
         environments = self.chosen.environments
         if environments is not None and environment is not None and name in environments.tools:
+            # `chosen` has the method of the first environment; the rollout has its own.
             tool = getattr(environment, name)
         # A tool gets the pictures and the view only if it has parameters of these names.
         parameters = signature(tool).parameters
         hidden = {"images": images, "view": self.view}
         kwargs |= {key: value for key, value in hidden.items() if key in parameters}
-        if OURS.get(name) is tool:
+        if BUILT_IN_TOOLS.get(name) is tool:
             try:
                 return self._parts(tool(**kwargs), len(images))
             except ValueError as error:
@@ -348,10 +372,10 @@ class Toolbox:
         self._has_warned = True
 
     def _parts(self, result: object, before: int) -> list[Part]:
-        """Return a tool's result as texts and pictures that the model's processor accepts.
+        """Return the result of a tool as texts and pictures that the model's processor accepts.
 
-        `before` is the number of pictures that the model has already. Raises `CallError`, and
-        whatever an object of the user raises when it is read.
+        `before`: the number of pictures that the model has already. Raises `CallError` beyond the
+        limits of an answer, and whatever an object of the user raises when it is read.
         """
         parts = list[Part]()
         length = 0
@@ -364,7 +388,7 @@ class Toolbox:
                 length += len(part)
             else:
                 pictures += 1
-            # The check is within the loop, since a list of a user's class may have no end.
+            # It is checked in the loop, since iterating over a list of a user's class may never end.
             if length > self.options.max_text or len(parts) > _MAX_PARTS:
                 raise CallError(
                     f"the tool's text has {length} characters, at most {self.options.max_text}"
@@ -374,11 +398,12 @@ class Toolbox:
         return parts or ["nothing"]
 
     def _part(self, value: object) -> Part:
-        """Return one value of a result as text or picture; any JSON value becomes its text.
+        """Return one value of a tool's result as a text or a picture.
 
-        Raises `CallError`.
+        A value that is neither becomes its JSON text. Raises `CallError` where it has none.
         """
-        if isinstance(value, Mapping):  # a part in TRL's form
+        if isinstance(value, Mapping):
+            # It may be a part of a message in TRL's form: {"type": "text", "text": ...}.
             kind = value.get("type")
             if isinstance(kind, str) and kind in ("text", "image"):
                 value = value.get(kind)
@@ -396,9 +421,9 @@ class Toolbox:
             ) from None
 
     def _picture(self, image: Image.Image) -> Image.Image:
-        """Return a picture as the model can see it, resized within the limits.
+        """Return a tool's picture upright, in RGB, and resized for the model.
 
-        Raises `CallError`.
+        Raises `CallError` for a picture that cannot be read, or that the model cannot see.
         """
         if self.view is None:
             raise CallError("the tool returned a picture, and the model reads text alone")

@@ -205,7 +205,8 @@ class BatchBuilder:
         """Return prompts and completions of B rollouts as padded columns on the device.
 
         Args:
-            prompts: the images of each prompt are followed by those of its completion.
+            prompts: the prompt of each rollout, with its images. Where a completion has images
+                too, they stand behind those of its prompt.
             completions: token ids, those of tools included.
             logps: the engine's log-probabilities of the completions; None for a token that it was
                 not asked for, which becomes NaN.

@@ -103,13 +103,12 @@ def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> 
             first_patch: bank.store(key, patches.to(device), grid).to(device)
             for first_patch, (key, patches, grid) in packed["images"].items()
         }
-        no_references = torch.zeros(
-            0, 1, dtype=torch.long, device=device
-        )  # of a row without images
-        rows["pixel_values"] = [
-            torch.cat([no_references, *map(references_by_image.__getitem__, first_patches_of_row)])
-            for first_patches_of_row in packed["pixel_values"]
-        ]
+        # Those of a row without images. They begin every row, so that there is something to join.
+        no_references = torch.zeros(0, 1, dtype=torch.long, device=device)
+        rows["pixel_values"] = []
+        for first_patches_of_row in packed["pixel_values"]:
+            references = [references_by_image[first_patch] for first_patch in first_patches_of_row]
+            rows["pixel_values"].append(torch.cat([no_references, *references]))
     return _join_images(rows)
 
 
@@ -226,6 +225,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
         )
         for part in batches
     ]
+    # For the time of the joining `pixel_values` is a list with an entry for each row.
     first_split, second_split = map(_split_images, widened)
     joined: _SplitBatch = {}
     for name, value in first_split.items():

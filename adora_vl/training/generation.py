@@ -92,25 +92,37 @@ class ScoredGroups:
             pad_id=pad_id,
         )
         groups_of_rank = [*self.groups, *refill.groups]
-        # The joined facts have the rollouts of all ranks: first those of `self`, rank by rank, then
-        # those of `refill`, rank by rank. Every rank has equally many groups in each of the two.
-        groups_here = len(self.groups)
-        first_group_of_refill = groups_here * len(chosen_by_rank)
         chosen_rollouts: list[int] = []
-        for source_rank, group_numbers in enumerate(chosen_by_rank):
-            for number in group_numbers:
-                group_in_facts = source_rank * groups_here + number
-                if number >= groups_here:
-                    groups_before = source_rank * len(refill.groups) + number - groups_here
-                    group_in_facts = first_group_of_refill + groups_before
-                first_rollout = group_in_facts * group_size
-                chosen_rollouts += range(first_rollout, first_rollout + group_size)
+        for group in self._groups_in_joined_facts(refill, chosen_by_rank):
+            chosen_rollouts += range(group * group_size, (group + 1) * group_size)
         return replace(
             self,
             groups=[groups_of_rank[number] for number in chosen_by_rank[rank]],
             batch=batch,
             facts=self.facts.joined(refill.facts).selected(chosen_rollouts),
         )
+
+    def _groups_in_joined_facts(
+        self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Return the numbers that the chosen groups of all ranks have in the joined facts.
+
+        The joined facts have first the groups of `self`, rank by rank, then those of `refill`, rank
+        by rank. Every rank has equally many groups in each of the two.
+
+        `chosen_by_rank`: as in `exchanged`, by the numbers that the groups have on their ranks.
+        """
+        groups_per_rank = len(self.groups)
+        groups_of_all_ranks = groups_per_rank * len(chosen_by_rank)
+        numbers = []
+        for rank, chosen in enumerate(chosen_by_rank):
+            for number in chosen:
+                if number < groups_per_rank:
+                    numbers.append(rank * groups_per_rank + number)
+                else:
+                    number_in_refill = rank * len(refill.groups) + number - groups_per_rank
+                    numbers.append(groups_of_all_ranks + number_in_refill)
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -433,5 +433,7 @@ class GenerationSampler:
         """
         if self.environments is not None:
             with self.guard.beginning(step):
-                groups = self.environments.entered(groups, self.config.seed, anew=begins_generation)
+                groups = self.environments.enter(
+                    groups, self.config.seed, begins_generation=begins_generation
+                )
         return groups

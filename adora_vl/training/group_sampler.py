@@ -130,10 +130,9 @@ class GroupSampler:
     def begin(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
     ) -> PendingSamples:
-        """Request the first turn of the unfinished rollouts, and return what waits for it.
+        """Request the first turn of the unfinished rollouts. `finish` waits for the result.
 
-        Servers that sample ahead begin at once; any other sampler begins when the result is waited
-        for.
+        Servers that sample ahead begin at once. Any other sampler begins in `finish`.
 
         Args:
             generation: the generation that the rollouts are sampled for.

@@ -165,6 +165,7 @@ class OldLogps:
         """
         if self.uses_engine_logps or micro_step >= self.layout.micro_batches_before_update:
             return False
+        # Without dropout and with stock TRL's pass over the generation, those of that pass are used.
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:
@@ -176,8 +177,10 @@ class OldLogps:
 
         `micro_step`: how many micro-batches of the generation were learned from before this one.
         """
+        if self.corrects_engine:
+            return True  # the loss needs the ratio to the engine
         is_before_update = micro_step < self.layout.micro_batches_before_update
-        return self.corrects_engine or (self.uses_engine_logps and is_before_update)
+        return self.uses_engine_logps and is_before_update
 
     def prepare_loss(self, micro: Batch, micro_step: int) -> None:
         """Give a micro-batch the old log-probabilities that its loss takes.

@@ -188,7 +188,7 @@ class Pool:
         None stands for all tokens up to the rollout's end: for a group that is as old as
         `staleness` allows, and for all groups where all of them have to end now.
         """
-        limits: TokenLimits = dict.fromkeys(range(len(groups)))
+        limits: TokenLimits = dict.fromkeys(range(len(groups)))  # None for each group
         budget = self.token_budget
         if budget is None:
             return limits
@@ -298,6 +298,7 @@ class Pool:
             max_groups: the most groups that are selected.
         """
         if not self.has_stale:
+            # All rollouts were sampled to their ends in this generation.
             self.state = replace(self.state, waiting=(), min_complete=0)
             return list(groups)
         complete_numbers = [number for number, group in enumerate(groups) if group.complete]
@@ -338,6 +339,7 @@ class Pool:
             assessment: that of the n groups of each rank, which have the numbers from 0 to n - 1.
             refill: that of further groups, which are numbered from n on.
         """
+        # Only a run whose rollouts may wait for a later generation can have free slots.
         slots = self.slots if self.has_stale else 0
         return [
             schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), slots)
@@ -427,7 +429,8 @@ class Pool:
         samples them again. Then the state from before them is written.
         """
         if not self.has_stale:
-            return
+            return  # nothing ever waits
+        # `step` is the optimizer step in which the last generation was sampled.
         is_before_update = self.context.state().global_step == self.step
         state = self.state_before_step if is_before_update else self.state
         arrived = 0

@@ -122,6 +122,7 @@ class PoolState:
             digest: torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
             for digest, image in image_by_digest.items()
         }
+        # The keys are those of the file's format.
         content: dict[str, Any] = {
             "drawn": [asdict(problem) for problem in self.drawn],
             "groups": [*map(_packed, self.waiting)],

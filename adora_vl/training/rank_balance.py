@@ -59,6 +59,7 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
             unit's number.
         min_units: units that every rank processes in any case.
     """
+    # The longest unit of each rank first, and of equally long ones the lower number.
     remaining_by_rank = [
         sorted((SizedUnit(tokens, -number) for number, tokens in units.items()), reverse=True)
         for units in tokens_by_rank

@@ -61,7 +61,8 @@ def groups_to_complete(
         min_groups: the fewest groups that this generation may learn from.
     """
     groups_learned_later = (remaining_generations - 1) * slots
-    return min(group_count, slots, max(min_groups, group_count - groups_learned_later))
+    groups_left_for_now = group_count - groups_learned_later
+    return min(group_count, slots, max(min_groups, groups_left_for_now))
 
 
 def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int | None:
@@ -141,7 +142,9 @@ def fill_slots(
         else:
             useless_numbers.append(number)
     free_slots = max(0, slots - len(has_signal))
-    in_free_slots = sorted([*useful_numbers, *useless_numbers][:free_slots])
+    useful_first = [*useful_numbers, *useless_numbers]
+    in_free_slots = sorted(useful_first[:free_slots])
+    # Groups with signal that no free slot has taken.
     replacements = useful_numbers[free_slots:]
     slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
     group_in_slot = list(range(len(has_signal)))

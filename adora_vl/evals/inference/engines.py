@@ -121,7 +121,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.data.prompt_lengths import resize_limits_of
     from adora_vl.data.prompts import control_tokens
-    from adora_vl.tools.room import Room, refuse_no_room
+    from adora_vl.tools.room import ConversationLimits, refuse_no_room
     from adora_vl.tools.run import Toolbox, choose_tools, view_of
     from adora_vl.tools.tries import unsteady_tools
 
@@ -139,10 +139,12 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
         chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
     )
     # The answers of tools have to fit into what may be sampled; the rest is not known here.
-    room = Room(
-        key="max_tokens", completion=settings.max_tokens, context=None, prompt=None, pictures=None
+    conversation = ConversationLimits(
+        completion_key="max_tokens", max_completion=settings.max_tokens
     )
-    refuse_no_room(toolbox, processor=chat.processor, template=settings.template, room=room)
+    refuse_no_room(
+        toolbox, processor=chat.processor, template=settings.template, limits=conversation
+    )
     for line in unsteady_tools(toolbox):
         print(f"warning: {line}", file=sys.stderr)
     return toolbox

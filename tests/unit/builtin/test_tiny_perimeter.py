@@ -1,5 +1,5 @@
-"""The demo's start and problems: a guess pays at first, nothing but the sum tells which problems
-have a cheap guess.
+"""The demo's first model and its problems: a guess pays at first, and only the sum of the sides
+tells which problems can be guessed.
 """
 
 import json
@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean, pstdev
+from typing import NamedTuple
 
 import pytest
 
@@ -28,63 +29,78 @@ ROOT = Path(__file__).parents[3]
 STORED_START = STORED[TINY_PERIMETER_MODEL]
 
 
-def problems(number: int) -> list[tuple[str, tuple[int, ...], str]]:
-    """Kind, sides and answer."""
+class PerimeterProblem(NamedTuple):
+    """A problem that asks for the last digit of a perimeter."""
+
+    kind: str  # "usual": the answer is one of two digits; "any": it is any digit
+    sides: tuple[int, ...]
+    answer: str
+
+
+def draw_problems(count: int) -> list[PerimeterProblem]:
+    """Draw problems, the same in every call."""
     rng = random.Random(3)
-    drawn = (perimeter_digit(rng, 56, 1, PLAIN) for _ in range(number))
-    return [
-        (problem.kind, sides_of(problem.question, problem.solution), problem.answer)
-        for problem in drawn
-    ]
+    problems = []
+    for _ in range(count):
+        problem = perimeter_digit(rng, 56, 1, PLAIN)
+        sides = sides_of(problem.question, problem.solution)
+        problems.append(PerimeterProblem(problem.kind, sides, problem.answer))
+    return problems
 
 
 def test_a_guess_is_right_half_of_the_time_in_three_quarters_of_the_problems():
-    drawn = problems(2000)
-    assert Counter(kind for kind, _, _ in drawn)["usual"] / 2000 == pytest.approx(0.75, abs=0.03)
-    usual = Counter(answer for kind, _, answer in drawn if kind == "usual")
-    assert usual.keys() == set(map(str, USUAL_DIGITS))
-    assert abs(usual["7"] - usual["3"]) < 0.1 * usual.total()
-    assert len({answer for kind, _, answer in drawn if kind == "any"}) == 10
-    for _, sides, answer in drawn:
-        assert str(sum(sides) % 10) == answer, "four sides that close"
-        assert 2 * max(sides) < sum(sides), "four sides that close"
+    problems = draw_problems(2000)
+    usual_answers = Counter(problem.answer for problem in problems if problem.kind == "usual")
+    other_answers = {problem.answer for problem in problems if problem.kind == "any"}
+    assert usual_answers.total() / len(problems) == pytest.approx(0.75, abs=0.03)
+    assert usual_answers.keys() == set(map(str, USUAL_DIGITS))
+    assert abs(usual_answers["7"] - usual_answers["3"]) < 0.1 * usual_answers.total()
+    assert len(other_answers) == 10
+    for problem in problems:
+        perimeter = sum(problem.sides)
+        assert str(perimeter % 10) == problem.answer
+        assert 2 * max(problem.sides) < perimeter, "the sides close to a figure"
 
 
 def test_no_side_tells_the_kinds_apart():
     """Each side has the same distribution in both kinds, up to chance."""
-    drawn = problems(4000)
+    problems = draw_problems(4000)
     for side in range(4):
-        means = [
-            fmean(sides[side] for kind, sides, _ in drawn if kind == name)
-            for name in ("usual", "any")
-        ]
-        assert abs(means[0] - means[1]) < 0.35, side  # three standard errors
+        usual_mean = fmean(problem.sides[side] for problem in problems if problem.kind == "usual")
+        other_mean = fmean(problem.sides[side] for problem in problems if problem.kind == "any")
+        assert abs(usual_mean - other_mean) < 0.35, side  # three standard errors
 
 
 def test_a_working_is_right_unless_it_slips_anywhere():
     rng = random.Random(1)
-    for _, sides, answer in problems(50):
+    for _, sides, answer in draw_problems(50):
         assert grade(working(rng, sides), answer).verdict == "correct"
         for slip_at in range(PLACES):
-            assert grade(working(rng, sides, slip_at=slip_at), answer).verdict == "wrong", slip_at
+            wrong_working = working(rng, sides, slip_at=slip_at)
+            assert grade(wrong_working, answer).verdict == "wrong", slip_at
 
 
 def test_the_demos_reward_counts_every_step():
-    """A working that ends in the right digit whatever it has computed is no right working."""
-    every_step = runpy.run_path(str(ROOT / "configs" / "train" / "every_step.py"))["every_step"]
+    """A working with a wrong step gets no reward, though it ends in the right digit."""
+    reward_file = ROOT / "configs" / "train" / "every_step.py"
+    every_step = runpy.run_path(str(reward_file))["every_step"]
     rng = random.Random(1)
     sides = (4, 7, 8, 5)
     meta = {"solution": working(rng, sides)}
 
     def reward(text: str) -> float:
+        """Return the demo's reward for a response to the problem with these sides."""
         (value,) = every_step([[{"content": text}]], answer=["4"], meta=[meta])
         return float(value)
 
-    assert {reward(working(rng, sides)) for _ in range(20)} == {1.0}, "in any wording"
-    assert {reward(working(rng, sides, slip_at=slip_at)) for slip_at in range(PLACES)} == {0.0}
-    forced = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
-    assert grade(forced, "4").verdict == "correct"
-    assert reward(forced) == 0.0
+    for _ in range(20):
+        assert reward(working(rng, sides)) == 1.0, "in any wording"
+    for slip_at in range(PLACES):
+        assert reward(working(rng, sides, slip_at=slip_at)) == 0.0
+    # The sum is wrong, but its last digit is right.
+    wrong_sum = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
+    assert grade(wrong_sum, "4").verdict == "correct"
+    assert reward(wrong_sum) == 0.0
     assert reward("guess \\boxed{4}") == 1.0
     assert reward("guess \\boxed{7}") == 0.0
     assert reward("") == 0.0
@@ -104,12 +120,14 @@ def test_workings_of_one_problem_differ_in_length_by_wording():
 def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works():
     plan = PerimeterStart()
     rng = random.Random(1)
-    answers = [(teacher(rng, sides, plan), answer) for _, sides, answer in problems(4000)]
-    worked = [grade(text, answer).verdict == "correct" for text, answer in answers if "=" in text]
-    assert len(worked) / 4000 == pytest.approx(0.5, abs=0.03)
-    assert fmean(worked) == pytest.approx(
-        (1 - plan.slips) ** PLACES, abs=0.03
-    )  # 0.12, where a guess is right in 0.4
+    is_right_by_working = []  # of the teacher's workings, which have an equation
+    for _, sides, answer in draw_problems(4000):
+        text = teacher(rng, sides, plan)
+        if "=" in text:
+            is_right_by_working.append(grade(text, answer).verdict == "correct")
+    assert len(is_right_by_working) / 4000 == pytest.approx(0.5, abs=0.03)
+    expected_share = (1 - plan.slips) ** PLACES  # 0.12, where a guess is right in 0.4
+    assert fmean(is_right_by_working) == pytest.approx(expected_share, abs=0.03)
 
 
 def test_the_stored_start_is_small_and_of_this_plan():

@@ -217,8 +217,11 @@ def table_of(trainer: str, folder: Path, rows: int) -> Path:
     return file
 
 
-def moved(example: str, folder: Path, words: list[str]) -> Path:
-    """The config that the published example becomes with these words behind it."""
+def migrated_config(example: str, folder: Path, words: list[str]) -> Path:
+    """Convert a published example with the command, and return the path of the config.
+
+    `words`: keys and values of the other trainer, which replace those of the example.
+    """
     trainer = example.partition(" ")[0]
     shutil.copytree(EXAMPLES / trainer, folder / trainer)
     output = folder / "ours.yaml"
@@ -235,7 +238,7 @@ def data_words(trainer: str, file: Path) -> list[str]:
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
-    config = moved(trainer, tmp_path, [])
+    config = migrated_config(trainer, tmp_path, [])
     printed = capsys.readouterr().out
     ours = yaml.safe_load(config.read_text())
     assert {key: ours.get(key, "not written") for key in KEYS[trainer]} == KEYS[trainer]
@@ -254,7 +257,7 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
     family = trainer.partition(" ")[0]
     table = table_of(family, tmp_path, rows=520)
-    moved(trainer, tmp_path, data_words(family, table))
+    migrated_config(trainer, tmp_path, data_words(family, table))
     following = shlex.split(capsys.readouterr().out.splitlines()[-1])
     assert following[:5] == ["Next:", "python", "-m", "adora_vl.train", "--config"]
     code = train([*following[4:], "--card-gib", "80"])
@@ -269,7 +272,7 @@ def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("trainer", SMALL)
 def test_a_published_example_trains_the_tiny_model(trainer, tmp_path, capsys):
     table = table_of(trainer, tmp_path, rows=8)
-    config = moved(trainer, tmp_path, [*data_words(trainer, table), *SMALL[trainer]])
+    config = migrated_config(trainer, tmp_path, [*data_words(trainer, table), *SMALL[trainer]])
     run = tmp_path / "run"
     words = [word for key, value in ON_CPU.items() for word in (f"--{key}", str(value))]
     code = train(["--config", str(config), *words, "--max_steps", "2", "--output_dir", str(run)])

@@ -49,7 +49,7 @@ def _fail_at_row(monkeypatch: pytest.MonkeyPatch, failing: int) -> None:
                 raise KeyboardInterrupt
             yield problem
 
-    monkeypatch.setattr("adora_vl.synthetic.generated.draw_problems", failing_draw)
+    monkeypatch.setattr("adora_vl.synthetic.generate.draw_problems", failing_draw)
 
 
 def test_an_interrupted_preparation_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):

@@ -82,7 +82,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         {"type": "text", "text": "Which?"},
     ]
     groups_asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
-    first, second, third = entered_groups = environments.entered(groups_asked, 7, anew=True)
+    first, second, third = entered_groups = environments.enter(
+        groups_asked, 7, begins_generation=True
+    )
     (first_rollout, second_rollout) = first.rollouts
     behind = [entered.rollouts[0].environment.behind for entered in entered_groups]
     assert first.row["prompt"] == [{"role": "user", "content": f"Which? x: {behind[0]}."}]
@@ -109,8 +111,8 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     ]
     assert environments.reward().__name__ == "Doors"
     assert Doors.count == 6
-    environments.entered([group(3, "Which?")], 7, anew=False)
-    again, *_ = environments.entered(groups_asked, 7, anew=True)
+    environments.enter([group(3, "Which?")], 7, begins_generation=False)
+    again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
     assert Doors.count == 8, "they are used again"
     assert again.row == first.row, "they are used again"
     assert again.rollouts[0].environment is first_rollout.environment
@@ -158,7 +160,7 @@ def like(**methods):
 )
 def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
-        environments_of(entry, 10.0).entered([group(0, "Which?")], 7, anew=True)
+        environments_of(entry, 10.0).enter([group(0, "Which?")], 7, begins_generation=True)
 
 
 def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
@@ -169,7 +171,7 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = environments_of(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered] = environments.entered([group(0, "Which?")], 7, anew=True)
+    [entered] = environments.enter([group(0, "Which?")], 7, begins_generation=True)
     inside = [rollout.environment for rollout in entered.rollouts]
     [line] = unsteady_tools(toolbox, [], inside)
     assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"

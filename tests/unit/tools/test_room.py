@@ -12,19 +12,19 @@ import adora_vl.builtin
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.turns import ToolLoop
-from adora_vl.tools.ours import OURS, View
-from adora_vl.tools.room import Room, refuse_no_room
+from adora_vl.tools.ours import BUILT_IN_TOOLS, View
+from adora_vl.tools.room import ConversationLimits, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError, backstop, deadline
 
 VIEW = View(3136, 3136, 28)
-ENOUGH = Room(
+ENOUGH = ConversationLimits(
     "max_completion_length",
     1000,
-    context=2000,
-    prompt=100,
-    pictures=1,
+    max_context=2000,
+    shortest_prompt=100,
+    fewest_pictures=1,
 )
 
 
@@ -34,11 +34,11 @@ def processor() -> Any:
 
 
 def toolbox(*tools: Any, **options: Any) -> Toolbox:
-    return Toolbox(choose_tools(tools or [*OURS]), ToolOptions(**options), VIEW)
+    return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), VIEW)
 
 
-def room(**changed: Any) -> Room:
-    return Room(**{**vars(ENOUGH), **changed})
+def limits(**changed: Any) -> ConversationLimits:
+    return ConversationLimits(**{**vars(ENOUGH), **changed})
 
 
 def drawing() -> Image.Image:
@@ -53,34 +53,34 @@ class TooSmall:
     tool: Any
     line: str
     options: dict[str, Any] = field(default_factory=dict)
-    room: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)
 
 
 TOO_SMALL = {
     "pictures": TooSmall(
         tool=drawing,
         options={"images": 2},
-        room={"pictures": 3},
+        limits={"fewest_pictures": 3},
         line="adora_tool_options.images: 2 leaves no",
     ),
     "completion for a picture": TooSmall(
         tool="zoom",
-        room={"completion": 10},
+        limits={"max_completion": 10},
         line="max_completion_length: 10 leaves no room for an ans",
     ),
     "completion": TooSmall(
         tool="calculate",
-        room={"completion": 40},
+        limits={"max_completion": 40},
         line="max_completion_length: 40 leaves no room",
     ),
     "completion by another key": TooSmall(
         tool="calculate",
-        room={"key": "max_tokens", "completion": 9},
+        limits={"completion_key": "max_tokens", "max_completion": 9},
         line="max_tokens: 9 leaves no ro",
     ),
     "context": TooSmall(
         tool="zoom",
-        room={"context": 150},
+        limits={"max_context": 150},
         line="vllm_max_model_length: 150 leaves no room for an answ",
     ),
     "turn": TooSmall(
@@ -101,27 +101,27 @@ def test_a_limit_within_which_a_tool_can_never_answer_is_refused(processor, name
     case = TOO_SMALL[name]
     tools = toolbox(case.tool, **case.options)
     with pytest.raises(UserError) as refused:
-        refuse_no_room(tools, processor, {}, room(**case.room))
+        refuse_no_room(tools, processor, {}, limits(**case.limits))
     assert str(refused.value).startswith(case.line)
 
 
 def test_limits_that_leave_room_are_taken(processor):
     refuse_no_room(toolbox(), processor, {}, ENOUGH)
     refuse_no_room(toolbox("calculate", images=1), processor, {}, ENOUGH)
-    refuse_no_room(toolbox("zoom", images=1), processor, {}, room(pictures=None))
-    refuse_no_room(toolbox("zoom", images=1), processor, {}, room(pictures=0))
-    refuse_no_room(toolbox("zoom"), None, {}, room(completion=10))
+    refuse_no_room(toolbox("zoom", images=1), processor, {}, limits(fewest_pictures=None))
+    refuse_no_room(toolbox("zoom", images=1), processor, {}, limits(fewest_pictures=0))
+    refuse_no_room(toolbox("zoom"), None, {}, limits(max_completion=10))
     refuse_no_room(toolbox("measure", max_text=60), processor, {}, ENOUGH)
 
 
 def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor):
     box = toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
-        refuse_no_room(box, processor, {}, room(completion=1))
+        refuse_no_room(box, processor, {}, limits(max_completion=1))
     smallest = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(box, processor, {}, room(completion=smallest))
+    refuse_no_room(box, processor, {}, limits(max_completion=smallest))
     with pytest.raises(UserError):
-        refuse_no_room(box, processor, {}, room(completion=smallest - 1))
+        refuse_no_room(box, processor, {}, limits(max_completion=smallest - 1))
     turns = ToolLoop(
         tools=box,
         processor=processor,

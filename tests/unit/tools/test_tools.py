@@ -15,7 +15,7 @@ from PIL import ExifTags, Image, ImageDraw
 
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import with_tools
-from adora_vl.tools.ours import OURS, View
+from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.tools.run import CALLS_PER_TURN, Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
@@ -33,7 +33,7 @@ def picture():
 
 
 def box(*tools, view=SMALL, **options):
-    return Toolbox(choose_tools(tools or [*OURS]), ToolOptions(**options), view)
+    return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), view)
 
 
 def written(name, **arguments):
@@ -355,8 +355,8 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
 
     anything.__annotations__ |= {"a": Any, "b": list[dict[str, float]]}
     draw = random.Random(1)
-    toolbox = box(*OURS, anything)
-    names = [*OURS, "anything"]
+    toolbox = box(*BUILT_IN_TOOLS, anything)
+    names = [*BUILT_IN_TOOLS, "anything"]
     for _ in range(3000):
         name = draw.choice(names)
         parameters = toolbox._by_name[name]["function"]["parameters"]["properties"]
