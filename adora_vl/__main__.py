@@ -25,14 +25,23 @@ def _text() -> str:
 
 
 def _list_commands(words: Sequence[str]) -> None:
-    """Print the commands. Raises `UserError` for a word, which is no command of this list."""
-    named = [word for word in words if word not in ("-h", "--help")]
-    if named:
-        names = {name.rpartition(".")[2]: name for name in COMMANDS}
-        meant = names.get(named[0])
-        remedy = f"write python -m {meant}" if meant else "`python -m adora_vl` lists all"
-        close = "" if meant else did_you_mean(named[0], names)
-        raise UserError(f"command line: {named[0]!r:.60} is no command{close}; {remedy}")
+    """Print the commands of the project.
+
+    Raises `UserError` for any word behind `python -m adora_vl`: a command is a module of its own,
+    such as `adora_vl.train`.
+    """
+    unknown_words = [word for word in words if word not in ("-h", "--help")]
+    if unknown_words:
+        word = unknown_words[0]
+        module_by_name = {module.rpartition(".")[2]: module for module in COMMANDS}
+        module = module_by_name.get(word)
+        if module:
+            suggestion = ""
+            remedy = f"write python -m {module}"
+        else:
+            suggestion = did_you_mean(word, module_by_name)
+            remedy = "`python -m adora_vl` lists all"
+        raise UserError(f"command line: {word!r:.60} is no command{suggestion}; {remedy}")
     print(_text())
 
 

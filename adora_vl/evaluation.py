@@ -241,8 +241,8 @@ class SamplerEngine(ConversationEngine):
         super().__init__(
             chat,
             sample,
-            max_tokens,
-            256,
+            max_length=max_tokens,
+            batch_size=256,
             stop=StopCriteria(frozenset(end_tokens)),
             any_rank=groups.any_rank_continues,
         )
@@ -322,9 +322,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         accelerator = self.pair.accelerator
         chat = ChatProcessor(
             self.pair.policy().name_or_path,
-            args.min_pixels,
-            args.max_pixels,
-            self.revision,
+            min_pixels=args.min_pixels,
+            max_pixels=args.max_pixels,
+            revision=self.revision,
             template=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
@@ -335,7 +335,8 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
         for start in range(0, largest_share, engine.batch_size):
             batch = [
-                AnswerSample(problem, 0) for problem in share[start : start + engine.batch_size]
+                AnswerSample(problem, number=0)  # one answer to each problem
+                for problem in share[start : start + engine.batch_size]
             ]
             rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows

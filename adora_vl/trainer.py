@@ -229,6 +229,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         is_main = self.accelerator.is_main_process
         from_python = run.request.cli_args is None
         if from_python:
+            # Lock the folder for this run, and choose the checkpoint to go on from.
             run = run.claimed(resume_from_checkpoint)
             self.run = run
         try:

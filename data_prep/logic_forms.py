@@ -35,9 +35,9 @@ _WORDS = {
 
 
 def read_forms(path: Path) -> dict[int, Form]:
-    """Return the forms of a JSON file (also .gz) with an object by the number of the problem.
+    """Read a JSON file (also .gz) of logic forms, and return them by the numbers of the problems.
 
-    Raises `UserError`.
+    Raises `UserError` where the file cannot be read, or has something else.
     """
     try:
         content = path.read_bytes()
@@ -52,15 +52,16 @@ def read_forms(path: Path) -> dict[int, Form]:
 
 
 def facts_in_words(form: Form, problem: str) -> str | None:
-    """Return the facts of the diagram as sentences; None where they do not suffice in words.
+    """Return the facts of a diagram as sentences, with which a model can solve it without looking.
 
-    There are three reasons for None:
+    `form` has the facts and the question, and `problem` is the text of the problem. None is returned
+    where the sentences would not suffice:
 
     - a fact cannot be read,
     - the problem is about a coloured region, or about a shape that the annotation does not name,
     - the problem speaks of a point, an unknown or an angle that no fact has.
     """
-    fact_sentences = []
+    fact_sentences = []  # None stands for a fact without words
     for term in form.terms:
         # Which points lie on a line or a circle is said below, once for each line and circle.
         if term is None or not term.head.startswith("PointLies"):
@@ -68,82 +69,97 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     has_colour = re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE)
     if None in fact_sentences or has_colour:
         return None
-    sentences = []
-    for row in form.rows:
-        if len(row) > 2:
-            # `rows` sorts a line's points along it where the place of each of them is known.
-            is_ordered = set(row) <= form.points.keys()
-            order = ", in this order" if is_ordered else ""
-            sentences.append(f"{_list(row)} lie on one line{order}")
-    segments = [_joined(row) for row in form.rows if len(row) == 2]
-    if segments:
-        sentences.append(f"drawn segments: {', '.join(segments)}")
-    for (centre, _), points_on in form.rounds.items():
-        if points_on:
-            verb = "lies" if len(points_on) == 1 else "lie"
-            sentences.append(f"{_list(points_on)} {verb} on the circle with centre {centre}")
-        else:
-            sentences.append(f"{centre} is the centre of a circle")
+    sentences = _position_sentences(form)
     sentences += [sentence for sentence in fact_sentences if sentence]
-    capitalised = [f"{text[0].upper()}{text[1:]}" for text in dict.fromkeys(sentences)]
+    # `dict.fromkeys` drops repeated sentences, and keeps the order.
+    capitalised = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in dict.fromkeys(sentences)]
     text = ". ".join(capitalised)
     return f"{text}." if text and _suffices(text, form) else None
 
 
-def _is_only_shape(form: Form, head: str, on_lines: set[str]) -> bool:
-    """Return whether a diagram has one circle, or nothing but the corners of one such polygon."""
+def _position_sentences(form: Form) -> list[str]:
+    """Return sentences on which points lie on which line and circle of a diagram."""
+    sentences = []
+    for points_on_line in form.rows:
+        if len(points_on_line) > 2:
+            # The points are in order along the line where all of them have coordinates.
+            is_ordered = set(points_on_line) <= form.points.keys()
+            order = ", in this order" if is_ordered else ""
+            sentences.append(f"{_list(points_on_line)} lie on one line{order}")
+    segments = [_joined(points_on_line) for points_on_line in form.rows if len(points_on_line) == 2]
+    if segments:
+        sentences.append(f"drawn segments: {', '.join(segments)}")
+    for (centre, _), points_on_circle in form.rounds.items():
+        if points_on_circle:
+            verb = "lies" if len(points_on_circle) == 1 else "lie"
+            sentences.append(f"{_list(points_on_circle)} {verb} on the circle with centre {centre}")
+        else:
+            sentences.append(f"{centre} is the centre of a circle")
+    return sentences
+
+
+def _is_only_shape(form: Form, head: str, points_on_lines: set[str]) -> bool:
+    """Return whether a diagram has a single shape of the kind `head`, such as `Triangle`.
+
+    That is one circle, or no more points on lines than the corners of such a polygon.
+    """
     if head == "Circle":
         return len(form.rounds) == 1
-    return len(on_lines) == _CORNERS.get(head)
+    return len(points_on_lines) == _CORNERS.get(head)
 
 
 def _suffices(text: str, form: Form) -> bool:
-    """Return whether what the question speaks of stands in the words, or in the problem itself.
+    """Return whether the facts in words mention all that the question of a diagram asks about.
 
-    `$` is a shape without a name. It is clear where the diagram has nothing but its corners, or one
-    circle.
+    `text` are the facts in words, and `form` has the question. In a question `$` stands for a shape
+    without a name, which is clear where the diagram has only one of its kind.
     """
     # None stands for a part of the question that cannot be read.
     question_terms = [term_of(part) for part in form.question if part.strip()]
-    on_lines = {name for row in form.rows for name in row}
-    known_points = set(on_lines)
-    for (centre, _), points_on in form.rounds.items():
-        known_points |= {centre, *points_on}
+    if None in question_terms:
+        return False
+    points_on_lines = {name for points_on_line in form.rows for name in points_on_line}
+    known_points = set(points_on_lines)
+    for (centre, _), points_on_circle in form.rounds.items():
+        known_points |= {centre, *points_on_circle}
+    # The question may have facts of its own, such as `x = 3`.
     texts = [text]
     for term in question_terms:
         if term and term.head != "Find":
             texts.append(str(in_words(term)))
-    words = " ".join(texts)
-    for term in _all(term for term in question_terms if term):
+    facts_and_question = " ".join(texts)
+    for term in _with_inner_terms(term for term in question_terms if term):
         head = term.head
         names = term.names
-        if "$" in "".join(names) and not _is_only_shape(form, head, on_lines):
+        if "$" in "".join(names) and not _is_only_shape(form, head, points_on_lines):
             return False
         # A point that no line and no circle of the diagram has could lie anywhere.
         is_point = not names and re.fullmatch("[A-Z]'?", head)
         if is_point and head not in known_points:
             return False
-        # `Find(x)` needs a fact or a sentence with x; the letters of a command such as \times do
-        # not count.
-        unknown = names[0] if head == "Find" and re.fullmatch("[a-z]", names[0]) else None
-        if unknown and not re.search(rf"(?<![a-z\\]){unknown}(?![a-z])", words):
+        # `Find(x)` needs a fact with x. The x in a command such as \max does not count.
+        is_unknown = head == "Find" and re.fullmatch("[a-z]", names[0])
+        if is_unknown and not re.search(rf"(?<![a-z\\]){names[0]}(?![a-z])", facts_and_question):
             return False
         # An angle may be named by the number that the diagram writes into it.
-        number = names[0] if head == "Angle" and len(names) == 1 and names[0].isdigit() else None
-        if number and not re.search(rf"\bangle {number}\b", text, re.IGNORECASE):
+        is_numbered_angle = head == "Angle" and len(names) == 1 and names[0].isdigit()
+        if is_numbered_angle and not re.search(rf"\bangle {names[0]}\b", text, re.IGNORECASE):
             return False
-    return None not in question_terms
+    return True
 
 
-def _all(terms: Iterable[Term]) -> Iterable[Term]:
+def _with_inner_terms(terms: Iterable[Term]) -> Iterable[Term]:
     """Yield all terms and the terms inside them, the outer ones first."""
     for term in terms:
         yield term
-        yield from _all(term.arguments)
+        yield from _with_inner_terms(term.arguments)
 
 
 def in_words(term: Term | None) -> str | None:
-    """Return a term in words; None for one that has none."""
+    """Return a term of a logic form in words: `AB = 10` for `Equals(LengthOf(Line(A, B)), 10)`.
+
+    Returns None for a term without words.
+    """
     if term is None:
         return None
     if not term.arguments:

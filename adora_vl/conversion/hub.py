@@ -25,12 +25,18 @@ if TYPE_CHECKING:
 def open_hub(
     name: str, columns: Columns, revision: str | None, subset: str | None, splits: Mapping[str, str]
 ) -> Opened:
-    """Open the data set `name` at the commit that `revision` stands for, the newest for None.
+    """Open a data set of the hub as a stream, so that only the rows that are read are downloaded.
 
-    `subset` is one of the data set's configurations. `splits` maps our splits to those of the data
-    set; if it is empty, the splits that have a usual name are taken.
+    Args:
+        name: its id.
+        columns: the columns to read.
+        revision: a branch, tag or commit; None is the newest commit.
+        subset: one of its configurations; None is the default one.
+        splits: the name of the data set's split by the name that it gets here. If it is empty, the
+            splits with a usual name are taken.
 
-    Raises `UserError` where the data set cannot be loaded, or lacks a split or a column.
+    Raises:
+        UserError: the data set cannot be loaded, or lacks a split or a column.
     """
     from datasets import load_dataset
 
@@ -44,8 +50,8 @@ def open_hub(
         row_counts = {}
         files = FileRoot(stored=f"hf://datasets/{name}@{commit}/", fetch=_fetch)
         for ours, theirs in chosen.items():
-            stream = loaded[theirs].decode(False)
-            if stream.column_names is None:
+            stream = loaded[theirs].decode(False)  # pictures stay encoded
+            if stream.column_names is None:  # only the first rows say which columns there are
                 stream = stream._resolve_features()
             require_columns(columns, stream.column_names, f"split {theirs!r} of {name!r}")
             selected = stream.select_columns(columns.to_read(stream.column_names))
@@ -112,7 +118,9 @@ def commit_of(name: str, revision: str | None) -> str:
 
 
 def _chosen_splits(name: str, present: list[str], splits: Mapping[str, str]) -> dict[str, str]:
-    """Return our splits, and the name of each in the data set, whose splits are `present`.
+    """Return which splits of a data set are read: their names in it, by the names that they get.
+
+    `present` are all its splits, and `splits` those that the user has named, if any.
 
     Raises `UserError` for a split that the data set lacks, or where none has a usual name.
     """
@@ -134,7 +142,10 @@ def _chosen_splits(name: str, present: list[str], splits: Mapping[str, str]) -> 
 
 
 def _records(stream: IterableDataset, columns: Columns, location: str) -> Records:
-    """Yield the records of a stream; a `UserError` is raised where it breaks off."""
+    """Yield the records of a stream, each with its position.
+
+    Raises `UserError` where the stream breaks off.
+    """
     try:
         names = class_names(columns, stream.features or {})
         for number, record in enumerate(stream, 1):
@@ -147,7 +158,10 @@ def _records(stream: IterableDataset, columns: Columns, location: str) -> Record
 
 
 def _fetch(path: str) -> bytes:
-    """Return a file of the data set's own repository; `pictures` lets no path elsewhere through."""
+    """Download a file of the data set's own repository.
+
+    The caller has checked that the path leads to no other place.
+    """
     from huggingface_hub import HfFileSystem
 
     content: bytes = HfFileSystem().cat_file(path)

@@ -56,20 +56,21 @@ class RowError(UserError):
 def several_faults() -> Iterator[Callable[..., Any]]:
     """Collect the faults of a row, so that a user sees all of them in one pass.
 
-    The block is given a function that calls a part of the reading, and returns None where that part
-    raises `RowError`. At the end of the block the first error is raised, with the rest as `further_faults`.
+    The `with` block gets a function that calls another one, and returns None where that raises
+    `RowError`. At the end of the block the first of these errors is raised, with the others as its
+    `further_faults`.
     """
     faults: list[RowError] = []
 
-    def tried(part: Callable[..., Any], *arguments: Any) -> Any:
-        """Return what `part` returns; None where it raises a `RowError`, which is kept."""
+    def call(function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return what a function returns; None where it raises `RowError`, which is remembered."""
         try:
-            return part(*arguments)
+            return function(*arguments)
         except RowError as error:
             faults.append(error)
             return None
 
-    yield tried
+    yield call
     if faults:
         faults[0].further_faults = tuple(faults[1:])
         raise faults[0]
@@ -142,28 +143,33 @@ class PixelLimits:
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
-    """Make the row of the schema, with Pillow images inside `limits`.
+    """Make the row of a data set out of a problem: decode its pictures, and check its answer.
+
+    The pictures become Pillow images, resized so that their pixels are inside `limits`.
 
     Raises `RowError` for a problem without text or pictures, for a picture that cannot be used, for
-    a gold answer that no answer can meet, and for control tokens in the text.
+    a reference answer that no answer can equal, and for control tokens in the text.
     """
     limits = limits or PixelLimits()
     if not raw.problem.strip():
         raise raw.refuse("no_text", f"the problem text {raw.problem!r} is empty", "write it in")
     if not raw.images and not raw.text_only:
         raise raw.refuse("no_image", "images [] is empty", "add the diagram in")
-    with several_faults() as tried:
-        images = tried(
+    # `read_part` calls a function, and returns None where that raises `RowError`. The errors are
+    # raised together at the end of the block, so that a user sees all faults of a row at once.
+    with several_faults() as read_part:
+        images = read_part(
             lambda: [_clean_image(raw, number, limits) for number in range(len(raw.images))]
         )
-        gold = tried(_gold, raw)
+        gold = read_part(_gold, raw)
     meta = {
-        **dict.fromkeys(META, ""),
+        **dict.fromkeys(META, ""),  # all keys of the schema, in its order
         "goal": raw.goal,
         "shapes": list(raw.shapes),
         "solution": raw.solution,
+        "family": raw.family,
+        "kind": raw.kind,
     }
-    meta |= {"family": raw.family, "kind": raw.kind}
     row: Row = {
         "id": raw.id,
         "images": images,
@@ -176,8 +182,10 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         "meta": meta,
         **raw.extras,
     }
-    wrong, _, remedy = (problem_with_row(row) or "").partition("; ")
-    if wrong:
+    # A sentence such as `WHAT IS WRONG; WHAT TO DO`, or None.
+    fault = problem_with_row(row)
+    if fault:
+        wrong, _, remedy = fault.partition("; ")
         kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"
         raise raw.refuse(kind, wrong, f"{remedy}, in")
     return row
@@ -220,15 +228,17 @@ def _gold(raw: RawProblem) -> str:
 
     Raises `RowError` where no answer could meet it.
     """
-    chosen = raw.answer if raw.choices is None or raw.value_answer else _chosen(raw, raw.choices)
-    if chosen != raw.answer and reads_as_letter(chosen):
-        chosen = raw.answer
     if raw.choices is None:
-        return check_gold(chosen, raw.refuse)
-    reason = verify_gold(chosen, raw.choices)
+        return check_gold(raw.answer, raw.refuse)
+    gold = raw.answer
+    if not raw.value_answer:  # the answer is a letter
+        value = _chosen(raw, raw.choices)
+        if not reads_as_letter(value):
+            gold = value
+    reason = verify_gold(gold, raw.choices)
     if reason:
-        raise raw.refuse(*_ungradable(chosen, reason))
-    return canonical_gold(chosen)
+        raise raw.refuse(*_ungradable(gold, reason))
+    return canonical_gold(gold)
 
 
 def check_gold(gold: str, refuse: Callable[[str, str, str], RowError]) -> str:
@@ -259,19 +269,22 @@ _A_GOLD = r"write one answer such as 12, 5\sqrt{3}, (3, -4) or x < 5, and severa
 
 
 def _ungradable(gold: str, reason: str) -> tuple[str, str, str]:
-    """Return the kind of the fault, what is wrong, and what to do.
+    """Return the arguments of `RawProblem.refuse` for a reference answer that cannot be graded.
 
-    `reason` is the rule of the grader, and after a colon the spelling that it proposes.
+    These are the kind of the fault, what is wrong, and what to do. `reason` is the rule of the
+    grader, and after a colon the spelling that it proposes.
     """
-    rule, _, spelling = reason.partition(": ")
+    rule, _, remedy = reason.partition(": ")
     if rule == "decimal_comma":
-        spelling += "; --decimal-comma reads all as decimals"
-    if re.match(r"\s*[(（]?[A-H][)）]?\s*[.:：、)]\s*\S", gold):
-        spelling = (
+        remedy += "; --decimal-comma reads all as decimals"
+    has_letter_before_value = re.match(r"\s*[(（]?[A-H][)）]?\s*[.:：、)]\s*\S", gold)  # `A. 3`
+    if has_letter_before_value:
+        remedy = (
             "name the options, choices=COLUMN, so that the letter is one, or write the value alone"
         )
+    kind = f"gold_{rule}" if remedy else "gold"
     wrong = f"with the right answer {gold!r:.200} no answer would be graded as right ({rule})"
-    return f"gold_{rule}" if spelling else "gold", wrong, f"{spelling or _A_GOLD}, in"
+    return kind, wrong, f"{remedy or _A_GOLD}, in"
 
 
 def _chosen(raw: RawProblem, choices: Sequence[str]) -> str:

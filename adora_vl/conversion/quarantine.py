@@ -29,10 +29,10 @@ class Quarantine:
     def __init__(self, folder: Path) -> None:
         """Begin without a refused row; the file is written to `folder` with the first one."""
         self._folder = folder
-        self._first_faults: dict[str, str] = {}  # by kind, the first row with its sentence
-        self._rows = 0
-        self.broken = 0  # rows that are broken, which a leak is not
-        self.kinds: Counter[str] = Counter()
+        self._first_faults: dict[str, str] = {}  # by kind of fault, the first row and what is wrong
+        self._row_count = 0
+        self.broken_count = 0  # of rows that are unusable; a leak is sound in itself
+        self.kind_counts: Counter[str] = Counter()  # rows with a fault, by the kind of fault
 
     def add(self, split: str, error: RowError) -> None:
         """Write a refused row of a split, with all its faults and its original bytes."""
@@ -41,8 +41,6 @@ class Quarantine:
             "split": split,
             "reason": error.kind,
             "detail": str(error),
-        }
-        line |= {
             "record": error.record,
             "files": [self._store(original) for original in error.originals],
         }
@@ -53,64 +51,65 @@ class Quarantine:
         with (self._folder / QUARANTINE_NAME).open("a", encoding="utf-8") as stream:
             # In ASCII even half a surrogate pair can be written.
             stream.write(json.dumps(line, sort_keys=True) + "\n")
-        self._rows += 1
+        self._row_count += 1
         if error.kind != LEAK:
-            self.broken += 1
-        for fault in {fault.kind: fault for fault in (*error.further_faults, error)}.values():
-            self.kinds[fault.kind] += 1
-            self._first_faults.setdefault(fault.kind, f"{error.row_id}: {fault.sentence}")
+            self.broken_count += 1
+        # A row with two faults of one kind counts once for it.
+        fault_by_kind = {fault.kind: fault for fault in (*error.further_faults, error)}
+        for kind, fault in fault_by_kind.items():
+            self.kind_counts[kind] += 1
+            self._first_faults.setdefault(kind, f"{error.row_id}: {fault.sentence}")
 
     def summary(self) -> dict[str, Any]:
         """Return the counts of refused rows for the manifest.
 
         A row with several faults counts for each of their kinds.
         """
-        return {"rows": self._rows, "reasons": dict(sorted(self.kinds.items()))}
+        return {"rows": self._row_count, "reasons": dict(sorted(self.kind_counts.items()))}
 
     def check(self, rows: int, stored: int, allowed: float, report: Path) -> None:
-        """Check that enough rows could be used.
+        """Refuse a source with too many unusable rows, which is probably broken as a whole.
 
         `rows` is how many were read, `stored` how many of them are stored, and `allowed` the
-        largest share that may be broken. `report` is the folder where the user will find the
+        largest share that may be unusable. `report` is the folder where the user will find the
         refused rows.
 
-        Raises `MistakesError`, with a line for each kind of fault, where a larger share is broken,
+        Raises `MistakesError`, with a line for each kind of fault, where a larger share is unusable,
         or no row is stored.
         """
-        if self.broken <= allowed * rows and stored:
+        if self.broken_count <= allowed * rows and stored:
             return
-        share = self.broken / rows
+        share = self.broken_count / rows
         # The share is rounded up, so that the option that is proposed suffices.
-        remedy = (
-            f"mend them, or accept them with --allow-quarantined {-(-share * 100 // 1) / 100:.2f}"
+        percent = -(-share * 100 // 1)
+        remedy = "no row is left to use"
+        if stored:
+            remedy = f"mend them, or accept them with --allow-quarantined {percent / 100:.2f}"
+        lines_on_kinds = []
+        for kind, count in self.kind_counts.most_common():
+            # Leaks are no fault of the source. They are named only where nothing else was refused.
+            if kind != LEAK or not self.broken_count:
+                first_fault = self._first_faults[kind]
+                lines_on_kinds.append(f"{kind}: {amount(count, 'row')}, the first is {first_fault}")
+        raise MistakesError(
+            [
+                f"input: {self.broken_count} of {rows} rows ({share:.1%}) cannot be used, over the "
+                f"{allowed * 100:g}% allowed",
+                *lines_on_kinds,
+                f"all of them are in {report / QUARANTINE_NAME}; {remedy}",
+            ]
         )
-        kinds = [
-            (kind, count)
-            for kind, count in self.kinds.most_common()
-            if kind != LEAK or not self.broken
-        ]
-        over = f"({share:.1%}) cannot be used, over the {allowed * 100:g}% allowed"
-        firsts = [
-            f"{kind}: {amount(count, 'row')}, the first is {self._first_faults[kind]}"
-            for kind, count in kinds
-        ]
-        last = (
-            f"all of them are in {report / QUARANTINE_NAME}; "
-            f"{remedy if stored else 'no row is left to use'}"
-        )
-        raise MistakesError([f"input: {self.broken} of {rows} rows {over}", *firsts, last])
 
     def move_to(self, folder: Path) -> None:
-        """Move everything into another folder, for a preparation that ends without output."""
+        """Move all refused rows into another folder, for a preparation that fails."""
         for path in (self._folder / QUARANTINE_NAME, self._folder / "quarantine"):
             if path.exists():
                 shutil.move(path, folder / path.name)
 
     def _store(self, original: bytes) -> str:
-        """Write the bytes of a row into a file, and return its name inside the folder."""
-        ending = next(
-            (end for sign, end in _SIGNATURES.items() if original.startswith(sign)), "bin"
-        )
+        """Write the bytes of a row into a file named by its hash; return the name in the folder."""
+        endings = (end for start, end in _SIGNATURES.items() if original.startswith(start))
+        ending = next(endings, "bin")
         name = f"quarantine/{hashlib.sha256(original).hexdigest()[:24]}.{ending}"
         path = self._folder / name
         path.parent.mkdir(exist_ok=True)
@@ -119,11 +118,11 @@ class Quarantine:
 
 
 def first_details(folder: Path) -> list[str]:
-    """Return what is wrong with the first row of each kind of fault, leaks aside.
+    """Return for each kind of fault what is wrong with the first row that has it; leaks are left out.
 
-    `folder` is a prepared folder with a quarantine.
+    `folder` is a data set with a quarantine, the file of its unusable rows.
     """
-    details: dict[str, str] = {}
+    details: dict[str, str] = {}  # by the kind of fault
     with (folder / QUARANTINE_NAME).open(encoding="utf-8") as stream:
         for line in map(json.loads, stream):
             for fault in (line, *line.get("also", ())):
@@ -190,7 +189,10 @@ _SHOWN = 100  # characters of an example that are printed
 
 
 def note_lines(manifest: Mapping[str, Any]) -> list[str]:
-    """Return a line for each note in a manifest, for the user to read."""
+    """Return the remarks of a manifest on rows that were used, as lines for the user to read.
+
+    A note in the manifest has the number of rows that it is true of, and one of them as an example.
+    """
     lines = []
     for name, note in (manifest.get("noted") or {}).items():
         example = shown(note["example"], _SHOWN) if name == "instruction" else note["example"]

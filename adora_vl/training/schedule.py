@@ -142,7 +142,9 @@ def fill_slots(
         else:
             useless_numbers.append(number)
     free_slots = max(0, slots - len(has_signal))
-    in_free_slots = sorted([*useful_numbers, *useless_numbers][:free_slots])
+    useful_first = [*useful_numbers, *useless_numbers]
+    in_free_slots = sorted(useful_first[:free_slots])
+    # Groups with signal that no free slot has taken.
     replacements = useful_numbers[free_slots:]
     slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
     group_in_slot = list(range(len(has_signal)))

@@ -32,7 +32,10 @@ WORKER = state_of(0)
 
 @contextlib.contextmanager
 def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
-    """A clock that stands until it is set, and the signals by which a run would have ended itself."""
+    """Yield a clock that stands still until its `now` is set, and a list of signals.
+
+    These are the signals that a run has sent to itself, to end at once.
+    """
     clock = SimpleNamespace(now=0.0)
     kills = []
     with pytest.MonkeyPatch.context() as patches:
@@ -49,22 +52,19 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
     )
 )
 def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
-    times = []
-    now = 0.0
+    """`sent`: signals, each with the seconds since the one before."""
+    first_number, first_gap = sent[0]
+    expected_kills: list[int] = []
     with clock_and_kills() as (clock, kills):
         run = StopOnSignal()
         for number, gap in sent:
-            now += gap
-            times.append(now)
-            clock.now = now
+            clock.now += gap
             run._handle(number, None)
-    late = [
-        number
-        for (number, _), second in zip(sent, times, strict=True)
-        if second - times[0] >= REPEAT_S
-    ]
-    assert run.received == sent[0][0]
-    assert kills == [number for number in late if number != signal.SIGHUP]
+            is_late = clock.now - first_gap >= REPEAT_S
+            if is_late and number != signal.SIGHUP:
+                expected_kills.append(number)
+    assert run.received == first_number
+    assert kills == expected_kills
 
 
 def test_what_the_launcher_sends_after_an_error_does_not_talk_over_it(capfd):
@@ -316,6 +316,7 @@ AS_SCRIPT = PRESS + "from importlib import import_module; sys.exit(import_module
 
 
 def commands() -> list[str]:
+    """Return the modules that are commands, and take long to import."""
     modules = []
     for top in ("adora_vl", "data_prep", "eval"):
         for path in sorted((ROOT / top).rglob("*.py")):
@@ -332,18 +333,22 @@ def scripts() -> list[str]:
 
 
 def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
+    """Run a command that is interrupted while it imports; return its exit code and stderr.
+
+    `code`: `AS_MODULE` or `AS_SCRIPT`, which runs the module and sends the signal.
+    """
     (folder / "a.json").write_text("{}")
     words = WORDS.get(
         module.removesuffix(".__main__"), ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")]
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, module, *words],
         cwd=folder,
         env={"PYTHONPATH": str(ROOT), "PATH": ""},
         capture_output=True,
         text=True,
     )
-    return done.returncode, done.stderr
+    return process.returncode, process.stderr
 
 
 @pytest.mark.slow

@@ -153,7 +153,8 @@ def test_the_launcher_of_several_processes_gives_a_stopped_run_time_to_save(monk
         assert torch_config.shutdown_timeout == 3600, path
 
 
-def made(**changes: Any) -> AdoraGRPOConfig:
+def config_with(**changes: Any) -> AdoraGRPOConfig:
+    """Return a config with groups of 8 and 4 micro-batches of 8 rollouts, but for `changes`."""
     keys = {
         "per_device_train_batch_size": 8,
         "num_generations": 8,
@@ -167,17 +168,18 @@ def made(**changes: Any) -> AdoraGRPOConfig:
     )
 
 
-def plan(**changes: Any) -> BatchLayout:
-    return batch_plan(made(**changes), 2)
+def layout_with(**changes: Any) -> BatchLayout:
+    """Return the batch sizes of `config_with` on two processes."""
+    return batch_plan(config_with(**changes), 2)
 
 
 def test_the_numbers_of_a_run():
-    numbers = plan()
-    assert (numbers.global_batch, numbers.optimizer_batch, numbers.generation_batch) == (16, 64, 64)
-    assert (numbers.prompts_per_generation, numbers.micro_batches_per_generation) == (8, 4)
-    assert "8 prompts per generation (64 rollouts)" in numbers.describe()
+    layout = layout_with()
+    assert (layout.global_batch, layout.optimizer_batch, layout.generation_batch) == (16, 64, 64)
+    assert (layout.prompts_per_generation, layout.micro_batches_per_generation) == (8, 4)
+    assert "8 prompts per generation (64 rollouts)" in layout.describe()
     # of groups, on each process
-    halves = plan(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    halves = layout_with(per_device_train_batch_size=4, gradient_accumulation_steps=2)
     assert halves.prompts_per_generation == 2
     for updates, changes in (
         (1, {}),
@@ -185,68 +187,76 @@ def test_the_numbers_of_a_run():
         (3, {"num_iterations": 3}),
         (1.5, {"steps_per_generation": 6}),
     ):
-        assert plan(**changes).updates_per_generation == updates
+        assert layout_with(**changes).updates_per_generation == updates
         assert (
             f"{updates} optimizer step{'' if updates == 1 else 's'} a generation"
-            in plan(**changes).describe()
+            in layout_with(**changes).describe()
         )
 
 
 def test_batches_that_are_not_whole_groups_and_too_few_rows_are_errors():
-    config = made()
+    config = config_with()
     config.num_generations = 12  # planned for other processes than TRL has checked it for
     with pytest.raises(
         UserError, match="64 sequences does not divide into groups of num_generations: 12; make"
     ):
         batch_plan(config, 2)
-    check_row_count(plan(), 8)
+    check_row_count(layout_with(), 8)
     with pytest.raises(UserError, match="7 rows cannot fill one generation of 8 prompts"):
-        check_row_count(plan(), 7)
+        check_row_count(layout_with(), 7)
 
 
-def stated() -> dict[str, str]:
-    """Key of the annotated config -> what the comment above it states as its default."""
-    found: dict[str, str] = {}
-    last = ""
-    above = list[str]()
+def defaults_in_comments() -> dict[str, str]:
+    """Return the default that the comment above each key of the annotated config states, by key.
+
+    A comment begins with `# [default VALUE]`. The keys of a mapping have dotted names.
+    """
+    default_by_key: dict[str, str] = {}
+    last_default = ""
+    # The names from the outermost mapping to the present line.
+    path: list[str] = []
     for line in (CONFIGS / "train" / "annotated.yaml").read_text().splitlines():
         text = line.strip()
-        if match := re.match(r"# \[default (\[.*?\]|.*?)\] \S", text):
-            last = match[1]
+        comment = re.match(r"# \[default (\[.*?\]|.*?)\] \S", text)
+        if comment is not None:
+            last_default = comment[1]
         elif not text.startswith("#") and text:
             key, _, value = text.partition(":")
-            above = [*above[: (len(line) - len(text)) // 2], key]
+            depth = (len(line) - len(text)) // 2
+            path = [*path[:depth], key]
             if value:
-                found[".".join(above)] = last
-                last = ""
-    return found
+                default_by_key[".".join(path)] = last_default
+                last_default = ""
+    return default_by_key
 
 
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
-    texts = stated()
-    wrong = {}
+    text_by_key = defaults_in_comments()
     keys = {name for key, value in read_recipe("annotated").items() for name in dotted(key, value)}
-    assert texts.keys() == keys
-    assert len(texts) > 50
-    own = {f"adora_method.adora.{one.name}": one.default for one in fields(METHODS["adora"])}
-    known: dict[str, Any] = {**key_defaults(), **own}
-    for key, text in texts.items():
-        value = [*known[key]] if isinstance(known[key], tuple) else known[key]
-        plain = isinstance(value, str) and not text.startswith('"')
-        given = float(text) if isinstance(value, float) else text if plain else yaml.safe_load(text)
-        if given != value:
-            wrong[key] = (text, value)
-    assert wrong == {}
+    assert text_by_key.keys() == keys
+    assert len(keys) > 50
+    default_by_key: dict[str, Any] = dict(key_defaults())
+    for option in fields(METHODS["adora"]):
+        default_by_key[f"adora_method.adora.{option.name}"] = option.default
+    for key, text in text_by_key.items():
+        default = default_by_key[key]
+        if isinstance(default, tuple):
+            default = [*default]
+        stated: object = yaml.safe_load(text)
+        if isinstance(default, float):
+            stated = float(text)
+        elif isinstance(default, str) and not text.startswith('"'):
+            stated = text
+        assert stated == default, key
 
 
 def test_the_annotated_config_trains_what_the_smoke_test_trains():
-    """Every key that differs, after parsing, is where it writes."""
-    annotated, demo = (
-        {key: value for part in parse_recipe(name) for key, value in asdict(part).items()}
-        for name in ("annotated", "smoke_cpu")
-    )
-    assert {key for key in annotated if annotated[key] != demo[key]} <= {
-        "output_dir",
-        "logging_dir",
-        "run_name",
-    }
+    """The only keys that differ, after parsing, are those that say where it writes."""
+    value_by_key: dict[str, dict[str, Any]] = {"annotated": {}, "smoke_cpu": {}}
+    for name, values in value_by_key.items():
+        for dataclass in parse_recipe(name):
+            values.update(asdict(dataclass))
+    annotated = value_by_key["annotated"]
+    smoke_test = value_by_key["smoke_cpu"]
+    different_keys = {key for key in annotated if annotated[key] != smoke_test[key]}
+    assert different_keys <= {"output_dir", "logging_dir", "run_name"}

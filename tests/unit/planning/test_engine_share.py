@@ -33,7 +33,7 @@ CARDS = {
 
 
 @cache
-def planned(name: str, *words: str) -> Plan:
+def plan_for_recipe(name: str, *words: str) -> Plan:
     """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
     launcher, gigabytes = CARDS[name]
     card = gigabytes * 1e9 / GIB
@@ -75,35 +75,37 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
     plan = make_plan(
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
-    share = proposed_utilization(plan.setup, plan.card_bytes)
-    assert share is not None
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    assert utilization is not None
     assert not fits(plan.setup, plan.card_bytes)
     assert remedy(plan).startswith(
-        f"Try, in this order: vllm_gpu_memory_utilization: {share:g}; the optimizer in host"
+        f"Try, in this order: vllm_gpu_memory_utilization: {utilization:g}; the optimizer in host"
     )
-    assert fits(with_share(plan.setup, share), plan.card_bytes)
+    assert fits(with_utilization(plan.setup, utilization), plan.card_bytes)
 
 
-def with_share(setup: Setup, share: float) -> Setup:
+def with_utilization(setup: Setup, utilization: float) -> Setup:
     assert setup.engine is not None
-    return replace(setup, engine=replace(setup.engine, utilization=share))
+    return replace(setup, engine=replace(setup.engine, utilization=utilization))
 
 
 @pytest.mark.parametrize("name", CARDS)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
-    plan = planned(name)
-    share = proposed_utilization(plan.setup, plan.card_bytes)
+    plan = plan_for_recipe(name)
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
     engine = plan.setup.engine
     assert fits(plan.setup, plan.card_bytes)
-    assert share is not None
+    assert utilization is not None
     assert engine is not None
-    assert share - 0.05 <= engine.utilization <= share
+    assert utilization - 0.05 <= engine.utilization <= utilization
 
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
-    assert not [name for name in CARDS if LOST_UPDATES in memory_lines(planned(name))]
-    assert LOST_UPDATES in memory_lines(planned("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16"))
+    assert not [name for name in CARDS if LOST_UPDATES in memory_lines(plan_for_recipe(name))]
+    assert LOST_UPDATES in memory_lines(
+        plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")
+    )
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
@@ -118,49 +120,51 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
-    plan = planned("adora_3b_1gpu_lora")
-    share = proposed_utilization(plan.setup, plan.card_bytes)
-    assert share is not None
+    plan = plan_for_recipe("adora_3b_1gpu_lora")
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    assert utilization is not None
     at_once = {}
     for hundredths in range(1, 100):
-        prediction = predict(with_share(plan.setup, hundredths / 100), plan.card_bytes)
+        prediction = predict(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
         if prediction.peak <= (1 - HEADROOM) * plan.card_bytes and prediction.engine is not None:
             at_once[hundredths / 100] = prediction.engine.concurrent_rollouts
-    assert at_once[share] == max(at_once.values()) > 0
-    assert all(count < at_once[share] for lower, count in at_once.items() if lower < share), (
-        "no more than is of use"
-    )
+    assert at_once[utilization] == max(at_once.values()) > 0
+    assert all(
+        count < at_once[utilization] for lower, count in at_once.items() if lower < utilization
+    ), "no more than is of use"
 
 
 def test_where_all_rollouts_run_at_once_no_more_is_proposed():
     short = ["--max_completion_length", "64", "--vllm_max_model_length", "700"]
-    plan = planned("adora_qwen3_vl_2b_1gpu", *short)
-    share = proposed_utilization(plan.setup, plan.card_bytes)
-    assert share is not None
-    assert share < 0.5
-    engine = predict(with_share(plan.setup, share), plan.card_bytes).engine
+    plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", *short)
+    utilization = proposed_utilization(plan.setup, plan.card_bytes)
+    assert utilization is not None
+    assert utilization < 0.5
+    engine = predict(with_utilization(plan.setup, utilization), plan.card_bytes).engine
     assert engine is not None
     assert engine.concurrent_rollouts == plan.setup.sequences_per_generation
 
 
 def test_without_room_or_without_an_engine_nothing_is_proposed():
-    plan = planned("adora_3b_1gpu_lora")
+    plan = plan_for_recipe("adora_3b_1gpu_lora")
     assert proposed_utilization(plan.setup, 8 * GIB) is None
     assert proposed_utilization(replace(plan.setup, engine=None), plan.card_bytes) is None
     assert proposed_utilization(replace(plan.setup, on_gpu=False), plan.card_bytes) is None
 
 
 def test_the_dry_run_names_the_share_only_where_it_helps():
-    low = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
-    right = planned("adora_3b_1gpu_lora")
-    share = proposed_utilization(low.setup, low.card_bytes)
-    right = replace(right, setup=with_share(right.setup, share or 0))
-    line = f"vllm_gpu_memory_utilization: {share:g} instead of 0.35 lets 150 run at once"
+    low = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.35")
+    right = plan_for_recipe("adora_3b_1gpu_lora")
+    utilization = proposed_utilization(low.setup, low.card_bytes)
+    right = replace(right, setup=with_utilization(right.setup, utilization or 0))
+    line = f"vllm_gpu_memory_utilization: {utilization:g} instead of 0.35 lets 150 run at once"
     assert any(memory_line.startswith(line) for memory_line in memory_lines(low))
     assert not any(
         "instead of" in memory_line and "run at once" in memory_line
         for memory_line in memory_lines(right)
     )
-    much = planned("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
+    much = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
     assert not fits(much.setup, much.card_bytes)
-    assert any(f"{share:g} instead of 0.95" in memory_line for memory_line in memory_lines(much))
+    assert any(
+        f"{utilization:g} instead of 0.95" in memory_line for memory_line in memory_lines(much)
+    )
