@@ -33,10 +33,10 @@ class _Box(NamedTuple):
 
     start: int
     """The backslash of the command."""
-    content: int
-    """The start of the content."""
+    content_start: int
+    """Behind the opening brace."""
     end: int
-    """The end of the content."""
+    """The closing brace."""
 
 
 def last_boxed(response: str) -> str | None:
@@ -55,37 +55,51 @@ def last_boxed(response: str) -> str | None:
     response = final_part(response)[-MAX_CHARS:]
     if response.rstrip().endswith("{") and _BEGUN.search(response):
         return None
-    complete = _complete_boxes(response)
-    if not complete:
+    boxes = _complete_boxes(response)
+    if not boxes:
         return None
-    box = complete.pop()
-    for inner in reversed(complete):  # a directly nested box closes just before the one around it
-        around = ((box.content, inner.start), (inner.end + 1, box.end))
-        if inner.start < box.content or any(response[start:stop].strip() for start, stop in around):
+    # The last box that closes is the outermost one. A box directly inside closes just before it.
+    box = boxes.pop()
+    for inner in reversed(boxes):
+        if inner.start < box.content_start:
+            break  # it stands before this box, not inside
+        text_before = response[box.content_start : inner.start]
+        text_behind = response[inner.end + 1 : box.end]
+        if text_before.strip() or text_behind.strip():
             break
         box = inner
-    return response[box.content : box.end].strip(_SPACES)
+    return response[box.content_start : box.end].strip(_SPACES)
+
+
+class _OpenBox(NamedTuple):
+    r"""A box whose closing brace has not been reached yet, as positions in the response."""
+
+    depth: int
+    """The number of braces around its content."""
+    start: int
+    """The backslash of the command."""
+    content_start: int
 
 
 def _complete_boxes(response: str) -> list[_Box]:
-    """Return all complete boxes in the order in which they close."""
+    r"""Return all complete `\boxed{}` of a response in the order in which they close."""
     complete: list[_Box] = []
-    pending: list[tuple[int, int, int]] = []  # depth, start and content of the boxes still open
-    depth = 0  # counted from the first box on: only equality matters
+    pending: list[_OpenBox] = []
+    depth = 0  # of braces, counted from the first box on; only equality matters
     first = _BOX.search(response)
     if first is None:
         return complete
-    for token in _TOKEN.finditer(response, first.start()):
-        kind = token[0]
-        if kind == "{":
+    for match in _TOKEN.finditer(response, first.start()):
+        piece = match[0]
+        if piece == "{":
             depth += 1
-        elif kind[-1] == "{" and len(kind) > 2:
+        elif piece.endswith("{") and len(piece) > 2:  # `\boxed{`, and not an escaped `\{`
             depth += 1
-            pending.append((depth, token.start(), token.end()))
-        elif kind == "}":
-            if pending and pending[-1][0] == depth:
-                _, start, content = pending.pop()
-                complete.append(_Box(start, content, token.start()))
+            pending.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
+        elif piece == "}":
+            if pending and pending[-1].depth == depth:
+                box = pending.pop()
+                complete.append(_Box(box.start, box.content_start, end=match.start()))
             depth -= 1  # below 0 after a stray `}` in the prose, which is harmless
     return complete
 
@@ -104,13 +118,13 @@ _NAME_OF_BOX = re.compile(
 
 
 def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -> list[str]:
-    r"""Return the contents of the last complete boxes that stand in a row.
+    r"""Return the contents of the last complete boxes that stand in a row, as one answer.
 
-    Nothing but a comma, "and" or "or" separates them. `\boxed{1}, no: \boxed{2} and \boxed{3}`
+    Little but a comma, "and" or "or" separates such boxes. `\boxed{1}, no: \boxed{2} and \boxed{3}`
     gives `2` and `3`.
 
     Args:
-        response: the whole response, or its final part.
+        response: the whole response, or its final part, the text behind its thinking.
         answer_tags: whether boxes before the last `<answer>` block are ignored.
         with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
             `AB is \boxed{4}`.
@@ -118,22 +132,29 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
     response = final_part(response)[-ROW_CHARS:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    row: list[_Box] = []  # from the last box back
+    row: list[_Box] = []  # filled from the last box back
     for box in reversed(_complete_boxes(response)):
-        if row and box.end > row[-1].start:
-            continue  # inside of that box
-        joint = response[box.end + 1 : row[-1].start] if row else ""
-        if len(joint) > MAX_JOINT or not _JOINT.fullmatch(joint) or len(row) > MAX_ROW:
-            break
+        if row:
+            next_box = row[-1]
+            if box.end > next_box.start:
+                continue  # it stands inside of that box
+            between = response[box.end + 1 : next_box.start]
+            if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
+                break
         row.append(box)
     row.reverse()
-    contents = [response[box.content : box.end].strip(_SPACES) for box in row]
-    names = [_NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start) for box in row]
+    contents = [response[box.content_start : box.end].strip(_SPACES) for box in row]
     has_equation = any("=" in content for content in contents)
-    if not with_names or has_equation or not all(names):
+    if not with_names or has_equation:
         return contents
-    pairs = zip(names, contents, strict=True)
-    return [f"{name[1]} = {content}" for name, content in pairs if name]
+    named_contents = []
+    for box, content in zip(row, contents, strict=True):
+        # The name is searched for in the few characters before the box.
+        name = _NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start)
+        if name is None:
+            return contents
+        named_contents.append(f"{name[1]} = {content}")
+    return named_contents
 
 
 def last_answer(response: str) -> str | None:
@@ -150,18 +171,22 @@ def last_answer(response: str) -> str | None:
 
 
 def answer_block(response: str) -> str | None:
-    """Return the content of the last complete `<answer>` block of the final part.
+    """Return the content of the last complete `<answer>` block behind the thinking of a response.
 
     None without a block. Where a box stands in the block or behind it, the rest of the response is
     included.
     """
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
-    begin = response.rfind(opening, 0, max(0, response.rfind(closing)))
+    last_closing = max(0, response.rfind(closing))
+    begin = response.rfind(opening, 0, last_closing)
     if begin < 0:
         return None
-    block = response[begin + len(opening) :]
-    return block if last_boxed(block) is not None else block[: block.find(closing)].strip(_SPACES)
+    from_block_on = response[begin + len(opening) :]
+    if last_boxed(from_block_on) is not None:
+        return from_block_on
+    content = from_block_on[: from_block_on.find(closing)]
+    return content.strip(_SPACES)
 
 
 def completion_text(completion: Completion | None) -> str:
@@ -215,14 +240,16 @@ def shows_working(text: str) -> bool:
 
     It does if an equals sign stands before the last box, or anywhere if there is no box.
     """
-    before, box, after = text.rpartition("\\boxed")
-    return "=" in (before if box else after)
+    # Without a box all of the text is in the last part.
+    before_box, box, behind = text.rpartition("\\boxed")
+    return "=" in (before_box if box else behind)
 
 
 def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
-    """Return the stripped text behind the block that `text` begins with.
+    """Return the stripped text behind the block of tags that `text` begins with.
 
-    None where it does not begin with such a block, and where the block is blank or has a tag in it.
+    `tags` are the opening and the closing tag. None where the text does not begin with such a
+    block, and where the block is blank or has a tag of thinking or answer in it.
     """
     opening, closing = tags
     if not text.startswith(opening):

@@ -4,7 +4,8 @@ A completion is graded once, however many presets a run has.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from adora_vl.rewards.completion import (
     response_texts,
@@ -19,7 +20,14 @@ from adora_vl.utils.cli import quantile
 from adora_vl.utils.errors import UserError, did_you_mean
 
 RewardFunction = Callable[..., list[float]]
-_References = list[tuple[str, tuple[str, ...] | None]]
+
+
+class _Reference(NamedTuple):
+    """What a completion is graded against: the reference answer and the values of A, B, C, ..."""
+
+    answer: str
+    choices: tuple[str, ...] | None
+
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
 #   adora: the rewards of the paper; source: the grading policy, point 7.
@@ -53,14 +61,17 @@ def reward(grade: Grade, preset: str) -> float:
 def reward_function(
     preset: str, rounding: bool = False, answer_tags: bool = False
 ) -> RewardFunction:
-    """Return the TRL reward function of one preset; see `reward_functions`."""
-    return reward_functions([preset], [preset] if rounding else [], answer_tags)[0]
+    """Return the reward function of one preset, in TRL's form; see `reward_functions`."""
+    (function,) = reward_functions(
+        [preset], rounded=[preset] if rounding else [], answer_tags=answer_tags
+    )
+    return function
 
 
 def reward_functions(
     presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
 ) -> list[RewardFunction]:
-    """Return the TRL reward functions of some presets, named `<preset>_reward`.
+    """Return the reward functions of some presets, in TRL's form and named `<preset>_reward`.
 
     Each reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
     list of strings or None), and returns one float per completion. The first function adds
@@ -91,13 +102,17 @@ def reward_functions(
             raise UserError(
                 f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead"
             )
-    exact = _Grader(rounding=False, answer_tags=answer_tags)
-    rounding = _Grader(rounding=True, answer_tags=answer_tags)
+    # Presets share a grader, so that each completion is graded once for all of them.
+    exact_grader = _Grader(rounding=False, answer_tags=answer_tags)
+    rounding_grader = _Grader(rounding=True, answer_tags=answer_tags)
     functions: list[RewardFunction] = []
     for preset in presets:
-        grader = rounding if preset in rounded else exact
+        if preset in OTHERS:
+            functions.append(OTHERS[preset])
+            continue
+        grader = rounding_grader if preset in rounded else exact_grader
         logs = preset == presets[0]
-        functions.append(OTHERS.get(preset) or _reward_function(preset, grader, logs=logs))
+        functions.append(_reward_function(preset, grader, logs=logs))
     return functions
 
 
@@ -110,21 +125,30 @@ class _Grader:
 
     def __init__(self, rounding: bool, answer_tags: bool) -> None:
         self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
-        self._last: tuple[list[str], _References] = ([], [])
+        # The batch of the last call, and its grades.
+        self._texts: list[str] = []
+        self._references: list[_Reference] = []
         self._grades: list[Grade] = []
 
-    def __call__(self, texts: list[str], references: _References) -> list[Grade]:
-        """Grade a batch, once for all presets that ask for the same one in turn."""
-        if (texts, references) != self._last:
-            answers = [gold for gold, _ in references]
-            choices = [options for _, options in references]
-            self._grades = grade_batch(texts, golds=answers, choices=choices, **self._accepted)
-            self._last = (texts, references)
+    def __call__(self, texts: list[str], references: list[_Reference]) -> list[Grade]:
+        """Return the grades of a batch, which are kept for the next preset that asks for it."""
+        if texts != self._texts or references != self._references:
+            self._grades = grade_batch(
+                texts,
+                golds=[reference.answer for reference in references],
+                choices=[reference.choices for reference in references],
+                **self._accepted,
+            )
+            self._texts = texts
+            self._references = references
         return self._grades
 
 
 def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
-    """Return the reward function of one preset; `logs` says whether it logs verdicts and times."""
+    """Return the reward function of one preset.
+
+    `logs` says whether it logs verdicts and times; with several presets only the first one does.
+    """
 
     def function(
         completions: Sequence[Any] = (),
@@ -152,7 +176,8 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
                 log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
             log_metric("grading/ms_median", quantile(times_ms, 0.5))
             log_metric("grading/ms_p99", quantile(times_ms, 0.99))
-            log_metric("grading/worked", sum(map(shows_working, texts)) / len(grades))
+            # The share of responses that show more than a bare answer.
+            log_metric("grading/worked", fmean(shows_working(text) for text in texts))
         return [reward(grade, preset) for grade in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
@@ -161,10 +186,11 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
 
 def _references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
-) -> _References:
-    """Return the reference answer and the choices of each completion.
+) -> list[_Reference]:
+    """Return what each completion is graded against, from the columns `answer` and `choices`.
 
-    Raises `UserError` for a reference answer that is missing or unusable.
+    `count` is the number of completions. Raises `UserError` for a reference answer that is missing
+    or unusable, since it would make every rollout of its problem wrong.
     """
     if answer is None:
         raise UserError(
@@ -174,16 +200,22 @@ def _references(
         raise UserError(
             f"'answer' and 'choices' need one value for each of the {count} completions"
         )
-    references: _References = []
-    usable: set[tuple[str, tuple[str, ...] | None]] = set()  # the G rollouts of a prompt share one
-    for row, reference in enumerate(answer):
-        options = choices[row] if choices is not None else None
-        key = (str(reference), None if options is None else tuple(options))
-        if key not in usable:
-            reason = verify_gold(*key) if isinstance(reference, str) else "not_a_string"
-            if reason:
-                message = f"answer {reference!r} cannot be graded against ({reason})"
-                raise UserError(f"{message}: prepare the data with data_prep")
-            usable.add(key)
-        references.append(key)
+    references: list[_Reference] = []
+    usable: set[_Reference] = set()  # the rollouts of a prompt share one, which is verified once
+    for row, row_answer in enumerate(answer):
+        row_choices = choices[row] if choices is not None else None
+        reference = _Reference(
+            answer=str(row_answer), choices=None if row_choices is None else tuple(row_choices)
+        )
+        if reference not in usable:
+            reason: str | None = "not_a_string"
+            if isinstance(row_answer, str):
+                reason = verify_gold(reference.answer, reference.choices)
+            if reason is not None:
+                raise UserError(
+                    f"answer {row_answer!r} cannot be graded against ({reason}): prepare the data "
+                    "with data_prep"
+                )
+            usable.add(reference)
+        references.append(reference)
     return references

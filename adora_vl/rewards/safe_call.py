@@ -50,32 +50,34 @@ class RewardValueError(Exception):
 
 
 def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
-    """Return a copy of an argument of a user's function, which may edit what it gets.
+    """Copy an argument before a user's function gets it, since the function may edit it.
 
     The next function, the next step and the record then still get the original. Lists, mappings,
     sets, dataclasses, pictures, arrays and tensors are copied with their contents, and an object
-    that occurs twice is copied twice. Objects of any further class are shared, and so are
+    that occurs twice is copied twice. Objects of any further class are not copied, nor are
     `shared_objects`.
     """
     if any(value is shared for shared in shared_objects):
         return value
     if isinstance(value, list):
-        if set(map(type, value)) <= _IMMUTABLE:  # rows of token ids are long
+        # A short cut for lists of token ids, which are long.
+        if set(map(type, value)) <= _IMMUTABLE:
             return value[:]
         return [own_copy(item, shared_objects) for item in value]
-    if type(value) is tuple:
+    if type(value) is tuple:  # a named tuple is not built from one iterable
         return tuple(own_copy(item, shared_objects) for item in value)
     if isinstance(value, dict):
-        if set(map(type, value.values())) <= _IMMUTABLE:  # the log of a run has thousands of these
+        # A short cut for the entries of a run's log, which are thousands.
+        if set(map(type, value.values())) <= _IMMUTABLE:
             return dict(value)
         return {key: own_copy(item, shared_objects) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
-        record = copy(value)
+        dataclass_copy = copy(value)
         for field in fields(value):
             field_copy = own_copy(getattr(value, field.name), shared_objects)
-            # the dataclass may be frozen, which refuses a plain assignment
-            object.__setattr__(record, field.name, field_copy)
-        return record
+            # The dataclass may be frozen, which refuses a plain assignment.
+            object.__setattr__(dataclass_copy, field.name, field_copy)
+        return dataclass_copy
     return _copy_of_leaf(value)
 
 
@@ -119,9 +121,10 @@ def safe_call(
     failures: list[RewardFailure],
     unscored: dict[int, str] | None = None,
 ) -> Callable[..., Any]:
-    """Return `function` as TRL may call it: a function that does not raise; async if `function` is.
+    """Wrap a reward function so that it never raises; the result is async if `function` is.
 
-    A call that fails returns zeros, which must not be used.
+    A failure is added to `failures` instead. The call then returns zeros, which must not be used:
+    the caller stops the run.
 
     Args:
         function: a reward function in TRL's form.
@@ -139,7 +142,7 @@ def safe_call(
         unscored={} if unscored is None else unscored,
         folder=Path.cwd(),
     )
-    # bound methods: TRL looks at the function that it gets to see whether it has to await it
+    # TRL inspects the function that it gets to see whether it has to await it.
     return safe_function.call_async if is_async(function) else safe_function.call
 
 
@@ -164,14 +167,15 @@ class _SafeFunction:
                 in_one_process(f"reward {self.name}"),
             ):
                 returned = self.function(**_copy_arguments(arguments))
-                # inside of the limits, since reading the user's objects runs code of theirs
+                # Still within the time limit, since reading the user's objects runs their code.
                 return self._read_rewards(returned, len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
-        # asyncio's cancellation and a panic of compiled code are no `Exception`
+        # asyncio's cancellation and a panic of compiled code are no `Exception`.
         except BaseException as error:
             row = None
-            # the other three kinds of error say themselves where they come from
+            # These kinds of error say themselves where they come from. For any other, each
+            # completion is tried alone to find the first that fails.
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
                     back_in(self.folder),
@@ -196,9 +200,9 @@ class _SafeFunction:
             raise
         except BaseException as error:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # from outside
-                raise
-            # not by the kind of error: a TimeoutError may be the function's own
+            if task is not None and task.cancelling():
+                raise  # the caller cancels the call; it is no failure of the function
+            # The kind of error does not tell: a TimeoutError may be the function's own.
             if time_limit.expired():
                 return self._note_failure(OverdueError(), arguments, None)
             row = None
@@ -302,9 +306,15 @@ def _describe_failure(
     row: int | None,
     timeout: float | None,
 ) -> RewardFailure:
-    """Return the failure in words.
+    """Return a failure of a reward function in words.
 
-    `row` is the completion that also fails alone, None if unknown.
+    Args:
+        function: the reward function, for the line of its file where the error came from.
+        name: its name in messages.
+        error: what the call raised.
+        arguments: the keyword arguments of the call.
+        row: the number of a completion that also fails alone, None if unknown.
+        timeout: the limit of the call in seconds, for an overdue one.
     """
     if isinstance(error, UserError):
         return RewardFailure(function=name, row="", reason=str(error), mistake=True)
@@ -350,28 +360,32 @@ def _location(function: Callable[..., Any], error: BaseException) -> str:
 
 
 def _single_completions(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the arguments of each completion alone, without the hooks that would log it again."""
+    """Yield for each completion the arguments of a call with it alone.
+
+    Arguments with one value per completion are cut to its value; all others stay as they are. The
+    logging hooks do nothing, since the completion has been logged already.
+    """
     count = len(arguments["completions"])
-    columns = {}  # the arguments with one value per completion; all others stay as they are
+    columns = {}
     for name, value in arguments.items():
         if isinstance(value, list | tuple) and len(value) == count:
             columns[name] = value
     for row in range(count):
-        single = dict(arguments)
+        single_arguments = dict(arguments)
         for name, values in columns.items():
-            single[name] = [values[row]]
+            single_arguments[name] = [values[row]]
         for hook in ("log_extra", "log_metric"):
-            if hook in single:
-                single[hook] = lambda *_: None
-        yield _copy_arguments(single)
+            if hook in single_arguments:
+                single_arguments[hook] = lambda *_: None
+        yield _copy_arguments(single_arguments)
 
 
 def _first_to_fail(
     function: Callable[..., Any], arguments: Mapping[str, Any], timeout: float | None
 ) -> int | None:
-    """Return the number of the first completion that fails alone.
+    """Call the function with each completion alone, and return the number of the first that fails.
 
-    None if none does, or one is overdue.
+    None if none does, or if a call takes too long.
     """
     for row, single_arguments in enumerate(_single_completions(arguments)):
         try:
@@ -389,7 +403,7 @@ def _first_to_fail(
 async def _first_to_fail_async(
     function: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> int | None:
-    """Return the number of the first completion that fails alone, for an async function."""
+    """Await the function with each completion alone; return the number of the first that fails."""
     for row, single_arguments in enumerate(_single_completions(arguments)):
         try:
             await function(**single_arguments)

@@ -1,9 +1,8 @@
-"""The table of families against Transformers' own classes, freezing by its names, and models that
-are not in it.
+"""The families of models against Transformers' own classes, freezing by the names of parts, and
+models of no known family.
 """
 
 import json
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -43,6 +42,7 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
             )
 
 
+# The modules inside of the vision tower that are the projector, by family.
 PROJECTORS = {
     "qwen2_vl": {"merger"},
     "qwen2_5_vl": {"merger"},
@@ -56,14 +56,17 @@ def test_every_parameter_is_in_its_part(subtests):
     for kind in SEEING:
         with subtests.test(kind):
             model = on_meta(family_config(kind)).model
-            parts: Counter[str] = Counter()
+            parts: set[str] = set()
             for name, _ in model.named_parameters():
-                first, second, *_ = name.split(".")
-                right = "language_model" if first == "language_model" else "vision_tower"
-                right = "projector" if second in PROJECTORS[kind] else right
-                assert families.component_of(f"model.{name}") == right, name
-                parts[right] += 1
-            assert set(parts) == set(families.COMPONENTS)
+                module, submodule, *_ = name.split(".")
+                expected = "vision_tower"
+                if module == "language_model":
+                    expected = "language_model"
+                elif submodule in PROJECTORS[kind]:
+                    expected = "projector"
+                assert families.component_of(f"model.{name}") == expected, name
+                parts.add(expected)
+            assert parts == set(families.COMPONENTS)
     assert families.component_of("lm_head.weight") == "language_model"
     adapter = "base_model.model.model.visual.blocks.0.mlp.up_proj.lora_A.default.weight"
     assert families.component_of(adapter) == "vision_tower"
@@ -81,21 +84,27 @@ def test_what_can_share_a_prompt():
     assert can_share_prompts(on_meta(family_config("qwen3_vl")).config)
 
 
-def check(config: Any, **changed: Any) -> list[str]:
+def notes_of_check(config: Any, **changed: Any) -> list[str]:
+    """Check the family of a model with this config, and return the notes for the user.
+
+    `changed`: keys of the run that are not as by default.
+    """
     settings = {"output_dir": "x", "use_cpu": True, "bf16": False, "report_to": "none", **changed}
     return check_family(
         ModelConfig(model_name_or_path="some/model"), AdoraGRPOConfig(**settings), config
     )
 
 
-OFF: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
+AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
     assert all(
-        check(AutoConfig.for_model(kind)) == [] for kind in families.FAMILIES if kind != "qwen3_5"
+        notes_of_check(AutoConfig.for_model(kind)) == []
+        for kind in families.FAMILIES
+        if kind != "qwen3_5"
     )
-    (line,) = check(AutoConfig.for_model("qwen3_5"))
+    (line,) = notes_of_check(AutoConfig.for_model("qwen3_5"))
     assert "linear attention" in line
     assert "share_prompt" in line
 
@@ -107,11 +116,13 @@ def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
     for kind in ("qwen3_vl", "qwen3_5"):
         with subtests.test(kind):
             config = AutoConfig.for_model(kind)
-            assert check(config, use_vllm=False) == check(AutoConfig.for_model(kind))
+            assert notes_of_check(config, use_vllm=False) == notes_of_check(
+                AutoConfig.for_model(kind)
+            )
             with pytest.raises(
                 UserError, match=r"mrope_interleaved in the rope_parameters .* set it to true"
             ):
-                check(config, use_vllm=True)
+                notes_of_check(config, use_vllm=True)
             config.text_config.rope_parameters = {
                 "rope_type": "default",
                 "rope_theta": 1e4,
@@ -122,19 +133,19 @@ def test_a_config_that_the_engine_would_run_otherwise_is_refused(subtests):
                     UserError,
                     match="use_vllm: true, but on a CPU vLLM computes the linear attention",
                 ):
-                    check(config, use_vllm=True)
+                    notes_of_check(config, use_vllm=True)
             else:
-                assert check(config, use_vllm=True) == []
+                assert notes_of_check(config, use_vllm=True) == []
 
 
 def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     with pytest.raises(
         UserError, match=r"'some/model' has model_type llava.*qwen3_vl.*stock_step: .*CONTRIBUTING"
     ):
-        check(LlavaConfig())
+        notes_of_check(LlavaConfig())
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
-        check(LlavaConfig(), adora_freeze=["projector"], **OFF)
-    (line,) = check(LlavaConfig(), **OFF)
+        notes_of_check(LlavaConfig(), adora_freeze=["projector"], **AS_IN_STOCK_TRL)
+    (line,) = notes_of_check(LlavaConfig(), **AS_IN_STOCK_TRL)
     assert "the way of stock TRL" in line
     assert "\n" not in line
 
@@ -169,14 +180,14 @@ def test_nobody_is_asked_whether_to_run_the_code_of_a_tokenizer(tmp_path, monkey
 
 
 def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
-    (line,) = check(LlamaConfig())
+    (line,) = notes_of_check(LlamaConfig())
     assert "model_type llama" in line
     assert "everything else works" in line
 
 
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
-    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained
+    """The fresh_tiny_model model as if nobody had entered it: refused before a weight is loaded, and trained
     the way it says.
     """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")
@@ -200,27 +211,29 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "run" / "model.safetensors").is_file()
 
 
-def tiny() -> Any:
+def fresh_tiny_model() -> Any:
+    """Return a tiny model with random weights."""
     return build_model(build_processor(["Find x."]).tokenizer)
 
 
 def test_one_key_freezes_one_part_and_no_other(subtests):
     for component in families.COMPONENTS:
         with subtests.test(component):
-            model = tiny()
-            before = {name for name, p in model.named_parameters() if p.requires_grad}
-            count = families.freeze(model, [component])[component]
-            frozen = before - {name for name, p in model.named_parameters() if p.requires_grad}
-            assert len(frozen) == count > 0
-            assert {families.component_of(name) for name in frozen} == {component}
-            assert families.trainable_components(model) == frozenset(families.COMPONENTS) - {
-                component
-            }
+            model = fresh_tiny_model()
+            count_by_component = families.freeze(model, [component])
+            frozen_names = []
+            for name, parameter in model.named_parameters():
+                if not parameter.requires_grad:
+                    frozen_names.append(name)
+            assert len(frozen_names) == count_by_component[component] > 0
+            assert {families.component_of(name) for name in frozen_names} == {component}
+            other_components = frozenset(families.COMPONENTS) - {component}
+            assert families.trainable_components(model) == other_components
 
 
 def test_building_leaves_the_callers_random_state_alone():
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
-    tiny()
+    fresh_tiny_model()
     assert torch.equal(torch.rand(3), expected)

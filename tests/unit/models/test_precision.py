@@ -1,6 +1,4 @@
-"""Constants that a cast has rounded are found and put right, and nothing else of a model is
-touched.
-"""
+"""Computed buffers that a cast has rounded are found and restored, and nothing else of a model."""
 
 import copy
 from itertools import product
@@ -20,6 +18,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers, wrong_buffers
 from adora_vl.utils.errors import RunError
 
+# The rotary buffers of the tiny model.
 ROTARY = [
     f"model.{part}.{name}"
     for part in ("visual.rotary_pos_emb", "language_model.rotary_emb")
@@ -27,7 +26,8 @@ ROTARY = [
 ]
 
 
-def tiny() -> Qwen2_5_VLForConditionalGeneration:
+def tiny_model() -> Qwen2_5_VLForConditionalGeneration:
+    """Load the shipped tiny model."""
     return Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
 
 
@@ -41,14 +41,14 @@ CASTS = {
 
 
 def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
-    for (cast, apply), lora in product(CASTS.items(), (False, True)):
-        with subtests.test(f"{cast} {lora}"):
-            model = tiny()
+    for (cast_name, cast), lora in product(CASTS.items(), (False, True)):
+        with subtests.test(f"{cast_name} {lora}"):
+            model = tiny_model()
             if lora:
                 model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-            right = {name: buffer.clone() for name, buffer in model.named_buffers()}
+            expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
             assert wrong_buffers(model) == []
-            apply(model)
+            cast(model)
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
             assert len(wrong_buffers(model)) == len(ROTARY)
             restored = restore_buffers(model)
@@ -56,11 +56,9 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
             assert all(name.endswith(tuple(ROTARY)) for name in restored)
             assert wrong_buffers(model) == []
             assert restore_buffers(model) == []
-            now = dict(model.named_buffers())
-            assert all(
-                now[name].dtype == right[name].dtype and torch.equal(now[name], right[name])
-                for name in right
-            )
+            for name, buffer in model.named_buffers():
+                assert buffer.dtype == expected[name].dtype
+                assert torch.equal(buffer, expected[name])
             for name, parameter in model.named_parameters():
                 assert parameter.dtype == weights[name].dtype
                 assert torch.equal(parameter, weights[name])
@@ -88,16 +86,17 @@ def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, s
         hidden_size=4 * half, num_attention_heads=2, num_key_value_heads=1, rope_parameters=rope
     )
     rotary = Qwen2RotaryEmbedding(config)
-    right = rotary.inv_freq.double() * distance
+    expected = rotary.inv_freq.double() * distance
     holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
     restore_buffers(holder)
-    assert torch.equal(rotary.inv_freq.double() * distance, right)
+    assert torch.equal(rotary.inv_freq.double() * distance, expected)
     assert wrong_buffers(holder) == []
 
 
-class Patterned(nn.Module):
-    """A rotary module that takes more than a config, with buffers that are a checkpoint's or whole
-    numbers besides.
+class BuiltFromMoreThanItsConfig(nn.Module):
+    """A rotary module whose constructor takes more than a config.
+
+    It also has a buffer that a checkpoint contains, and one of whole numbers.
     """
 
     def __init__(self, size: int, scale: float) -> None:
@@ -109,7 +108,7 @@ class Patterned(nn.Module):
 
 
 def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guessed():
-    model = nn.ModuleDict({"own": Patterned(4, scale=2.0)})
+    model = nn.ModuleDict({"own": BuiltFromMoreThanItsConfig(4, scale=2.0)})
     assert wrong_buffers(model) == []
     before = copy.deepcopy(model).to(torch.bfloat16)
     model.to(torch.bfloat16)
@@ -123,28 +122,26 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
         ("policy", "reference"), ("on_train_begin", "on_pre_optimizer_step")
     ):
         with subtests.test(f"{role} {moment}"):
-            models = {"policy": tiny(), "reference": tiny()}
+            models = {"policy": tiny_model(), "reference": tiny_model()}
             guard = RefuseWrongBuffers(models.copy)
-            guard.on_train_begin(None, None, None)
+            guard.on_train_begin(args=None, state=None, control=None)
             models[role].to(torch.bfloat16)
+            hook = getattr(guard, moment)
             with pytest.raises(RunError) as refusal:
-                getattr(guard, moment)(None, None, None)
+                hook(args=None, state=None, control=None)
             text = str(refusal.value)
             assert text.startswith(
                 f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)"
             )
             assert "\n" not in text
             assert precision.REMEDY in text
-    RefuseWrongBuffers(lambda: {"policy": tiny(), "reference": None}).on_train_begin(
-        None, None, None
-    )
+    without_reference = RefuseWrongBuffers(lambda: {"policy": tiny_model(), "reference": None})
+    without_reference.on_train_begin(args=None, state=None, control=None)
 
 
 def test_nothing_of_it_is_saved(tmp_path):
-    """Rounded or right, they are computed where a model is loaded: no checkpoint and no export
-    holds them.
-    """
-    model = tiny().to(torch.bfloat16)
+    """Computed buffers are computed when a model is loaded, so no saved model has rounded ones."""
+    model = tiny_model().to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "inv_freq" in name]
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)

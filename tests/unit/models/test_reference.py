@@ -19,16 +19,19 @@ from adora_vl.utils.errors import SharedUserError, UserError
 from tests.support.step_context import step_context
 
 TARGETS = ["q_proj", "v_proj"]
-CHANGED = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "orthogonal")
+# Initialisations of an adapter that change the base's weights.
+CHANGE_THE_BASE = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "orthogonal")
 
 
-def lora(start: bool | str) -> Any:
+def lora_config(start: bool | str) -> Any:
+    """Return a config of LoRA with this initialisation."""
     config = LoraConfig(r=2, target_modules=TARGETS)
-    config.init_lora_weights = start  # some ask for more settings
+    config.init_lora_weights = start  # as an argument some would need further settings
     return config
 
 
-def tiny() -> Any:
+def tiny_model() -> Any:
+    """Load the shipped tiny model."""
     return AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
 
 
@@ -65,33 +68,34 @@ def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None =
     )
 
 
-@pytest.mark.parametrize("start", CHANGED)
+@pytest.mark.parametrize("start", CHANGE_THE_BASE)
 def test_an_adapter_that_starts_out_of_the_base_has_no_reference(start):
     for is_new in (True, False):
-        with pytest.raises(
-            UserError, match=f"^init_lora_weights: {start} with beta: 0.1 .* beta: 0"
-        ):
-            check_adapter_start(lora(start), 0.1, is_new=is_new)
-    check_adapter_start(lora(start), 0.0, is_new=True)
+        message = f"^init_lora_weights: {start} with beta: 0.1 .* beta: 0"
+        with pytest.raises(UserError, match=message):
+            check_adapter_start(lora_config(start), beta=0.1, is_new=is_new)
+    check_adapter_start(lora_config(start), beta=0.0, is_new=True)  # there is no KL term
 
 
 def test_an_adapter_that_changes_nothing_at_first_has_one():
     for start in (True, "gaussian", "eva", "mica"):
-        check_adapter_start(lora(start), 0.1, is_new=True)
-    check_adapter_start(None, 0.1, is_new=True)
+        check_adapter_start(lora_config(start), beta=0.1, is_new=True)
+    check_adapter_start(None, beta=0.1, is_new=True)  # a run without an adapter
     with pytest.raises(UserError, match="init_lora_weights: False with beta: 0.1 draws"):
-        check_adapter_start(lora(False), 0.1, is_new=True)
-    check_adapter_start(lora(False), 0.1, is_new=False)  # the reference is a copy of the adapter
+        check_adapter_start(lora_config(False), beta=0.1, is_new=True)
+    check_adapter_start(
+        lora_config(False), beta=0.1, is_new=False
+    )  # the reference is a copy of the adapter
 
 
 def test_it_is_refused_before_a_weight_is_loaded(tmp_path, no_weights):
     with pytest.raises(UserError, match="init_lora_weights: pissa with beta: 0.1"):
-        trainer_of(tmp_path / "run", peft_config=lora("pissa"))
+        trainer_of(tmp_path / "run", peft_config=lora_config("pissa"))
 
 
 def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_path):
     """The object may have been fine-tuned or averaged in the notebook before."""
-    tuned = tiny()
+    tuned = tiny_model()
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in tuned.model.language_model.parameters():
@@ -102,42 +106,45 @@ def test_the_reference_of_an_object_is_a_copy_of_it_and_not_of_its_folder(tmp_pa
     assert kl[0] == 0
     assert kl[1] > 0
     weights = zip(trainer.model.parameters(), trainer.ref_model.parameters(), strict=True)
-    assert any(not torch.equal(policy_weight, reference) for policy_weight, reference in weights)
+    assert any(
+        not torch.equal(policy_weight, reference_weight)
+        for policy_weight, reference_weight in weights
+    )
 
 
 def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_there():
-    model = tiny()
+    model = tiny_model()
     embeddings = model.get_input_embeddings()
     model.forward = lambda **_: embeddings.weight.sum()  # as a fused head of a trainer before
-    copied = copied_policy(model, "a folder", dtype=torch.bfloat16)
-    assert "forward" not in vars(copied)
-    assert not copied.training
-    assert copied.dtype == torch.float32
-    assert not any(weight.requires_grad for weight in copied.parameters())
-    before = copied.get_input_embeddings().weight.clone()
+    reference = copied_policy(model, "a folder", dtype=torch.bfloat16)
+    assert "forward" not in vars(reference)
+    assert not reference.training
+    assert reference.dtype == torch.float32
+    assert not any(weight.requires_grad for weight in reference.parameters())
+    before = reference.get_input_embeddings().weight.clone()
     with torch.no_grad():
         embeddings.weight.add_(1)
-    assert torch.equal(copied.get_input_embeddings().weight, before)
+    assert torch.equal(reference.get_input_embeddings().weight, before)
 
 
 def test_an_object_that_deepspeed_has_divided_is_refused_with_a_reference():
     model: Any = torch.nn.Linear(2, 2)
-    check_copied(model, 0.1)
+    check_copied(model, beta=0.1)
     model.weight.ds_id = 0  # as zero.Init leaves it
-    check_copied(model, 0.0)
+    check_copied(model, beta=0.0)
     with pytest.raises(UserError, match="DeepSpeed has divided .* beta: 0.1"):
-        check_copied(model, 0.1)
+        check_copied(model, beta=0.1)
 
 
 def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_the_run(tmp_path):
-    """No key says it: it is measured before the first update."""
-    drawn = LoHaConfig(
+    """No key of its config tells that it changes answers. That is measured before the first update."""
+    random_adapter = LoHaConfig(
         r=4,
         alpha=64,
         target_modules=TARGETS,
         init_weights=False,
     )
-    trainer = trainer_of(tmp_path / "run", peft_config=drawn)
+    trainer = trainer_of(tmp_path / "run", peft_config=random_adapter)
     before = [weight.clone() for weight in trainer.model.parameters()]
     with pytest.raises(UserError, match=r"^beta: 0\.1: the policy starts .* nats per token from"):
         trainer.train()
@@ -145,7 +152,8 @@ def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_th
     assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def guard_of(**keys: Any) -> ReferenceGuard:
+def reference_guard(**keys: Any) -> ReferenceGuard:
+    """Return the guard that compares the policy with its reference, for a run with these keys."""
     return ReferenceGuard(step_context(per_device_train_batch_size=2, **keys), rounding=1e-5)
 
 
@@ -161,15 +169,15 @@ def test_policy_and_reference_are_compared_once_and_only_before_an_update():
         pass_sizes.append(len(batch["completion_ids"]))
         return batch["ref_per_token_logps"] + torch.tensor([1e-4, 0.0, 9.0])  # the last is padding
 
-    guard = guard_of(beta=0.1)
+    guard = reference_guard(beta=0.1)
     assert guard.is_due(0)
     assert not guard.is_due(1)
     guard.check(batch, policy_logps)
     assert pass_sizes == [2], "the rows of a micro-batch are enough"
     assert not guard.is_due(0)
-    assert not guard_of(beta=0.0).is_due(0)
+    assert not reference_guard(beta=0.0).is_due(0)
     for old in (-1.01, float("nan")):
         with pytest.raises(SharedUserError, match="nats per token from its reference"):
-            guard_of(beta=0.1).check(
+            reference_guard(beta=0.1).check(
                 {**batch, "old_per_token_logps": torch.full((4, 3), old)}, policy_logps
             )
