@@ -159,6 +159,7 @@ def _without_latex(answer: str) -> str:
     of the official code.
     """
     answer = answer.lower().replace("{}", "")
+    # The official code looks for the part `oxed{` of `\boxed{`.
     boxes = re.findall(r"oxed{(.*)}", answer, flags=re.DOTALL)
     answer = boxes[-1] if boxes else answer
     # The answer ends at a closing brace that has no opening one before it.
@@ -296,7 +297,8 @@ COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "su
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is.
 
-    The answer to a multiple-choice question has to be the letter of one of its options.
+    The reference answer to a multiple-choice question has to be the letter of one of its options.
+    That to a free-form question, which has no options, may be any text.
     """
     fault = fault_of_fields(row, COLUMNS)
     if fault or not row["options"]:

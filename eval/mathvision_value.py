@@ -58,8 +58,8 @@ _CLOSING = {
 }
 _TIMES = ("*", r"\times", r"\cdot")
 _DIVIDED = ("/", ":", r"\div")
-_SIDES = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
-_ASSIGNS = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
+_LEFT_OR_RIGHT = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
+_ASSIGNMENT = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
 _NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
 # Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3
 # lines` is nothing.
@@ -117,10 +117,10 @@ class _Parser:
         such as `x=` at the beginning.
         """
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-        if _ASSIGNS.match(text):
-            text = _ASSIGNS.sub("", text, count=1)
-        text = _SIDES.sub("", text)
-        # A match of skipped space has an empty group.
+        if _ASSIGNMENT.match(text):
+            text = _ASSIGNMENT.sub("", text, count=1)
+        text = _LEFT_OR_RIGHT.sub("", text)
+        # Spaces match too, but with an empty group, and are left out.
         tokens = [symbol for symbol in _TOKEN.findall(text) if symbol]
         self.tokens = deque([*tokens, ""])
 
@@ -292,7 +292,7 @@ def _power(base: Number, exponent: Number) -> Number:
         if n_bits > _MOST_BITS:
             raise _NoValueError
     power = base**exponent
-    # A negative base with a broken exponent, such as (-8)^(1/3).
+    # A root of a negative number, such as (-8)^(1/3).
     if isinstance(power, complex):
         raise _NoValueError
     real_power: Number = power

@@ -282,14 +282,15 @@ _MOST_PLACES = 15  # decimal places that a float holds
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is.
 
-    A multiple-choice question needs choices that have letters, and a number its decimal places.
+    Beside the columns that each row needs, a multiple-choice question needs choices, and an answer
+    of the type `float` a number of decimal places.
     """
     fault = fault_of_fields(row, COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":
         choices = row["choices"]
-        if not 1 <= len(choices or []) <= 26:
+        if not 1 <= len(choices or []) <= 26:  # each choice has a letter
             return f"is multiple choice with choices = {choices!r}, expected 1 to 26 of them"
     if row["answer_type"] == "float":
         places = row["precision"]
@@ -348,15 +349,16 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
 ) -> OwnFigures:
-    """Compute the accuracies ID and OOD of ADORA's table, as `ID_OOD` defines them.
+    """Compute the accuracies ID and OOD of the table in ADORA's paper.
 
-    ID is over problems like those of the training, which are geometry, and OOD over all others.
+    ID (in distribution) is over geometry problems, like those of the training, and OOD (out of
+    distribution) over all others. As in the table, a problem counts in ID once if its task is
+    geometry, and once more if geometry is among its skills.
     """
     id_total = 0
     id_correct = 0
     for item in graded:
         groups = item.grade.groups
-        # An item counts in ID not at all, once or twice: by its task and by its skills.
         count = groups.get("task", []).count(_GEOMETRY_TASK)
         count += groups.get("skills", []).count(_GEOMETRY_SKILL)
         id_total += count
@@ -364,10 +366,11 @@ def _summary(
             id_correct += count
     n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     id_cell = cell_from_counts(id_correct, id_total, n_samples)
-    # In a small set ID may have more answers than there are, since some count twice. OOD is None
-    # then.
-    all_correct = sum(item.correct for item in graded)
-    ood_cell = cell_from_counts(all_correct - id_correct, len(graded) - id_total, n_samples)
+    # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
+    # is None then.
+    ood_correct = sum(item.correct for item in graded) - id_correct
+    ood_total = len(graded) - id_total
+    ood_cell = cell_from_counts(ood_correct, ood_total, n_samples)
     return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
 
 

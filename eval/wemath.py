@@ -202,10 +202,10 @@ class _ProblemSample(NamedTuple):
 def _answers_by_problem(
     rows: Sequence[Prediction], graded: Sequence[Graded]
 ) -> dict[_ProblemSample, dict[str, bool]]:
-    """Collect the answers to the parts of each problem, and of each sample apart.
+    """Collect whether the answers to the parts of each problem are right.
 
-    The inner keys are those of the parts, such as `3steps_1` for a step and `3steps_multi` for the
-    whole. The values say whether the answers are right.
+    The outer key is a problem and the number of a sample, since each sample is diagnosed on its
+    own. The inner key is a part: `3steps_1` for a step, or `3steps_multi` for the whole.
     """
     answers_by_problem: dict[_ProblemSample, dict[str, bool]] = defaultdict(dict)
     for row, item in zip(rows, graded, strict=True):

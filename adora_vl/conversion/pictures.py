@@ -58,11 +58,12 @@ class FileRoot:
 
 
 def picture_bytes(value: object, files: FileRoot) -> bytes:
-    """Return the encoded picture that a value holds or names.
+    """Return the encoded picture that a value of a table holds or names.
 
-    The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL.
+    The value is bytes, a struct of `datasets`, a data URL, Base64, a path or a file URL. An address
+    in the web is not downloaded. `files` says where paths lead.
 
-    Raises `PictureError` where it gives no picture; an address in the web is not downloaded.
+    Raises `PictureError` where the value gives no picture.
     """
     value = _unpacked(value)
     if isinstance(value, bytes | bytearray | memoryview):
@@ -90,19 +91,21 @@ def picture_bytes(value: object, files: FileRoot) -> bytes:
         raise PictureError("not_a_file", why, "put the picture itself into")
     if len(text) > _LONGEST_PATH:
         return _from_base64(text, "is a text that is neither a path nor Base64")
-    with suppress(PictureError):  # a small drawing is as short in Base64 as a path
-        decoded = _from_base64(text, "")
+    # A short text may be a path or the Base64 of a small drawing. It is the latter if it decodes to
+    # a picture; if not, the error of the decoding says nothing.
+    with suppress(PictureError):
+        decoded = _from_base64(text, why="")
         if is_picture(decoded):
             return decoded
     return _from_file(text, files)
 
 
 def _unpacked(value: Any) -> Any:
-    """Return the bytes, path or address in a struct, or in a struct inside of it.
+    """Return the bytes, path or address in a struct such as `{"bytes": ..., "path": ...}`.
 
     Any other value is returned as it is.
     """
-    for _ in range(2):
+    for _ in range(2):  # the value of a struct may be a struct itself
         if isinstance(value, dict):
             value = value["bytes"] if value.get("bytes") is not None else picture_of(value)
     return value
@@ -128,10 +131,14 @@ def listed_pictures(value: object) -> list[Any]:
 
 
 def _path_in(value: object) -> str:
-    """Return the path that a value may be, or that its struct has; empty where it is none."""
-    name = picture_of(value) if isinstance(value, dict) and value.get("bytes") is None else value
-    named = isinstance(name, str) and len(name) <= _LONGEST_PATH and name[:5].lower() != "data:"
-    return str(name).strip() if named else ""
+    """Return the path in a value, a text or a struct; an empty text where the value has none."""
+    name = value
+    if isinstance(value, dict) and value.get("bytes") is None:
+        name = picture_of(value)
+    if not isinstance(name, str) or len(name) > _LONGEST_PATH:
+        return ""
+    is_data_url = name[:5].lower() == "data:"
+    return "" if is_data_url else name.strip()
 
 
 def named_files(value: object, files: FileRoot) -> list[Path]:
@@ -146,9 +153,9 @@ def named_files(value: object, files: FileRoot) -> list[Path]:
 
 
 def other_spelling(value: object, files: FileRoot) -> str:
-    """Return the name of the file that a path leads to in another spelling alone.
+    """Return the name of the file that a path means, where the path spells it otherwise.
 
-    It is empty for a path that is right, and for any other value.
+    The text is empty for a path that is right, and for any other value.
     """
     with suppress(PictureError, OSError):
         name = _path_in(value)
@@ -179,8 +186,10 @@ def _inside(name: str, files: FileRoot) -> Path:
             "not_a_file", f"is the path {shown(name)}, and there are no files", "put the bytes into"
         )
     path = unquote(name[len(_FILE_URL) :]) if name.lower().startswith(_FILE_URL) else name
-    elsewhere = _OF_A_MACHINE.match(path) and not Path(path).is_relative_to(files.root)
-    if elsewhere and files.by_tail:
+    is_absolute = _ABSOLUTE_PATH.match(path) is not None
+    # An absolute path to another place may come from the machine on which the table was made.
+    leads_elsewhere = is_absolute and not Path(path).is_relative_to(files.root)
+    if leads_elsewhere and files.by_tail:
         path = _longest_tail(path, files.folder) or path
     if Path(path).is_absolute():
         path = os.path.relpath(path, files.folder)
@@ -192,12 +201,12 @@ def _inside(name: str, files: FileRoot) -> Path:
         if error.kind == "path_outside":
             wrong = "which leads out of the input's folder"
             remedy = "put the picture into it, and its path into"
-            if elsewhere:
+            if leads_elsewhere:
                 remedy = "name the folder that has the end of the path, with --image-dir DIR, for"
         raise PictureError(error.kind, f"is the path {shown(name)}, {wrong}", remedy) from error
 
 
-_OF_A_MACHINE = re.compile(r"/|[A-Za-z]:[\\/]")  # an absolute path of any system
+_ABSOLUTE_PATH = re.compile(r"/|[A-Za-z]:[\\/]")  # of any system
 
 
 def _longest_tail(path: str, folder: Path) -> str:
@@ -208,36 +217,38 @@ def _longest_tail(path: str, folder: Path) -> str:
 
 
 def located(name: str, files: FileRoot) -> Path:
-    r"""Return the file of a path, or else the one that has it in another spelling.
+    r"""Return the file that a path of a table means, also where the table spells it otherwise.
 
     Other spellings are `a\b.PNG`, `a%20b.png` and a decomposed ä. Where no file fits, the path
     itself is returned.
 
     Raises `PictureError` where the path leads out of the input, or several files fit.
     """
-    literal = _inside(name, files)
+    literal_path = _inside(name, files)
     folder = files.folder
-    if literal.exists() or folder is None:
-        return literal
+    if literal_path.exists() or folder is None:
+        return literal_path
     try:
-        unquoted = _inside(unquote(name).replace("\\", "/"), files)
+        unquoted_path = _inside(unquote(name).replace("\\", "/"), files)
     except PictureError:
-        return literal
-    # All paths inside the folder that fit the components so far.
+        return literal_path
+    # All existing paths that fit the components so far, relative to the folder.
     matches = [Path()]
-    for component in Path(os.path.relpath(unquoted, folder)).parts:
-        key = _folded(component)
-        longer = []
+    for component in Path(os.path.relpath(unquoted_path, folder)).parts:
+        longer_matches = []
         for path in matches:
-            children = [".."] if component == ".." else _names_in(folder / path).get(key, [])
-            longer += [path / child for child in children]
-        matches = longer
+            children = [".."]
+            if component != "..":
+                # The names in the folder that differ from the component in their spelling alone.
+                children = _names_in(folder / path).get(_folded(component), [])
+            longer_matches += [path / child for child in children]
+        matches = longer_matches
     if len(matches) > 1:
         choices = " or ".join(repr(str(path)) for path in matches)
         raise PictureError(
             "file_missing", f"is {shown(name)}, which may be {choices}", "name one of them in"
         )
-    return _inside(str(matches[0]), files) if matches else literal
+    return _inside(str(matches[0]), files) if matches else literal_path
 
 
 def _names_in(folder: Path) -> dict[str, list[str]]:
@@ -282,17 +293,21 @@ def _from_file(name: str, files: FileRoot) -> bytes:
 
 
 def _near(file: Path, folder: Path | None) -> str:
-    """Propose, for an error message, where a missing file may be; empty where nothing is near.
+    """Return the end of an error message that proposes where a missing file may be.
 
-    It may stand under its name in a folder beside the table, or under a name that is like its own.
+    A file of its name may be in another folder beside the table, or one with a similar name in the
+    same folder. The text is empty where there is neither. `folder` is that of the table.
     """
     assert folder is not None, "without files there is no path"
-    key = _folded(file.name)
-    holder = next((name for name in _some_names(folder) if key in _names_in(folder / name)), None)
-    if holder and folder / holder != file.parent:
-        return f" (there is one in {holder!r}: --image-dir {folder / holder})"
-    close = nearest(file.name, _some_names(file.parent))
-    return f" (did you mean {close!r}?)" if close else ""
+    file_name = _folded(file.name)
+    for folder_name in _some_names(folder):
+        other_folder = folder / folder_name
+        if file_name in _names_in(other_folder):
+            if other_folder != file.parent:
+                return f" (there is one in {folder_name!r}: --image-dir {other_folder})"
+            break  # the same folder, where the file has another spelling
+    similar_name = nearest(file.name, _some_names(file.parent))
+    return f" (did you mean {similar_name!r}?)" if similar_name else ""
 
 
 def _some_names(folder: Path) -> list[str]:

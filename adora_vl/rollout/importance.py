@@ -34,17 +34,23 @@ class Drift:
 
 
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Return `[sum, count, largest]` of |difference| over the masked tokens, (3,) float64.
+    """Sum the absolute differences of two tensors of log-probabilities over the sampled tokens.
 
-    Sums are returned instead of a mean, so that a rank with few tokens does not count as much as
-    one with many. A token that the engine was not asked for (NaN) is left out. The difference is
-    infinite where the engine or the policy gave no finite number, and where the engine was asked
-    for no token at all.
+    Returns `[sum, count, largest]`, (3,) float64. These can be merged over ranks, and a mean could
+    not, since ranks have different numbers of tokens.
+
+    Tokens without a log-probability of the engine (NaN) are left out. The sum is infinite where
+    engine or policy gave no finite number, and where none of the sampled tokens can be compared.
+
+    Args:
+        trainer_BC: the policy's log-probabilities.
+        engine_BC: the engine's.
+        mask_BC: 1 at sampled tokens.
     """
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
     gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)  # an index would make the host wait
+    scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)  # an index with a mask waits for the GPU
     count = scored_BC.sum()
     # Infinite where tokens were sampled and none of them was scored, else 0.
     penalty = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
@@ -54,9 +60,10 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
 
 
 def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Mean |difference| of each rollout over its tokens, (B,).
+    """Return the mean absolute difference of log-probabilities of each rollout, (B,).
 
-    Tokens that the engine was not asked for are left out; NaN where it was asked for none.
+    The arguments are those of `drift_sums`. Tokens without a log-probability of the engine (NaN)
+    are left out; a rollout without any other token gets NaN.
     """
     scored_BC = mask_BC.bool() & ~torch.isnan(engine_BC)
     gaps_BC = torch.where(scored_BC, (trainer_BC - engine_BC).abs(), 0.0)
@@ -64,16 +71,20 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
 
 
 def merge_drift(sums_R3: Tensor) -> Drift:
-    """Return one `Drift` from the sums of all ranks, (ranks, 3), of `drift_sums`."""
+    """Merge the sums that `drift_sums` has returned on each rank, (ranks, 3), into one `Drift`."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
     mean = sum(totals) / max(sum(counts), 1)
     return Drift(mean=mean, largest=max(largest), tokens=int(sum(counts)))
 
 
 def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str) -> str:
-    """Return the message of a run that stops for drift, in the step after `step` made ones.
+    """Return the message of a run that stops since engine and policy differ by too much.
 
-    It has figures, the checkpoint and likely causes.
+    Args:
+        drift: the difference of their log-probabilities.
+        bound: the largest mean difference that is allowed (`adora_max_drift`).
+        step: the number of optimizer steps that were made.
+        checkpoint: the last checkpoint, from which the run can go on.
     """
     causes = "\n".join(f"  - {cause}" for cause in CAUSES)
     line = stopped_before(
@@ -96,12 +107,19 @@ def importance_ratio(
     clip_min: float | None,
     clip_max: float | None,
 ) -> Tensor:
-    """Return exp(policy - engine), cut off: (B, C) for `token_*` modes, (B, 1) for `sequence_*`.
+    """Return the importance sampling ratio exp(policy - engine), limited to bounds.
 
-    `*_truncate` clamps the ratio to the bounds, `*_mask` sets what lies outside to 0. Where the
-    engine was not asked for a log-probability (NaN), the ratio is 1. The definitions are TRL's
-    (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient RL Framework Secretly
-    Brings You Off-Policy RL Training" (2025).
+    The definitions are TRL's (`vllm_importance_sampling_mode`), after Yao et al., "Your Efficient
+    RL Framework Secretly Brings You Off-Policy RL Training" (2025).
+
+    Args:
+        logps_BC: the policy's log-probabilities.
+        sampling_BC: the engine's; NaN for a token that has none, whose ratio is 1.
+        mask_BC: which tokens the loss counts.
+        mode: `token_*` for a ratio of each token, (B, C), `sequence_*` for one of each rollout,
+            (B, 1). `*_truncate` clamps it to the bounds, `*_mask` sets a ratio outside of them to 0.
+        clip_min: the lower bound; None: there is none.
+        clip_max: the upper bound; None: there is none.
     """
     difference = torch.nan_to_num((logps_BC - sampling_BC) * mask_BC, nan=0.0)
     if mode.startswith("sequence"):
@@ -116,8 +134,8 @@ def importance_ratio(
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
-# TRL's metrics of the ratio, and how the values of all ranks are combined
-_FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
+# TRL's metrics of the ratio, and the function that combines the values of all ranks
+_RATIO_METRICS: dict[str, Callable[[Sequence[float]], float]] = {
     "sampling/sampling_logp_difference/mean": fmean,
     "sampling/sampling_logp_difference/max": max,
     "sampling/importance_sampling_ratio/min": min,
@@ -127,22 +145,24 @@ _FIGURES: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Return this rank's values of `_FIGURES`, (5,); 0 where there is nothing to count.
+    """Return this rank's values of the five metrics in `_RATIO_METRICS`, (5,).
 
-    A row counts, with all of its tokens, if the engine was asked for at least one of them; a token
-    that it was not asked for has the ratio 1, as in TRL. Masks are not used as indices, for which
-    the host would wait: values that do not count become NaN or the neutral value of a reduction.
+    A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
+    of them. As in TRL a token without one has the ratio 1. A metric of nothing is 0.
+
+    Values that do not count are replaced by NaN or by the neutral value of the reduction. Indexing
+    with a mask would wait for the GPU.
 
     Args:
         ratio: (B, C), or (B, 1) for a ratio of sequences.
         logps_BC: the policy's log-probabilities.
-        sampling_BC: the engine's; NaN for a token that it was not asked for.
+        sampling_BC: the engine's; NaN for a token that has none.
         mask_BC: which tokens the loss counts.
     """
     learned_BC = mask_BC.bool()
     has_engine_logp_B1 = (learned_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
-    # A row without any token to learn from has the ratio 1 and counts, as in TRL. A row that the
-    # engine was asked for no token of, since it has seen other images than the policy, does not.
+    # As in TRL, a rollout without any token to learn from has the ratio 1 and counts. One whose
+    # engine has seen other images than the policy has no log-probabilities, and does not count.
     row_counts_B1 = has_engine_logp_B1 | ~learned_BC.any(dim=1, keepdim=True)
     token_counts_BC = learned_BC & row_counts_B1
     gaps_BC = torch.where(token_counts_BC, (logps_BC - sampling_BC).abs(), torch.nan)
@@ -161,7 +181,10 @@ def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC:
 
 
 class ImportanceRatio:
-    """Computes the ratio from the policy's own pass; stock TRL makes a separate pass for it."""
+    """Computes the importance sampling ratio from the policy's log-probabilities in the loss.
+
+    Stock TRL makes a forward pass of its own for the ratio.
+    """
 
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
@@ -172,9 +195,15 @@ class ImportanceRatio:
         return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
 
     def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
-        """Put the ratio into the batch, and return its metrics over all ranks by TRL's names.
+        """Put the importance sampling ratio into a batch, and return its metrics over all ranks.
 
-        `logps_BC`: the policy's log-probabilities, detached. Collective.
+        Collective.
+
+        Args:
+            micro: the batch, which gets the column `importance_sampling_ratio`.
+            logps_BC: the policy's log-probabilities, detached.
+
+        Returns the metrics by TRL's names.
         """
         mask_BC = loss_mask(micro)
         sampling_BC = micro["sampling_per_token_logps"]
@@ -193,8 +222,6 @@ class ImportanceRatio:
         )
         figures_R5 = self.accelerator.gather(figures_5[None]).tolist()
         metrics = {}
-        for (name, combine), values in zip(
-            _FIGURES.items(), zip(*figures_R5, strict=True), strict=True
-        ):
-            metrics[name] = combine(values)
+        for column, (name, combine) in enumerate(_RATIO_METRICS.items()):
+            metrics[name] = combine([figures_5[column] for figures_5 in figures_R5])
         return metrics

@@ -50,10 +50,15 @@ def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:
-    """Ban these tokens where `transformers` generates.
+    """Keep `transformers.generate` from sampling some tokens.
 
-    They are banned in both places that TRL reads: its `generation_kwargs` (`settings`) and its
-    generation config. Stock TRL bans the image token alone, but the others have no features either.
+    Stock TRL bans the image token alone, but the other tokens of pictures have no features either.
+    TRL reads bans from two places, so they are added to both.
+
+    Args:
+        ids: the banned tokens.
+        settings: TRL's `generation_kwargs`.
+        config: TRL's generation config.
     """
     banned = sorted({*(settings.get("suppress_tokens") or []), *ids})
     if banned:
@@ -63,10 +68,10 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 @contextmanager
 def folder_settings_left_out(model: "PreTrainedModel") -> Iterator[None]:
-    """Hide the model's `generation_config.json` from `transformers` inside the block.
+    """Make `transformers.generate` ignore the model's `generation_config.json` inside the block.
 
-    Otherwise it fills in what no key says. The model's generation config comes back afterwards,
-    since it is saved with the model.
+    Otherwise it would sample with settings of that file wherever the run's config has none. The
+    model gets its generation config back afterwards, since it is saved with the model.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     saved_config = base.generation_config
@@ -78,10 +83,10 @@ def folder_settings_left_out(model: "PreTrainedModel") -> Iterator[None]:
 
 
 def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
-    """Replace each run of image tokens by one image token, which the engine expands itself.
+    """Replace consecutive image tokens by one, which vLLM repeats for each image itself.
 
-    The runs of two images never touch, because each stands between a vision-start and a vision-end
-    token.
+    The image tokens of two images are never neighbours: each image is between a vision-start and a
+    vision-end token.
     """
     collapsed: list[int] = []
     for token in ids:
@@ -94,7 +99,13 @@ def collapse_image_runs(ids: Sequence[int], image_token_id: int) -> list[int]:
 def check_prompts(
     expected: Sequence[Sequence[int]], engine: Sequence[Sequence[int]], image_token_id: int
 ) -> None:
-    """Raise `PromptMismatchError` for the first row whose token ids the engine read otherwise."""
+    """Raise `PromptMismatchError` for the first prompt that the engine has read otherwise.
+
+    Args:
+        expected: the token ids of each prompt, as the trainer reads it.
+        engine: as the engine has read it.
+        image_token_id: the id of the image token, whose number the message compares.
+    """
     for row, (trainer_ids, engine_ids) in enumerate(zip(expected, engine, strict=True)):
         if list(trainer_ids) == list(engine_ids):
             continue

@@ -24,66 +24,59 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 class WeightFiles:
-    """Folders `adora-weights-RUN-RANDOM`, whose names servers get with a request to read them.
+    """Writes weights into new folders `adora-weights-RUN-RANDOM`, one for each weight sync.
 
     A folder exists only while it is written and read. One with an adapter stays until the next one
-    was read: vLLM reads it again where another adapter took its place, and a server that does not
-    find it dies.
+    was read: vLLM may read it again, and a server that does not find it dies.
 
-    One process of a run writes. Other runs may have their weights in the same folder, which stay,
-    also those of a container whose machine and `output_dir` have the same names. Servers read a
-    folder as they read a checkpoint, so any network and any number of them will do.
+    One process of a run writes. Other runs may write into the same parent folder.
     """
 
     def __init__(self, folder: Path, output_dir: Path) -> None:
-        """Remove the files of a killed run with the same `output_dir`; nothing is written yet.
+        """Remove what a killed start of this run has left behind.
 
-        `folder` is created when it is first written to. The lock of a file tells that no process
-        uses it.
+        Args:
+            folder: the parent folder, which trainer and servers see. It is created with the first
+                weights.
+            output_dir: the folder of the run, by which its files are told from those of others.
         """
         self.folder = folder.absolute()
-        # two machines may each have a disk with such a path
+        # Two machines may have the same path for different disks, so the host is part of the name.
         run = f"{socket.gethostname()}:{output_dir.resolve()}"
         self._name = f"adora-weights-{hashlib.sha256(run.encode()).hexdigest()[:16]}"
-        # with the rights that its owner gave it, so it stays
-        self._was_there = self.folder.exists()
-        # rank of the adapter that is written in PEFT's format; None: whole tensors are written
+        self._parent_is_users = self.folder.exists()  # then it stays, with its permissions
+        # the rank of the LoRA adapter that is written; None: weights are written
         self.adapter_rank: int | None = None
-        self._previous_adapter = ExitStack()  # removes the adapter that servers have
+        # Closing it removes the folder of the adapter that servers have now.
+        self._previous_adapter = ExitStack()
         finalize(self, self._previous_adapter.close)
+        # `abandoned` leaves out folders whose lock is held by a process.
         for path in abandoned(self.folder.glob(f"{self._name}-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
     def written(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Path]:
-        """Write named tensors, copied one by one, and yield the folder in which servers read them.
+        """Write named tensors into a new folder, and yield it. It is removed after the block.
 
-        All of `tensors` is consumed, also after an error, as other ranks take part in gathering
-        each. Raises `UserError` where the disk refuses.
+        A folder with an adapter stays until the next adapter was read. All of `tensors` are
+        consumed, even after an error, since each of them is gathered from all ranks.
+
+        Raises `UserError` where the disk refuses.
         """
         remaining = iter(tensors)
         with ExitStack() as stack:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
-                stack.callback(_remove, path, lock, not self._was_there)
-                rights = _rights_in(self.folder)
-                path.chmod(rights)
+                stack.callback(_remove, path, lock, removes_parent=not self._parent_is_users)
+                permissions = _permissions_in(self.folder)
+                path.chmod(permissions)
                 if self.adapter_rank is None:
                     save_tensors(remaining, path)
                 else:
-                    save_file(
-                        {name: tensor.to("cpu").contiguous() for name, tensor in remaining},
-                        path / _ADAPTER_WEIGHTS,
-                    )
-                    config = {
-                        "r": self.adapter_rank,
-                        "lora_alpha": self.adapter_rank,
-                        "target_modules": [],
-                    }
-                    replace_file(path / ADAPTER, json.dumps(config))
+                    _save_adapter(remaining, path, rank=self.adapter_rank)
                 for file in path.iterdir():
-                    file.chmod(rights & 0o640)
+                    file.chmod(permissions & 0o640)  # files are not executable
             except (OSError, SafetensorError) as error:
                 raise unwritable(KEY, self.folder, error) from error
             finally:
@@ -91,28 +84,42 @@ class WeightFiles:
                     pass
             yield path
             if self.adapter_rank is not None:
-                # Servers hold this adapter until the next one: its folder outlives the block, and
-                # that of the previous one goes.
+                # The servers have read this adapter. Its folder stays instead of the previous one's.
                 self._previous_adapter.close()
                 self._previous_adapter.push(stack.pop_all())
 
 
-def _remove(path: Path, lock: int | None, last: bool) -> None:
-    """Remove `path` and its lock.
+def _save_adapter(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, rank: int) -> None:
+    """Write the tensors of a LoRA adapter in PEFT's format, which vLLM reads.
 
-    `last`: remove the parent folder too, unless another run has weights there.
+    The tensors have their scaling already. So alpha is the rank, and vLLM scales by alpha / r = 1.
+    """
+    save_file(
+        {name: tensor.to("cpu").contiguous() for name, tensor in tensors},
+        folder / _ADAPTER_WEIGHTS,
+    )
+    config = {"r": rank, "lora_alpha": rank, "target_modules": []}
+    replace_file(folder / ADAPTER, json.dumps(config))
+
+
+def _remove(path: Path, lock: int | None, *, removes_parent: bool) -> None:
+    """Remove the folder `path`, and release its lock.
+
+    `lock`: the file descriptor of the lock. `removes_parent`: whether to remove the parent folder
+    too, unless another run has weights there.
     """
     shutil.rmtree(path, ignore_errors=True)
     if lock is not None:
         os.close(lock)
-    if last:
-        with suppress(OSError):
+    if removes_parent:
+        with suppress(OSError):  # it is not empty
             path.parent.rmdir()
 
 
-def _rights_in(folder: Path) -> int:
-    """Return the permissions of a run's folder: the trainer's user alone may use it.
+def _permissions_in(folder: Path) -> int:
+    """Return the permissions of a new folder in `folder`: only the trainer's user may use it.
 
-    Its group may read it too, if `folder` is open to the group and to nobody else.
+    The user's group may read it too, if `folder` is open to the group and to nobody else.
     """
-    return 0o750 if folder.stat().st_mode & 0o057 == 0o050 else 0o700
+    is_open_to_group_only = folder.stat().st_mode & 0o057 == 0o050
+    return 0o750 if is_open_to_group_only else 0o700

@@ -51,10 +51,7 @@ def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
 
 
 def inset(size: int) -> float:
-    """Return half a label's width, as a share of the picture.
-
-    So far a label has to stay from an edge.
-    """
+    """Return how far a label has to stay from an edge: half its width, as a share of the picture."""
     return 0.65 * font_pixels(size) / size
 
 
@@ -69,15 +66,22 @@ def ratio(above: int, below: int) -> str:
 
 
 def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
-    """Return one wording of each part, with the numbers filled in."""
-    return "".join(rng.choice(wordings) for wordings in parts).format(**numbers)
+    """Draw one wording of each part of a text, join them, and fill in the numbers by name."""
+    text = "".join(rng.choice(wordings) for wordings in parts)
+    return text.format(**numbers)
 
 
 def isosceles_base_angle(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Draw an isosceles triangle with the angle at its apex, and ask for a base angle."""
-    apex = rng.randrange(*((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1])
+    """Draw an isosceles triangle with the angle at its apex, and ask for a base angle.
+
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The problem
+    has a right working and one with a typical slip, which forgets to halve.
+    """
+    start, stop, step = ((20, 165, 10), (12, 170, 2), (11, 170, 1))[level - 1]
+    apex = rng.randrange(start, stop, step)  # degrees
+    # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     x = rng.uniform(0.48, 0.52)
     half = rng.uniform(0.4, 0.46)
@@ -112,16 +116,25 @@ def polygon_interior_angle(
 ) -> SyntheticProblem:
     """Draw a regular polygon with dots at its corners, and ask for an interior angle.
 
-    It stands on a side as in a book. Its sides have to be counted. Turned by chance and without the
-    dots, the tiny model took one polygon for another in a tenth of the cases.
+    Its sides have to be counted in the picture. It stands on a side as in a book, and has the dots,
+    since a tiny model took one polygon for another in a tenth of the cases where it did not.
+
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
+    the wrong working takes the outer angle for the interior one.
     """
-    sides = rng.choice(([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])[level - 1])
+    sides_of_levels = ([3, 4, 5, 6, 8], [5, 6, 8, 9, 10], [7, 9, 10, 11, 12])
+    sides = rng.choice(sides_of_levels[level - 1])
+    # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     (x, y) = jitter(rng, (0.5, 0.5))
     radius = rng.uniform(0.38, 0.45)
     turn = math.radians(rng.uniform(-4, 4))
-    angles = [math.pi / 2 + turn + math.pi * (2 * k + 1) / sides for k in range(sides)]
-    corners = [(x + radius * math.cos(a), y + radius * math.sin(a)) for a in angles]
+    # Half a step from straight down, so that a side lies at the bottom.
+    directions = [math.pi / 2 + turn + math.pi * (2 * k + 1) / sides for k in range(sides)]
+    corners = [
+        (x + radius * math.cos(direction), y + radius * math.sin(direction))
+        for direction in directions
+    ]
     canvas.line(*corners, closed=True)
     for corner in corners:
         canvas.dot(corner)
@@ -156,9 +169,15 @@ def polygon_interior_angle(
 def right_triangle_hypotenuse(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical."""
-    largest = (7, 21, 61)[level - 1]
-    across, down = rng.randrange(1, largest), rng.randrange(1, largest)
+    """Draw a right triangle with both legs, and ask for the hypotenuse, usually a radical.
+
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
+    the wrong working adds the legs.
+    """
+    leg_end = (7, 21, 61)[level - 1]  # the legs are shorter
+    across = rng.randrange(1, leg_end)
+    down = rng.randrange(1, leg_end)
+    # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     margin = inset(size)
     x = rng.uniform(0.06, 0.09) + margin
@@ -170,8 +189,9 @@ def right_triangle_hypotenuse(
     canvas.label(str(across), jitter(rng, ((x + end) / 2, y + 0.8 * margin), 0.02))
     square = across**2 + down**2
     root = math.isqrt(square)
-    answer = str(root) if root * root == square else f"\\sqrt {{ {square} }}"
-    root_text = str(root) if root * root == square else f"\\sqrt{{{square}}}"
+    is_whole = root * root == square
+    answer = str(root) if is_whole else f"\\sqrt {{ {square} }}"  # as Geometry3K spells it
+    answer_of_working = str(root) if is_whole else f"\\sqrt{{{square}}}"
     opening = (
         "legs {down} and {across}. ",
         "legs {down}, {across}. ",
@@ -184,10 +204,10 @@ def right_triangle_hypotenuse(
     question = rng.choice(
         ["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]
     )
-    right = worded(rng, opening, steps, down=down, across=across, square=square) + boxed(root_text)
-    slip = worded(rng, opening, ("{down} + {across} = ",), down=down, across=across) + boxed(
-        down + across
-    )
+    right = worded(rng, opening, steps, down=down, across=across, square=square)
+    right += boxed(answer_of_working)
+    slip = worded(rng, opening, ("{down} + {across} = ",), down=down, across=across)
+    slip += boxed(down + across)
     return SyntheticProblem(
         family="right_triangle",
         image=canvas.picture(),
@@ -216,51 +236,58 @@ def crossing_lines(
 ) -> SyntheticProblem:
     """Draw two lines that cross with one angle, and ask for another one.
 
-    `x` stands in the opposite (equal) or a neighbouring sector. The slip takes one case for the
-    other. Both cases have a long and a short working of about the same lengths, and the slips are
-    the short ones: were equal angles only copied, then the right working would be shorter than its
-    slip in this case alone, and ADORA's length criterion would attenuate exactly one side of the
-    decision that the picture asks for.
+    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the wrong
+    working takes one case for the other. In both cases the right working is long and the slip short.
+    If an equal angle were just copied, the right working would be the shorter one in this case, and
+    ADORA, which goes by length, would treat the two cases differently.
+
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3.
     """
-    shown_angle = rng.randrange(*((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1])
-    vertical = rng.random() < 0.5
+    start, stop, step = ((30, 155, 10), (25, 160, 5), (21, 160, 1))[level - 1]
+    shown_angle = rng.randrange(start, stop, step)  # degrees
+    is_opposite = rng.random() < 0.5
+    # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     x, y = jitter(rng, (0.5, 0.5))
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
     canvas.line((x - 0.46, y + slope), (x + 0.46, y - slope))
     canvas.label(str(shown_angle), jitter(rng, (0.5, 0.04 + inset(size))))
-    canvas.label("x", jitter(rng, (0.5, 0.96 - inset(size)) if vertical else (0.87, 0.57)))
-    angle = shown_angle if vertical else 180 - shown_angle
+    label_at = (0.5, 0.96 - inset(size)) if is_opposite else (0.87, 0.57)
+    canvas.label("x", jitter(rng, label_at))
     supplement = 180 - shown_angle
     equal = ("vertical {given}. ", "vertical angles, {given}. ")
     neighbours = ("supplementary {given}. ", "a straight angle, {given}. ")
-    proof = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
-    proved = worded(rng, equal, proof, given=shown_angle, other=supplement) + boxed(shown_angle)
-    sums = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
-    summed = worded(rng, neighbours, sums, given=shown_angle) + boxed(supplement)
-    copied = worded(rng, equal, ("x = ",), given=shown_angle) + boxed(shown_angle)
-    subtracted = worded(rng, neighbours, ("180 - {given} = ",), given=shown_angle) + boxed(
-        supplement
-    )
+    long_equal = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
+    long_sum = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
+    # All four are drawn in every case, so that the random numbers after them are the same.
+    long_opposite = worded(rng, equal, long_equal, given=shown_angle, other=supplement)
+    long_beside = worded(rng, neighbours, long_sum, given=shown_angle)
+    short_opposite = worded(rng, equal, ("x = ",), given=shown_angle)
+    short_beside = worded(rng, neighbours, ("180 - {given} = ",), given=shown_angle)
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
-    right, slip, kind = (
-        (proved, subtracted, "vertical") if vertical else (summed, copied, "supplementary")
-    )
+    if is_opposite:
+        answer = shown_angle
+        right = long_opposite + boxed(shown_angle)
+        slip = short_beside + boxed(supplement)
+    else:
+        answer = supplement
+        right = long_beside + boxed(supplement)
+        slip = short_opposite + boxed(shown_angle)
     return SyntheticProblem(
         family="crossing",
         image=canvas.picture(),
         question=question,
-        answer=str(angle),
+        answer=str(answer),
         solution=right,
         slip=slip,
         goal="Angle",
         shapes=("Line",),
-        kind=kind,
+        kind="vertical" if is_opposite else "supplementary",
         sentences=(
             *_CROSSING,
             f"angle AED = {shown_angle}",
-            "find angle CEB" if vertical else "find angle DEB",
+            "find angle CEB" if is_opposite else "find angle DEB",
         ),
     )
 
@@ -268,9 +295,15 @@ def crossing_lines(
 def circle_from_radius(
     rng: random.Random, size: int, level: int = 1, style: Style = PLAIN
 ) -> SyntheticProblem:
-    """Draw a circle with its radius, and ask for the diameter or the circumference."""
-    radius = rng.randrange(2, (50, 100, 200)[level - 1])
+    """Draw a circle with its radius, and ask for the diameter or the circumference.
+
+    `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3. The slip of
+    the wrong working forgets to double.
+    """
+    radius_end = (50, 100, 200)[level - 1]  # the radius is smaller
+    radius = rng.randrange(2, radius_end)
     measure = rng.choice(["diameter", "circumference"])
+    # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
     centre = jitter(rng, (0.5, 0.5))
     reach = rng.uniform(0.40, 0.45)
@@ -288,9 +321,8 @@ def circle_from_radius(
     question = rng.choice([f"Find the {measure} of the circle.", f"Find the {measure}."])
     answer = f"{2 * radius}{unit}"
     right = worded(rng, opening, steps, radius=radius) + boxed(answer)
-    slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius) + boxed(
-        f"{radius}{unit}"
-    )
+    slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius)
+    slip += boxed(f"{radius}{unit}")
     return SyntheticProblem(
         family="circle",
         image=canvas.picture(),

@@ -27,18 +27,20 @@ _TRIPLES = (
 
 
 def clear(family: Family) -> Family:
-    """Return the family with every problem drawn until no label touches another."""
+    """Wrap the function that draws a problem, so that it tries until no label touches another."""
 
     @functools.wraps(family)
-    def drawn(rng: random.Random, size: int, level: int, style: Style) -> SyntheticProblem:
+    def draw_until_clear(
+        rng: random.Random, size: int, level: int, style: Style
+    ) -> SyntheticProblem:
         """Draw problems until one has its labels clear of each other."""
         while True:
             try:
                 return family(rng, size, level, style)
-            except ClutteredError:
+            except ClutteredError:  # the next try is drawn with other random numbers
                 continue
 
-    return drawn
+    return draw_until_clear
 
 
 def right_triangle_side(
@@ -46,22 +48,28 @@ def right_triangle_side(
 ) -> SyntheticProblem:
     """Draw a right triangle with two sides, and ask for the third.
 
-    At level 3 it has a side and an angle of 30, 45 or 60.
+    At level 1 all sides are whole numbers. At level 3 the triangle has a side and an angle of 30, 45
+    or 60 degrees. `size` is the side of the picture in pixels.
     """
     if level == 3:
         return _special_right_triangle(rng, size, style)
-    a, b = rng.choice(_TRIPLES)[:2] if level == 1 else (rng.randrange(2, 20), rng.randrange(2, 20))
-    factor = rng.randrange(1, 5) if level == 1 else 1
-    a = a * factor
-    b = b * factor
+    if level == 1:
+        a, b, _ = rng.choice(_TRIPLES)
+        factor = rng.randrange(1, 5)
+        a = a * factor
+        b = b * factor
+    else:
+        a = rng.randrange(2, 20)
+        b = rng.randrange(2, 20)
     square = a * a + b * b
-    c = _root(square)
-    # a longer one is drawn out of scale, else its labels lie on each other
-    flat = max(0.35, min(2.8, b / a))
-    places = {"A": (0.0, 1.0), "B": (flat, 0.0), "C": (0.0, 0.0)}
+    # A longer triangle is drawn out of scale, since otherwise its labels lie on each other.
+    width = max(0.35, min(2.8, b / a))
+    places = {"A": (0.0, 1.0), "B": (width, 0.0), "C": (0.0, 0.0)}
+    # What the form says is drawn. What it notes belongs to the problem too, but is not drawn.
     form = DrawnForm(rng, size, style, places, "triangle ABC")
     form.say("right angle ACB")
-    if level == 1 and rng.random() < 0.5:  # a leg; the hypotenuse is a whole number
+    asks_for_leg = level == 1 and rng.random() < 0.5
+    if asks_for_leg:
         hypotenuse = math.isqrt(square)
         form.say(f"AC = {a}", f"AB = {hypotenuse}")
         form.note("find BC")
@@ -72,27 +80,31 @@ def right_triangle_side(
     form.say(f"AC = {a}", f"BC = {b}")
     form.note("find AB")
     working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
-    return _length(form, question="Find A B.", answer=c, working=working, slip=str(a + b))
+    return _length(
+        form, question="Find A B.", answer=_root(square), working=working, slip=str(a + b)
+    )
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """Draw a right triangle with its hypotenuse and one angle, and ask for a leg.
+    """Draw a right triangle with its hypotenuse and an angle of 30, 45 or 60 degrees; ask for a leg.
 
-    `x` stands at the leg opposite of the angle or beside it.
+    The leg `x` is opposite of the angle or beside it. `size` is the side of the picture in pixels.
     """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
-    turn = math.radians(degrees)
-    places = {"A": (0.0, math.sin(turn)), "B": (math.cos(turn), 0.0), "C": (0.0, 0.0)}
+    radians = math.radians(degrees)
+    places = {"A": (0.0, math.sin(radians)), "B": (math.cos(radians), 0.0), "C": (0.0, 0.0)}
     form = DrawnForm(rng, size, style, places, "triangle ABC")
-    opposite = rng.random() < 0.5
+    is_opposite = rng.random() < 0.5
     form.say("right angle ACB", f"AB = {hypotenuse}", f"angle ABC = {degrees}")
-    form.say("AC = x" if opposite else "BC = x")
-    form.note("find x")
-    angle = degrees if opposite else 90 - degrees
+    form.say("AC = x" if is_opposite else "BC = x")
+    form.note("find x")  # a part of the problem that is not drawn
+    angle_opposite_x = degrees if is_opposite else 90 - degrees
     half = hypotenuse // 2
-    answer = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}[angle]
-    working = f"hypotenuse {hypotenuse}, angle opposite {angle}"
+    # The sine of the angle, times the hypotenuse.
+    answer_by_angle = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}
+    answer = answer_by_angle[angle_opposite_x]
+    working = f"hypotenuse {hypotenuse}, angle opposite {angle_opposite_x}"
     return _length(form, question="Find x.", answer=answer, working=working, slip=str(hypotenuse))
 
 
@@ -101,13 +113,14 @@ def triangle_angle(
 ) -> SyntheticProblem:
     """Draw a triangle with two angles, and ask for the third.
 
-    At level 3 it has all three, two of them with an x.
+    At level 3 all three angles are written, two of them with an x that is asked for. `size` is the
+    side of the picture in pixels.
     """
-    a, b = (
-        rng.randrange(30, 80, (10, 1, 1)[level - 1]),
-        rng.randrange(30, 80, (10, 1, 1)[level - 1]),
-    )
+    step = 10 if level == 1 else 1
+    a = rng.randrange(30, 80, step)  # degrees, as b and c
+    b = rng.randrange(30, 80, step)
     c = 180 - a - b
+    # What the form says is drawn. What it notes belongs to the problem too, but is not drawn.
     form = DrawnForm(rng, size, style, _triangle(a, b), "triangle ABC")
     if level < 3:
         form.say(f"angle BAC = {a}", f"angle ABC = {b}")
@@ -144,17 +157,24 @@ def inscribed_arc(
 ) -> SyntheticProblem:
     """Draw an inscribed angle, and ask for its arc.
 
-    At level 2 the arc is written and the angle asked, at level 3 they have an x.
+    At level 2 the arc is written and the angle asked for. At level 3 both are written, one of them
+    with an x that is asked for. `size` is the side of the picture in pixels.
     """
-    inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)
+    inscribed = rng.randrange(25, 76, 5 if level == 1 else 1)  # degrees
     start = rng.uniform(0, 2 * math.pi)
-    third = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
-    at = {"A": start, "C": start + math.radians(2 * inscribed), "B": start + third}
+    # B lies in the middle of the arc from C on to A.
+    middle_of_rest = math.radians(2 * inscribed + (360 - 2 * inscribed) * 0.5)
+    directions = {
+        "A": start,
+        "C": start + math.radians(2 * inscribed),
+        "B": start + middle_of_rest,
+    }
     places: dict[str, Point] = {
-        name: (math.cos(angle), math.sin(angle)) for name, angle in at.items()
+        name: (math.cos(direction), math.sin(direction)) for name, direction in directions.items()
     }
     places["O"] = (0.0, 0.0)
-    # The whole circle has to fit in, and not its points alone.
+    # The whole circle has to fit in. So its four extremes are points too, whose names of two letters
+    # are not written.
     for number, extreme in enumerate(((1.0, 0.0), (-1.0, 0.0), (0.0, 1.0), (0.0, -1.0))):
         places[f"_{number}"] = extreme
     outline = ("circle O: A, B, C", "AB and BC are chords of circle O")
@@ -335,7 +355,8 @@ _angle = functools.partial(_problem, "Angle")
 
 
 def _root(square: int) -> str:
-    """Return the square root in lowest terms, as Geometry3K writes it: `5 \\sqrt { 2 }`."""
+    """Write the square root of a number in lowest terms, as Geometry3K does: `5 \\sqrt { 2 }`."""
+    # The largest number whose square divides `square`.
     outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
     inside = square // (outside * outside)
     if inside == 1:
@@ -344,9 +365,12 @@ def _root(square: int) -> str:
 
 
 def _expression(factor: int, added: int) -> str:
-    """Return a linear expression as it is written: `3x + 10`, `x - 4`, `2x`."""
+    """Write a linear expression in x as books do: `3x + 10`, `x - 4`, `2x`."""
     term = "x" if factor == 1 else f"{factor}x"
-    return term if added == 0 else f"{term} {'+' if added > 0 else '-'} {abs(added)}"
+    if added == 0:
+        return term
+    sign = "+" if added > 0 else "-"
+    return f"{term} {sign} {abs(added)}"
 
 
 def _triangle(a: float, b: float) -> dict[str, Point]:

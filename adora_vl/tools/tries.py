@@ -22,16 +22,15 @@ _SHOWN = 40  # characters of an answer
 def unsteady_tools(
     toolbox: Toolbox, images: Sequence[Image.Image] = (), environments: Sequence[Any] = ()
 ) -> list[str]:
-    """Return a line for each tool that answers the same call in two ways.
+    """Call each tool of the user twice, and return a warning for each that gives two answers.
 
-    The arguments are invented from its schema, so a tool may refuse all of them; it then gets no
-    line.
+    The arguments are made up from its schema. A tool that refuses all of them is not warned of.
 
     Args:
         toolbox: the tools of the run.
         images: the pictures of a problem.
-        environments: two environments that were reset alike, for tools that are their methods; with
-            none these tools are skipped.
+        environments: two environments that were reset alike, for tools that are their methods.
+            Without them these tools are skipped.
     """
     lines = []
     environments_of_run = toolbox.chosen.environments
@@ -43,27 +42,36 @@ def unsteady_tools(
         lacks_environment = is_method and not environments
         if is_built_in or lacks_environment:
             continue
-        pair = environments if is_method else (None, None)
-        answers = _two_answers(toolbox, function=function, images=images, environments=pair)
+        environment_pair = environments if is_method else (None, None)
+        answers = _different_answers(
+            toolbox, function=function, images=images, environments=environment_pair
+        )
         if answers is not None:
+            first, second = answers
             lines.append(
-                f"tools: {name!r} answers the same call in two ways ({answers[0]} and "
-                f"{answers[1]}), so a resumed run may differ; draw from random, numpy.random or "
+                f"tools: {name!r} answers the same call in two ways ({first} and "
+                f"{second}), so a resumed run may differ; draw from random, numpy.random or "
                 "torch, whose states are set for each call, and not from "
                 "numpy.random.default_rng() without a seed, the clock or the machine"
             )
     return lines
 
 
-def _two_answers(
+def _different_answers(
     toolbox: Toolbox,
     function: Mapping[str, Any],
     images: Sequence[Image.Image],
     environments: Sequence[Any],
 ) -> tuple[str, str] | None:
-    """Return both answers to the first call that a tool answers in two ways.
+    """Make the same calls of a tool twice, and return the first two answers that differ.
 
-    None without such a call. Calls are tried until one does not fail; the rest is not tried.
+    Made-up calls are tried until the tool accepts one. None where no two answers differ.
+
+    Args:
+        toolbox: the tools of the run.
+        function: the schema of the tool.
+        images: the pictures that the tool gets.
+        environments: the environment of the first and of the second call, or None for both.
     """
     for arguments in _trial_arguments(function["parameters"]):
         call = json.dumps({"name": function["name"], "arguments": arguments})
@@ -80,9 +88,10 @@ def _two_answers(
 
 
 def _trial_arguments(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return sets of arguments in the order in which they are tried.
+    """Make up arguments that fit the schema of a tool's parameters.
 
-    Plain values come first, then the shortest ones.
+    Returns one or two sets: plain values such as 1 and "a", then the shortest ones such as 0 and "",
+    if they differ.
     """
     properties = parameters["properties"]
     required = parameters.get("required", ())

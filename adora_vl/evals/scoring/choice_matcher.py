@@ -244,10 +244,10 @@ class ChoiceMatcher:
         return indices[0] if len(indices) == 1 else None
 
     def choice_behind_article(self, text: str) -> int | None:
-        """Return the choice at the beginning of a text whose first word `A` is an article.
+        """Return the choice whose text begins `text`, if its first word `A` is an article.
 
-        `A circle is right` gives the choice `circle` or `a circle`. The longest of several choices
-        counts, since `a circle` also begins `a circle sector`.
+        In `A circle is right` it is the choice `circle` or `a circle`. If several choices fit, the
+        longest is meant: `circle` also fits `A circle sector`.
         """
         if not text.startswith("A "):
             return None

@@ -127,7 +127,10 @@ def score(
 
 
 def _cells_of_figures(summary: OwnFigures) -> dict[str, dict[str, Any]]:
-    """Return a benchmark's own figures by key and name, with each bare number as a cell."""
+    """Return a benchmark's own figures in the form of a score file, by key and then by name.
+
+    A figure that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
+    """
     cells_by_key: dict[str, dict[str, Any]] = {}
     for key, figures in summary.figures.items():
         cells: dict[str, Any] = {}

@@ -50,8 +50,8 @@ _T_95 = (
 def student_95(degrees_of_freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution.
 
-    A broken number of degrees of freedom, as in Welch's test, is rounded down, which makes the
-    quantile larger. Beyond the table it is at most 4 % too large.
+    Degrees of freedom that are no whole number, as in Welch's test, are rounded down, which makes
+    the quantile larger. Beyond the table it is at most 4 % too large.
     """
     rounded = max(1, int(degrees_of_freedom))
     return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
@@ -92,7 +92,7 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
     """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     Args:
-        correct: The number of right answers, which may be broken where several answers to a
+        correct: The number of right answers. It may be a fraction, where several answers to a
             problem count as one.
         total: The number of answers, at least 1.
     """

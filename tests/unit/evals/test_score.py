@@ -63,6 +63,7 @@ def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
+    """It names the sources and splits of its rows, by which published figures are shown or not."""
     metadata = {"source": "geometry3k", "split": "test"}
     published_row = prediction("1", r"\boxed{5}", metadata=metadata)
     user_row = prediction("2", "5", metadata={"source": "mine"})
@@ -117,11 +118,12 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
 
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
-    hits_by_pid = {"a": "1100", "b": "0000", "c": "1111"}  # a digit per sample: 1 is right
+    """Three problems have four answers each."""
+    digits_by_pid = {"a": "1100", "b": "0000", "c": "1111"}  # 1 is a right answer
     graded = []
-    for pid, hits in hits_by_pid.items():
-        for sample, hit in enumerate(hits):
-            grade = RowGrade(verdict_of(hit == "1"), None, "r")
+    for pid, digits in digits_by_pid.items():
+        for sample, digit in enumerate(digits):
+            grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
             graded.append(Graded(pid, grade, sample=sample))
     score = aggregate(graded)
     assert score["correct"] == 6
@@ -145,6 +147,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
 
 
 def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -> None:
+    """The fingerprint beside the predictions has the prompts, which may ask for `<answer>`."""
     for prompt_key in ["system_prompt", "prompt"]:
         with case(prompt_key) as folder:
             tagged_row = prediction("1", "<answer>5</answer>")
@@ -354,7 +357,7 @@ def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Pat
 
 
 class Guess:
-    """Says 5 or what the question is, by the seed, and is cut off now and then."""
+    """An engine that answers with a number from its seed, and is cut off now and then."""
 
     batch_size = 4
 
@@ -369,7 +372,11 @@ class Guess:
 
 
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
+    """The view `blank` shows grey pictures, and its answers are not mixed with others."""
+
     class Looks(Guess):
+        """Answers with 1 to a grey picture, and with `seen` to any other."""
+
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             replies = []
             for request in requests:
@@ -404,6 +411,8 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     texts_by_view: dict[str, list[str]] = {}
 
     class Reads(Guess):
+        """Remembers the images and texts that it is shown, by view."""
+
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
             n_images = n_images_by_view.setdefault(view, [])
             texts = texts_by_view.setdefault(view, [])
@@ -467,6 +476,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
 
 
 def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation during a training logs the figures that the command writes."""
     data = write_geometry3k(tmp_path / "data", 9)
     monkeypatch.setattr(asking, "build_engine", lambda _: Guess())
     output = tmp_path / "out"
@@ -477,8 +487,8 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)
     problems = GEOMETRY3K.load(options).problems
-    asks = [AnswerSample(problem, sample) for problem in problems for sample in range(2)]
-    rows = answer(Guess(), asks, seed=0, system_prompt=None)
+    samples = [AnswerSample(problem, number) for problem in problems for number in range(2)]
+    rows = answer(Guess(), samples, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
     logged = figures(GEOMETRY3K, rows)
     assert logged["geometry3k_accuracy"] == score["accuracy"]
@@ -501,13 +511,14 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
+    """Each answer has a seed of its own, so that it does not matter which process samples it."""
     data = write_mathvista(tmp_path, mathvista_rows(7))
     options = HubDataOptions(data=str(data), split="testmini")
     problems = MATHVISTA.load(options).problems
-    asks = [AnswerSample(problem, 0) for problem in problems]
-    slices = []
+    samples = [AnswerSample(problem, number=0) for problem in problems]
+    rows_of_two = []
     for rank in range(2):
-        slices += answer(Guess(), asks[rank::2], seed=0, system_prompt=None)
-    answers = answer(Guess(), asks, seed=0, system_prompt=None)
-    assert figures(MATHVISTA, slices) == figures(MATHVISTA, answers)
-    assert "mathvista_accuracy_ID" in figures(MATHVISTA, slices)
+        rows_of_two += answer(Guess(), samples[rank::2], seed=0, system_prompt=None)
+    rows_of_one = answer(Guess(), samples, seed=0, system_prompt=None)
+    assert figures(MATHVISTA, rows_of_two) == figures(MATHVISTA, rows_of_one)
+    assert "mathvista_accuracy_ID" in figures(MATHVISTA, rows_of_two)

@@ -31,51 +31,48 @@ CALL = (
 
 
 def words(folder: Path, *options: str) -> list[str]:
-    arguments = [
-        "run",
-        "--model",
-        "tiny_zoom",
-        "--data",
-        str(folder / "data"),
-        "--engine",
-        "transformers",
-    ]
-    arguments += ["--min-pixels", "3136", "--max-pixels", "3136", "--max-tokens", "200"]
+    """The words of a `run` of the problems in a folder, by a tiny model that has learned to zoom."""
+    arguments = ["run", "--model", "tiny_zoom", "--data", str(folder / "data")]
+    arguments += ["--engine", "transformers", "--max-tokens", "200"]
+    arguments += ["--min-pixels", "3136", "--max-pixels", "3136"]
     return [*arguments, "--prompt", "none", "--system-prompt", "Look with zoom.", *options]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Numbers that are read by who has zoomed; and what the start says with the tool and without."""
+    """Runs of a tiny model with its tool, in `with`, and without it, in `without`.
+
+    The problems are numbers that only a model that zooms can read.
+    """
     root = tmp_path_factory.mktemp("zoom")
-    write_split(
-        list(generate(16, split="test", size=448, families=("corners",))), root / "data", "test"
-    )
+    rows = list(generate(16, split="test", size=448, families=("corners",)))
+    write_split(rows, root / "data", "test")
     for name, options in (("with", ZOOM), ("without", [])):
         assert main(BENCHMARK, words(root, *options, "--output", str(root / name))) == 0
     return root
 
 
 def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
-    groups = {}
-    for name in ("with", "without"):
-        score = json.loads((folder / name / "score.json").read_text())
-        groups[name] = score["groups"]
-        assert (score["accuracy"] > 0.8) is (name == "with")
-    called = groups["with"]["called"]
-    (first, *_) = read_predictions(folder / "with" / "predictions.jsonl")
-    assert called["yes"]["total"] >= 14
-    assert called["yes"]["accuracy"] > 0.9
-    assert "called" not in groups["without"]
-    [call] = first["calls"]
+    """The score has groups by whether the tool was called, and a comparison says that it helps."""
+    score_with = json.loads((folder / "with" / "score.json").read_text())
+    score_without = json.loads((folder / "without" / "score.json").read_text())
+    assert score_with["accuracy"] > 0.8
+    assert score_without["accuracy"] <= 0.8
+    called_cell = score_with["groups"]["called"]["yes"]
+    assert called_cell["total"] >= 14
+    assert called_cell["accuracy"] > 0.9
+    assert "called" not in score_without["groups"]
+    first_row = read_predictions(folder / "with" / "predictions.jsonl")[0]
+    [call] = first_row["calls"]
     assert call["name"] == "zoom"
     assert call["text"] == "<image>"
     assert call["failed"] is False
     assert "x1" in call["arguments"]
-    assert "<tool_call>" not in first["response"]
-    assert r"\boxed" in first["response"]
+    assert "<tool_call>" not in first_row["response"]
+    assert r"\boxed" in first_row["response"]
     assert compare([str(folder / "without"), str(folder / "with")]) == 0
-    assert "having zoom helps" in (text := capsys.readouterr().out)
+    text = capsys.readouterr().out
+    assert "having zoom helps" in text
     assert "warning" not in text
 
 
@@ -90,6 +87,7 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
     ids=["none", "another", "more turns", "options"],
 )
 def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
+    """A run with tools is not resumed with others, and the error names the option."""
     assert main(BENCHMARK, words(folder, *options, "--output", str(folder / "with"))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {named}: the predictions in ")
@@ -111,16 +109,9 @@ def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
     ids=["a server", "unknown", "option", "no room", "a token"],
 )
 def test_what_does_not_work_is_one_line(folder, capsys, options, line):
-    arguments = [
-        "infer",
-        "--model",
-        "tiny_zoom",
-        "--data",
-        str(folder / "data"),
-        "--output",
-        str(folder / "none"),
-    ]
-    assert main(BENCHMARK, [*arguments, "--engine", "transformers", *options]) == 2
+    arguments = ["infer", "--model", "tiny_zoom", "--engine", "transformers"]
+    arguments += ["--data", str(folder / "data"), "--output", str(folder / "none")]
+    assert main(BENCHMARK, [*arguments, *options]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {line}")
 
 
@@ -150,68 +141,63 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
 
 
 class Scripted(LocalEngine):
-    """Says what it is told to, turn by turn."""
+    """An engine that says what it is told to, turn by turn, and remembers what it was asked."""
 
     def __init__(self, settings: Any, *turns: str) -> None:
         chat = ChatProcessor(str(PRETRAINED))
-        super().__init__(settings, chat, 8, self._next)
+        super().__init__(settings, chat, default_batch_size=8, sample=self._sample_turn)
         self.script = iter(turns)
-        self.asked = list[SamplingRequest]()
+        self.requests: list[SamplingRequest] = []
 
-    def _next(self, asks: Sequence[SamplingRequest]) -> list[SamplingResult]:
-        self.asked += asks
-        ids = [self.chat.processor.tokenizer(next(self.script))["input_ids"] for _ in asks]
-        return [
-            SamplingResult(
-                tokens=[*prompt_ids, self.chat.processor.tokenizer.eos_token_id],
-                logps=[None] * (len(prompt_ids) + 1),
-                finish_reason=FinishReason.STOP,
+    def _sample_turn(self, requests: Sequence[SamplingRequest]) -> list[SamplingResult]:
+        self.requests += requests
+        tokenizer = self.chat.processor.tokenizer
+        results = []
+        for _ in requests:
+            turn_ids = tokenizer(next(self.script))["input_ids"]
+            tokens = [*turn_ids, tokenizer.eos_token_id]
+            result = SamplingResult(
+                tokens=tokens, logps=[None] * len(tokens), finish_reason=FinishReason.STOP
             )
-            for prompt_ids in ids
-        ]
+            results.append(result)
+        return results
 
 
 @pytest.mark.parametrize(
-    ("turns", "max_tokens", "reason", "calls"),
+    ("turns", "max_tokens", "reason", "n_calls"),
     [
         ((CALL, "It is 7."), 900, "stop", 1),
-        ((CALL, CALL), 900, "calls", 1),
-        ((CALL,), 120, "room", 1),
+        ((CALL, CALL), 900, "calls", 1),  # only one call is answered
+        ((CALL,), 120, "room", 1),  # its answer has no room
         (("It is 7.",), 900, "stop", 0),
     ],
 )
-def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, calls):
+def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls):
     """Pictures and tokens follow the prompt, each turn has its own seed, the last one answers."""
-    arguments = [
-        "infer",
-        "--model",
-        str(PRETRAINED),
-        "--data",
-        "D",
-        "--output",
-        "O",
-        "--engine",
-        "transformers",
-    ]
-    tool_options = ["--tools", "line", "--max-tool-calling-iterations", "1"]
-    options = parse([*arguments, *tool_options, "--max-tokens", str(max_tokens)], BENCHMARK).ask
+    arguments = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    arguments += ["--engine", "transformers", "--max-tokens", str(max_tokens)]
+    arguments += ["--tools", "line", "--max-tool-calling-iterations", "1"]
+    options = parse(arguments, BENCHMARK).ask
     engine = Scripted(check_options(options), *turns)
     picture = Image.new("RGB", (112, 112), "white")
-    request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
-    [reply] = engine.generate([request])
+    messages = conversation_with_images("Find x.", 1, None)
+    [reply] = engine.generate([AnswerRequest(messages=messages, images=[picture], seed=5)])
     assert isinstance(reply, Reply)
     turn_ids = [engine.chat.processor.tokenizer(text)["input_ids"] for text in turns]
     assert reply.finish_reason == reason
-    assert len(reply.calls or ()) == calls
+    assert len(reply.calls or ()) == n_calls
     assert reply.text == engine.chat.decode(turn_ids[-1])
-    assert reply.n_tokens == sum(len(ids) + 1 for ids in turn_ids)
-    assert reply.n_prompt_tokens == len(engine.asked[0].prompt_ids)
+    assert reply.n_tokens == sum(len(ids) + 1 for ids in turn_ids), "each turn has an end token"
+    assert reply.n_prompt_tokens == len(engine.requests[0].prompt_ids)
     if len(turns) > 1:
-        first, second = engine.asked
+        first, second = engine.requests
         assert second.prompt_ids[: len(first.prompt_ids)] == first.prompt_ids
-        assert first.seed == 5 != second.seed
-        assert [len(sampled_request.images) for sampled_request in engine.asked] == [1, 2]
-        assert second.max_tokens == max_tokens - (len(second.prompt_ids) - len(first.prompt_ids))
+        assert first.seed == 5
+        assert second.seed != 5
+        assert len(first.images) == 1
+        assert len(second.images) == 2, "the tool has drawn a line into another one"
+        n_tokens_between = len(second.prompt_ids) - len(first.prompt_ids)
+        assert second.max_tokens == max_tokens - n_tokens_between
     assert engine.generate([]) == []
 
 
