@@ -92,14 +92,16 @@ def read_tree(text: str, *, formula: bool = False) -> Tree:
         raise NotReadError("too_large")
     tokens = (_FORMULA_TOKEN if formula else _TOKEN).findall(text)
     if "".join(tokens) != text:
-        raise NotReadError
+        raise NotReadError  # the pattern skips characters that begin no token
     if sum(symbol in _COSTLY for symbol in tokens) > MAX_FUNCTIONS:
         raise NotReadError("too_large")
-    symbols = [_figure(symbol) if formula else symbol for symbol in tokens if symbol != " "]
+    symbols = [symbol for symbol in tokens if symbol != " "]
+    if formula:
+        symbols = [_in_one_spelling(symbol) for symbol in symbols]
     parser = _Parser(symbols)
     tree = parser.sum()
     if parser.peek():
-        raise NotReadError
+        raise NotReadError  # something stands behind the sum, such as a closing bracket
     return tree
 
 
@@ -145,7 +147,7 @@ def _is_unknown(symbol: str) -> bool:
     return symbol in _GREEK or symbol[:1].isalpha()
 
 
-def _figure(symbol: str) -> str:
+def _in_one_spelling(symbol: str) -> str:
     """Return a token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
     if len(symbol) > 1 and symbol.isalpha():
         return "".join(sorted(symbol))

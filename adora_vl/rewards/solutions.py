@@ -28,16 +28,18 @@ _HOLDS = {
 }
 
 
-def solution_without_absolute(atom: Solution) -> Solution | None:
+def solution_without_absolute(comparison: Solution) -> Solution | None:
     """Return the solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
 
-    None where every number, no number or a single number solves it, and for `!=`.
+    `comparison` is `("is", sign, number)`. None where every number, no number or a single number
+    solves it, and for `!=`.
     """
-    _, sign, at = atom
-    if float(at.value) <= 0 or sign == "!=":
+    _, sign, bound = comparison
+    if float(bound.value) <= 0 or sign == "!=":
         return None
-    below = -at
-    return ("and" if "<" in sign else "or", atom, ("is", REVERSED[sign], below))
+    # `|x| < 5` needs both sides, `|x| > 5` one of them.
+    word = "and" if "<" in sign else "or"
+    return (word, comparison, ("is", REVERSED[sign], -bound))
 
 
 def interval_solution(
@@ -78,8 +80,9 @@ def _single_comparisons(solution: Solution) -> Iterator[Solution]:
 
 
 def is_solved_by_some(solution: Solution) -> bool:
-    """Return whether some numbers solve it while the rest do not."""
-    return len(set(_truth_by_position(solution, _sorted_ends(solution)))) == 2
+    """Return whether some numbers solve it while others do not."""
+    truths = _truth_by_position(solution, _sorted_ends(solution))
+    return any(truths) and not all(truths)
 
 
 def same_solutions(answer: Solution, reference: Solution) -> bool:
