@@ -277,7 +277,7 @@ class AnglesStart:
 
 
 def teacher(rng: random.Random, problem: AngleProblem, plan: AnglesStart) -> str:
-    """Return what the second lesson copies."""
+    """Return an answer of the teacher, which the second stage of training copies."""
     if rng.random() < plan.guesses:
         return guess(rng, problem)
     if rng.random() < plan.slips:
@@ -319,7 +319,7 @@ def _config(tokenizer: PreTrainedTokenizerFast, plan: AnglesStart) -> Qwen2Confi
     return config
 
 
-def _lesson_loss(
+def _stage_loss(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     rng: random.Random,
@@ -334,21 +334,21 @@ def _lesson_loss(
 
 
 def begin_arithmetic(plan: AnglesStart) -> UntrainedModel:
-    """Return a fresh model with its first lesson: right workings."""
+    """Return a model with random weights, and its first stage of training: right workings."""
     tokenizer = task_tokenizer()
     config = _config(tokenizer, plan)
     model = fresh_model(partial(Qwen2ForCausalLM, config), tokenizer, plan.arithmetic_seed)
     rng = random.Random(f"arithmetic/{plan.arithmetic_seed}")
 
     def loss_of(_: int) -> Tensor:
-        return _lesson_loss(model, tokenizer, rng, partial(right_working, rng), plan.batch_size)
+        return _stage_loss(model, tokenizer, rng, partial(right_working, rng), plan.batch_size)
 
-    lesson = TrainingStage(plan.arithmetic_steps, plan.learning_rate, loss_of)
-    return UntrainedModel(model, tokenizer, [lesson])
+    stage = TrainingStage(plan.arithmetic_steps, plan.learning_rate, loss_of)
+    return UntrainedModel(model, tokenizer, [stage])
 
 
 def begin_taught(plan: AnglesStart, arithmetic: Path) -> UntrainedModel:
-    """Return the model of the first lesson with its second one: what the teacher says."""
+    """Return the model of the first stage, and its second stage: the teacher's answers."""
     tokenizer = AutoTokenizer.from_pretrained(arithmetic)
     model = AutoModelForCausalLM.from_pretrained(arithmetic, dtype=torch.float32)
     rng = random.Random(f"teacher/{plan.seed}")
@@ -357,7 +357,7 @@ def begin_taught(plan: AnglesStart, arithmetic: Path) -> UntrainedModel:
         return teacher(rng, problem, plan)
 
     def loss_of(_: int) -> Tensor:
-        return _lesson_loss(model, tokenizer, rng, responses, plan.batch_size)
+        return _stage_loss(model, tokenizer, rng, responses, plan.batch_size)
 
     return UntrainedModel(
         model, tokenizer, [TrainingStage(plan.steps, plan.learning_rate, loss_of)]

@@ -75,9 +75,9 @@ _SILENT = (
 
 
 def question_in_words(form: Form) -> str | None:
-    """Return what the question of a form says and asks, as sentences.
+    """Put the question of a logic form into words, with the facts that stand in it.
 
-    None where a part of it has no words here.
+    An example is `a = 4. Find b.` Returns None where a part of the question has no words here.
     """
     statements: list[str] = []
     requests: list[str] = []
@@ -92,17 +92,21 @@ def question_in_words(form: Form) -> str | None:
         if sentence is None:
             return None
         if sentence:
-            is_word = re.match("[a-z]{2}", sentence) is not None  # and no letter of the problem
-            statements.append(
-                f"{sentence[0].upper()}{sentence[1:]}." if is_word else f"{sentence}."
-            )
-    return " ".join(dict.fromkeys([*statements, *requests])) if requests else None
+            # A single letter is an unknown of the problem, and stays small: `a = 4.`
+            begins_with_word = re.match("[a-z]{2}", sentence) is not None
+            if begins_with_word:
+                sentence = f"{sentence[0].upper()}{sentence[1:]}"
+            statements.append(f"{sentence}.")
+    if not requests:
+        return None
+    return " ".join(dict.fromkeys([*statements, *requests]))  # each sentence once, in order
 
 
 def _sentence(term: Term) -> str | None:
-    """Return a fact as a sentence without its point.
+    """Put a fact into words, without a full stop: `AB is parallel to CD` for `Parallel(AB, CD)`.
 
-    Empty where the fact says nothing, None where there are no words for it.
+    The head of a term is the word before its bracket. Returns an empty text for a fact that only
+    names something, and None where there are no words for it.
     """
     head = term.head
     if head in _SILENT:
@@ -111,35 +115,37 @@ def _sentence(term: Term) -> str | None:
         return _kind(term)
     if term.is_equation:
         return _equation(term)
-    # `$` names no part of the diagram, so that the fact is about all that look like it.
-    if head in ("Tangent", "Similar") and "$" in "".join(term.arguments[0].names):
-        if head == "Tangent":
-            return "segments that appear to be tangent are tangent"
-        return (
-            f"the two {_plain_head(term.arguments[0]).lower().replace('shape', 'figure')}s are "
-            "similar"
-        )
+    # `$` stands for a part without a name. The fact is then about all parts that look like it.
+    has_no_name = bool(term.arguments) and "$" in "".join(term.arguments[0].names)
+    if head == "Tangent" and has_no_name:
+        return "segments that appear to be tangent are tangent"
+    if head == "Similar" and has_no_name:
+        kind = _plain_head(term.arguments[0]).lower().replace("shape", "figure")
+        return f"the two {kind}s are similar"
     if head == "RightAngle":
         angle = noun(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
-    parts = [noun(argument) for argument in term.arguments]
-    part_nouns = [part for part in parts if part is not None]
-    if len(part_nouns) < len(parts):
-        return None
-    # The last argument is the point, those before it are the lines.
+    part_nouns = []
+    for argument in term.arguments:
+        part_noun = noun(argument)
+        if part_noun is None:
+            return None
+        part_nouns.append(part_noun)
     if head == "IntersectAt" and len(part_nouns) > 2:
-        return f"{', '.join(part_nouns[:-2])} and {part_nouns[-2]} meet at {part_nouns[-1]}"
+        *lines, point = part_nouns
+        return f"{', '.join(lines[:-1])} and {lines[-1]} meet at {point}"
     words = _FACTS.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
 def _kind(term: Term) -> str | None:
-    """Return `ABCD is a rectangle`, `triangle ABC is isosceles`.
+    """Put a fact on the kind of a shape into words: `ABCD is a rectangle`, `triangle ABC is isosceles`.
 
-    Empty for a kind without a name, which the question has.
+    Returns an empty text for a shape without a name, since the question itself says its kind.
     """
     if term.head in _KINDS:
-        shape = noun(term.arguments[0]) if term.arguments and term.arguments[0].arguments else None
+        has_shape = bool(term.arguments) and bool(term.arguments[0].arguments)
+        shape = noun(term.arguments[0]) if has_shape else None
         return None if shape is None else f"{shape} is {term.head.lower()}"
     if len(term.names) != CORNERS[term.head]:
         return ""
@@ -148,7 +154,10 @@ def _kind(term: Term) -> str | None:
 
 
 def _equation(term: Term) -> str | None:
-    """Return an equation as a sentence; empty for a named shape, None where it has no words."""
+    """Put an equation into words: `AB = 10`, `angle ABC = 40 degrees`.
+
+    Returns an empty text for an equation on a whole shape, and None where there are no words.
+    """
     left_term, right_term = term.arguments
     left = noun(left_term)
     right = noun(right_term)

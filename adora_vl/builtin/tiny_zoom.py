@@ -34,7 +34,7 @@ _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
 
 
-class Part(NamedTuple):
+class TextPart(NamedTuple):
     """A part of a conversation."""
 
     text: str
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 class Example(NamedTuple):
     """A conversation that the model learns from."""
 
-    parts: list[Part]
+    parts: list[TextPart]
     images: list[Image.Image]  # in the order in which they are in the text
 
 
@@ -130,14 +130,14 @@ class _Teacher:
         return Example(parts, images=[image, *reply_images])
 
 
-def _prompt(text: str) -> Part:
+def _prompt(text: str) -> TextPart:
     """Return a text that the model reads."""
-    return Part(text, is_learned=False)
+    return TextPart(text, is_learned=False)
 
 
-def _completion(text: str) -> Part:
+def _completion(text: str) -> TextPart:
     """Return a text that the model learns to say, up to the end of its turn."""
-    return Part(text + END_OF_TURN, is_learned=True)
+    return TextPart(text + END_OF_TURN, is_learned=True)
 
 
 def _loss(

@@ -254,17 +254,19 @@ def columns_of_words(words: Sequence[str]) -> Columns:
 
 
 def _candidates(name: str, present: Container[str]) -> Iterator[tuple[str, str]]:
-    """Yield the columns that may hold the value of `name`, and the path inside each.
+    """Yield the columns that may have the value of `name`, each with the path inside its objects.
 
-    The name `a|b` leads to both columns. The name `a.b` leads to a column of that very name, or
-    else to the key `b` in the objects of column `a`. Columns that are not `present` are left out.
+    The name `a|b` leads to both columns. The name `a.b` leads to a column of that very name (with
+    an empty path), or else to the key `b` in the objects of column `a`. Only columns among
+    `present`, those of the table, are yielded.
     """
     for alternative in (name, *name.split("|")):
-        dots = [index for index, sign in enumerate(alternative) if sign == "."]
-        for end in (len(alternative), *dots):
-            column = alternative[:end]
+        # The whole name first, then what stands before its first dot, its second one, ...
+        dot_positions = [index for index, sign in enumerate(alternative) if sign == "."]
+        for column_end in (len(alternative), *dot_positions):
+            column = alternative[:column_end]
             if column in present:
-                yield column, alternative[end + 1 :]
+                yield column, alternative[column_end + 1 :]
                 break
 
 
@@ -327,10 +329,10 @@ def _class_name(value: object, names: Sequence[str]) -> object:
 
 
 def _inside(value: object, path: str) -> list[object]:
-    """Return a list of the one value that stands in an object under `path`, names with dots.
+    """Follow a path such as `messages.0.content` into an object, and return [the value there].
 
-    An object may be a text of JSON, and a name may be the index of a list. The list is empty where
-    nothing stands there; a list tells that from the value None.
+    The list is empty where the path leads to nothing, which differs from a value that is None. An
+    object may be a text of JSON, and a name in the path may be the index of a list.
     """
     if not path:
         return [value]
@@ -340,8 +342,8 @@ def _inside(value: object, path: str) -> list[object]:
                 value = read_json(value)
             except (ValueError, RecursionError):
                 return []
-        is_index = isinstance(value, list) and name.lstrip("-").isdecimal()
-        if isinstance(value, list) and is_index and -len(value) <= int(name) < len(value):
+        is_number = name.lstrip("-").isdecimal()
+        if isinstance(value, list) and is_number and -len(value) <= int(name) < len(value):
             value = value[int(name)]
         elif isinstance(value, Mapping) and name in value:
             value = value[name]

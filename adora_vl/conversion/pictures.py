@@ -293,17 +293,21 @@ def _from_file(name: str, files: FileRoot) -> bytes:
 
 
 def _near(file: Path, folder: Path | None) -> str:
-    """Propose, for an error message, where a missing file may be; empty where nothing is near.
+    """Return the end of an error message that proposes where a missing file may be.
 
-    It may stand under its name in a folder beside the table, or under a name that is like its own.
+    A file of its name may be in another folder beside the table, or one with a similar name in the
+    same folder. The text is empty where there is neither. `folder` is that of the table.
     """
     assert folder is not None, "without files there is no path"
-    key = _folded(file.name)
-    holder = next((name for name in _some_names(folder) if key in _names_in(folder / name)), None)
-    if holder and folder / holder != file.parent:
-        return f" (there is one in {holder!r}: --image-dir {folder / holder})"
-    close = nearest(file.name, _some_names(file.parent))
-    return f" (did you mean {close!r}?)" if close else ""
+    file_name = _folded(file.name)
+    for folder_name in _some_names(folder):
+        other_folder = folder / folder_name
+        if file_name in _names_in(other_folder):
+            if other_folder != file.parent:
+                return f" (there is one in {folder_name!r}: --image-dir {other_folder})"
+            break  # the same folder, where the file has another spelling
+    similar_name = nearest(file.name, _some_names(file.parent))
+    return f" (did you mean {similar_name!r}?)" if similar_name else ""
 
 
 def _some_names(folder: Path) -> list[str]:

@@ -97,13 +97,13 @@ def write_split(
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
     arrow_schema = features.arrow_schema
-    stored_rows = (_stored(row, features) for row in rows)
+    rows_to_store = (_stored(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
     # Statistics would keep the least and the greatest picture of every row group in memory and in
     # the file.
     with pq.ParquetWriter(path, arrow_schema, write_statistics=False) as writer:
-        while batch := list(_group(stored_rows)):
+        while batch := list(_group(rows_to_store)):
             writer.write_table(pa.Table.from_pylist(batch, schema=arrow_schema))
             count += len(batch)
     if not count:

@@ -117,14 +117,16 @@ def _convert_evaluation(migration: Migration) -> None:
 
     An evaluation of this package needs a folder of problems that data_prep has prepared.
     """
-    # ms-swift evaluates as often as it saves, unless its key says otherwise
+    # ms-swift evaluates as often as it saves, unless `eval_steps` says otherwise
     every = migration.get("save_steps", 500)
-    converted_steps = migration.keys.pop("eval_steps", None)
-    if converted_steps is not None:
-        every = converted_steps.value
-    strategy = migration.keys.pop("eval_strategy", None)
+    # Both keys were copied, as TRL has them too, but they cannot stay: without problems to evaluate
+    # on a run with them is refused.
+    eval_steps = migration.keys.pop("eval_steps", None)
+    eval_strategy = migration.keys.pop("eval_strategy", None)
+    if eval_steps is not None:
+        every = eval_steps.value
     data_names = " ".join(words_in(migration.get("val_dataset") or []))
-    if strategy is None and not data_names:
+    if eval_strategy is None and not data_names:
         return
     migration.remark(
         f"evaluation without data: prepare {data_names or 'problems'} by `python -m data_prep "

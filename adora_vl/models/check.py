@@ -132,9 +132,11 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
         "use_auth_token",
         "attn_implementation",
     }
-    for key, value in masked(init_kwargs).items():  # tokens are not shown
+    # Masked, since the error below shows the value, which may be a token of the hub.
+    for key, value in masked(init_kwargs).items():
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
         is_unknown = not is_read
+        # A text that is not the name of a dtype.
         is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype(value)
         if is_unknown or is_no_dtype:
             reason = f"which has no such {'argument' if is_unknown else 'value of it'}"

@@ -242,10 +242,11 @@ def run_manifest(
         left_out: how many rows are left out, since their prompts are too long
             (`adora_overlong_prompts`).
     """
-    config: dict[str, Any] = {}
-    for part in settings:
-        for field in dataclasses.fields(part):
-            config[field.name] = getattr(part, field.name)
+    config = {
+        field.name: getattr(part, field.name)
+        for part in settings
+        for field in dataclasses.fields(part)
+    }
     public_config = {key: value for key, value in sorted(config.items()) if not is_secret(key)}
     data_entry: dict[str, Any] = {
         "folder": ", ".join(data),

@@ -34,7 +34,7 @@ CHECK_ROWS = 2  # prompts of each rank in the check before training
 CHECK_TOKENS = 8  # largest number of tokens of a rollout of that check
 FAR_POSITION = 2000  # about where an answer to a lengthened prompt begins
 FAR_ROWS = 2  # lengthened prompts of each rank
-# Names of checks, as reports show them.
+# Names of checks, as reports show them. A cold engine has sampled nothing yet.
 PROMPTS = "engine reads the trainer's prompts"
 COLD = "agreement, cold"
 DISTANT = "agreement, far from the start"
@@ -250,8 +250,8 @@ class EngineProbe:
     def check_agreement(self) -> list[Check]:
         """Send the weights to the engine, and check that both read and compute the same.
 
-        Returns two checks: that the engine reads the trainer's prompts, and that it agrees on
-        log-probabilities.
+        Returns two checks: that the engine reads the trainer's prompts (`PROMPTS`), and that it
+        agrees with the policy on log-probabilities (`COLD`).
         """
         self.pair.sync_weights()
         try:

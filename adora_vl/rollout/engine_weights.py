@@ -54,8 +54,8 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         """
         trainable = trainable_components(self.model)
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
-        # Everything is sent to an engine without weights: at first, and after a sleep, which
-        # discards them. By NCCL, too: TRL announces the tensors of the first sync every time.
+        # An engine has no weights at first and after a sleep, which discards them. By NCCL every
+        # sync sends all, since TRL announces the tensors of the first sync every time.
         sends_all = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
 
         def is_sent(name: str) -> bool:

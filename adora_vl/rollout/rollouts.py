@@ -163,9 +163,10 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """Return how many tokens at the beginning cannot be compared with the policy of `step`.
+        """Return how many tokens at the beginning were not sampled by the policy of `step`.
 
-        Those are the tokens of earlier steps, or all tokens of a rollout that saw other images.
+        They were sampled in earlier steps. Where the engine saw other images than the trainer, all
+        tokens count as such.
         """
         if not self.saw_trainer_images:
             return len(self.tokens)
@@ -211,9 +212,15 @@ class RolloutGroup:
         return all(rollout.has_ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """Return the seed of the next segment of the rollout with the number `member`.
+        """Return the seed with which a rollout of this group is sampled on.
 
-        It differs from the seeds of earlier segments, whose random numbers would be drawn again.
+        Each segment of a rollout has a seed of its own. Otherwise the random numbers of an earlier
+        segment would be drawn again.
+
+        Args:
+            run_seed: the seed of the run.
+            member: the number of the rollout in the group.
+            rollout: the rollout so far.
         """
         problem = self.problem
         number = sum(segment.logps is not None for segment in rollout.segments)
@@ -223,16 +230,19 @@ class RolloutGroup:
         )
 
     def tool_seed(self, run_seed: int, member: int) -> str:
-        """The seed of the tools that the rollout with the number `member` calls."""
+        """Return the text from which the random numbers of a rollout's tools follow.
+
+        `member`: the number of the rollout in the group.
+        """
         problem = self.problem
         number = self.first_member + member
         return f"{run_seed}/{problem.key.name}/{problem.slot}/{number}"
 
 
 def row_for_rewards(row: Row, rollout: Rollout) -> Row:
-    """Return the row as reward functions get it.
+    """Return the row of the data as reward functions get it.
 
-    It has the rollout's environment, under TRL's name.
+    In a run with environments it has the rollout's environment too, under TRL's name.
     """
     if rollout.environment is None:
         return row
@@ -242,14 +252,16 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
 def groups_of(
     rows: Sequence[Any], key: StepKey, *, began_in: int, first_row_number: int, group_size: int
 ) -> list[RolloutGroup]:
-    """Return the rows of a rank as groups that are about to begin, or as parts of groups.
+    """Put the rows that a rank has drawn into groups of rollouts that have not begun.
+
+    A group may be divided between ranks; each of them then has a part of it.
 
     Args:
-        rows: one for each rollout; those of a problem are neighbours.
-        key: the batch for which they were drawn.
+        rows: a row for each rollout; those of the same problem are neighbours.
+        key: the batch for which the rows were drawn.
         began_in: the number of the generation in which the groups begin.
-        first_row_number: the number of the first row over all ranks.
-        group_size: rollouts of a problem.
+        first_row_number: the number of the first row, counted over all ranks.
+        group_size: the number of rollouts of a problem.
     """
     groups: list[RolloutGroup] = []
     for slot, numbered_rows in groupby(
@@ -276,9 +288,9 @@ def groups_of(
 def unfinished_rollouts(
     groups: Sequence[RolloutGroup], numbers: Iterable[int]
 ) -> dict[RolloutKey, Rollout]:
-    """Return the unfinished rollouts of the groups with these numbers.
+    """Return the rollouts that have not ended, of the groups with these numbers.
 
-    Continued rollouts come first, since they are expected to take longest.
+    Those that have begun come first, since they are expected to take longest.
     """
     unfinished = {
         RolloutKey(number, member): rollout
@@ -322,11 +334,12 @@ class SamplingResult:
 
 
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
-    """Return lists of neighbouring requests that ask for the same.
+    """Divide requests into lists of neighbours that an engine may get as one request.
 
-    An engine may get each list as one request.
+    The requests of a list have the same group, prompt, images and number of tokens, and differ only
+    in their seeds.
     """
-    alike = groupby(
+    equal_neighbours = groupby(
         requests,
         key=lambda request: (
             request.group,
@@ -335,9 +348,9 @@ def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingReq
             [_identity(image) for image in request.images],
         ),
     )
-    return [list(merged) for _, merged in alike]
+    return [list(merged) for _, merged in equal_neighbours]
 
 
 def _identity(image: object) -> object:
-    """Equal for images that an engine need not read twice."""
+    """Return a value that is equal for images which an engine need not read twice."""
     return image.digest if isinstance(image, KeptImage) else id(image)

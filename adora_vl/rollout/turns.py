@@ -262,6 +262,7 @@ class ToolLoop:
                 finish_reason=FinishReason.CONTEXT,
                 calls=(*rollout.calls, *answer.calls),
             )
+        # `span` is the number of the segment that shows a picture, or answers a call.
         segment_number = len(rollout.segments)
         pictures = [
             Picture(digest=image.digest, image=image, span=segment_number) for image in images
@@ -269,6 +270,7 @@ class ToolLoop:
         calls = [replace(call, span=segment_number) for call in answer.calls]
         return replace(
             rollout,
+            # `logps=None` marks the segment as a tool's.
             segments=(*rollout.segments, Segment(tokens=tuple(answer_ids), logps=None, step=step)),
             finish_reason=FinishReason.RUNNING,
             pictures=(*rollout.pictures, *pictures),

@@ -35,7 +35,11 @@ class Sketch:
         self._boxes: list[Box] = []  # of the labels so far
 
     def places(self) -> list[str]:
-        """Return where the points with letters lie, as sentences of the text form, in pixels."""
+        """Return sentences such as `A at 12.0, 30.5` on where the points lie, in pixels.
+
+        With them the solver of `adora_vl.geometry` knows how the picture lies. Points whose names
+        have several letters only keep room, and are left out.
+        """
         size = self._canvas.size
         return [
             f"{name} at {size * point.real:.1f}, {size * point.imag:.1f}"
@@ -60,19 +64,25 @@ class Sketch:
     def letters(self, names: str) -> None:
         """Write the names of points beside them, away from the middle of the figure."""
         for name in names:
-            self._label(name, self._at[name] + 0.07 * _unit(self._at[name] - self._centre))
+            outward = _unit(self._at[name] - self._centre)
+            self._label(name, self._at[name] + 0.07 * outward)
 
     def centre_letter(self, name: str, towards: str) -> None:
-        """Write the name of a point in the middle, to the right of the way to another point."""
-        self._label(name, self._at[name] + 0.07j * _unit(self._at[towards] - self._at[name]))
+        """Write the name of a circle's centre, to the right of the way to the point `towards`."""
+        direction = _unit(self._at[towards] - self._at[name])
+        to_the_right = 1j * direction  # a quarter turn, since y points down
+        self._label(name, self._at[name] + 0.07 * to_the_right)
 
     def side(self, path: str, text: str) -> None:
         """Write a text beside the middle of a segment, away from the middle of the figure."""
         start, end = self._places(path)
         middle = (start + end) / 2
-        normal = 1j * _unit(end - start)
+        normal = 1j * _unit(end - start)  # at a right angle to the segment
+        # The real part of a * conj(b) is the scalar product of two vectors.
         outward = ((middle - self._centre) * normal.conjugate()).real
-        distance = (0.05 + 0.008 * len(text)) * (1 if outward >= 0 else -1)
+        distance = 0.05 + 0.008 * len(text)
+        if outward < 0:
+            distance = -distance
         self._label(text, middle + distance * normal)
 
     def angle(self, path: str, text: str, reach: float) -> None:

@@ -109,7 +109,10 @@ class _Reader:
         return token
 
     def sum(self) -> Tree:
-        """Read `product (+|- product)*`; signs are those of the products."""
+        """Read the rule `product (+|- product)*`, and return its tree.
+
+        The tree of a sum has pairs of a sign, 1 or -1, and a product.
+        """
         terms = [(1, self._product())]
         while self.next in {"+", "-"}:
             sign = -1 if self._take() == "-" else 1
@@ -117,7 +120,11 @@ class _Reader:
         return terms[0][1] if len(terms) == 1 else ("sum", *terms)
 
     def _product(self) -> Tree:
-        """Read `signed (operator signed | power)*`: factors side by side are multiplied."""
+        """Read the rule `signed (operator signed | power)*`, and return its tree.
+
+        Factors side by side are multiplied. The tree of a product has pairs of `*` or `/` and a
+        factor.
+        """
         factors = [("*", self._signed())]
         divided = False
         while self.next and self.next not in {"+", "-", ")", "|", ","}:
@@ -132,7 +139,10 @@ class _Reader:
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 
     def _signed(self) -> Tree:
-        """Read `(+|-)* power`: a power binds closer than its sign, so -2^2 is -4."""
+        """Read the rule `(+|-)* power`, and return its tree.
+
+        A power binds closer than its sign, so -2^2 is -4.
+        """
         sign = 1
         while self.next in {"+", "-"}:
             if self._take() == "-":
@@ -141,7 +151,11 @@ class _Reader:
         return power if sign == 1 else ("sum", (-1, power))
 
     def _power(self) -> Tree:
-        """Read `primary [!] [^ signed]`, from right to left: 2^3^2 is 2^9."""
+        """Read the rule `primary [!] [^ signed]`, a number with factorial and exponent.
+
+        Returns its tree. The exponent may have an exponent itself, so 2^3^2 is 2^9. Raises
+        `NotReadError` for two factorials.
+        """
         base = self._primary()
         while self.next == "°":  # angles are in degrees with and without their sign
             self._take()
@@ -156,7 +170,10 @@ class _Reader:
         return ("power", base, self._signed())
 
     def _primary(self) -> Tree:
-        """Return a number, a constant, a group, bars, or a function."""
+        """Read what an operator can stand before, and return its tree.
+
+        It is a number, a constant, a sum in brackets or between bars, or a function.
+        """
         symbol = self.next
         if _is_number(symbol):
             return self._number()
@@ -204,9 +221,9 @@ class _Reader:
         return tree
 
     def _function(self, name: str) -> Tree:
-        """Read `name [^ signed] argument`.
+        """Read the rest of the rule `name [^ exponent] argument`, and return its tree.
 
-        `sin^2(30)` is the square of the sine, `sin^-1` the inverse.
+        `sin^2(30)` is the square of the sine, `sin^-1` the inverse function.
         """
         exponent = None
         if self.next == "^":
@@ -245,7 +262,11 @@ class _Reader:
         return ("log", base, value)
 
     def _argument(self) -> Tree:
-        """Return a group, or a bare number or constant behind which the argument plainly ends."""
+        """Read the argument of a function, and return its tree.
+
+        It is a sum in brackets, or a number or pi without brackets. Raises `NotReadError` where the
+        argument without brackets may go on, as in `sin 2pi`.
+        """
         if self.next == "(":
             return self._group()
         if self.next == "pi":

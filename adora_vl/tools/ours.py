@@ -26,16 +26,12 @@ _DIGITS = 10  # of a number in an answer
 
 @dataclass(frozen=True)
 class View:
-    """What a model sees of a picture.
+    """The size in which a model sees a picture, and the coordinates in which it names points."""
 
-    A picture has from `low` to `high` pixels, and an image token covers `unit` x `unit` of them.
-    `relative` says whether coordinates are in thousandths, as in `Vision`.
-    """
-
-    low: int
-    high: int
-    unit: int
-    relative: bool = False
+    low: int  # the least number of pixels that the picture is resized to
+    high: int  # the largest
+    unit: int  # an image token covers `unit` x `unit` pixels
+    relative: bool = False  # whether coordinates are in thousandths, and not in pixels
 
     @property
     def points(self) -> str:
@@ -47,16 +43,18 @@ class View:
         return model_size(*image.size, self.unit, self.low, self.high)
 
     def scale(self, image: Image.Image) -> tuple[float, float]:
-        """Return the largest coordinates in x and y."""
+        """Return the largest coordinates in x and y that a point of the picture may have."""
         return self.scale_of(image.size)
 
     def scale_of(self, size: tuple[int, int]) -> tuple[float, float]:
-        """Return the largest coordinates in x and y in a picture of this width and height in pixels."""
+        """Return the largest coordinates in x and y, for a picture of this width and height."""
         width, height = model_size(*size, self.unit, self.low, self.high)
         return (1000, 1000) if self.relative else (width, height)
 
-    def shares(self, image: Image.Image, *points: tuple[float, float]) -> list[tuple[float, float]]:
-        """Return the points as shares of width and height.
+    def fractions_of(
+        self, image: Image.Image, *points: tuple[float, float]
+    ) -> list[tuple[float, float]]:
+        """Convert points from the model's coordinates to fractions of width and height, 0 to 1.
 
         Raises `ValueError` for a point outside of the picture.
         """
@@ -88,8 +86,9 @@ def zoom(
         y2: Lower side.
         picture: Number of the picture, from 0.
     """
-    image = _chosen(images, picture)
-    (x_low, y_low), (x_high, y_high) = view.shares(image, (x1, y1), (x2, y2))
+    image = _picture_with_number(images, picture)
+    # fractions of width and height, from 0 to 1
+    (x_low, y_low), (x_high, y_high) = view.fractions_of(image, (x1, y1), (x2, y2))
     if x_low >= x_high or y_low >= y_high:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
     width, height = image.size
@@ -100,6 +99,7 @@ def zoom(
         math.ceil(y_high * height),
     )
     region = image.crop(box)
+    # A model sees no picture with a side shorter than that of an image token.
     factor = max(1.0, view.unit / min(region.size))
     if factor == 1:
         return region
@@ -119,10 +119,10 @@ def mark(
     """
     if len(label) > _LABEL:
         raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
-    image = _chosen(images, picture).convert("RGB")
-    [share] = view.shares(image, (x, y))
-    (x, y) = _at(image, share)
-    line_width = _thick(image)
+    image = _picture_with_number(images, picture).convert("RGB")
+    [fraction] = view.fractions_of(image, (x, y))
+    (x, y) = _pixel_at(image, fraction)
+    line_width = _line_width(image)
     image = image.copy()
     canvas = ImageDraw.Draw(image)
     canvas.ellipse(
@@ -157,9 +157,9 @@ def line(
         y2: Where it ends from the top.
         picture: Number of the picture, from 0.
     """
-    image = _chosen(images, picture).convert("RGB").copy()
-    ends = [_at(image, share) for share in view.shares(image, (x1, y1), (x2, y2))]
-    ImageDraw.Draw(image).line([*ends[0], *ends[1]], fill=_COLOUR, width=_thick(image))
+    image = _picture_with_number(images, picture).convert("RGB").copy()
+    ends = [_pixel_at(image, fraction) for fraction in view.fractions_of(image, (x1, y1), (x2, y2))]
+    ImageDraw.Draw(image).line([*ends[0], *ends[1]], fill=_COLOUR, width=_line_width(image))
     return image
 
 
@@ -186,12 +186,12 @@ def measure(
         y3: Third point from the top.
         picture: Number of the picture, from 0.
     """
-    image = _chosen(images, picture)
+    image = _picture_with_number(images, picture)
     points = [(x1, y1), (x2, y2)]
     if x3 is not None and y3 is not None:
         points.append((x3, y3))
     width, height = view.size(image)
-    pixels = [(x * width, y * height) for x, y in view.shares(image, *points)]
+    pixels = [(x * width, y * height) for x, y in view.fractions_of(image, *points)]
     vertex = pixels[1]
     ends = [pixels[0], *pixels[2:]]
     distances = [math.dist(vertex, end) for end in ends]
@@ -244,7 +244,7 @@ SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to
 BUILT_IN_TOOLS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 
-def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
+def _picture_with_number(images: Sequence[Image.Image], number: int) -> Image.Image:
     """Return the picture of this number. Raises `ValueError` where there is none."""
     if not 0 <= number < len(images):
         available = f"0 to {len(images) - 1}" if images else "none"
@@ -252,11 +252,11 @@ def _chosen(images: Sequence[Image.Image], number: int) -> Image.Image:
     return images[number]
 
 
-def _at(image: Image.Image, share: tuple[float, float]) -> tuple[float, float]:
-    """Return the pixel at these shares of width and height."""
-    return share[0] * (image.width - 1), share[1] * (image.height - 1)
+def _pixel_at(image: Image.Image, fraction: tuple[float, float]) -> tuple[float, float]:
+    """Return the pixel at these fractions of width and height."""
+    return fraction[0] * (image.width - 1), fraction[1] * (image.height - 1)
 
 
-def _thick(image: Image.Image) -> int:
+def _line_width(image: Image.Image) -> int:
     """Return the width in pixels of a line that can be seen in the picture."""
     return max(1, min(image.size) // 150)

@@ -17,9 +17,9 @@ from adora_vl.training.batch_rows import RowReader, concat_rows, unpack_rows
 from adora_vl.types import Batch
 
 _CPU = torch.device("cpu")
-# A unit with at least this share of the longest one's tokens may be learned from beside it. A higher
-# share moves more units and saves little (`python -m benchmarks.lockstep`).
-ALIKE = 0.8
+# A unit with at least this share of another one's tokens may be learned from beside it. A higher share
+# moves more units and saves little (`python -m benchmarks.lockstep`).
+ALIKE = 0.9
 
 
 class Move(NamedTuple):
@@ -75,9 +75,10 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
 def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> list[Move]:
     """Deal one unit to each rank, all about as long as the longest, and return which of them move.
 
-    A rank keeps its own longest unit if that is long enough. Otherwise it gets another rank's, if
-    there is a long one, and else keeps its own all the same. A rank without units gets one that its
-    owner could not process in the rounds after this one.
+    A rank keeps its own longest unit if that is nearly as long as the longest of this round. If not,
+    it gets the longest unit that another rank has left: where that one is nearly as long as the
+    longest, or is much longer than its own. Otherwise it keeps its own. A rank without units gets
+    one that its owner could not process in the rounds after this one.
 
     Args:
         remaining_by_rank: for each rank its units that were not dealt yet, the longest first. Those
@@ -99,10 +100,16 @@ def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> 
     # The rank that lacks most tokens chooses first.
     ranks_with_short_units.sort(key=lambda rank: remaining_by_rank[rank][0])
     for rank in ranks_with_short_units:
+        if not remaining_by_rank[rank]:
+            # It has given all of its units to ranks with shorter ones.
+            ranks_without_units.append(rank)
+            continue
         ranks_with_units = [giver for giver, units in enumerate(remaining_by_rank) if units]
         # The lower rank gives where two have equal units.
         source = max(ranks_with_units, key=lambda giver: (remaining_by_rank[giver][0], -giver))
-        if remaining_by_rank[source][0].tokens >= min_tokens:
+        longest_left = remaining_by_rank[source][0].tokens
+        is_much_longer = remaining_by_rank[rank][0].tokens < ALIKE * longest_left
+        if longest_left >= min_tokens or is_much_longer:
             unit = remaining_by_rank[source].pop(0)
             moves.append(Move(source=source, unit=unit.number, target=rank))
         else:

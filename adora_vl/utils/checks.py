@@ -1,5 +1,6 @@
-"""What was looked at and what came out: a line of the doctor's table, and the table."""
+"""The results of checks, such as those of the doctor, and the table that shows them."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -16,12 +17,15 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, what came out, and for a failure what to do."""
+    """The result of a check."""
 
     name: str
+    """What was looked at."""
     status: Status
     detail: str
+    """What came out."""
     remedy: str = ""
+    """What to do about a failure; empty for any other status."""
 
     def __post_init__(self) -> None:
         assert self.remedy or self.status is not Status.FAILED, (
@@ -44,36 +48,37 @@ def failed(name: str, detail: str, remedy: str) -> Check:
     return Check(name=name, status=Status.FAILED, detail=detail, remedy=remedy)
 
 
-_MARKS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
+_MARK_BY_STATUS = {Status.PASSED: "ok", Status.SKIPPED: "--", Status.FAILED: "FAIL"}
 
 
 def table(checks: Sequence[Check]) -> str:
-    """Return the table of checks for a person.
+    """Return the results of checks as text: a line each, and the number of checks by status.
 
-    It has one line per check, the remedy below a failure, and the number of checks of each kind.
+    The remedy of a failure stands in a line below it.
     """
     width = max((len(check.name) for check in checks), default=0)
     lines = []
     for check in checks:
-        lines.append(f"{_MARKS[check.status]:>4}  {check.name:{width}}  {check.detail}")
+        lines.append(f"{_MARK_BY_STATUS[check.status]:>4}  {check.name:{width}}  {check.detail}")
         if check.remedy:
             lines.append(f"{'':{width + 6}}  -> {check.remedy}")
-    counts = ", ".join(
-        f"{sum(check.status is status for check in checks)} {status}" for status in Status
-    )
+    count_by_status = Counter(check.status for check in checks)
+    counts = ", ".join(f"{count_by_status[status]} {status}" for status in Status)
     return "\n".join([*lines, "", counts])
 
 
 def as_json(checks: Sequence[Check]) -> list[dict[str, Any]]:
-    """Return the same as objects for JSON."""
+    """Return the results of checks as objects for a JSON file."""
     return [asdict(check) for check in checks]
 
 
 def is_table(content: object) -> bool:
-    """Return whether the content of a JSON file was written by `as_json`."""
-    return isinstance(content, list) and all(
-        entry.keys() == Check.__dataclass_fields__.keys() for entry in content
-    )
+    """Return whether the content of a JSON file was written by `as_json`.
+
+    It may raise `AttributeError` for a list of something else than objects.
+    """
+    fields = Check.__dataclass_fields__.keys()
+    return isinstance(content, list) and all(entry.keys() == fields for entry in content)
 
 
 def is_healthy(checks: Sequence[Check]) -> bool:

@@ -313,10 +313,11 @@ def _load_yaml(text: str) -> Any:
         ValueError: it is no YAML.
         RecursionError: it is nested too deeply.
     """
-    import yaml  # in here, so that an interrupted import of a command ends with a line
+    # Imported here, as all that takes time is: `imports` handles Ctrl-C while that is going on.
+    import yaml
 
     try:
-        return yaml.load(text, _loader())  # noqa: S506  # a SafeLoader
+        return yaml.load(text, _loader())  # noqa: S506  # a subclass of SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
@@ -334,25 +335,29 @@ def _loader() -> Any:
     class Loader(yaml.SafeLoader):
         def get_single_node(self) -> Any:
             """Read the whole document, and refuse one that aliases make too large."""
-            node = super().get_single_node()
-            remaining_visits = iter(range(_MOST_YAML_NODES))
+            root = super().get_single_node()
+            visit_count = 0
 
             def visit(node: Any) -> None:
-                """Visit a node and all below it, those behind an alias each time."""
-                if next(remaining_visits, None) is None:
+                """Count a node and all below it; a node behind an alias counts each time."""
+                nonlocal visit_count
+                visit_count += 1
+                if visit_count > _MOST_YAML_NODES:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
                     )
                 if not isinstance(node, yaml.CollectionNode):
                     return
-                for part in node.value:
-                    children = part if isinstance(part, tuple) else (part,)
+                for entry in node.value:
+                    # an entry of a mapping is a pair of key and value, one of a sequence is a node
+                    children = entry if isinstance(entry, tuple) else (entry,)
                     for child in children:
                         visit(child)
 
-            if node is not None:
-                visit(node)
-            return node
+            # None for an empty document
+            if root is not None:
+                visit(root)
+            return root
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             """Read a mapping, and refuse one that has a key twice."""

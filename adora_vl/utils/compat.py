@@ -17,20 +17,25 @@ from typing import Any
 class Patch:
     """One attribute of a library that is given another value."""
 
-    owner: str  # the module or class that has it
+    owner: str
+    """The module or class that has it, by its dotted name."""
     name: str
+    """The name of the attribute."""
 
     @contextmanager
     def replaced_by(self, value: Any, *, on: Any) -> Iterator[None]:
-        """Replace the attribute of `on`, the owner or an object of that class, inside the block.
+        """Replace the attribute inside the block, and restore it after that.
 
-        After the block an attribute that `on` has only from its class is deleted from `on`, so that
-        it is not saved with it.
+        Args:
+            value: what replaces it.
+            on: the owner, or an object of that class. An object that has the attribute only from its
+                class gets one of its own, which is deleted after the block, so that it is not saved
+                with the object.
         """
         is_own_attribute = self.name in vars(on)
-        original = (
-            vars(on)[self.name] if is_own_attribute else getattr(on, self.name)
-        )  # a static method as such
+        # `getattr` would return the function inside of a static method, and for an attribute of the
+        # class it only checks that there is one.
+        original = vars(on)[self.name] if is_own_attribute else getattr(on, self.name)
         setattr(on, self.name, value)
         try:
             yield
@@ -41,8 +46,11 @@ class Patch:
                 delattr(on, self.name)
 
     def install(self, value: Any, *, on: Any) -> None:
-        """Set the attribute for good: of an object that is ours to change, or of a module in this
-        process.
+        """Replace the attribute for good.
+
+        Args:
+            value: what replaces it.
+            on: an object of this package, or a module of this process.
         """
         assert hasattr(on, self.name), f"{type(on).__name__} has no {self.name}"
         setattr(on, self.name, value)

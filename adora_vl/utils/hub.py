@@ -19,29 +19,32 @@ _SERVER_ERROR = 500
 
 @cache
 def no_hub() -> str:
-    """Return why the hub cannot be used, in a few words; empty where it answers.
+    """Return why the model hub cannot be used, in a few words; empty where it answers.
 
-    The result is remembered for later calls. A hub that does not answer within five seconds is not
-    asked again in this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine,
-    or fail at once. The limit is for the whole call. An HTTP client's own time-out is for each
-    piece of the answer, so that a proxy that sends a byte now and then could hold it for ever.
+    The hub is asked once in a process, for at most five seconds. If it does not answer, it is
+    switched off for this process: TRL, vLLM, PEFT and `datasets` then take what is on this machine,
+    or fail at once.
+
+    The limit is for the whole call, so a thread makes it. An HTTP client's own time-out is for each
+    piece of the answer: a proxy that sends a byte now and then could hold it for ever.
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    answered: list[bool] = []
+    # whether the hub answered without an error of its own; empty until it has
+    answers: list[bool] = []
 
     def ask() -> None:
-        """Note whether the hub answers without an error of its own."""
+        """Ask the hub, and note its answer."""
         try:
             status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
         except Exception:  # the library has changed its HTTP client before, and with it its errors
             return
-        answered.append(status < _SERVER_ERROR)
+        answers.append(status < _SERVER_ERROR)
 
-    asking = threading.Thread(target=ask, name="hub-answers", daemon=True)
-    asking.start()
-    asking.join(_HUB_SECONDS)
-    if answered == [True]:
+    thread = threading.Thread(target=ask, name="hub-answers", daemon=True)
+    thread.start()
+    thread.join(_HUB_SECONDS)
+    if answers == [True]:
         return ""
     # What `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.
     os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes
@@ -52,28 +55,32 @@ def no_hub() -> str:
 
 
 def only_here(name: str) -> bool:
-    """Return whether to look on this machine alone.
+    """Return whether a model is looked for on this machine alone: Transformers' `local_files_only`.
 
-    That is so where the name is a folder, or the hub does not answer. Transformers takes this as
-    `local_files_only`.
+    That is so where the name is a folder, or where the hub does not answer.
     """
     return Path(name).is_dir() or bool(no_hub())
 
 
 def why_missing(name: str, error: BaseException) -> str:
-    """Return why a folder or hub id could not be loaded.
+    """Return in one line why a folder or hub id could not be loaded.
 
-    The hub does not answer, or else it is the first line of the error.
+    Args:
+        name: the folder or hub id.
+        error: the error of the library. Its first line is returned, unless the hub does not answer,
+            which says more.
     """
-    missing = "" if Path(name).is_dir() else no_hub()
-    return missing or (str(error).strip() or type(error).__name__).splitlines()[0]
+    hub_problem = "" if Path(name).is_dir() else no_hub()
+    if hub_problem:
+        return hub_problem
+    message = str(error).strip() or type(error).__name__
+    return message.splitlines()[0]
 
 
 def notes_on(name: str) -> list[str]:
-    """Return what to tell of a model that was found although the hub does not answer.
+    """Return a note for a model whose copy on this machine is used, as the hub does not answer.
 
-    It is no line or one.
+    The list is empty for a folder, and where the hub answers.
     """
-    if Path(name).is_dir() or not no_hub():
-        return []
-    return [f"{name}: {no_hub()}; its copy on this machine is used"]
+    hub_problem = "" if Path(name).is_dir() else no_hub()
+    return [f"{name}: {hub_problem}; its copy on this machine is used"] if hub_problem else []

@@ -10,25 +10,30 @@ import torch
 
 
 def rollout_seed(run_seed: int, position: str, group: int, member: int) -> int:
-    """Return the seed of a rollout, below 2^63.
+    """Return the seed with which a rollout is sampled, below 2^63.
 
-    It is of the run's seed, the position in the run (`"train/12/0"`), the number of the group over
-    all ranks, and that of the rollout in its group. Seeds are consecutive in a group, as vLLM
-    numbers the rollouts of a request.
+    Args:
+        run_seed: the seed of the run.
+        position: where in the run the rollout is sampled, such as `train/12/0`.
+        group: the number of its group over all ranks.
+        member: its number in the group. Seeds are consecutive in a group, as vLLM gives them to the
+            rollouts of one request.
     """
-    return (number_at(f"{run_seed}/{position}/{group}") >> 2) + member
+    # 62 bits, so that adding the member stays below 2^63
+    first_seed = number_at(f"{run_seed}/{position}/{group}") >> 2
+    return first_seed + member
 
 
 def generator_at(key: str) -> torch.Generator:
-    """Return a generator on the CPU, seeded by the text `key`.
+    """Return a random generator on the CPU whose draws depend on the text `key` alone.
 
-    `key` should begin with the name of what is drawn.
+    `key` should begin with the name of what is drawn, so that no two purposes share a seed.
     """
     return torch.Generator().manual_seed(number_at(key) >> 1)
 
 
 def number_at(key: str) -> int:
-    """Return a hash of the text, below 2^64.
+    """Return a hash of a text as a whole number below 2^64.
 
     Unlike Python's own `hash`, it is the same in every process.
     """
@@ -52,15 +57,17 @@ def drawn_at(key: str) -> Iterator[None]:
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch after the block, so that its draws
-    change nothing else.
+    """Restore the random states of Python, NumPy and torch after the block.
+
+    So random numbers that are drawn inside the block change nothing that is drawn after it.
     """
-    python = random.getstate()
-    numpy = np.random.get_state()
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    # torch restores the state of the CPU, and of the GPUs that are named
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 
 def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: str = "") -> str:
-    """Return the line of a run that stops before a step changes anything.
+    """Return the message of a run that stops before a step has changed anything.
 
-    The caller saves the checkpoint, on all ranks together: saving is collective, so no branch that
-    one rank alone takes may ask for this line.
+    It says in which step, why, and how to go on. The caller saves the checkpoint, on all ranks
+    together: saving is collective, so no branch that one rank alone takes may ask for this line.
 
     Args:
         step: optimizer steps that have been made; the line names the next one.
@@ -22,7 +22,7 @@ def stopped_before(step: int, reason: str, *, checkpoint: Path | str, remedy: st
 
 
 def stopped_in(step: int, reason: str, where_to_go_on: str) -> str:
-    """Return the line of a run that a step ends, whatever it had changed by then.
+    """Return the message of a run that stops within a step, which may have changed something.
 
     Args:
         step: optimizer steps that have been made; the line names the next one.

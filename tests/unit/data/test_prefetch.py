@@ -35,7 +35,7 @@ from tests.support.tiny_run import STEPS, train
 
 
 class Stored:
-    """Rows that remember which thread read them; some cannot be read."""
+    """A data set that notes which thread has read which row; reading some rows raises an error."""
 
     def __init__(self, rows: int, broken: tuple[int, ...] = ()) -> None:
         self.rows = rows
@@ -53,9 +53,9 @@ class Stored:
 
 
 class Processed(list[int]):
-    """Stands in for the cache: the rows that were processed, each of so many bytes."""
+    """Stands in for the image cache: the list of the rows that were processed."""
 
-    size = 1
+    size = 1  # bytes of each row in the cache
 
     def __call__(self, row: dict[str, Any]) -> int:
         self.append(row["id"])
@@ -63,7 +63,7 @@ class Processed(list[int]):
 
 
 class InOrder(EpochRepeatSampler):
-    """Generations of two rows, one after the other."""
+    """A sampler whose generations are rows 0 and 1, rows 2 and 3, and so on."""
 
     def __init__(self) -> None:
         super().__init__([0], 1)
@@ -73,7 +73,7 @@ class InOrder(EpochRepeatSampler):
 
 
 class Patient(ImagePrefetch):
-    """Waits for the thread where the run would end it, so that what it has done is always the same."""
+    """A prefetch that finishes all rows before it stops, so that its work is always the same."""
 
     def finish(self) -> None:
         if self._thread is not None:
@@ -92,7 +92,7 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
     stored = Stored(8)
     processed = Processed()
     rows = DistinctRows(stored)
-    prefetch = Patient(rows, InOrder(), processed, 100)
+    prefetch = Patient(rows, order=InOrder(), process=processed, limit_bytes=100)
     rows.__getitems__([0, 0, 1, 1])
     prefetch.start()
     prefetch.finish()
@@ -109,7 +109,7 @@ def test_the_loader_finds_the_next_rows_read_and_their_images_processed():
 def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
     stored = Stored(8)
     rows = DistinctRows(stored, numbered=True)
-    prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
+    prefetch = Patient(rows, order=InOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 0, 1, 1], [2, 2, 3, 3]):
         rows.__getitems__(batch)
         assert [row["id"] for row in rows.rows_after(batch, InOrder())] == [
@@ -122,7 +122,7 @@ def test_a_row_that_was_read_for_a_request_ahead_is_not_read_again():
 
 def test_rows_that_nobody_asked_for_are_let_go():
     rows = DistinctRows(Stored(8))
-    prefetch = Patient(rows, InOrder(), lambda row: 1, 100)
+    prefetch = Patient(rows, order=InOrder(), process=lambda row: 1, limit_bytes=100)
     for batch in ([0, 1], [6, 7]):
         rows.__getitems__(batch)
         prefetch.start()
@@ -140,7 +140,7 @@ def test_an_unreadable_row_is_passed_over_and_met_again_by_the_loader():
             raise ValueError("no image")
         return processed(row)
 
-    prefetch = Patient(rows, InOrder(), process, 100)
+    prefetch = Patient(rows, order=InOrder(), process=process, limit_bytes=100)
     rows.__getitems__([0, 1])
     prefetch.start()
     prefetch.finish()
@@ -154,7 +154,7 @@ def test_it_stops_at_what_the_cache_holds_and_where_the_next_generation_begins()
     processed.size = 60
     rows = DistinctRows(Stored(8))
     rows.__getitems__([0, 1])
-    full = Patient(rows, InOrder(), processed, 100)
+    full = Patient(rows, order=InOrder(), process=processed, limit_bytes=100)
     full.start()
     full.finish()
     assert processed == [0, 1], "120 of 100 bytes"

@@ -187,7 +187,7 @@ def test_a_language_model_that_is_not_in_the_table_only_shares_no_prompt():
 
 @pytest.mark.slow
 def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
-    """The fresh_tiny_model model as if nobody had entered it: refused before a weight is loaded, and trained
+    """The tiny model as if nobody had entered it: refused before a weight is loaded, and trained
     the way it says.
     """
     monkeypatch.delitem(families.FAMILIES, "qwen2_5_vl")

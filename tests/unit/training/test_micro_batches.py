@@ -509,6 +509,15 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
     assert plan_moves(about_as_long) == []
 
 
+def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
+    """None is as long as 100, but with 60 beside it the long units are learned from in two rounds."""
+    one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
+    assert plan_moves(one_rank_has_the_long_ones) == [
+        Move(source=0, unit=1, target=1),
+        Move(source=1, unit=2, target=0),
+    ]
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     """8 ranks, 16 groups of 8 on each, and where groups cannot move."""
