@@ -46,7 +46,7 @@ def open_json(path: Path, columns: Columns) -> Table:
 
 
 def _records_by_line(path: Path) -> Records:
-    """Yield the objects of a file that has one on each line."""
+    """Yield the objects of a file that has one on each line, and an error for any other line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
@@ -66,9 +66,9 @@ def _records_by_line(path: Path) -> Records:
 
 
 def _has_object_per_line(file: BinaryIO) -> bool:
-    """Return whether a file that begins with an object has an object on each line.
+    """Return whether a file that begins with an object seems to have an object on each line.
 
-    It does where the first line is a whole object and another line follows.
+    It does where the first line is a complete object and another line follows.
     """
     file.seek(0)
     lines = (line for line in file if line.strip())
@@ -81,17 +81,18 @@ def _has_object_per_line(file: BinaryIO) -> bool:
 
 
 def _records_of_list(path: Path) -> Records:
-    """Yield the objects of a JSON list, of which one at a time is in memory.
+    """Yield the objects of a file with one JSON list, without the whole list in memory.
 
-    The file is read piece by piece. Where an item is not whole yet, the next piece is twice as
-    long, so that a long item is not decoded from its beginning once for every piece.
+    The file is read piece by piece. Where an item is not complete in the text so far, the next piece
+    is twice as long. Otherwise a long item would be decoded again from its beginning for each piece.
 
     Raises `UserError` where the file is not one list.
     """
     decoder = json.JSONDecoder(object_pairs_hook=_object_with_unique_keys)
-    number = 1
+    number = 1  # of the next item
     piece_size = _PIECE_CHARACTERS
     with path.open(encoding="utf-8-sig") as file:
+        # The text from the next item on, without the bracket that opens the list.
         text = file.read(_PIECE_CHARACTERS).lstrip()[1:].lstrip()
         is_end_of_file = False
         is_list_closed = False
@@ -138,9 +139,10 @@ def _object_or_fault(item: object, remedy: str) -> dict[str, Any] | BadRecord:
 
 
 def _records_in_object(path: Path, columns: Columns) -> Records:
-    """Yield the rows of a file that is one object.
+    """Yield the rows of a file that is one JSON object.
 
-    The object is a row itself, has one list of rows, or has the rows by key.
+    The object is a row itself, has a single list of rows under one of its keys, or has a row under
+    each key. It is a row if it has one of the wanted `columns`.
 
     Raises `UserError` where it is none of them, or no JSON.
     """
@@ -179,7 +181,10 @@ def _is_list_of_objects(value: object) -> bool:
 
 
 def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | BadRecord:
-    """Build an object from its pairs; a bad record where it, or an object in it, has a key twice."""
+    """Build an object of JSON from its pairs of key and value, for `json.JSONDecoder`.
+
+    Returns a bad record where the object, or one inside it, has a key twice.
+    """
     try:
         record = each_once(pairs)
     except GivenTwiceError as error:

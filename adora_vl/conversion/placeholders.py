@@ -30,12 +30,12 @@ class Placed:
 
 
 def place_images(text: str, images: int) -> Placed | str:
-    """Put `images` images into their places in a text.
+    """Write `<image>` into a text where its marks (`<image1>`, `[image]`, ...) place its images.
 
-    Marks without numbers have to be as many as the images. An image whose number the text does not
-    have is put at its end.
+    `images` is how many images the row has. Marks without numbers have to be as many. An image
+    whose number is not in the text is put at its end.
 
-    Returns a sentence in place of the text where that is not possible: `WHAT IS WRONG; WHAT TO DO`.
+    Returns an error in place of the text where that is not possible: `WHAT IS WRONG; WHAT TO DO`.
     """
     marks = list(_MARK.finditer(text))
     if not marks:
@@ -45,7 +45,7 @@ def place_images(text: str, images: int) -> Placed | str:
             f"has {marks[0].group()} and the row no image; put the picture in, or take the mark out"
         )
     image_count = "1 image" if images == 1 else f"{images} images"
-    numbers = [_number_of(mark) for mark in marks]
+    numbers = [_number_of(mark) for mark in marks]  # as texts, empty for a mark without one
     if not any(numbers):
         if len(marks) != images:
             return (
@@ -72,9 +72,9 @@ def _number_of(mark: re.Match[str]) -> str:
 
 
 def in_words(text: str) -> str | None:
-    """Replace the marks in an option by the words "image 2", since the problem shows the images.
+    """Replace the marks of images in an option by words such as "image 2".
 
-    None is returned where a mark has no number.
+    The picture itself is shown in the problem. Returns None where a mark has no number.
     """
     numbers = [_number_of(mark) for mark in _MARK.finditer(text)]
     if not all(numbers):
@@ -83,10 +83,10 @@ def in_words(text: str) -> str | None:
 
 
 def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
-    """Put images into a text whose marks have numbers, `<image1>` or `<image 0>`.
+    """Write `<image>` into a text whose marks have numbers, `<image1>` or `<image 0>`.
 
-    Only the first mark with a number is the place of that image; later ones become words. Images
-    whose numbers do not stand in the text follow at its end.
+    The first mark with a number is the place of that image, and later ones become words. Images
+    whose numbers are not in the text follow at its end.
 
     Args:
         text: the text with its marks.
@@ -98,19 +98,19 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
     distinct_numbers = list(dict.fromkeys(numbers))
     are_parts = max(numbers) - base >= images
     if are_parts:
-        # The numbers are no numbers of images: the first ones get the images in their order.
-        image_of = dict(zip(distinct_numbers, range(images), strict=False))
+        # The numbers count the parts of a picture: the first ones get the images in their order.
+        unplaced_images = dict(zip(distinct_numbers, range(images), strict=False))
     else:
-        image_of = {number: number - base for number in distinct_numbers}
-    order: list[int] = []
+        unplaced_images = {number: number - base for number in distinct_numbers}
+    order: list[int] = []  # the indices of the images, in the order of their places
     next_number = iter(numbers)
 
     def place_image(_: re.Match[str]) -> str:
-        """Return what stands in the place of the next mark."""
+        """Return what replaces the next mark: `<image>`, or words where its image has a place."""
         number = next(next_number)
-        if number not in image_of:
+        if number not in unplaced_images:
             return f"image {number}"
-        order.append(image_of.pop(number))
+        order.append(unplaced_images.pop(number))
         return PLACEHOLDER
 
     placed_text = _MARK.sub(place_image, text).strip()
@@ -124,7 +124,7 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
 
 
 def _before_the_text(problem: str) -> str:
-    """Take the marks off where all of them stand before the text, as images do without marks."""
+    """Take the marks off a text that begins with all of them, since images come first anyway."""
     text = problem.strip()
     while text.startswith(PLACEHOLDER):
         text = text.removeprefix(PLACEHOLDER).lstrip()

@@ -49,7 +49,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 def with_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
-    """Return the function with its options bound as keyword arguments.
+    """Bind the options of an entry to its function as keyword arguments.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -79,9 +79,10 @@ def with_options(
                 f"adora_reward.{own_name(entry)}: no argument "
                 f"{option!r}{did_you_mean(option, named)}"
             )
-    filled = partial(function, **options)
-    filled.__name__ = own_name(entry)  # type: ignore[attr-defined]  # TRL names the reward in the log by it
-    return filled
+    function_with_options = partial(function, **options)
+    # TRL logs the reward under this name, which a partial lacks.
+    function_with_options.__name__ = own_name(entry)  # type: ignore[attr-defined]
+    return function_with_options
 
 
 def check_columns(entry: str, function: Callable[..., Any], columns: Collection[str]) -> None:
@@ -91,6 +92,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     position, and must accept the columns that it does not name in `**kwargs`. Its bound options
     must not have the name of a column.
     """
+    # `with_options` binds options in a partial.
     options = set(function.keywords) if isinstance(function, partial) else set()
     clashes = sorted(options & set(columns))
     if clashes:
@@ -102,16 +104,17 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
+    # TRL passes `prompts` and `completions` in place of these two columns.
     available = {*GIVEN, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
         takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
-        needed = parameter.default is parameter.empty and not takes_several
-        if parameter.kind is parameter.POSITIONAL_ONLY and needed:
+        is_required = parameter.default is parameter.empty and not takes_several
+        if parameter.kind is parameter.POSITIONAL_ONLY and is_required:
             raise UserError(
                 f"adora_reward: {entry!r} takes {parameter.name!r} by position; TRL gives it by "
                 "name"
             )
-        if needed and parameter.name not in available:
+        if is_required and parameter.name not in available:
             raise UserError(
                 f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the "
                 "data set (it has "
@@ -172,7 +175,7 @@ def names_of(entries: Sequence[Entry]) -> list[str]:
 
 
 def accepts_rounding(entries: Sequence[Entry]) -> bool:
-    """Return whether a preset accepts a rounded decimal."""
+    """Return whether one of the presets accepts the reference answer rounded to a decimal."""
     return any(
         options.get("rounding") is True
         for name, options in _named_options(entries)
@@ -181,21 +184,23 @@ def accepts_rounding(entries: Sequence[Entry]) -> bool:
 
 
 def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the options of each entry; one mapping may hold several names.
+    """Return the name and the options of each reward in `adora_reward`.
 
-    Raises `UserError` for options that are no mapping.
+    An entry is a name, or a mapping from one or more names to their options. Raises `UserError` for
+    options that are no mapping.
     """
     named_options = []
     for entry in entries:
-        pairs = [(entry, {})] if isinstance(entry, str) else [*entry.items()]
-        for name, options in pairs:
-            if not isinstance(options or {}, Mapping):
+        options_of_name = {entry: {}} if isinstance(entry, str) else entry
+        for name, options in options_of_name.items():
+            options = options or {}  # `{judge: }` in YAML gives None
+            if not isinstance(options, Mapping):
                 raise UserError(
                     f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as "
                     "{target: 50}"
                 )
             named_options.append(
-                (str(name), {str(option): value for option, value in (options or {}).items()})
+                (str(name), {str(option): value for option, value in options.items()})
             )
     return named_options
 
@@ -213,25 +218,24 @@ def choose_rewards(
     Raises `UserError` for an entry that does not exist, a name that occurs twice, and options that
     an entry does not take.
     """
-    pairs = _named_options(entries)
-    names = [name for name, _ in pairs]
-    presets = {
-        name: options
-        for name, options in pairs
-        if not is_own(name) and name not in _MADE_WITH_OPTIONS
-    }
-    for name, options in presets.items():
+    named_options = _named_options(entries)
+    names = [name for name, _ in named_options]
+    options_of_preset = {}
+    for name, options in named_options:
+        if not is_own(name) and name not in _MADE_WITH_OPTIONS:
+            options_of_preset[name] = options
+    for name, options in options_of_preset.items():
         _check_preset(name, options)
     _check_names(names, [own_name(name) if is_own(name) else name for name in names])
-    rounded = [name for name, options in presets.items() if options.get("rounding")]
+    rounded = [name for name, options in options_of_preset.items() if options.get("rounding")]
     preset_functions: list[RewardFunction] = []
-    if presets or not names:  # no entry at all is refused by `reward_functions`
-        preset_functions = reward_functions([*presets], rounded, answer_tags)
-    function_of_preset = dict(zip(presets, preset_functions, strict=True))
+    if options_of_preset or not names:  # `reward_functions` refuses a run without any entry
+        preset_functions = reward_functions([*options_of_preset], rounded, answer_tags)
+    function_of_preset = dict(zip(options_of_preset, preset_functions, strict=True))
     functions: list[Callable[..., Any]] = []
     function_names = []
     hashes = {}
-    for name, options in pairs:
+    for name, options in named_options:
         if is_own(name):
             user_function = from_file("adora_reward", name)
             hashes[user_function.file] = user_function.hash
@@ -247,7 +251,8 @@ def choose_rewards(
             function = function_of_preset[name]
         functions.append(function)
         function_names.append(function.__name__)
-    # A function of the user's may have the name of a preset's function.
+    # The names of the functions may clash where those of the entries do not: a user may have
+    # written a function `adora_reward`, which is also that of the preset `adora`.
     _check_names(names, function_names)
     return RewardSet(tuple(names), tuple(functions), hashes)
 
@@ -275,13 +280,14 @@ def try_rewards(
     *,
     calls_judge: bool = True,
 ) -> None:
-    """Call each of the user's functions once before the run, as TRL would.
+    """Call each of the user's functions once before the run, as TRL would, to find errors early.
 
     Each gets a short answer to every row. The rewards are discarded.
 
     Args:
         chosen: the reward functions of the run.
-        rows: a few rows of the data set, each with a `prompt`; none skips the user's functions.
+        rows: a few rows of the data set, each with a `prompt`; without rows only the judge is
+            tried.
         timeout: seconds for each call, None for no limit.
         state: what the functions get as `trainer_state`.
         calls_judge: whether the judge is tried too, with a question of ours.
@@ -323,7 +329,7 @@ def call_once(
     timeout: float | None,
     unscored: dict[int, str] | None = None,
 ) -> list[float | None]:
-    """Return the rewards that one function, sync or async, returns for these arguments.
+    """Call one reward function, sync or async, and return its rewards.
 
     Args:
         entry: the function's entry in `adora_reward`, for messages.
@@ -352,21 +358,23 @@ def call_once(
 
 
 def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
-    """Raise `UserError` for a name that occurs twice.
+    """Raise `UserError` for a name that occurs twice, since log and record tell rewards by it.
 
-    The log and the record tell rewards apart by their names.
+    `entries` and `names` are parallel: the entries of `adora_reward`, and the name of each.
     """
-    for index, name in enumerate(names):
-        if name not in names[:index]:
+    entry_of_name: dict[str, str] = {}
+    for entry, name in zip(entries, names, strict=True):
+        if name not in entry_of_name:
+            entry_of_name[name] = entry
             continue
-        entry = entries[index]
-        first = entries[names.index(name)]
-        if first == entry:
+        first_entry = entry_of_name[name]
+        if first_entry == entry:
             raise UserError(
                 f"adora_reward: {entry!r} is given twice; weigh it with reward_weights instead"
             )
         raise UserError(
-            f"adora_reward: {entry!r} and {first!r} have the same name {name!r}; rename one of them"
+            f"adora_reward: {entry!r} and {first_entry!r} have the same name {name!r}; rename one "
+            "of them"
         )
 
 
@@ -408,13 +416,16 @@ def check_sums(
             f"reward_weights: {weights} makes every reward 0; give a weight other than 0 to one "
             "of them"
         )
-    sums = reward_range(entries, weights)
-    if sums is None or sums[0] <= correct_above < sums[1]:
+    sum_range = reward_range(entries, weights)
+    if sum_range is None:
+        return  # the rewards of a judge or of a user's function are unknown
+    lowest, highest = sum_range
+    if lowest <= correct_above < highest:
         return
-    which = "no rollout" if correct_above >= sums[1] else "every rollout"
+    which = "no rollout" if correct_above >= highest else "every rollout"
     raise UserError(
         f"adora_correct_above: {correct_above:g} makes {which} correct, because the sum of the "
-        f"rewards is from {sums[0]:g} to {sums[1]:g}; set it between the sum of a wrong answer "
-        f"and that of a right one, for example to {sum(sums) / 2:g}. The log of every method goes "
-        "by it, also that of plain GRPO"
+        f"rewards is from {lowest:g} to {highest:g}; set it between the sum of a wrong answer "
+        f"and that of a right one, for example to {(lowest + highest) / 2:g}. The log of every "
+        "method goes by it, also that of plain GRPO"
     )

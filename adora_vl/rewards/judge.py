@@ -21,7 +21,7 @@ INSTRUCTION = (
     "reply's final answer is the reference answer, whatever its notation: 1 if it is, 0 if it is "
     "not or if there is none."
 )
-_FORM = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
+_SCORE_FORMAT = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_CHARS = 16_000  # of a reply: its end has the answer
 _SHOWN_CHARS = 80  # of a judge's reply in a message
 # The options in `adora_reward: [{judge: {...}}]` with type and default. An option whose default is
@@ -85,9 +85,10 @@ class JudgeReward:
         self._budget = None if settings["budget"] < 0 else settings["budget"]
         self._cache = folder / Path(settings["cache"]).expanduser()
         self._instruction = settings["instruction"]
-        self._client: ChatClient | None = None
-        self._warned = False
-        self._refused: EndpointError | None = None
+        self._client: ChatClient | None = None  # created by the property `client`
+        self._has_warned = False
+        # The error of the call in which the endpoint refused the key; no call is made after it.
+        self._refusal: EndpointError | None = None
 
     @property
     def client(self) -> ChatClient:
@@ -120,22 +121,24 @@ class JudgeReward:
         ]
         references = columns.get("answer") or [None] * len(completions)
         replies = response_texts(completions, thinking_opened)
-        rows = zip(problems, references, replies, strict=True)
-        questions = [self._question(str(problem), answer, reply) for problem, answer, reply in rows]
-        cached = [
-            messages is not None and self._cached_score(messages) is not None
-            for messages in questions
-        ]
+        questions = []
+        cached_count = 0
+        for problem, reference, reply in zip(problems, references, replies, strict=True):
+            messages = self._question(str(problem), reference, reply)
+            questions.append(messages)
+            if messages is not None and self._cached_score(messages) is not None:
+                cached_count += 1
+        # All questions are asked at once, in the threads of the client.
         scores = self.client.each(self._score, questions)
-        if self._refused is not None:
+        if self._refusal is not None:
             raise UserError(
                 f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for "
-                f"the model {self._endpoint.model!r} ({self._refused}); set {KEY_VARIABLE} to one "
+                f"the model {self._endpoint.model!r} ({self._refusal}); set {KEY_VARIABLE} to one "
                 "that it takes"
             )
         errors = [score for score in scores if isinstance(score, EndpointError)]
-        if errors and not self._warned:
-            self._warned = True  # once; the log counts them
+        if errors and not self._has_warned:
+            self._has_warned = True  # one warning a run; the log counts the errors
             print(
                 f"warning: the judge failed, the first time: {errors[0]}; no score",
                 file=sys.stderr,
@@ -143,28 +146,33 @@ class JudgeReward:
             )
         if log_metric and questions:
             log_metric("judge/failed", len(errors) / len(questions))
-            log_metric("judge/cached", sum(cached) / len(questions))
+            log_metric("judge/cached", cached_count / len(questions))
         return scores
 
     def _question(self, problem: str, answer: object, reply: str) -> Messages | None:
-        """Return the messages about one reply; None for a reply that consists of thinking alone."""
-        part = final_part(reply)
-        if is_blank(part) and not is_blank(reply):
+        """Return the messages about one reply; None for a reply that consists of thinking alone.
+
+        `answer` is the reference answer, or None.
+        """
+        reply_without_thinking = final_part(reply)
+        if is_blank(reply_without_thinking) and not is_blank(reply):
             return None
-        return self.messages(problem, answer, part)
+        return self.messages(problem, answer, reply_without_thinking)
 
     def messages(self, problem: str, answer: object, reply: str) -> Messages:
-        """Return the messages about one completion: the instruction, the problem and the reply.
+        """Return the chat messages that ask the judge to score one reply.
 
-        A long reply is cut at its beginning, because its end has the answer.
+        `answer` is the reference answer, which is left out if it is None. A long reply is cut at
+        its beginning, because its end has the answer.
         """
-        reference = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
-        text = (
-            f"<problem>\n{problem}\n</problem>\n{reference}<reply>\n{reply[-_MAX_CHARS:]}\n</reply>"
+        reference_block = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
+        reply_end = reply[-_MAX_CHARS:]
+        question = (
+            f"<problem>\n{problem}\n</problem>\n{reference_block}<reply>\n{reply_end}\n</reply>"
         )
         return [
-            {"role": "system", "content": f"{self._instruction} {_FORM}"},
-            {"role": "user", "content": text},
+            {"role": "system", "content": f"{self._instruction} {_SCORE_FORMAT}"},
+            {"role": "user", "content": question},
         ]
 
     def try_once(self) -> None:
@@ -177,8 +185,8 @@ class JudgeReward:
         if self._budget is not None:
             replies = replies[: self._budget]
         scores = [self._trial_score(reply) for reply in replies]
-        if len(scores) == len(set(scores)):
-            return
+        if len(set(scores)) == len(scores):
+            return  # the judge tells them apart
         print(
             f"warning: adora_reward: judge: the model {self._endpoint.model!r} gives {scores[0]} "
             "for a right and for a wrong answer to 2 + 3; look at its instruction",
@@ -218,16 +226,16 @@ class JudgeReward:
         """
         if messages is None:
             return 0.0
-        if self._refused is not None:
-            return self._refused
-        cached = self._cached_score(messages)
-        if cached is not None:
-            return cached
+        if self._refusal is not None:
+            return self._refusal
+        cached_score = self._cached_score(messages)
+        if cached_score is not None:
+            return cached_score
         try:
             return float(self.client.ask(messages, score_in))
         except EndpointError as error:
             if error.refused:
-                self._refused = error
+                self._refusal = error
             return error
 
     def _cached_score(self, messages: Messages) -> float | None:
@@ -244,9 +252,10 @@ class JudgeReward:
 
 
 def score_in(text: str) -> str:
-    """Return the score in the final part of a judge's reply, as text.
+    """Return the score in a judge's reply as text, from its last `<score>` tags.
 
-    Raises `EndpointError` where the reply has no score from 0 to 1.
+    What the judge thinks before its reply is not read. Raises `EndpointError` where the reply has
+    no score from 0 to 1.
     """
     text = final_part(text)
     if "<score>" not in text or "</score>" not in text:
@@ -284,17 +293,19 @@ def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
                 f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, "
                 "...}}"
             )
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        minimum = _minimum_of_option(name, kind)
         if kind is str:
-            fits = isinstance(value, str)
+            fits = isinstance(value, str) and value != ""
             expected = "a text"
         else:
-            # the default of `budget` is below its minimum
+            minimum = _minimum_of_option(name, kind)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            # The default of `budget`, which means no limit, is below its minimum.
             fits = is_number and (value == default or value >= minimum)
+            if fits and kind is int:
+                fits = value == int(value)
             number = "whole number" if kind is int else "number"
             expected = f"a {number} of at least {minimum:g}"
-        if not fits or (kind is int and value != int(value)) or value == "":
+        if not fits:
             raise UserError(f"{where}.{name}: {value!r:.60} is not {expected}")
         settings[name] = kind(value)
     return settings

@@ -153,11 +153,12 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
             return unsolved
         zero, slope_sign = zero_and_slope
         # `2 - x < 0` has a negative slope and means `x > 2`.
-        comparison: Solution | None = ("is", sign if slope_sign > 0 else REVERSED[sign], zero)
+        comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED[sign], zero)
         if name.startswith("|"):  # |x| < 5
-            comparison = solution_without_absolute(comparison)
-        if comparison is None:
-            raise NotReadError("relation")
+            without_absolute = solution_without_absolute(comparison)
+            if without_absolute is None:
+                raise NotReadError("relation")
+            comparison = without_absolute
         comparisons.append(comparison)
     solution: Solution = ("and", *comparisons)
     if not is_solved_by_some(solution):

@@ -76,16 +76,20 @@ def perimeter_digit(
 
 
 def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
-    """Draw three sides alike in both kinds, and choose the fourth by the kind.
+    """Draw the four sides of a quadrilateral, the first three of them below `end`.
 
-    It makes the answer one of the usual digits, or any digit.
+    The fourth side decides the last digit of the perimeter: in the kind `usual` one of the usual
+    digits, else any digit.
     """
     while True:
-        digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
+        last_digit = rng.choice(USUAL_DIGITS) if kind == "usual" else rng.randrange(10)
         three_sides = [rng.randrange(3, end) for _ in range(3)]
-        fourth_side = (digit - sum(three_sides)) % 10 or 10
+        fourth_side = (last_digit - sum(three_sides)) % 10
+        if fourth_side == 0:
+            fourth_side = 10
         sides = (*three_sides, fourth_side)
-        if 2 * max(sides) < sum(sides):  # else they do not close
+        # A side that is longer than the others together leaves no quadrilateral.
+        if 2 * max(sides) < sum(sides):
             return sides
 
 
@@ -95,10 +99,13 @@ PLACES = 5  # of a working where a slip can happen: two readings and three sums
 def working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
-    """Return the four sides added up, one step for each, in a random wording.
+    """Write a working that adds up the four sides step by step, in a random wording.
 
-    The first two sides are read off the figure. `slip_at`: the place whose number is one too large,
-    from which what follows goes on. `slip_share`: how often a place slips by chance.
+    A slip makes a number one too large, and the steps after it go on with that number. There are
+    `PLACES` where it can happen: reading each of the first two sides off the figure, and the sums.
+
+    `slip_at` is the place of a certain slip, None for none. `slip_share` is the probability of a
+    slip at each other place.
     """
     slips = []  # what is added by mistake in each place, 0 or 1
     for place in range(PLACES):

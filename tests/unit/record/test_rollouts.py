@@ -373,15 +373,19 @@ def test_a_problem_is_recorded_with_its_choices(tmp_path):
 
 
 def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_path, monkeypatch):
-    """Two ranks record their rollouts one after the other.
+    """A rank may measure the drift of a rollout that another rank has sampled and recorded.
 
-    The other rank measures one of this rank's too.
+    With two ranks the rollouts of this rank have the numbers 0 and 2, those of the other one 1 and
+    3. The other rank measures its own two and number 0.
     """
-    # The first call gathers the rows, which are alike on both ranks; the second one the drifts.
-    from_other_rank = iter([[], [{1: 10.5, 3: 10.25, 0: 0.75}]])
+    # What the other rank sends at each call of `gather_object`: first the values of its rollouts,
+    # which are the same as this rank's (None), and at the end of the step the drift that it measured.
+    drift_by_number = {1: 10.5, 3: 10.25, 0: 0.75}
+    sent_by_other_rank = iter([None, [drift_by_number]])
 
     def gather_object(local: list[Any]) -> list[Any]:
-        return [*local, *(next(from_other_rank) or local)]
+        sent = next(sent_by_other_rank)
+        return [*local, *(local if sent is None else sent)]
 
     monkeypatch.setattr(recorder_module, "gather_object", gather_object)
     ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))

@@ -109,12 +109,13 @@ LOGS = {
 }
 
 
-def _log(step, silent=True, **figures):
+def _log_entry(step: int, has_signal: bool = False, **figures: float) -> dict[str, float]:
+    """An entry of the trainer's log; without signal all rewards of every group are equal."""
     return {
         "step": step,
         "reward": 0.0,
         "reward_std": 0.0,
-        "frac_reward_zero_std": float(silent),
+        "frac_reward_zero_std": 0.0 if has_signal else 1.0,
         **figures,
     }
 
@@ -129,19 +130,19 @@ def _log(step, silent=True, **figures):
     ],
 )
 def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
-    began = [_log(1), _log(2, silent=False)]
+    began = [_log_entry(1), _log_entry(2, has_signal=True)]
     history = [
         *began,
-        *(_log(step, **figures) for step in range(3, 8)),
+        *(_log_entry(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
     message = no_signal(history)
     assert message is not None
     assert "in the last 5 steps" in message
     assert reason in message
-    assert no_signal([*began, _log(7, **figures)]) == message  # logged every fifth step
+    assert no_signal([*began, _log_entry(7, **figures)]) == message  # logged every fifth step
     assert no_signal(history[:-2]) is None  # four steps may be chance
-    assert no_signal([*history, _log(8, silent=False)]) is None
+    assert no_signal([*history, _log_entry(8, has_signal=True)]) is None
     assert no_signal([]) is None
 
 

@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.rewards import canonical_gold, compare, grade, reward_function, verify_gold
+from adora_vl.rewards.answer import Answer
 from adora_vl.rewards.brackets import MAX_PARTS
+from adora_vl.rewards.compare_values import Compared
 from adora_vl.rewards.completion import boxes_in_a_row
 from adora_vl.rewards.explain import RULES, explanation
 from benchmarks.grading_corpus import cases
@@ -285,9 +287,9 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     original = compare._compare_structured
 
-    def counted(*args: Any, **options: bool) -> compare.Compared:
+    def counted(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
         compared.append(1)
-        return original(*args, **options)
+        return original(answer, reference, rounding=rounding)
 
     monkeypatch.setattr(compare, "_compare_structured", counted)
     longest = ", ".join(f"y={n}x" for n in range(1, MAX_PARTS + 1))

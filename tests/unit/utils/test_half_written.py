@@ -35,6 +35,7 @@ def draw(folder: Path) -> int:
 
 
 def clean(folder: Path) -> int:
+    """Run `data_prep geometry3k` on the raw data in a folder, and return its exit code."""
     words = [
         "--source",
         "intergps",

@@ -101,23 +101,26 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 @pytest.fixture
 def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Makes an address the hub of a process that starts, and the waiting time a second instead of
-    five.
+    """A function that makes an address the model hub, as for a process that has just started.
+
+    The hub is waited for one second instead of five.
     """
 
-    def use(address: str) -> None:
+    def use_as_hub(address: str) -> None:
+        """Make this address the hub, which is not known to answer or not."""
         hub.no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
-        # the address of a file is made at import
-        files = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")[2]
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", f"{address}/{{{files}")
+        # the library makes the template of a file's address when it is imported
+        _, _, file_path = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")
+        template = f"{address}/{{{file_path}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
     monkeypatch.setattr(hub, "_HUB_SECONDS", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
-    yield use
+    yield use_as_hub
     hub.no_hub.cache_clear()
 
 
@@ -133,9 +136,8 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
                 ):
                     load.load_config("nobody/nothing")
             assert len(connections) <= 1, answer
-            assert len(dripped) < 500, (
-                "an HTTP client's time limit is for each byte"
-            )  # 50 in the second that is given
+            # about 50 bytes come in the second that the hub is waited for
+            assert len(dripped) < 500, "an HTTP client's time limit is for each byte"
 
 
 def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:

@@ -93,9 +93,15 @@ def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch
 
 
 def _spellings(key: str) -> dict[str, str]:
+    """Texts of a server that have the key in them, by how it is encoded there."""
+
     def in_base64(text: str) -> str:
         return b64encode(text.encode()).decode()
 
+    behind_letters = {
+        f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me")
+        for count in range(4)
+    }
     return {
         "upper case": f"BEARER {key.upper()}",
         "for an address": f"?key={quote(key, safe='')}&more",
@@ -105,10 +111,7 @@ def _spellings(key: str) -> dict[str, str]:
         "hexadecimal": key.encode().hex(),
         "Base64": in_base64(key),
         "Base64 for an address": urlsafe_b64encode(f"Bearer {key}".encode()).decode(),
-        **{
-            f"Base64 behind {count} letters": in_base64("x" * count + key + ":of me")
-            for count in range(4)
-        },
+        **behind_letters,
     }
 
 
@@ -196,16 +199,16 @@ HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 @pytest.fixture
 def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
-    """Starts a server that sends `at_once`, and then of `slowly` a byte every 50 ms, until the
-    other side goes.
-    """
+    """A function that starts a slow server and returns its address."""
     listeners: list[socket.socket] = []
 
     def start(at_once: bytes, slowly: bytes) -> str:
+        """Start a server that sends some bytes at once, and others one by one every 50 ms."""
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
 
         def serve() -> None:
+            """Answer one connection, until the other side closes it."""
             with suppress(OSError), closing(listener.accept()[0]) as connection:
                 connection.recv(65536)
                 connection.sendall(at_once)
@@ -213,7 +216,8 @@ def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
                     time.sleep(0.05)
                     connection.sendall(bytes([byte]))
                 connection.shutdown(socket.SHUT_WR)
-                while connection.recv(65536):  # what is left unread would reset the connection
+                # bytes that were not received would reset the connection when it is closed
+                while connection.recv(65536):
                     pass
 
         threading.Thread(target=serve, daemon=True).start()
@@ -351,6 +355,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
+    """Evaluate the model behind an address on a data set, and return the command's exit code."""
     options = [
         "--data",
         str(data),

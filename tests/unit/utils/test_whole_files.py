@@ -58,15 +58,16 @@ OTHERWISE = {
 
 
 def writes_by_itself(call: ast.Call) -> bool:
+    """Whether a call in the source writes a file directly: `open` for writing, or one of `WRITES`."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    words = [*call.args, *[key.value for key in call.keywords]]
-    modes = [
-        word.value
-        for word in words
-        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
+    texts = [
+        argument.value
+        for argument in arguments
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     ]
-    opens = name == "open" and any(set(mode) & set("wax") for mode in modes)
-    return opens or name in WRITES
+    has_write_mode = any(set(text) & set("wax") for text in texts)
+    return (name == "open" and has_write_mode) or name in WRITES
 
 
 def test_whole_files_are_written_in_one_way():
@@ -148,6 +149,7 @@ class Saves:
 
 
 def merged(folder: Path) -> None:
+    """Write a merged model into a folder, without merging anything."""
     from accelerate import Accelerator
 
     from adora_vl import export as module
