@@ -107,8 +107,8 @@ def _last_letter_in_form(response: str, letters: str) -> str | None:
     """Return the letter that comes last in the first of three forms that the response has.
 
     The forms are a letter in brackets, before a space, and before a full stop. The official code
-    looks for the last position of a letter in another form than for the letter itself. A letter may
-    so have no position, which counts as the first. None where no letter has any of the forms.
+    uses one pattern to find a letter and another to find its last position. A letter whose position
+    is not found counts as the first. None where no letter has any of the forms.
     """
     for form, form_of_position in (("({})", "({})"), ("{} ", " {} "), ("{}.", " {} ")):
         position_by_letter: dict[str, int] = {}

@@ -1,178 +1,23 @@
-"""The vision tower: run once per distinct image, with windows of equal size in one call."""
+"""The vision tower, run once per distinct image."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLVisionAttention
-from transformers.utils.generic import is_flash_attention_requested
-from transformers.vision_utils import (
-    get_vision_cu_seqlens,
-    get_vision_position_ids,
-    get_vision_window_index,
-)
 
 from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
 from adora_vl.models.shape import PATCHES_A_PASS
 from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.packing.split_attention import LAYOUT_ARGUMENT
+from adora_vl.packing.vision_windows import batch_windows, can_batch, window_arguments
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Transformers passes the bounds of all windows to an implementation with "flash" in its name, and
-# calls every other implementation once per window.
-BATCHED_ATTENTION = "sdpa_windows_flash_bounds"
-STOCK_ATTENTION = "sdpa"
-
-
-def can_batch(tower: nn.Module) -> bool:
-    """Return whether every attention module of the tower is Qwen2.5-VL's."""
-    blocks = getattr(tower, "blocks", None) or []
-    attention_types = {type(getattr(block, "attn", None)) for block in blocks}
-    return attention_types == {Qwen2_5_VLVisionAttention}
-
-
-def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
-    """Switch a vision tower between batched windows and Transformers' loop over windows.
-
-    Batched windows are `attend_windows`: windows of one size share a call of the attention kernel.
-    A tower of another kind, or with another attention than `sdpa`, is left unchanged.
-
-    Returns:
-        whether the windows are batched now.
-    """
-    if tower.config._attn_implementation != STOCK_ATTENTION or not can_batch(tower):
-        return False
-    attention_config = tower.config
-    if on:
-        AttentionInterface.register(BATCHED_ATTENTION, attend_windows)
-        # A copy for the attention modules alone: if the tower's own configuration named this
-        # implementation, no other model could be built from it.
-        attention_config = copy.copy(tower.config)
-        compat.VISION_ATTENTION.install(BATCHED_ATTENTION, on=attention_config)
-    for block in tower.blocks:
-        block.attn.config = attention_config
-    return on
-
-
-class SortedWindows(NamedTuple):
-    """Attention windows sorted by their number of patches."""
-
-    count_by_size: dict[int, int]  # number of windows for each size, in the order of the patches
-    # permutation of the patches into that order, and its inverse; None if they are in it already
-    order: Tensor | None
-    inverse_order: Tensor | None
-
-
-# The cache holds the windows of the last passes: every block of a tower asks for the same ones.
-@lru_cache(maxsize=16)
-def sort_windows(lengths: tuple[int, ...], device: torch.device) -> SortedWindows:
-    """Sort attention windows by size, so that windows of one size are neighbours.
-
-    Args:
-        lengths: the number of patches of each window. Sizes keep the order in which they first
-            occur here.
-        device: where the permutations are put.
-    """
-    sizes = list(dict.fromkeys(lengths))
-    windows = range(len(lengths))
-    sorted_windows = sorted(windows, key=lambda window: sizes.index(lengths[window]))
-    count_by_size = {size: lengths.count(size) for size in sizes}
-    if sorted_windows == list(windows):
-        return SortedWindows(count_by_size, order=None, inverse_order=None)
-    bounds = [0, *accumulate(lengths)]
-    patches_by_window = [
-        torch.arange(bounds[window], bounds[window + 1]) for window in sorted_windows
-    ]
-    # Later passes reuse these tensors, some with gradients, so they are no inference tensors.
-    with torch.inference_mode(False):
-        order = torch.cat(patches_by_window)
-        return SortedWindows(
-            count_by_size, order=order.to(device), inverse_order=order.argsort().to(device)
-        )
-
-
-def attend_windows(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    cu_seq_lens_q: Tensor,
-    cu_seq_lens_k: Tensor,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    is_causal: bool = False,
-    **kwargs: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention of packed patches within their windows, one kernel call per window size.
-
-    It has the signature of Transformers' attention for variable lengths.
-
-    Args:
-        module: the attention module of a block.
-        query: (1, heads, S, head size).
-        key: (1, heads, S, head size).
-        value: (1, heads, S, head size).
-        attention_mask: None.
-        cu_seq_lens_q: (windows + 1,), the bounds of the windows.
-        cu_seq_lens_k: the same tensor.
-        dropout: share of the attention weights that are dropped.
-        scaling: factor of the scores.
-        is_causal: False.
-        kwargs: further arguments of that signature, which are not needed here.
-
-    Returns:
-        (1, S, heads, head size), and None for the attention weights.
-    """
-    assert cu_seq_lens_q is cu_seq_lens_k
-    assert attention_mask is None
-    assert not is_causal
-    assert len(query) == 1
-    window_lengths = tuple(cu_seq_lens_q.diff().tolist())
-    windows = sort_windows(window_lengths, query.device)
-    sorted_qkv = []  # queries, keys and values, each (heads, S, head size)
-    for tensor in (query, key, value):
-        patches = tensor[0]  # the batch is a single row
-        if windows.order is not None:
-            patches = patches.index_select(1, windows.order)
-        sorted_qkv.append(patches)
-    outputs = []
-    start = 0
-    for size, window_count in windows.count_by_size.items():
-        end = start + size * window_count
-        batch_qkv = []
-        for tensor in sorted_qkv:
-            patches = tensor[:, start:end]
-            # (heads, windows x size, head size) -> (windows, heads, size, head size)
-            batch = patches.reshape(len(tensor), window_count, size, -1).transpose(0, 1)
-            batch_qkv.append(batch)
-        output, _ = sdpa_attention_forward(
-            module,
-            *batch_qkv,
-            attention_mask=None,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=False,
-        )
-        outputs.append(output.flatten(0, 1))
-        start = end
-    joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
-    if windows.inverse_order is not None:  # back to the order of the patches
-        joined = joined.index_select(0, windows.inverse_order)
-    return joined[None], None
-
 
 # A pass of the vision tower: takes pixels (R, D) and grids (images, 3), and returns its output.
 RunTower = Callable[[Tensor, Tensor], Any]
@@ -203,42 +48,6 @@ def run_tower(
     # With these arguments Qwen2.5-VL's tower computes nothing from the grids any more.
     computed_arguments = window_arguments(tower, grids, device)
     return model_method(pixels, grids, **{**kwargs, **computed_arguments})
-
-
-def window_arguments(
-    tower: "PreTrainedModel", grids: Tensor, device: torch.device | str
-) -> dict[str, Any]:
-    """Return what Qwen2.5-VL's tower computes from the grids, as arguments of its forward.
-
-    If the tower computed it from grids on a GPU, every block would wait for the bounds of its
-    windows and for the longest window.
-
-    Args:
-        tower: the vision tower.
-        grids: (images, 3), on the CPU.
-        device: where the tower is.
-    """
-    merge_size = tower.spatial_merge_size
-    window_index, window_bounds = get_vision_window_index(
-        grids, merge_size, tower.window_size, tower.patch_size
-    )
-    image_bounds = get_vision_cu_seqlens(grids)
-    position_ids = get_vision_position_ids(grids, merge_size)
-    max_seqlen = int(image_bounds.diff().max())
-    max_window_seqlen = int(window_bounds.diff().max())
-    # A flash kernel reads the bounds on the device, every other kernel on the CPU.
-    if is_flash_attention_requested(tower.config):
-        image_bounds = image_bounds.to(device, non_blocking=True)
-        window_bounds = window_bounds.to(device, non_blocking=True)
-    return {
-        "image_cu_seqlens": image_bounds,
-        "image_cu_window_seqlens": window_bounds,
-        "image_max_seqlen": max_seqlen,
-        "image_max_window_seqlen": max_window_seqlen,
-        # The forward reads these on the device, whatever the kernel.
-        "image_window_index": window_index.to(device, non_blocking=True),
-        "image_position_ids": position_ids.to(device, non_blocking=True),
-    }
 
 
 # One image's features: for each field of the tower's output (`pooler_output`, `deepstack_features`)

@@ -15,7 +15,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 )
 
 from adora_vl.models.precision import restore_buffers
-from adora_vl.packing.vision import batch_windows, window_arguments
+from adora_vl.packing.vision_windows import batch_windows, window_arguments
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import (
     JUDGED_ON_GPU_ONLY,

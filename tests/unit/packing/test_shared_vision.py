@@ -28,13 +28,11 @@ import adora_vl.packing.vision
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.packing.images import DistinctImages, with_image_columns
-from adora_vl.packing.vision import (
+from adora_vl.packing.vision import SharedVision, run_tower, split_into_passes
+from adora_vl.packing.vision_windows import (
     BATCHED_ATTENTION,
-    SharedVision,
     batch_windows,
-    run_tower,
     sort_windows,
-    split_into_passes,
     window_arguments,
 )
 from adora_vl.utils.launch import free_port
