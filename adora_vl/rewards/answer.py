@@ -250,13 +250,10 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
         return ()
     if _CLOCK.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
-    return (
-        numbers
-        if all(
-            number.least_magnitude > 0 and not number.has_undone_arithmetic for number in numbers
-        )
-        else ()
-    )
+    for number in numbers:
+        if number.least_magnitude <= 0 or number.has_undone_arithmetic:
+            return ()
+    return numbers
 
 
 def amount_of_money(answer: Answer) -> Answer:
@@ -278,10 +275,10 @@ def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
     """
     if answer.tree is None:
         return answer
-    half_turns = (("*", ("num", "180")), ("/", ("pi",)))
+    conversion = (("*", ("num", "180")), ("/", ("pi",)))
     if dimension == RADIANS:
-        half_turns = (("/", ("num", "180")), ("*", ("pi",)))
-    tree = ("product", ("*", answer.tree), *half_turns)
+        conversion = (("/", ("num", "180")), ("*", ("pi",)))
+    tree = ("product", ("*", answer.tree), *conversion)
     return replace(answer, tree=tree, number=answer.number and number_of(tree))
 
 
