@@ -19,7 +19,7 @@ COMMANDS = {
 
 
 def _text() -> str:
-    """The list of the commands."""
+    """Return the list of the commands."""
     lines = [f"  python -m {name:<26}{words}" for name, words in COMMANDS.items()]
     return "\n".join(["Commands (--help behind each says more):", "", *lines])
 

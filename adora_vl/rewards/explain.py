@@ -230,7 +230,7 @@ def _read_columns(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _read_response(word: str, *, may_be_file: bool) -> str:
-    """The response that `--response` gives: the word itself, standard input, or a file."""
+    """Return the response that `--response` gives: the word itself, standard input, or a file."""
     if word == "-":
         return sys.stdin.read()
     try:

@@ -1,5 +1,6 @@
-"""What `python -m adora_vl.rewards.explain --figure` prints: each claim of a response with its
-verdict.
+"""Explains the reward `steps`: each claim of a response on a figure, with its verdict.
+
+`python -m adora_vl.rewards.explain --figure` prints it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _WIDTH = max(map(len, _WORDS.values())) + 2
 
 
 def figure_of_file(path: Path) -> str:
-    """The solved figure of a file, as a row of data stores it.
+    """Return the solved figure of a file, as a row of data stores it.
 
     The file has facts in words, a logic form in JSON, or a stored figure. Raises `UserError` where
     the facts determine no figure.
@@ -59,7 +60,7 @@ def figure_of_file(path: Path) -> str:
 
 
 def _form_of(text: str, path: Path) -> Form | None:
-    """The form that a file has; None where it has a stored figure. Raises `UserError`."""
+    """Return the form that a file has; None where it has a stored figure. Raises `UserError`."""
     if not text.lstrip().startswith("{"):
         return form_of_text(text)
     try:
@@ -76,7 +77,7 @@ def _form_of(text: str, path: Path) -> Form | None:
 
 
 def step_lines(response: str, figure: str) -> list[str]:
-    """The lines that say what each claim of a response is, and what the reward `steps` gives."""
+    """Return a line for each claim of a response, and what the reward `steps` gives for it."""
     work = work_of(response, figure)
     lines = [_line(claim) for claim in work.claims]
     if not lines:
@@ -89,12 +90,14 @@ def step_lines(response: str, figure: str) -> list[str]:
 
 
 def _line(checked: Checked) -> str:
+    """Return the line of a claim: its verdict, its words, and whether it is the answer itself."""
     words = " ".join(checked.claim.words.split())
     mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""
     return f"{_WORDS[checked.verdict]:<{_WIDTH}}{words}{mark}"
 
 
 def _summary(work: ResponseWork) -> str:
+    """Return the line with the reward, and how many claims are new, false or unread."""
     counts = Counter(claim.verdict for claim in work.claims)
     return (
         f"steps {work.share:.3g}   new {work.new}, false {work.false}, unread {counts['unread']}, "

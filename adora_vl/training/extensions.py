@@ -44,7 +44,7 @@ class Extension:
         """Raise `ValueError` for a model that does not fit, as `check` does."""
 
     def costs(self, keys: AdoraGRPOConfig) -> str:
-        """The costs of the extension, for the first lines of the run; empty if it costs nothing."""
+        """Return what the extension costs, for the first lines of the run; empty if nothing."""
         return ""
 
     def start(self, context: StepContext, images: DistinctImages) -> None:
