@@ -98,10 +98,7 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
         assert 0.1 < rollouts[steps]["id"].str.startswith("own/").mean() < 0.8
 
 
-@pytest.mark.parametrize(
-    "where",
-    [pytest.param("whole", marks=pytest.mark.core), pytest.param("zero3"), pytest.param("server")],
-)
+@pytest.mark.parametrize("where", ["whole", "zero3", "server"])
 def test_a_killed_run_from_an_adapter_ends_the_same_with_its_reference_and_its_own_head(
     tmp_path, where
 ):

@@ -36,8 +36,13 @@ STOCK_WORK = [
 ]
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("words", [[], STOCK_WORK], ids=["all at once", "stock's work"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param([], id="all at once", marks=pytest.mark.core),
+        pytest.param(STOCK_WORK, id="stock's work"),
+    ],
+)
 def test_engine_and_trainer_agree_on_one_process(tmp_path, words):
     result = run_parity(tmp_path, "cpu", "per_device_train_batch_size=16", *words)
     assert_parity(result)
@@ -53,11 +58,13 @@ PAUSED = (
 )
 
 
-@pytest.mark.core
 @pytest.mark.parametrize(
     "words",
-    [("cpu", "16"), ("cpu_zero3", "6", "--mixed"), ("cpu", "16", *PAUSED)],
-    ids=["one process", "two, ZeRO-3", "paused within turns"],
+    [
+        pytest.param(("cpu", "16"), id="one process", marks=pytest.mark.core),
+        pytest.param(("cpu_zero3", "6", "--mixed"), id="two, ZeRO-3", marks=pytest.mark.core),
+        pytest.param(("cpu", "16", *PAUSED), id="paused within turns"),
+    ],
 )
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
     """Their lengths are what the policy has sampled.

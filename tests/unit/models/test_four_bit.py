@@ -87,7 +87,6 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
 
 
 @pytest.mark.slow
-@pytest.mark.core
 def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out(
     home, sft, tmp_path
 ):
