@@ -312,12 +312,15 @@ def _verdict_of_criterion(
     """
     all_groups_P = torch.ones_like(groups.scored_PG[:, 0])
     if criterion == "difficulty":
-        # Eq. 6 includes a pass rate of 0; `needs_correct` excludes it, so that TAS means hard, but
-        # solvable. A group without a scored rollout has no pass rate, so it is not TAS.
-        required_PG = groups.correct_PG if options.needs_correct else groups.scored_PG
         is_hard_P = groups.pass_rate_P <= scheduled(options.tau).at(step)
+        # A group without a scored rollout has no pass rate, so the criterion does not hold for it.
+        counts_P = groups.scored_PG.any(dim=1)
+        if options.needs_correct:
+            # Eq. 6 holds for a pass rate of 0 too. With this option a group has to be hard, but
+            # solvable: it needs a correct rollout.
+            counts_P = groups.correct_PG.any(dim=1)
         return _CriterionVerdict(
-            holds_P=required_PG.any(dim=1) & is_hard_P,
+            holds_P=counts_P & is_hard_P,
             applies_P=all_groups_P,
             is_tie_P=torch.zeros_like(all_groups_P),
         )

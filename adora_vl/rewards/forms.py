@@ -189,16 +189,18 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
     """
     parts: list[Answer] = []
     for piece in pieces:
+        # `0,5` may be one number or two, and `000` may be the end of `1, 000`.
         if _AMBIGUOUS.fullmatch(piece):
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
         part = _parse(piece, depth + 1)
         # `1 \pm 2` in a list is two of its values.
         parts += part.parts if part.is_plus_minus else [part]
-    inequalities = [part for part in parts if part.kind == "inequality"]
-    # `x < 1 or x = 5` is one condition: every piece is an inequality or a named value.
-    if inequalities and all(
-        part in inequalities or (part.label and part.is_value) for part in parts
-    ):
+    # `x < 1 or x = 5` is one condition: every piece is an inequality or a value with a name.
+    is_inequality = [part.kind == "inequality" for part in parts]
+    is_condition = [
+        part.kind == "inequality" or bool(part.label and part.is_value) for part in parts
+    ]
+    if any(is_inequality) and all(is_condition):
         is_or = ["or" in separator for separator in separators]
         if any(is_or) and not all(is_or):
             raise NotReadError("relation")  # `and` and `or` side by side

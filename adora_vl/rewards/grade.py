@@ -203,7 +203,7 @@ def _decide_verdict(
         value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
             return Compared("wrong", "gold_letter_without_choice")
-        if not _is_beside(reference_choice, value):
+        if not _fits_value_beside(reference_choice, value):
             return Compared("wrong", "gold_letter_with_another_value")
         # The policy asks for exactly that choice's value.
         reference = value
@@ -295,7 +295,7 @@ def _grade_by_letter(
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
         return Compared("wrong", reason)
-    if not _is_beside(answer_choice, value):
+    if not _fits_value_beside(answer_choice, value):
         return Compared("wrong", "letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
@@ -388,8 +388,11 @@ def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None
     return _NamedChoice(answer.text, letter=letter.upper(), beside=beside)
 
 
-def _is_beside(named: _NamedChoice, value: Answer) -> bool:
-    """Return whether the letter of a choice stands alone or beside the value of that choice."""
+def _fits_value_beside(named: _NamedChoice, value: Answer) -> bool:
+    """Return whether what stands beside the letter of a choice fits the value of that choice.
+
+    It also does where the letter stands alone.
+    """
     # The value of a choice may itself look like a letter with a value.
     if not named.beside or named.text == value.text:
         return True

@@ -16,7 +16,7 @@ from adora_vl.rewards.numeric import is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import (
     REVERSED,
     Solution,
-    is_solved_by_some,
+    excludes_some_but_not_all,
     solution_without_absolute,
 )
 
@@ -161,7 +161,7 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
             comparison = without_absolute
         comparisons.append(comparison)
     solution: Solution = ("and", *comparisons)
-    if not is_solved_by_some(solution):
+    if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
 
@@ -189,7 +189,7 @@ def join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")
     solution = (word, *map(_solution_of, parts))
-    if not is_solved_by_some(solution):
+    if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
 

@@ -55,19 +55,24 @@ def interval_solution(
     None where the interval is empty or everything, and where an end is neither a number nor an open
     infinity on its side.
     """
-    atoms = []
-    for end, sign, infinite, bracket in zip(
-        (low, high), "><", ("-infinity", "infinity"), brackets, strict=True
-    ):
-        if end == infinite and bracket in "()":
-            continue
-        if not isinstance(end, Ball):
+    opening = brackets[0]
+    closing = brackets[1]
+    # An open infinity bounds nothing, so its side needs no comparison.
+    is_bounded_below = not (low == "-infinity" and opening in "()")
+    is_bounded_above = not (high == "infinity" and closing in "()")
+    comparisons: list[Solution] = []
+    if is_bounded_below:
+        if not isinstance(low, Ball):
             return None
-        if bracket in "[]":
-            sign += "="
-        atoms.append(("is", sign, end))
-    solution = ("and", *atoms)
-    return solution if atoms and is_solved_by_some(solution) else None
+        comparisons.append(("is", ">=" if opening in "[]" else ">", low))
+    if is_bounded_above:
+        if not isinstance(high, Ball):
+            return None
+        comparisons.append(("is", "<=" if closing in "[]" else "<", high))
+    solution: Solution = ("and", *comparisons)
+    if not comparisons or not excludes_some_but_not_all(solution):
+        return None
+    return solution
 
 
 def _single_comparisons(solution: Solution) -> Iterator[Solution]:
@@ -79,8 +84,11 @@ def _single_comparisons(solution: Solution) -> Iterator[Solution]:
             yield from _single_comparisons(part)
 
 
-def is_solved_by_some(solution: Solution) -> bool:
-    """Return whether some numbers solve it while others do not."""
+def excludes_some_but_not_all(solution: Solution) -> bool:
+    """Return whether some numbers solve a condition and others do not.
+
+    A condition that every number solves, or none, says nothing of its number.
+    """
     truths = _truth_by_position(solution, _sorted_ends(solution))
     return any(truths) and not all(truths)
 

@@ -76,6 +76,11 @@ class Segment:
     step: int
     """Optimizer steps that had been made when it came."""
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the policy has sampled the tokens; otherwise they are a tool's."""
+        return self.logps is not None
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
@@ -132,23 +137,20 @@ class Rollout:
     @property
     def policy_mask(self) -> list[bool]:
         """Which of the tokens the policy has sampled."""
-        return [segment.logps is not None for segment in self.segments for _ in segment.tokens]
+        return [segment.is_sampled for segment in self.segments for _ in segment.tokens]
 
     @property
     def policy_tokens(self) -> list[int]:
         """The tokens that the policy has sampled."""
         return [
-            token
-            for segment in self.segments
-            if segment.logps is not None
-            for token in segment.tokens
+            token for segment in self.segments if segment.is_sampled for token in segment.tokens
         ]
 
     @property
     def last_turn_tokens(self) -> list[int]:
         """The tokens that the policy has sampled since a tool last answered."""
         first = max(
-            (number + 1 for number, segment in enumerate(self.segments) if segment.logps is None),
+            (number + 1 for number, segment in enumerate(self.segments) if not segment.is_sampled),
             default=0,
         )
         return [token for segment in self.segments[first:] for token in segment.tokens]
@@ -163,10 +165,10 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """Return how many tokens at the beginning were not sampled by the policy of `step`.
+        """Return how many tokens at the beginning came before optimizer step `step`.
 
-        They were sampled in earlier steps. Where the engine saw other images than the trainer, all
-        tokens count as such.
+        The tokens of tools count too. Where the engine saw other images than the trainer, all
+        tokens count, since the policy of `step` would have sampled others.
         """
         if not self.saw_trainer_images:
             return len(self.tokens)
@@ -223,8 +225,10 @@ class RolloutGroup:
             rollout: the rollout so far.
         """
         problem = self.problem
-        number = sum(segment.logps is not None for segment in rollout.segments)
-        position = f"{problem.key.name}/segment-{number}" if number else problem.key.name
+        sampled_count = sum(segment.is_sampled for segment in rollout.segments)
+        position = problem.key.name
+        if sampled_count:
+            position = f"{position}/segment-{sampled_count}"
         return rollout_seed(
             run_seed, position=position, group=problem.slot, member=self.first_member + member
         )

@@ -134,8 +134,8 @@ def _refuse_no_tokens(
     """
     name = function["name"]
     call_length = _shortest_call(tool_loop, function)
-    picture_length = _shortest_picture(toolbox, toolbox.chosen.functions[name])
-    answer_length = tool_loop.empty_answer_length + picture_length
+    picture_tokens = _fewest_picture_tokens(toolbox, toolbox.chosen.functions[name])
+    answer_length = tool_loop.empty_answer_length + picture_tokens
     needed = call_length + answer_length + MIN_TOKENS_LEFT
     parts = (
         f"{name}, whose shortest call takes {call_length} tokens and the answer to it "
@@ -191,15 +191,17 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
     return _SHORTEST.get(kind)
 
 
-def _shortest_picture(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
-    """Return the number of tokens of the smallest picture that a tool can return.
+def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
+    """Return the number of image tokens of the smallest picture that a tool can return.
 
     It is 0 for a tool that may return anything else, and for a model that sees no images.
     """
     view = toolbox.view
     if view is None or not _shows_a_picture(tool):
         return 0
-    (width, height) = model_size(
-        view.unit, height=view.unit, unit=view.unit, min_pixels=view.low, max_pixels=view.high
+    # A picture of one image token, which the model enlarges to the fewest pixels that it takes.
+    token_side = view.unit
+    width, height = model_size(
+        token_side, height=token_side, unit=token_side, min_pixels=view.low, max_pixels=view.high
     )
-    return width // view.unit * (height // view.unit)
+    return (width // token_side) * (height // token_side)

@@ -192,9 +192,9 @@ class MicroBatcher:
         self.config = context.config
         self.banks = banks
         self._every_row_counts = every_row_counts
-        # TRL adds its entropy bonus, a mean over the tokens of a micro-batch, to the loss, and both
-        # get one weight. A loss that TRL divides by the tokens of the generation then has to be a
-        # mean over the micro-batch too, and the sum of both is weighed by the micro-batch's tokens.
+        # Weigh micro-batches by their tokens where a loss over tokens has an entropy bonus. TRL's
+        # bonus is a mean over the micro-batch's tokens, and it adds the bonus to the loss. So the
+        # loss has to be such a mean too, in place of a sum over the tokens of the generation.
         is_token_mean = context.config.loss_type in MEAN_OVER_TOKENS
         self._weighs_by_tokens = is_token_mean and has_entropy_bonus(context.config)
         self._exchange = UnitExchange()

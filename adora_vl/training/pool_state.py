@@ -168,6 +168,8 @@ class PoolState:
             # epoch.
             content = {**content, "drawn": (), "coming": ()}
         images = {digest: _image_in(encoded) for digest, encoded in content["images"].items()}
+        # The names of the keys in the file: "coming" are the pending generations, "complete" is
+        # `min_complete`, and "signal" are the shares of groups with signal.
         return cls(
             waiting=tuple(_unpacked(group, images) for group in content["groups"]),
             drawn=tuple(_problem(problem) for problem in content["drawn"]),

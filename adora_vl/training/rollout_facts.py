@@ -116,7 +116,8 @@ class RolloutFacts:
         """Take rollouts that lack a reward out of their groups, and note why they lack it.
 
         A rollout lacks a reward where a function that applies to its problem failed or returned
-        None. It does not count in its group's mean, and its advantage is 0. If a single rollout
+        None. A function that returns None for a whole group does not apply to its problem. Such a
+        rollout does not count in its group's mean, and its advantage is 0. If a single rollout
         remains in its group, that one leaves too.
 
         Args:

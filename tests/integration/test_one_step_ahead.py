@@ -43,8 +43,8 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert main(server_arguments(tmp_path / "ahead", server)) == 0
     # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
     # measured, ...
-    rollouts = _with_each_weights(server, 32)
-    drift = _with_each_weights(server, 8)
+    rollouts = _groups_by_weights(server, max_tokens=32)
+    drift = _groups_by_weights(server, max_tokens=8)
     assert rollouts == [8, 4, 4, 0]
     assert drift == [0, 2, 2, 2]
     assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
@@ -54,7 +54,7 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     after = pq.read_table(tmp_path / "after" / "rollouts").to_pylist()
     for name in ("id", "completion"):
         assert [row[name] for row in ahead] == [row[name] for row in after], name
-    assert _with_each_weights(server, 8) == [0] * 4
+    assert _groups_by_weights(server, max_tokens=8) == [0] * 4
 
 
 def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkeypatch):
@@ -109,7 +109,8 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
 ):
     keys: dict[str, Any] = {"adora_rollouts": "{ahead: 2}", "max_steps": 5}
     assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
-    assert _with_each_weights(server, 32) == [12, 4, 4, 0, 0]
+    # Four groups a step: those of steps 0 to 2 by the first weights, of 3 and 4 by the next two.
+    assert _groups_by_weights(server, max_tokens=32) == [12, 4, 4, 0, 0]
     assert [step["adora/staleness"] for step in step_metrics(tmp_path / "one")] == [0, 1, 2, 2, 2]
     server.asked.clear()
     server.seconds_per_token = 0.01
@@ -129,13 +130,17 @@ def _length(body: dict[str, Any]) -> int:
     return int(body.get("sampling_params", body)["max_tokens"])
 
 
-def _with_each_weights(server: StandIn, limit: int) -> list[int]:
-    """Return how many groups with this limit were asked of the first weights, the second, ..."""
+def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
+    """Return how many groups were asked of each weights that the server had, in their order.
+
+    `max_tokens`: only requests with this limit count; rollouts have 32, and those of the drift
+    check 8.
+    """
     counts: list[int] = []
     for path, body in server.asked:
         if path == "/collective_rpc":
             counts.append(0)
-        elif path in GENERATE and _length(body) == limit:
+        elif path in GENERATE and _length(body) == max_tokens:
             counts[-1] += 1
     return counts
 
@@ -241,6 +246,6 @@ def fails(completions, trainer_state, **kwargs):
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
     assert main(server_arguments(tmp_path / "whole", server)) == 0
     goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
-    assert _with_each_weights(server, 32) == [4, 0], (
+    assert _groups_by_weights(server, max_tokens=32) == [4, 0], (
         "of generations 3 and 4 the first was in the checkpoint"
     )
