@@ -6,7 +6,7 @@ from typing import Any
 
 from adora_vl.synthetic.drawing import STYLES
 from adora_vl.synthetic.families import FAMILIES
-from adora_vl.synthetic.generate import KNOWN, LEVELS, MAX_CHOICES
+from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS, MAX_CHOICES
 from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
@@ -50,7 +50,7 @@ def add_synthetic(commands: Commands) -> None:
         type=_names,
         default=(),
         metavar="A,B",
-        help=f"of {', '.join(KNOWN)}; default: {', '.join(FAMILIES)}",
+        help=f"of {', '.join(FAMILY_BY_NAME)}; default: {', '.join(FAMILIES)}",
     )
     add(
         "--level",

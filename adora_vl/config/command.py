@@ -184,8 +184,9 @@ def recipe(name: str) -> Path:
     """
     user_file = Path(name)
     recipe_name = user_file.with_suffix("").name
-    has_no_folder = name in (recipe_name, f"{recipe_name}.yaml")
-    if not has_no_folder or user_file.exists():
+    # A path with a folder is never a recipe's name.
+    may_be_recipe = name in (recipe_name, f"{recipe_name}.yaml")
+    if not may_be_recipe or user_file.exists():
         return user_file
     checkout = Path(__file__).parents[2]
     installed_by_wheel = Path(sys.prefix, "share", "adora_vl")

@@ -87,7 +87,7 @@ LEVELS = (1, 2, 3)
 DEFAULT_SPLIT = "train"
 FIGURE_COLUMNS = ("facts", "figure")  # of rows with figures, behind those of the schema
 # The function that draws a problem, by the name of the family of problems.
-KNOWN = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
+FAMILY_BY_NAME = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
 # The least side of a picture in pixels for levels 2 and 3. Their problems have three digits in the
 # corner of a triangle, and polygons with twelve corners.
 _LEVELS_FROM = 112
@@ -208,7 +208,7 @@ def draw_problems(
         split: `train` or `test`; no diagram is in both.
         seed: of the random numbers.
         size: side of a picture in pixels.
-        families: keys of `KNOWN`, by default the plain ones.
+        families: keys of `FAMILY_BY_NAME`, by default the plain ones.
         level: difficulty, one of `LEVELS`.
         styles: keys of `STYLES`, which are taken in turn.
 
@@ -225,7 +225,7 @@ def draw_problems(
         # The style changes after a turn of all families, so that each family has all styles.
         style = STYLES[styles[index // len(names) % len(styles)]]
         for _ in range(_MAX_REDRAWS):
-            problem = KNOWN[name](rng, size, level, style)
+            problem = FAMILY_BY_NAME[name](rng, size, level, style)
             is_in_split = split_of(problem.image) == split
             if is_in_split and _short_hash(problem.image) not in known_hashes:
                 break
@@ -246,10 +246,10 @@ def _short_hash(image: Image.Image) -> bytes:
 def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
     """Raise `UserError` for unknown families or styles, and for a size that is too small."""
     for name in names:
-        if name not in KNOWN:
+        if name not in FAMILY_BY_NAME:
             raise UserError(
-                f"families: unknown family {name!r}{did_you_mean(name, KNOWN)}; known: "
-                f"{', '.join(KNOWN)}"
+                f"families: unknown family {name!r}{did_you_mean(name, FAMILY_BY_NAME)}; known: "
+                f"{', '.join(FAMILY_BY_NAME)}"
             )
         if name in LETTERED and size < MIN_SIZE:
             raise UserError(

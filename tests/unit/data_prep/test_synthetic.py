@@ -24,7 +24,7 @@ from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
 from adora_vl.synthetic.families import FAMILIES
-from adora_vl.synthetic.generate import KNOWN, LEVELS, generate, split_of
+from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS, generate, split_of
 from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
 from adora_vl.synthetic.lettered import LETTERED
 from adora_vl.utils.errors import UserError
@@ -111,7 +111,7 @@ def test_a_polygon_stands_on_a_side_with_a_dot_at_each_corner(
     monkeypatch.setattr(Canvas, "dot", lambda self, centre: dots.append(centre))
     for number in range(20):
         dots.clear()
-        KNOWN["polygon"](random.Random(number), 56, 1, STYLES["plain"])
+        FAMILY_BY_NAME["polygon"](random.Random(number), 56, 1, STYLES["plain"])
         (corners,) = pictures[-1].lines
         assert list(corners) == dots
         (x, y), (u, v) = sorted(corners, key=lambda corner: -corner[1])[:2]
@@ -214,7 +214,7 @@ def _digest_of_problems(family: str, level: int) -> str:
     digest = hashlib.sha256()
     for seed, style in enumerate(("plain", "plain", "board")):
         rng = random.Random(seed)
-        problem = KNOWN[family](rng, 224, level, STYLES[style])
+        problem = FAMILY_BY_NAME[family](rng, 224, level, STYLES[style])
         texts = [getattr(problem, name) for name in _PINNED_TEXTS]
         digest.update(repr(texts).encode())
         digest.update(problem.image.tobytes())
@@ -223,7 +223,7 @@ def _digest_of_problems(family: str, level: int) -> str:
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("family", KNOWN)
+@pytest.mark.parametrize("family", FAMILY_BY_NAME)
 def test_every_family_draws_the_same_problems_as_ever(family: str) -> None:
     """Where this fails on purpose, `SYNTHETIC_REVISION` has to change with the digests."""
     digests = {str(level): _digest_of_problems(family, level) for level in LEVELS}
@@ -281,7 +281,7 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
 def test_styles_change_the_picture_and_nothing_else() -> None:
     pictures = {}
     for style in STYLES:
-        problem = KNOWN["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
+        problem = FAMILY_BY_NAME["triangle_angle"](random.Random(1), 168, 2, STYLES[style])
         pictures[diagram_hash(problem.image)] = (problem.question, problem.answer)
     assert len(pictures) == len(STYLES)
     assert len(set(pictures.values())) == 1
@@ -459,11 +459,13 @@ def test_the_picture_with_the_question_determines_the_answer(monkeypatch, subtes
     inside.
     """
     pictures = _watched(monkeypatch)
-    for family, level in product(KNOWN.keys() - {"corners"}, LEVELS):  # that one is no figure
+    for family, level in product(
+        FAMILY_BY_NAME.keys() - {"corners"}, LEVELS
+    ):  # that one is no figure
         with subtests.test(f"{family}, level {level}"):
             answers: dict[tuple[str, str], str] = {}
             for number in range(8):
-                problem = KNOWN[family](
+                problem = FAMILY_BY_NAME[family](
                     random.Random(f"{family}{level}{number}"), 224, level, STYLES["plain"]
                 )
                 written = read_value(problem.answer).number

@@ -173,21 +173,22 @@ def test_what_a_dead_or_confused_server_does_not_answer_is_asked_of_the_others(
 ):
     asks = rows(5)
     expected = sampled(engine_of(stand_ins, tmp_path / "w"), asks)
+    healthy, broken = stand_ins
     for name, spoil in {"dead": None, **spoilers()}.items():
         with subtests.test(name):
             engine = engine_of(stand_ins, tmp_path / "w")
+            # A server without a way to spoil its replies is dead: it does not reply at all.
             if spoil is None:
-                stand_ins[1].dead = True
+                broken.dead = True
             else:
-                stand_ins[1].spoil = spoil
+                broken.spoil = spoil
             assert sampled(engine, asks) == expected
-            (said,) = capsys.readouterr().out.strip().splitlines()
-            assert said.startswith(f"Server {stand_ins[1].url} is left out (1 of 2 servers go on)")
-            assert [one.address for one in engine.server_group.pool.servers_in_use] == [
-                stand_ins[0].url
-            ]
-            stand_ins[1].dead = False
-            stand_ins[1].spoil = lambda reply: reply
+            (notice,) = capsys.readouterr().out.strip().splitlines()
+            assert notice.startswith(f"Server {broken.url} is left out (1 of 2 servers go on)")
+            servers_in_use = engine.server_group.pool.servers_in_use
+            assert [server.address for server in servers_in_use] == [healthy.url]
+            broken.dead = False
+            broken.spoil = lambda reply: reply
 
 
 def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
