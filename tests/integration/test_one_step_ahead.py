@@ -77,7 +77,7 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     noted(AsyncServerSampler, "begin", "asked")
     noted(AsyncServerSampler, "_join", "joined")
     noted(AdoraGRPOTrainer, "_compute_loss", "learned")
-    noted(EnginePair, "begin", "drift")
+    noted(EnginePair, "begin_sampling", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,
