@@ -93,7 +93,7 @@ def _complete_boxes(response: str) -> list[_Box]:
         piece = match[0]
         if piece == "{":
             depth += 1
-        elif piece.endswith("{") and len(piece) > 2:  # `\boxed{`, and not an escaped `\{`
+        elif _BOX.fullmatch(piece):
             depth += 1
             pending.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
         elif piece == "}":

@@ -39,7 +39,7 @@ _TOKEN = re.compile(
 )
 _LARGEST_POWER_OF_TEN = 300  # of a number such as 2e3; numeric.MAX_BITS holds 10^301
 _INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
-_OF_EXPONENT = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
+_INVERSE_OF = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
 _BASES = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "log_10": "10"}
 _NAMES = frozenset({*FUNCTIONS, *_INVERSES, *_BASES, "sqrt", "cbrt", "exp", "abs"})
 _E: Tree = ("num", "2.718281828459045235360287471352662497757247093699959574966967627724")
@@ -229,11 +229,11 @@ class _Reader:
         if self.next == "^":
             self._take()
             exponent = self._exponent()
-        if exponent == _MINUS_ONE and name in _OF_EXPONENT:
-            name = _OF_EXPONENT[name]
+        if exponent == _MINUS_ONE and name in _INVERSE_OF:
+            name = _INVERSE_OF[name]
             exponent = None
-        two_arguments = name == "log" and self.next == "("
-        value = self._logarithm() if two_arguments else _called(name, self._argument())
+        may_have_base = name == "log" and self.next == "("
+        value = self._logarithm() if may_have_base else _called(name, self._argument())
         return value if exponent is None else ("power", value, exponent)
 
     def _exponent(self) -> Tree:

@@ -211,7 +211,7 @@ def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> obje
     is_unwanted_boolean = isinstance(value, bool) and "boolean" not in kinds
     if kinds and (not has_kind or is_unwanted_boolean):
         raise CallError(f"{name} is no {' or '.join(kinds)}")
-    if "number" in kinds and isinstance(value, int) and not _is_a_float(value):
+    if "number" in kinds and isinstance(value, int) and not _fits_a_float(value):
         raise CallError(f"{name} is too large a number")
     if schema.get("enum") and value not in schema["enum"]:
         raise CallError(f"{name} is not one of {', '.join(map(str, schema['enum']))}")
@@ -220,7 +220,7 @@ def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> obje
     return value
 
 
-def _is_a_float(value: int) -> bool:
+def _fits_a_float(value: int) -> bool:
     """Return whether an integer is small enough for a float, which a tool may compute with."""
     try:
         float(value)

@@ -72,11 +72,14 @@ class Pool:
             * self.layout.steps_per_generation
             // self.layout.num_generations
         )
-        # The fewest groups that a rank may learn from: half its slots, because a smaller batch is
-        # too noisy, and as many rows as every optimizer step of the generation needs.
+        # A batch of less than half the slots would be too noisy.
+        groups_against_noise = self.slots / 2
+        # Each optimizer step of the generation needs at least one unit of rows.
         optimizer_steps = self.layout.steps_per_generation // self.layout.micro_batches_per_update
-        min_rows = optimizer_steps * self.layout.rows_per_unit
-        self.min_groups = math.ceil(max(self.slots / 2, min_rows / self.layout.num_generations))
+        rows_for_steps = optimizer_steps * self.layout.rows_per_unit
+        groups_for_steps = rows_for_steps / self.layout.num_generations
+        # The fewest groups that a rank may learn from.
+        self.min_groups = math.ceil(max(groups_against_noise, groups_for_steps))
         self.generations = GenerationNumbers(context, self.rows, is_numbered=self.has_stale)
         self.state = PoolState()
         # The state before the generations of the present optimizer step. A run that dies before it
