@@ -255,8 +255,20 @@ class Diagrams:
     def _used_bytes(self) -> int:
         """Return the size of all files in the folder, which is counted once and kept up after."""
         if self._folder_bytes is None:
-            self._folder_bytes = sum(path.stat().st_size for path in self.folder.glob("*"))
+            self._folder_bytes = sum(_size_if_there(path) for path in self.folder.glob("*"))
         return self._folder_bytes
+
+
+def _size_if_there(path: Path) -> int:
+    """Return the bytes of a file, or 0 if it has gone since the folder was listed.
+
+    The hidden file that another rank writes goes when it gets its name. To fail there would lose the
+    names of this rank's diagrams in the record, as a full disk does.
+    """
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
@@ -333,9 +345,7 @@ def turns_of(
     for segment_index, segment in enumerate(rollout.segments):
         calls = [call for call in rollout.calls if call.span == segment_index]
         pictures = [picture.image for picture in rollout.pictures if picture.span == segment_index]
-        # only sampled tokens have log-probabilities
-        was_sampled = segment.logps is not None
-        if was_sampled:
+        if segment.is_sampled:
             speaker = "model"
             text = decode(segment.tokens)
         else:

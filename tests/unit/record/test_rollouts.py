@@ -433,6 +433,16 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
     assert not unwritten.exists()
 
 
+def test_a_diagram_is_named_while_another_rank_finishes_its_own_file(tmp_path):
+    """Its hidden file is listed, and has gone when its size is asked: a link that leads nowhere."""
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / ".written-by-another-rank").symlink_to(tmp_path / "gone")
+    diagrams = rollouts.Diagrams(folder, limit_bytes=1e9)
+    (name,) = diagrams.keep("a", [Image.new("RGB", (9, 9))])
+    assert (folder / name).is_file()
+
+
 def test_a_real_run_records_what_its_metrics_say(adora_run):
     """A step has 4 groups of 4 rollouts, whose means are the figures of its line."""
     table = read_record(adora_run / "rollouts").to_pandas()
