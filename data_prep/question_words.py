@@ -125,12 +125,9 @@ def _sentence(term: Term) -> str | None:
     if head == "RightAngle":
         angle = noun(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
-    part_nouns = []
-    for argument in term.arguments:
-        part_noun = noun(argument)
-        if part_noun is None:
-            return None
-        part_nouns.append(part_noun)
+    part_nouns = _nouns_of_arguments(term)
+    if part_nouns is None:
+        return None
     if head == "IntersectAt" and len(part_nouns) > 2:
         *lines, point = part_nouns
         return f"{', '.join(lines[:-1])} and {lines[-1]} meet at {point}"
@@ -196,18 +193,26 @@ def noun(term: Term) -> str | None:
     if head in ("Minor", "Major"):
         part_noun = noun(term.arguments[0])
         return part_noun and f"{head.lower()} {part_noun}"
-    part_nouns = []
-    for argument in term.arguments:
-        part_noun = noun(argument)
-        if part_noun is None:
-            return None
-        part_nouns.append(part_noun)
+    part_nouns = _nouns_of_arguments(term)
+    if part_nouns is None:
+        return None
     if len(part_nouns) == 1:
         return _measure_of(head, part_nouns[0])
     if head in ("SumOf", "Add"):
         return " + ".join(part_nouns)
     words = _TWO.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
+
+
+def _nouns_of_arguments(term: Term) -> list[str] | None:
+    """Return the words for all arguments of a term; None where one of them has none."""
+    part_nouns = []
+    for argument in term.arguments:
+        part_noun = noun(argument)
+        if part_noun is None:
+            return None
+        part_nouns.append(part_noun)
+    return part_nouns
 
 
 def _coloured(head: str, part: Term) -> str:

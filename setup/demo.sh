@@ -6,7 +6,7 @@ out="${1:-runs/demo}"
 py=.venv/bin/python
 export TOKENIZERS_PARALLELISM=false
 # With one thread numbers are added in the same order each time, also on a busy machine: the demo can be repeated to the
-# bit. A model of this size gains nothing from a second one.
+# bit.
 export OMP_NUM_THREADS=1
 
 rm -rf "$out/before" "$out/after-grpo" "$out/grpo" "$out/after-adora" "$out/adora" # of an earlier demo

@@ -98,13 +98,11 @@ class Atoms:
                 gradient[-unknown_count:, first_unknown:] = np.eye(unknown_count)
         return values, gradient
 
-    def angle_values(self, v: Vector) -> Vector:
-        """Return the angles at `v` in degrees, in the order of `angles`."""
-        return self._angle_values(self.layout.places(v), rows=None)
-
     def mirrored_corners(self, v: Vector) -> int:
         """Return how many of the angles lie on the other side than in the picture."""
-        is_mirrored = (self.angle_values(v) < -1e-6) & (self._turn_signs != 0)
+        angles = self._angle_values(self.layout.places(v), rows=None)
+        # Angles whose side the picture does not show are never negative.
+        is_mirrored = (angles < -1e-6) & (self._turn_signs != 0)
         return int(is_mirrored.sum())
 
     def _distance_values(self, places: Vector, rows: Vector | None) -> Vector:

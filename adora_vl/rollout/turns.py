@@ -214,8 +214,8 @@ class ToolLoop:
         text = self.decode(rollout.last_turn_tokens)
         if CALL not in text:
             return rollout
-        # Only segments of tools have no log-probabilities.
-        answer_count = sum(segment.logps is None for segment in rollout.segments)
+        # A segment that the policy has not sampled is a tool's answer.
+        answer_count = sum(not segment.is_sampled for segment in rollout.segments)
         if self.max_answers is not None and answer_count >= self.max_answers:
             return replace(rollout, finish_reason=FinishReason.CALLS)
         answer = self.tools.answer(

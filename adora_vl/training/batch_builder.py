@@ -180,10 +180,9 @@ class BatchBuilder:
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
         if self.has_stale:
-            # A segment without log-probabilities is what a tool has answered.
+            # What tools have answered does not count.
             values_by_column["segments"] = [
-                sum(segment.logps is not None for segment in rollout.segments)
-                for rollout in rollouts
+                sum(segment.is_sampled for segment in rollout.segments) for rollout in rollouts
             ]
             values_by_column["age"] = [
                 generation.number - group.began for group in groups for _ in group.rollouts
