@@ -15,11 +15,16 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from adora_vl.rewards.ball import Ball
-from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, canonical, whole
+from adora_vl.rewards.canonical import (
+    MAX_CHARS,
+    MONEY_PATTERN,
+    canonical_value_and_unit,
+    canonical_with_names,
+)
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
 from adora_vl.rewards.numeric import number_of
 from adora_vl.rewards.solutions import Solution
-from adora_vl.rewards.units import RADIANS, Unit, unit_of
+from adora_vl.rewards.units import RADIANS, Unit, parse_unit
 
 # The first four are single values.
 Kind = Literal[
@@ -75,7 +80,7 @@ class Answer:
     @cached_property
     def text_with_names(self) -> str:
         """The canonical text with all its names and brackets, which `forms` reads."""
-        return whole(self.raw) if self.raw else self.text
+        return canonical_with_names(self.raw) if self.raw else self.text
 
     @property
     def lone_number(self) -> Ball | None:
@@ -174,11 +179,11 @@ def _read_value_cached(raw: str) -> Answer:
     The rollouts of a group share their reference answer, and often their answer.
     """
     try:
-        text, unit = canonical(raw)
+        text, unit = canonical_value_and_unit(raw)
     except NotReadError as error:
         return Answer("unreadable", "", error.reason)
     answer = _read_canonical(text, raw)
-    return replace(answer, unit=unit_of(unit)) if unit else answer
+    return replace(answer, unit=parse_unit(unit)) if unit else answer
 
 
 def _read_canonical(text: str, raw: str) -> Answer:
@@ -261,7 +266,7 @@ def amount_of_money(answer: Answer) -> Answer:
 
     Without a currency the answer itself.
     """
-    match = CURRENCY.fullmatch(answer.text)
+    match = MONEY_PATTERN.fullmatch(answer.text)
     if not match:
         return answer
     return read_value(match["named"] or match["before"] or match["sign"] + match["cents"])

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, read_value
-from adora_vl.rewards.canonical import NAMED_VALUE
+from adora_vl.rewards.canonical import NAMED_VALUE_PATTERN
 from adora_vl.rewards.compare_values import Compared, Pair, Verdict, compare_values, is_rounded
 from adora_vl.rewards.forms import read_structured
 from adora_vl.rewards.grammar import unknowns
@@ -113,7 +113,7 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
         approximation = _NEARLY.fullmatch(answer.text_with_names)
         if approximation and reference_in_digits and _ROUNDED.fullmatch(reference.text):
             return read_value(approximation[1])
-        named_value = NAMED_VALUE.fullmatch(answer.text_with_names)
+        named_value = NAMED_VALUE_PATTERN.fullmatch(answer.text_with_names)
         if named_value is None:
             return answer
         label, sign, value_text = named_value.groups()

@@ -18,7 +18,7 @@ from adora_vl.rewards.answer import (
     in_unit,
 )
 from adora_vl.rewards.ball import Value
-from adora_vl.rewards.figures import in_one_spelling
+from adora_vl.rewards.figures import unify_figure_names
 from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
 from adora_vl.rewards.numeric import same_function, same_number
 from adora_vl.rewards.units import RADIANS
@@ -226,7 +226,7 @@ def _is_same_text(answer: str, reference: str) -> bool:
 
 def _text_in_one_spelling(text: str) -> str:
     """Return a text in the spelling in which `_is_same_text` compares texts."""
-    text = in_one_spelling(text)
+    text = unify_figure_names(text)
     if "angled" in text:
         text = _RIGHT_ANGLED.sub("right", text)
     return unspaced(text)

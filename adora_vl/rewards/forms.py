@@ -11,7 +11,12 @@ from functools import lru_cache
 
 from adora_vl.rewards.answer import NO_VALUE, Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
-from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
+from adora_vl.rewards.canonical import (
+    FIGURE_NAME_PATTERN,
+    MAX_CHARS,
+    SIMPLE_NAME,
+    VALUE_NAME_PATTERN,
+)
 from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.numeric import same_number
 from adora_vl.rewards.relations import (
@@ -34,7 +39,7 @@ _PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*|±")
 _MINUS_PLUS = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
 _MEMBER = re.compile(r"\\in(?![A-Za-z])|∈")
 
-_NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
+_NAMES = re.compile(rf"\({SIMPLE_NAME}(?:[,;]\s?{SIMPLE_NAME})+\)")
 _POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value alone: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
 _AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
@@ -159,7 +164,7 @@ def _parse(text: str, depth: int) -> Answer:
             return _read_list(text, pieces=pieces, separators=matches, depth=depth)
     sides, matches = split_outside_brackets(text, _MEMBER)
     if matches:
-        if len(sides) != 2 or not NAME_OF_VALUE.fullmatch(sides[0]):
+        if len(sides) != 2 or not VALUE_NAME_PATTERN.fullmatch(sides[0]):
             raise NotReadError("relation")
         name, set_text = sides
         values = _parse(set_text, depth + 1)
@@ -358,17 +363,17 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         return read_chain(sides)
     left_side, right_side = sides
     is_equality = signs == ["="]
-    if is_equality and all(FIGURE.fullmatch(side) for side in sides):
+    if is_equality and all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
         return read_equation(text, sides)  # AB = CD
     if (
         is_equality
-        and NAME_OF_VALUE.fullmatch(right_side)
-        and not NAME_OF_VALUE.fullmatch(left_side)
+        and VALUE_NAME_PATTERN.fullmatch(right_side)
+        and not VALUE_NAME_PATTERN.fullmatch(left_side)
     ):
         left_side, right_side = right_side, left_side  # 5 = x
     if _NAMES.fullmatch(left_side):
         return _read_named_tuple(text, names_text=left_side, values_text=right_side, depth=depth)
-    if not NAME_OF_VALUE.fullmatch(left_side):
+    if not VALUE_NAME_PATTERN.fullmatch(left_side):
         if not is_equality:
             raise NotReadError("equation")
         return read_equation(text, sides)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from adora_vl.rewards.answer import Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import split_outside_brackets
-from adora_vl.rewards.canonical import NAME_OF_VALUE
+from adora_vl.rewards.canonical import VALUE_NAME_PATTERN
 from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
 from adora_vl.rewards.numeric import is_constant, same_number, zero_of
 from adora_vl.rewards.solutions import (
@@ -45,7 +45,7 @@ def read_chain(sides: Sequence[str]) -> Answer:
 
     Raises `NotReadError` for anything else.
     """
-    if not NAME_OF_VALUE.fullmatch(sides[0]):
+    if not VALUE_NAME_PATTERN.fullmatch(sides[0]):
         raise NotReadError("equation")
     values = [read_single_value(side) for side in sides[1:]]
     numbers = [value.lone_number for value in values if value.lone_number]
@@ -77,7 +77,7 @@ def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
             numbers.append((sign, value))
     # |x| is no name here, since it stands for two values.
     is_name = [
-        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
+        bool(VALUE_NAME_PATTERN.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
         for side in sides
     ]
     for is_side_a_name, value in zip(is_name, values, strict=True):
@@ -99,7 +99,7 @@ def _read_side(text: str) -> Tree:
     A name such as `AB` or `f(2)` is an unknown in it. Raises `NotReadError`.
     """
     tree = read_value(text).tree
-    if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
+    if _FUNCTION.fullmatch(text) or (tree is None and VALUE_NAME_PATTERN.fullmatch(text)):
         return ("unknown", bare_name(text))
     if tree is None:
         raise NotReadError("relation")

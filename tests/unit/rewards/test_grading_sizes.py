@@ -154,7 +154,7 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         texts.append(text)
         return text, ""
 
-    monkeypatch.setattr(answers, "canonical", counted)
+    monkeypatch.setattr(answers, "canonical_value_and_unit", counted)
     assert answers.read_value("5" + "%" * 490).reason == "percentage"
     assert answers.read_value(r"5\%").kind == "percentage"
     assert len(texts) <= 4
