@@ -31,7 +31,8 @@ def unify_figure_names(text: str) -> str:
         return _sort_figure_name(text_without_bars)
     if len(sides_and_signs) > 3:
         return text
-    left_side, sign, right_side = (piece.strip() for piece in sides_and_signs)
+    sides_and_signs = [piece.strip() for piece in sides_and_signs]
+    left_side, sign, right_side = sides_and_signs
     left_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(left_side)
     right_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(right_side)
     if left_triangle and right_triangle:
