@@ -181,8 +181,9 @@ _COMMAND_SUBSTITUTIONS = [
 ]
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
 MONEY_PATTERN = re.compile(
-    r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
-    r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
+    r"(?P<minus>-?)\\?[$€£¥](?P<after_sign>[0-9]+\.[0-9]{2})"
+    r"|(?P<before_sign>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
+    r"|(?P<before_word>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
 _SPACES_PATTERN = re.compile(r"\s+")
 _ONE_SPACE_PATTERN = re.compile(" ")
