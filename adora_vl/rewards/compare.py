@@ -272,15 +272,16 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
 
     The reference answer is a tuple of numbers with at most three parts.
     """
-    axes = "ijk"[: len(reference.parts)]
     answer_tree = answer.tree or ()
-    coordinate_trees = [part.tree for part in reference.parts if part.number]
-    if len(coordinate_trees) != len(axes) or not unknowns(answer_tree) <= set(axes):
+    axes = "ijk"[: len(reference.parts)]
+    has_axis_for_each_part = len(axes) == len(reference.parts)
+    are_numbers = all(part.lone_number for part in reference.parts)
+    if not has_axis_for_each_part or not are_numbers or not unknowns(answer_tree) <= set(axes):
         return ComparisonResult("wrong", "different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []
-    for coordinate_tree, axis in zip(coordinate_trees, axes, strict=True):
-        product = ("product", ("*", coordinate_tree), ("*", ("unknown", axis)))
+    for part, axis in zip(reference.parts, axes, strict=True):
+        product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
         sign = 1
         terms.append((sign, product))
     if same_function(answer_tree, ("sum", *terms)) == "equal":

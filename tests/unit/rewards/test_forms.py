@@ -53,6 +53,22 @@ def test_the_order_of_a_list_and_its_separators_do_not_matter(
     )
 
 
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("5i + 3j", r"(5\%, 3)"),  # a percentage is no coordinate
+        ("i + 2j + 3k", "(1, a, 2, 3)"),
+        ("i + 2j + 3k", "(1, 2, 3, a)"),
+    ],
+)
+def test_a_sum_of_unit_vectors_answers_only_a_point_of_two_or_three_numbers(
+    answer: str, gold: str
+) -> None:
+    assert verify_gold(gold) is None
+    assert verdict(answer, gold) == "wrong"
+    assert verdict("i + 2j + 3k", "(1, 2, 3)") == "correct"
+
+
 @QUICK
 @given(SEVERAL, st.data())
 def test_one_value_more_less_or_other_makes_a_list_wrong(
