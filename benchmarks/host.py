@@ -17,7 +17,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, reflective_words
+from adora_vl.rewards.completion import _PATTERN_BY_REFLECTIVE_WORD, REFLECTIVE, reflective_words
 from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
@@ -75,7 +75,7 @@ def processed(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProc
 
 def simple_words(text: str) -> dict[str, int]:
     """Count reflective words with every pattern on every text."""
-    counts = {word: len(_PATTERNS[word].findall(text)) for word in REFLECTIVE}
+    counts = {word: len(_PATTERN_BY_REFLECTIVE_WORD[word].findall(text)) for word in REFLECTIVE}
     return {word: count for word, count in counts.items() if count}
 
 

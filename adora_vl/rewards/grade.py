@@ -18,32 +18,32 @@ from typing import NamedTuple
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, read_value
 from adora_vl.rewards.compare import compare
-from adora_vl.rewards.compare_values import Compared, Verdict, unspaced
+from adora_vl.rewards.compare_values import ComparisonResult, Verdict, join_letters
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.thinking import final_part, is_blank
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
-_SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
+_MAX_EXTRACTED_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
-_LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
+_CAPITAL_LETTER_PATTERN = re.compile(r"([A-Z])|\(([A-Z])\)")
 # Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in
 # `(C) 12` and `C. 12`.
-_LABEL = re.compile(
+_LETTER_BEFORE_VALUE_PATTERN = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
     r"?(.*)",
     re.ASCII,
 )
 # The letter behind its value: `60 (C)` and `60, option C`.
-_LABEL_BEHIND = re.compile(
+_LETTER_BEHIND_VALUE_PATTERN = re.compile(
     r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
 )
 # Reference answers that no honest answer can meet, and what to write in their place. They run on
 # canonical text.
-_COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
-_UNMEETABLE = (
-    ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
+_DECIMAL_COMMA_REMEDY = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
+_UNMEETABLE_SPELLINGS = (
+    ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _DECIMAL_COMMA_REMEDY),
     (
         "currency",
         re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"),
@@ -55,8 +55,8 @@ _UNMEETABLE = (
         "feet, or minutes? write the number alone, 5 for 5'",
     ),
 )
-REMEDIES = {reason: remedy for reason, _, remedy in _UNMEETABLE}
-REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
+REMEDY_BY_REASON = {reason: remedy for reason, _, remedy in _UNMEETABLE_SPELLINGS}
+REMEDY_BY_REASON["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 
 
 @dataclass(frozen=True)
@@ -107,21 +107,23 @@ def grade(
     began = time.perf_counter()
     response = final_part(response, thinking_opened)
     content = last_answer(response) if answer_tags else last_boxed(response)
-    compared = Compared("unparseable", "no_box")
+    result = ComparisonResult("unparseable", "no_box")
     if content is not None:
         reference = read_reference(gold)
-        answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
-        compared = _decide_verdict(
+        answer = read_answer_for(
+            reference, response=response, content=content, answer_tags=answer_tags
+        )
+        result = _decide_verdict(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
-        if compared.reason == "empty_box" or is_blank(content):
+        if result.reason == "empty_box" or is_blank(content):
             content = None  # an empty box is no box, and no reward pays for it
-        elif len(content) > _SHOWN_CHARS:
-            content = content[:_SHOWN_CHARS] + "…"
+        elif len(content) > _MAX_EXTRACTED_CHARS:
+            content = content[:_MAX_EXTRACTED_CHARS] + "…"
     return Grade(
-        verdict=compared.verdict,
+        verdict=result.verdict,
         extracted=content,
-        reason=compared.reason,
+        reason=result.reason,
         ms=1000 * (time.perf_counter() - began),
     )
 
@@ -158,7 +160,7 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
         result = grade(rf"\boxed{{{answer}}}", reference, choices=choices)
         if result.verdict != "correct":
             reason = result.reason.removeprefix("gold_")
-            return f"{reason}: {REMEDIES[reason]}" if reason in REMEDIES else reason
+            return f"{reason}: {REMEDY_BY_REASON[reason]}" if reason in REMEDY_BY_REASON else reason
     # Data preparation may see its own output again, which has to stay as it is.
     return None if canonical_gold(canonical) == canonical else "unstable"
 
@@ -168,13 +170,13 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 def _why_unmeetable(text: str) -> str | None:
     """Return why no honest answer can match a reference answer as it is spelled, else None.
 
-    The reason is a key of `REMEDIES`, which say what to write instead.
+    The reason is a key of `REMEDY_BY_REASON`, which say what to write instead.
     """
     for char in text:
         # Decimal digits of other scripts, and raised digits or fractions in one character
         if not char.isascii() and unicodedata.category(char) in {"Nd", "No"}:
             return "other_digits"
-    for reason, pattern, _ in _UNMEETABLE:
+    for reason, pattern, _ in _UNMEETABLE_SPELLINGS:
         if pattern.fullmatch(text):
             return reason
     return None
@@ -182,17 +184,17 @@ def _why_unmeetable(text: str) -> str | None:
 
 def _decide_verdict(
     answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer, where both sides may be the letter of a choice.
 
     A letter stands for the value of its choice. `choices` has the values of A, B, C and so on, and
     is empty for a problem that is no multiple-choice question. Source: the grading policy, points
     3, 5 and 6.
     """
-    answer_choice = _named_choice(answer, choices)
-    reference_choice = _named_choice(reference, choices)
+    answer_choice = _read_named_choice(answer, choices)
+    reference_choice = _read_named_choice(reference, choices)
     if not choices:
-        return _decide_open(
+        return _decide_without_choices(
             answer,
             answer_choice=answer_choice,
             reference=reference,
@@ -202,9 +204,9 @@ def _decide_verdict(
     if reference_choice:
         value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
-            return Compared("wrong", "gold_letter_without_choice")
+            return ComparisonResult("wrong", "gold_letter_without_choice")
         if not _fits_value_beside(reference_choice, value):
-            return Compared("wrong", "gold_letter_with_another_value")
+            return ComparisonResult("wrong", "gold_letter_with_another_value")
         # The policy asks for exactly that choice's value.
         reference = value
         rounding = False
@@ -213,7 +215,7 @@ def _decide_verdict(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
         )
         # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
-        is_capital_letter = _LETTER.fullmatch(answer.text) is not None
+        is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
         is_choice = _value_of_letter(answer_choice.letter, choices) is not None
         if by_letter.verdict == "correct" or (is_capital_letter and is_choice):
             return by_letter
@@ -229,26 +231,26 @@ def _decide_verdict(
     return by_letter
 
 
-def _decide_open(
+def _decide_without_choices(
     answer: Answer,
     answer_choice: _NamedChoice | None,
     reference: Answer,
     reference_choice: _NamedChoice | None,
     rounding: bool,
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on a problem without choices, where both sides may still be a letter.
 
     `answer_choice` and `reference_choice` are the letters that they name, None for a value.
     """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
-            return Compared("correct", "letter")
-        return Compared("wrong", "different_letter")
+            return ComparisonResult("correct", "letter")
+        return ComparisonResult("wrong", "different_letter")
     if answer_choice:
-        return Compared("wrong", "letter_without_choice")
+        return ComparisonResult("wrong", "letter_without_choice")
     reason = _why_unmeetable(reference.text)
     if reason is not None:
-        return Compared("wrong", f"gold_{reason}")
+        return ComparisonResult("wrong", f"gold_{reason}")
     return compare(answer, reference, rounding)
 
 
@@ -258,27 +260,27 @@ def _grade_by_value(
     reference_choice: _NamedChoice | None,
     choices: Sequence[str],
     rounding: bool,
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer that gives the value of a choice instead of its letter.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
     answer must have the text of the right one. Where the reference answer is a letter
     (`reference_choice`), the text of its choice is enough, even if it cannot be read as a value.
     """
-    compared = compare(answer, reference, rounding)
-    answer_text = unspaced(answer.text_with_names.replace(", ", ","))
-    reference_text = unspaced(reference.text_with_names.replace(", ", ","))
+    result = compare(answer, reference, rounding)
+    answer_text = join_letters(answer.text_with_names.replace(", ", ","))
+    reference_text = join_letters(reference.text_with_names.replace(", ", ","))
     has_same_text = answer.text != "" and answer_text == reference_text
-    if has_same_text and reference_choice and compared.verdict != "correct":
-        return Compared("correct", "same_text")
-    if has_same_text or compared.verdict != "correct":
-        return compared
+    if has_same_text and reference_choice and result.verdict != "correct":
+        return ComparisonResult("correct", "same_text")
+    if has_same_text or result.verdict != "correct":
+        return result
     for choice in choices:
         choice_value = read_value(choice)
         is_another_text = choice_value.text != reference.text
         if is_another_text and compare(choice_value, reference).verdict == "correct":
-            return Compared("wrong", "another_choice")
-    return compared
+            return ComparisonResult("wrong", "another_choice")
+    return result
 
 
 def _grade_by_letter(
@@ -286,7 +288,7 @@ def _grade_by_letter(
     reference_choice: _NamedChoice | None,
     reference: Answer,
     choices: Sequence[str],
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer that names a choice.
 
     `reference_choice` is the choice that the reference answer names, None where it is a value.
@@ -294,17 +296,21 @@ def _grade_by_letter(
     value = _value_of_letter(answer_choice.letter, choices)
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
-        return Compared("wrong", reason)
+        return ComparisonResult("wrong", reason)
     if not _fits_value_beside(answer_choice, value):
-        return Compared("wrong", "letter_with_another_value")
+        return ComparisonResult("wrong", "letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
         is_same = compare(read_value(value.raw), reference).verdict == "correct"
-    return Compared("correct", "letter") if is_same else Compared("wrong", "different_letter")
+    return (
+        ComparisonResult("correct", "letter")
+        if is_same
+        else ComparisonResult("wrong", "different_letter")
+    )
 
 
-def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
+def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
     r"""Return the answer that a response gives, read for this reference answer.
 
     Where the reference answer has several values, the last boxes in a row count as one answer:
@@ -333,7 +339,7 @@ def comparison(
     *,
     rounding: bool = False,
     answer_tags: bool = False,
-) -> Compared | None:
+) -> ComparisonResult | None:
     """Compare the answer of a response with a reference answer of several values, part by part.
 
     It serves to explain a grade. None where the response has no answer, or the reference answer is
@@ -343,7 +349,7 @@ def comparison(
     reference = read_reference(gold)
     if content is None or not reference.is_structured:
         return None
-    answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
+    answer = read_answer_for(reference, response=response, content=content, answer_tags=answer_tags)
     return compare(answer, reference, rounding)
 
 
@@ -359,21 +365,21 @@ class _NamedChoice(NamedTuple):
     beside: str = ""
 
 
-def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
+def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
     """Return the choice that an answer names, None if it names none.
 
     Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
     unknown. Text wrappers and a full stop are already gone in the canonical form.
     """
-    letter_alone = _LETTER.fullmatch(answer.text)
+    letter_alone = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text)
     if letter_alone:
         return _NamedChoice(answer.text, letter=letter_alone[1] or letter_alone[2])
     if not choices:
         return None
     # Each spelling of a label has a group of its own for the letter, of which one is set.
-    if label_before := _LABEL.fullmatch(answer.text):
+    if label_before := _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text):
         *letters, beside = label_before.groups()
-    elif label_behind := _LABEL_BEHIND.fullmatch(answer.text):
+    elif label_behind := _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text):
         beside, *letters = label_behind.groups()
     else:
         return None

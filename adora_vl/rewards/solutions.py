@@ -17,8 +17,8 @@ from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.numeric import same_number
 
 Solution = tuple[Any, ...]
-REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
-_HOLDS = {
+REVERSED_SIGN = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
+_OPERATOR_BY_SIGN = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -39,7 +39,7 @@ def solution_without_absolute(comparison: Solution) -> Solution | None:
         return None
     # `|x| < 5` needs both sides, `|x| > 5` one of them.
     word = "and" if "<" in sign else "or"
-    return (word, comparison, ("is", REVERSED[sign], -bound))
+    return (word, comparison, ("is", REVERSED_SIGN[sign], -bound))
 
 
 def interval_solution(
@@ -122,7 +122,9 @@ def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
         _, sign, number = solution
         end = next(index for index, end in enumerate(ends) if same_number(number, end))
         end_position = 2 * end + 1
-        return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
+        return [
+            _OPERATOR_BY_SIGN[sign](position, end_position) for position in range(2 * len(ends) + 1)
+        ]
     # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
     truths_of_parts = [_truth_by_position(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any
