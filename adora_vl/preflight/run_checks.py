@@ -42,7 +42,7 @@ from adora_vl.preflight.facts import (
 from adora_vl.preflight.request import RunRequest
 from adora_vl.rewards.choose import RewardSet, check_reward_sums
 from adora_vl.tools.run import ToolSet
-from adora_vl.training.extensions import Extension, chosen_extensions
+from adora_vl.training.extensions import Extension, build_extensions
 from adora_vl.utils.versions import check_versions
 
 
@@ -59,7 +59,7 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     check_sampling(config)
     check_methods(config)
     check_schedule(config)
-    extensions: Mapping[str, Extension] = chosen_extensions(config)
+    extensions: Mapping[str, Extension] = build_extensions(config)
     layout: BatchLayout = check_batches(config, context.sharding)
     check_machine(config, context)
     rewards: RewardSet = check_rewards(request)
