@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
 
 
-def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
+def bins_of(pass_rates: Tensor, group_size: int) -> Tensor:
     """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
     prompts with only right ones, belong to no bin and get `OUTSIDE`. If some rollouts are unscored,
     the pass rate may lie between two bins; the nearer one is taken.
     """
-    right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
+    right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
     return torch.where(is_mixed_P, right_P - 1, OUTSIDE)
 
@@ -226,12 +226,12 @@ class Daro(Method):
         This runs on the CPU: a GPU adds sums by index in any order, and all ranks have to agree to
         the bit.
         """
-        generations = advantages_PG.shape[1]
-        bin_count = max(1, generations - 1)
+        group_size = advantages_PG.shape[1]
+        bin_count = max(1, group_size - 1)
         unweighted_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()
         scored_PG = groups.scored_PG.cpu()
-        bins_P = bins_of(groups.pass_rate_P.cpu(), generations)
+        bins_P = bins_of(groups.pass_rate_P.cpu(), group_size)
         daro_weights = run.daro_weights(bin_count, options=self)
         weights_M = daro_weights.weights_M
         weighted_PG = self.weigh_advantages(
@@ -251,7 +251,7 @@ class Daro(Method):
         is_present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bin_count) > 0
         for index in range(bin_count):
             # The bin with this index has `index + 1` right rollouts.
-            bin_name = f"{index + 1}_of_{generations}"
+            bin_name = f"{index + 1}_of_{group_size}"
             run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
             if is_present_M[index]:  # an empty bin has no loss
                 run.figures[f"daro/loss_{bin_name}"] = losses_M[index].item()

@@ -101,7 +101,7 @@ def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
 
     The criterion compares the claims on a figure that the reward `steps` counts in each response.
     """
-    measures_steps = steps.NAME in rewards.entries
+    measures_steps = steps.REWARD_NAME in rewards.entries
     for name, method in config.methods.chosen.items():
         if isinstance(method, Adora) and "working" in method.criteria and not measures_steps:
             raise UserError(

@@ -366,7 +366,7 @@ def _graded_columns(
     columns: Columns = {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
-        "missing": facts.why_left,
+        "missing": facts.leaving_reasons,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * count,
         "weight": weighting.weights_P.repeat_interleave(group_size).tolist(),

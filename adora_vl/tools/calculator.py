@@ -10,15 +10,15 @@ import re
 
 from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import (
-    FUNCTIONS,
+    FUNCTION_NAMES,
     MAX_CHARS,
-    MAX_DIGITS,
-    MAX_FUNCTIONS,
+    MAX_COSTLY_TOKENS,
+    MAX_LITERAL_DIGITS,
     MAX_NESTING,
     NotReadError,
     Tree,
 )
-from adora_vl.rewards.numeric import number_of
+from adora_vl.rewards.numeric import evaluate_closed_form
 
 _SYMBOLS = {
     "**": "^",
@@ -41,7 +41,7 @@ _LARGEST_POWER_OF_TEN = 300  # of a number such as 2e3; numeric.MAX_BITS holds 1
 _INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
 _INVERSE_OF = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
 _BASES = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "log_10": "10"}
-_NAMES = frozenset({*FUNCTIONS, *_INVERSES, *_BASES, "sqrt", "cbrt", "exp", "abs"})
+_NAMES = frozenset({*FUNCTION_NAMES, *_INVERSES, *_BASES, "sqrt", "cbrt", "exp", "abs"})
 _E: Tree = ("num", "2.718281828459045235360287471352662497757247093699959574966967627724")
 _PI: Tree = ("pi",)
 _MINUS_ONE: Tree = ("sum", (-1, ("num", "1")))
@@ -53,7 +53,7 @@ def value_of(expression: str) -> Ball:
     Raises `NotReadError`: `not_read` for what is no expression of numbers, `too_large`,
     `undefined`.
     """
-    return number_of(_read(expression))
+    return evaluate_closed_form(_read(expression))
 
 
 def _read(expression: str) -> Tree:
@@ -71,7 +71,7 @@ def _read(expression: str) -> Tree:
         position = match.end()
     # Powers, factorials and functions take far longer than the four operations.
     costly = [token for token in tokens if token in _NAMES or token in {"^", "!"}]
-    if len(costly) > MAX_FUNCTIONS:
+    if len(costly) > MAX_COSTLY_TOKENS:
         raise NotReadError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()
@@ -197,7 +197,7 @@ class _Reader:
         """Return a literal, also with an exponent as in `2e3`."""
         token = self._take()
         digits, _, power = token.lower().partition("e")
-        if len(digits) > MAX_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
+        if len(digits) > MAX_LITERAL_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
             raise NotReadError("too_large")
         return ("num", token)
 
@@ -306,4 +306,4 @@ def _absolute(tree: Tree) -> Tree:
 
     The grammar has no absolute value.
     """
-    return ("sum", (-1, tree)) if number_of(tree).value < 0 else tree
+    return ("sum", (-1, tree)) if evaluate_closed_form(tree).value < 0 else tree

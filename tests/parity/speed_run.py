@@ -200,7 +200,7 @@ def sabotage(names: str) -> None:
 
         mock.patch.object(packed_module, "pack", shifted).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have
-        mock.patch.object(batcher_module, "MEAN_OVER_ROWS", frozenset()).start()
+        mock.patch.object(batcher_module, "LOSSES_WITH_ROW_MEAN", frozenset()).start()
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from adora_vl.config.batch_plan import batch_plan
 from adora_vl.config.schema import parse
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
-from adora_vl.training.extensions import chosen_extensions
+from adora_vl.training.extensions import build_extensions
 from adora_vl.types import Row
 from tests.support.examples import EXAMPLES, example, generation_of_step, started_extension
 from tests.support.pictures import noise_picture
@@ -129,7 +129,7 @@ def test_the_recipe_of_noisy_rollouts_is_that_of_its_repository():
     assert plan.updates_per_generation == 4
     assert plan.optimizer_batch == 128 * 12
     assert config.save_steps == 2101 // 512 * 4
-    noisy: Any = chosen_extensions(config)["NoisyRollouts"]
+    noisy: Any = build_extensions(config)["NoisyRollouts"]
     assert noisy.count(config.num_generations) == 6
     for number in (1, 20, 35, 39, 41, 45, 60):  # a generation as it is counted there
         published_level = int(500 * (1 - 1 / (1 + math.exp(-30 * (number / 60 - 40 / 60)))))

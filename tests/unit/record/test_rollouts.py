@@ -341,7 +341,7 @@ def test_what_a_call_gains_is_counted_within_groups_that_have_both():
     assert figures["adora/tools_s"] == 1
     assert figures["tools/failure_frequency"] == 0.25
     assert figures["tools/call_frequency"] == pytest.approx(4 / 6)
-    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.selected(range(2, 6)))
+    assert "adora/tool_gain" not in tool_figures(rewards_PG[1:], facts.select(range(2, 6)))
 
 
 def test_a_problem_is_recorded_with_its_choices(tmp_path):

@@ -15,9 +15,9 @@ import pytest
 
 from adora_vl.rewards import canonical_gold, grade, grade_batch, verify_gold
 from adora_vl.rewards.completion import last_boxed
-from adora_vl.rewards.explain import RULES
+from adora_vl.rewards.explain import RULE_IN_WORDS
 from adora_vl.rewards.grammar import NotReadError, read_tree
-from adora_vl.rewards.numeric import number_of
+from adora_vl.rewards.numeric import evaluate_closed_form
 from benchmarks.grading_corpus import LABELS, Case, cases
 from tests.support.grading_rows import ANSWERS, boxed, expanded, rows
 
@@ -81,7 +81,7 @@ def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
             <= answer | {"answer", "response", "choices", "rounding", "answer_tags"}
         ), line
         assert ("answer" in row) != ("response" in row), line
-        assert row["reason"].removeprefix("gold_") in RULES, line
+        assert row["reason"].removeprefix("gold_") in RULE_IN_WORDS, line
     for line, row in REFERENCES:
         assert "reference" in row, line
         assert row.keys() <= {"reference", "choices", "stored", "refused"}, line
@@ -188,7 +188,7 @@ NO_NUMBER = [
 def test_what_is_no_closed_form_has_no_number() -> None:
     for text in NO_NUMBER:
         with pytest.raises(NotReadError):
-            pytest.fail(f"{text!r} has the number {number_of(read_tree(text))}")
+            pytest.fail(f"{text!r} has the number {evaluate_closed_form(read_tree(text))}")
 
 
 def test_the_package_needs_nothing_heavy() -> None:

@@ -286,7 +286,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             batch = scored(refilled, first_batch)
             refill = scored(refilled, second_batch)
             chosen = fill_slots(batch.assessment.signal_of(0), refill.assessment.signal_of(0), 8)
-            joined = batch.exchanged(refill, [chosen], pad_id=0, rank=0)
+            joined = batch.exchange_groups(refill, [chosen], pad_id=0, rank=0)
             first_rows = torch.tensor([group % 8 for group in chosen]).repeat_interleave(4) * 4
             rows = first_rows + torch.arange(4).repeat(8)
             assert torch.equal(joined.batch["prompt_ids"][:, 0], rows)

@@ -73,7 +73,7 @@ def test_a_failed_call_is_no_zero_and_a_rollout_that_is_left_alone_leaves_too():
     assert summed_rewards(facts) == [None] * 4
     assert facts.missing_reasons == (None, *["judge: HTTP 503"] * 3)
     assert facts.missing_share == 0.75
-    assert facts.why_left[0] == "no other rollout of its group has a reward"
+    assert facts.leaving_reasons[0] == "no other rollout of its group has a reward"
 
 
 def test_those_who_are_left_are_compared_with_each_other_alone():

@@ -14,9 +14,9 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.training.recompute import (
-    FIGURE,
+    RECOMPUTED_LAYERS_FIGURE,
     CardBytes,
-    GradientsBefore,
+    GradientSnapshots,
     RecomputedLayers,
     language_layers,
 )
@@ -189,7 +189,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
             flags = [layer.gradient_checkpointing for layer in language_layers(model)]
         assert flags.count(True) == count
         assert switch.count == count
-        assert log[FIGURE] == count
+        assert log[RECOMPUTED_LAYERS_FIGURE] == count
     free_bytes = bytes_for(2)
     with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
         assert switch.count == 0, "fewer tokens keep less"
@@ -315,11 +315,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = GradientsBefore([weight], max_copied_bytes=0)
+    before = GradientSnapshots([weight], max_copied_bytes=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = GradientsBefore([weight], max_copied_bytes=12)
+    later = GradientSnapshots([weight], max_copied_bytes=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]
