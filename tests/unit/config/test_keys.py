@@ -419,7 +419,7 @@ def value_or_error(build: Callable[[], AdoraGRPOConfig], key: str) -> str:
 
 @pytest.mark.parametrize("key", KEYS_OF_BOTH_WAYS)
 def test_python_code_gets_the_value_and_type_that_a_config_file_gets(key, tmp_path):
-    """So `AdoraGRPOConfig(**yaml.safe_load(...))` trains as `--config` with the same file does."""
+    """A config that Python code reads from a YAML file is the one that `--config` reads from it."""
     path = tmp_path / "c.yaml"
     settings = {"use_cpu": True, "bf16": False, "output_dir": "nowhere"}
     for written in SPELLINGS_IN_YAML:
