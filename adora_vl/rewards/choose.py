@@ -80,7 +80,7 @@ def bind_options(
         return function
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = [
+    parameter_names = [
         parameter.name
         for parameter in parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -91,10 +91,10 @@ def bind_options(
                 f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose "
                 "another name"
             )
-        if option not in named and not takes_any:
+        if option not in parameter_names and not takes_any:
             raise UserError(
                 f"adora_reward.{own_name(entry)}: no argument "
-                f"{option!r}{did_you_mean(option, named)}"
+                f"{option!r}{did_you_mean(option, parameter_names)}"
             )
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
@@ -109,7 +109,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     position, and must accept the columns that it does not name in `**kwargs`. Its bound options
     must not have the name of a column.
     """
-    # `bind_options` binds options in a partial.
+    # A partial is what `bind_options` makes of a function with options.
     options = set(function.keywords) if isinstance(function, partial) else set()
     clashes = sorted(options & set(columns))
     if clashes:
@@ -147,10 +147,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         )
 
 
-_REWARDS_WITH_OPTIONS = (
-    judge.REWARD_NAME,
-    steps.REWARD_NAME,
-)  # rewards of ours that are no presets
+# Rewards of ours that are no presets, and that an entry's options build.
+_REWARDS_WITH_OPTIONS = (judge.REWARD_NAME, steps.REWARD_NAME)
 REWARD_NAMES = (*PRESETS, *REWARD_FUNCTION_BY_NAME, *_REWARDS_WITH_OPTIONS)
 
 
@@ -170,7 +168,7 @@ class RewardSet:
 
     @property
     def user_functions(self) -> list[tuple[str, Callable[..., Any]]]:
-        """RewardEntry and function of each function of the user's, from a file or from Python."""
+        """Entry and function of each function of the user's, from a file or from Python."""
         pairs = zip(self.entries, self.functions, strict=True)
         return [
             (entry, function)
@@ -211,8 +209,8 @@ def _named_options(entries: Sequence[RewardEntry]) -> list[tuple[str, dict[str, 
     """
     named_options = []
     for entry in entries:
-        options_of_name = {entry: {}} if isinstance(entry, str) else entry
-        for name, options in options_of_name.items():
+        options_by_name = {entry: {}} if isinstance(entry, str) else entry
+        for name, options in options_by_name.items():
             options = options or {}  # `{judge: }` in YAML gives None
             if not isinstance(options, Mapping):
                 raise UserError(
@@ -240,25 +238,31 @@ def choose_rewards(
     """
     named_options = _named_options(entries)
     names = [name for name, _ in named_options]
-    options_of_preset = {}
+    options_by_preset = {}
     for name, options in named_options:
         if not is_own(name) and name not in _REWARDS_WITH_OPTIONS:
-            options_of_preset[name] = options
-    for name, options in options_of_preset.items():
+            options_by_preset[name] = options
+    for name, options in options_by_preset.items():
         _check_preset(name, options)
     _refuse_repeated_names(names, [own_name(name) if is_own(name) else name for name in names])
-    rounded = [name for name, options in options_of_preset.items() if options.get("rounding")]
+    presets_with_rounding = [
+        name for name, options in options_by_preset.items() if options.get("rounding")
+    ]
     preset_functions: list[RewardFunction] = []
-    if options_of_preset or not names:  # `reward_functions` refuses a run without any entry
-        preset_functions = reward_functions([*options_of_preset], rounded, answer_tags)
-    function_of_preset = dict(zip(options_of_preset, preset_functions, strict=True))
+    if options_by_preset or not names:  # `reward_functions` refuses a run without any entry
+        preset_functions = reward_functions(
+            [*options_by_preset],
+            presets_with_rounding=presets_with_rounding,
+            answer_tags=answer_tags,
+        )
+    function_by_preset = dict(zip(options_by_preset, preset_functions, strict=True))
     functions: list[Callable[..., Any]] = []
     function_names = []
-    hashes = {}
+    hash_by_file = {}
     for name, options in named_options:
         if is_own(name):
             user_function = from_file("adora_reward", name)
-            hashes[user_function.file] = user_function.hash
+            hash_by_file[user_function.file] = user_function.hash
             functions.append(in_trl_form(bind_options(name, user_function.value, options)))
             function_names.append(own_name(name))
             continue
@@ -266,15 +270,17 @@ def choose_rewards(
         if name == judge.REWARD_NAME:
             function = judge.JudgeReward(options, output_dir or Path.cwd())
         elif name == steps.REWARD_NAME:
-            function = steps.StepsReward(options, rounding=bool(rounded), answer_tags=answer_tags)
+            function = steps.StepsReward(
+                options, rounding=bool(presets_with_rounding), answer_tags=answer_tags
+            )
         else:
-            function = function_of_preset[name]
+            function = function_by_preset[name]
         functions.append(function)
         function_names.append(function.__name__)
     # The names of the functions may clash where those of the entries do not: a user may have
     # written a function `adora_reward`, which is also that of the preset `adora`.
     _refuse_repeated_names(names, function_names)
-    return RewardSet(tuple(names), tuple(functions), hashes)
+    return RewardSet(tuple(names), tuple(functions), hash_by_file)
 
 
 def _check_preset(name: str, options: Mapping[str, Any]) -> None:
@@ -382,12 +388,12 @@ def _refuse_repeated_names(entries: Sequence[str], names: Sequence[str]) -> None
 
     `entries` and `names` are parallel: the entries of `adora_reward`, and the name of each.
     """
-    entry_of_name: dict[str, str] = {}
+    entry_by_name: dict[str, str] = {}
     for entry, name in zip(entries, names, strict=True):
-        if name not in entry_of_name:
-            entry_of_name[name] = entry
+        if name not in entry_by_name:
+            entry_by_name[name] = entry
             continue
-        first_entry = entry_of_name[name]
+        first_entry = entry_by_name[name]
         if first_entry == entry:
             raise UserError(
                 f"adora_reward: {entry!r} is given twice; weigh it with reward_weights instead"

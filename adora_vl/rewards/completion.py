@@ -136,27 +136,26 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
     response = final_part(response)[-MAX_CHARS_OF_ROW:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    row: list[_Box] = []  # filled from the last box back
+    boxes: list[_Box] = []  # filled from the last box back
     for box in reversed(_complete_boxes(response)):
-        if row:
-            next_box = row[-1]
+        if boxes:
+            next_box = boxes[-1]
             if box.end > next_box.start:
                 continue  # it stands inside of that box
             between = response[box.end + 1 : next_box.start]
-            if (
-                len(between) > MAX_CHARS_BETWEEN_BOXES
-                or not _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
-                or len(row) > MAX_BOXES_IN_ROW
-            ):
+            is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
+                _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
+            )
+            if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
                 break
-        row.append(box)
-    row.reverse()
-    contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in row]
+        boxes.append(box)
+    boxes.reverse()
+    contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in boxes]
     has_equation = any("=" in content for content in contents)
     if not with_names or has_equation:
         return contents
     named_contents = []
-    for box, content in zip(row, contents, strict=True):
+    for box, content in zip(boxes, contents, strict=True):
         # The name is searched for in the few characters before the box.
         name = _NAME_BEFORE_BOX_PATTERN.search(
             response, max(0, box.start - MAX_CHARS_BETWEEN_BOXES), box.start
@@ -216,7 +215,7 @@ def response_text(completion: Completion, thinking_opened: bool = False) -> str:
     """Return the text of a completion with its complete block of thinking.
 
     The opening tag is put back where the prompt has it (`thinking_opened`), and so is the whole
-    block where the tokenizer has parsed the reasoning out of the message.
+    block where the tokenizer has parsed the reasoning out of the message, as `reasoning_content`.
     """
     text = completion_text(completion)
     opening, closing = THINK_TAGS
@@ -235,13 +234,14 @@ def response_texts(
 ) -> list[str]:
     """Return `response_text` of each completion.
 
-    `thinking_opened` says for each completion whether its prompt opens the block; None: no prompt
-    does.
+    `thinking_opened` says for each completion whether its prompt opens the block of thinking; None:
+    no prompt does.
     """
-    opened = [False] * len(completions) if thinking_opened is None else thinking_opened
+    if thinking_opened is None:
+        thinking_opened = [False] * len(completions)
     return [
-        response_text(completion, is_open)
-        for completion, is_open in zip(completions, opened, strict=True)
+        response_text(completion, is_opened)
+        for completion, is_opened in zip(completions, thinking_opened, strict=True)
     ]
 
 
@@ -250,9 +250,8 @@ def shows_working(text: str) -> bool:
 
     It does if an equals sign stands before the last box, or anywhere if there is no box.
     """
-    # Without a box all of the text is in the last part.
-    before_box, box, behind = text.rpartition("\\boxed")
-    return "=" in (before_box if box else behind)
+    before_box, box_command, _ = text.rpartition("\\boxed")
+    return "=" in (before_box if box_command else text)
 
 
 def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
@@ -264,10 +263,10 @@ def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
     opening, closing = tags
     if not text.startswith(opening):
         return None
-    inside, tag, rest = text.removeprefix(opening).partition(closing)
-    if not tag or is_blank(inside) or _has_tag(inside):
+    content, closing_tag, text_behind = text.removeprefix(opening).partition(closing)
+    if not closing_tag or is_blank(content) or _has_tag(content):
         return None
-    return rest.strip()
+    return text_behind.strip()
 
 
 def _has_tag(text: str) -> bool:
@@ -287,8 +286,8 @@ def think_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _text_behind_block(text.strip(), THINK_TAGS)
-        is_right = rest is not None and not is_blank(rest) and not _has_tag(rest)
+        answer = _text_behind_block(text.strip(), THINK_TAGS)
+        is_right = answer is not None and not is_blank(answer) and not _has_tag(answer)
         rewards.append(float(is_right))
     return rewards
 
@@ -306,8 +305,10 @@ def think_answer_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _text_behind_block(text.strip(), THINK_TAGS)
-        is_right = rest is not None and _text_behind_block(rest, ANSWER_TAGS) == ""
+        behind_thinking = _text_behind_block(text.strip(), THINK_TAGS)
+        is_right = (
+            behind_thinking is not None and _text_behind_block(behind_thinking, ANSWER_TAGS) == ""
+        )
         rewards.append(float(is_right))
     return rewards
 
@@ -326,20 +327,22 @@ _WORDS_WITHOUT_VARIANTS = (
     "let me see",
     "hold on",
 )
-REFLECTIVE = {
+REFLECTIVE_WORD_REGEX = {
     **{word: word for word in _WORDS_WITHOUT_VARIANTS},
     # not the end of `re-check` and `double-check`, which count as themselves
     "check": "(?<!-)(?<!double )check",
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
 }
-_PATTERN_BY_REFLECTIVE_WORD = {
-    word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
-    for word, like in REFLECTIVE.items()
+REFLECTIVE_WORD_PATTERN = {
+    word: re.compile(rf"(?<!\w){regex}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
+    for word, regex in REFLECTIVE_WORD_REGEX.items()
 }
 # What a text has to contain, in lower case, so that a word's pattern can match at all. Looking for
 # it is some thirty times as fast as the pattern, and most answers contain none of them.
-_STEM_BY_REFLECTIVE_WORD = {word: "check" if "check" in word else word for word in REFLECTIVE}
+_STEM_BY_REFLECTIVE_WORD = {
+    word: "check" if "check" in word else word for word in REFLECTIVE_WORD_REGEX
+}
 # Four letters match an ASCII one where case is ignored, though they have another lower case.
 _ODD_CASED_LETTERS_PATTERN = re.compile("[\u0130\u0131\u017f\u212a]")
 
@@ -347,13 +350,13 @@ _ODD_CASED_LETTERS_PATTERN = re.compile("[\u0130\u0131\u017f\u212a]")
 def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
     lowered = text.lower()
-    words = list(_PATTERN_BY_REFLECTIVE_WORD)
+    words = list(REFLECTIVE_WORD_PATTERN)
     # A quick look for the stems spares most searches; characters of odd case may hide a stem.
     if not _ODD_CASED_LETTERS_PATTERN.search(text):
         words = [word for word in words if _STEM_BY_REFLECTIVE_WORD[word] in lowered]
     counts = {}
     for word in words:
-        count = len(_PATTERN_BY_REFLECTIVE_WORD[word].findall(text))
+        count = len(REFLECTIVE_WORD_PATTERN[word].findall(text))
         if count:
             counts[word] = count
     return counts

@@ -104,7 +104,7 @@ def grade(
             (`last_answer`).
         thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     response = final_part(response, thinking_opened)
     content = last_answer(response) if answer_tags else last_boxed(response)
     result = ComparisonResult("unparseable", "no_box")
@@ -124,7 +124,7 @@ def grade(
         verdict=result.verdict,
         extracted=content,
         reason=result.reason,
-        ms=1000 * (time.perf_counter() - began),
+        ms=1000 * (time.perf_counter() - start_time),
     )
 
 
@@ -156,7 +156,8 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     `currency: write ...`.
     """
     canonical = canonical_gold(gold)
-    for answer, reference in ((gold, gold), (gold, canonical), (canonical, canonical)):
+    answers_and_references = ((gold, gold), (gold, canonical), (canonical, canonical))
+    for answer, reference in answers_and_references:
         result = grade(rf"\boxed{{{answer}}}", reference, choices=choices)
         if result.verdict != "correct":
             reason = result.reason.removeprefix("gold_")
@@ -211,24 +212,24 @@ def _decide_verdict(
         reference = value
         rounding = False
     if answer_choice is not None:
-        by_letter = _grade_by_letter(
+        letter_result = _grade_by_letter(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
         )
         # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
         is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
         is_choice = _value_of_letter(answer_choice.letter, choices) is not None
-        if by_letter.verdict == "correct" or (is_capital_letter and is_choice):
-            return by_letter
-    by_value = _grade_by_value(
+        if letter_result.verdict == "correct" or (is_capital_letter and is_choice):
+            return letter_result
+    value_result = _grade_by_value(
         answer,
         reference=reference,
         reference_choice=reference_choice,
         choices=choices,
         rounding=rounding,
     )
-    if answer_choice is None or by_value.verdict == "correct":
-        return by_value
-    return by_letter
+    if answer_choice is None or value_result.verdict == "correct":
+        return value_result
+    return letter_result
 
 
 def _decide_without_choices(
@@ -356,13 +357,13 @@ def comparison(
 class _NamedChoice(NamedTuple):
     """The choice that an answer names.
 
-    `text` is the canonical answer, `letter` the choice in upper case, and `beside` what stands
+    `text` is the canonical answer, `letter` the choice in upper case, and `text_beside` what stands
     beside the letter: `12` in `(C) 12`.
     """
 
     text: str
     letter: str
-    beside: str = ""
+    text_beside: str = ""
 
 
 def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
@@ -376,14 +377,16 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
         return _NamedChoice(answer.text, letter=letter_alone[1] or letter_alone[2])
     if not choices:
         return None
-    # Each spelling of a label has a group of its own for the letter, of which one is set.
-    if label_before := _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text):
-        *letters, beside = label_before.groups()
-    elif label_behind := _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text):
-        beside, *letters = label_behind.groups()
+    letter_before = _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text)
+    letter_behind = _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text)
+    if letter_before:
+        *letter_groups, text_beside = letter_before.groups()
+    elif letter_behind:
+        text_beside, *letter_groups = letter_behind.groups()
     else:
         return None
-    letter = next(text for text in letters if text)
+    # Each spelling, such as `(C)` and `C.`, has a group of its own, of which one is set.
+    letter = next(group for group in letter_groups if group)
     if _value_of_letter(letter.upper(), choices) is None:
         return None
     if letter.islower():
@@ -391,18 +394,18 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
         trees = [read_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _NamedChoice(answer.text, letter=letter.upper(), beside=beside)
+    return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
 
 
-def _fits_value_beside(named: _NamedChoice, value: Answer) -> bool:
+def _fits_value_beside(choice: _NamedChoice, value: Answer) -> bool:
     """Return whether what stands beside the letter of a choice fits the value of that choice.
 
     It also does where the letter stands alone.
     """
     # The value of a choice may itself look like a letter with a value.
-    if not named.beside or named.text == value.text:
+    if not choice.text_beside or choice.text == value.text:
         return True
-    return compare(read_value(named.beside), value).verdict == "correct"
+    return compare(read_value(choice.text_beside), value).verdict == "correct"
 
 
 def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:

@@ -65,13 +65,13 @@ def reward_function(
 ) -> RewardFunction:
     """Return the reward function of one preset, in TRL's form; see `reward_functions`."""
     (function,) = reward_functions(
-        [preset], rounded=[preset] if rounding else [], answer_tags=answer_tags
+        [preset], presets_with_rounding=[preset] if rounding else [], answer_tags=answer_tags
     )
     return function
 
 
 def reward_functions(
-    presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
+    presets: Sequence[str], presets_with_rounding: Collection[str] = (), answer_tags: bool = False
 ) -> list[RewardFunction]:
     """Return the reward functions of some presets, in TRL's form and named `<preset>_reward`.
 
@@ -83,7 +83,7 @@ def reward_functions(
 
     Args:
         presets: names in `PRESETS` or `REWARD_FUNCTION_BY_NAME`.
-        rounded: the presets that also accept a rounded decimal (`rounding` of `grade`).
+        presets_with_rounding: those that also accept a rounded decimal (`rounding` of `grade`).
         answer_tags: whether an `<answer>` block is as good as a box, as in `grade`.
 
     Raises `UserError` for an unknown preset, no preset, or one that occurs twice. The functions
@@ -91,14 +91,16 @@ def reward_functions(
     a problem would never be noticed.
     """
     names = [*PRESETS, *REWARD_FUNCTION_BY_NAME]
-    listed = ", ".join(names)
+    names_in_words = ", ".join(names)
     if not presets:
-        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {listed}")
+        raise UserError(
+            f"adora_reward: [] names no reward preset, use one or more of {names_in_words}"
+        )
     for index, preset in enumerate(presets):
         if preset not in names:
             raise UserError(
                 f"adora_reward: unknown preset '{preset}', use one of "
-                f"{listed}{did_you_mean(preset, names)}"
+                f"{names_in_words}{did_you_mean(preset, names)}"
             )
         if preset in presets[:index]:
             raise UserError(
@@ -112,8 +114,8 @@ def reward_functions(
         if preset in REWARD_FUNCTION_BY_NAME:
             functions.append(REWARD_FUNCTION_BY_NAME[preset])
             continue
-        grader = rounding_grader if preset in rounded else exact_grader
-        logs = preset == presets[0]
+        grader = rounding_grader if preset in presets_with_rounding else exact_grader
+        logs = preset == presets[0]  # the grades are the same for all presets
         functions.append(_reward_function(preset, grader, logs=logs))
     return functions
 

@@ -91,13 +91,14 @@ def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
         has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
         if has_words and not is_side_a_name:
             return []
-    begins_well = values[0].kind == "number" or is_name[0]
+    begins_with_name_or_number = values[0].kind == "number" or is_name[0]
     has_formula_or_name = len(numbers) < len(sides)
     all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers)
-    says_more = has_formula_or_name or not all_in_digits
+    has_working = has_formula_or_name or not all_in_digits
     result = values[-1].lone_number
-    ends_well = result is not None and not result.has_undone_arithmetic
-    return numbers if begins_well and says_more and ends_well else []
+    ends_with_number = result is not None and not result.has_undone_arithmetic
+    is_chain = begins_with_name_or_number and has_working and ends_with_number
+    return numbers if is_chain else []
 
 
 def _read_side(text: str) -> Tree:
@@ -151,16 +152,16 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
         else:
             relations.append((sign, _subtract_sides(left_tree, right_tree)))
     unsolved = Answer("inequality", text, relations=tuple(relations))
-    all_names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
-    if len(all_names) > 1:
+    names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    if len(names) > 1:
         return unsolved
-    (name,) = all_names
+    (name,) = names
     comparisons = []
     for sign, tree in relations:
-        zero_and_slope = solve_linear(tree)
-        if zero_and_slope is None:  # not linear
+        zero_and_slope_sign = solve_linear(tree)
+        if zero_and_slope_sign is None:  # not linear
             return unsolved
-        zero, slope_sign = zero_and_slope
+        zero, slope_sign = zero_and_slope_sign
         # `2 - x < 0` has a negative slope and means `x > 2`.
         comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
         if name.startswith("|"):  # |x| < 5

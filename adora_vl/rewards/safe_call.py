@@ -158,7 +158,11 @@ class _SafeFunction:
     folder: Path  # the working directory to which each call returns
 
     def call(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of a plain function, or zeros where it fails."""
+        """Return the rewards of a plain function, or zeros where it fails.
+
+        The function may change the working directory, hang, or fork a process; the `with` undoes
+        or ends each of these.
+        """
         try:
             with (
                 back_in(self.folder),
@@ -186,7 +190,11 @@ class _SafeFunction:
             return self._note_failure(error, arguments, row)
 
     async def call_async(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of an `async def`, or zeros where it fails."""
+        """Return the rewards of an `async def`, or zeros where it fails.
+
+        The function may change the working directory, hang, or fork a process; the `with` undoes
+        or ends each of these.
+        """
         try:
             with (
                 back_in(self.folder),

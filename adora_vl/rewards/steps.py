@@ -82,20 +82,21 @@ class ResponseWork:
         """Whether a right answer of this response is luck: a claim is false, or none is new."""
         return self.false > 0 or self.new == 0
 
-    def spans(self) -> str:
+    def verdicts_as_json(self) -> str:
         """Return the claims as a JSON list, for the record: start, end and verdict of each.
 
         Start and end are positions in the response.
         """
-        spans = []
-        for checked in self.claims:
-            spans.append([checked.claim.start, checked.claim.end, _recorded_verdict(checked)])
-        return json.dumps(spans)
+        records = []
+        for checked_claim in self.claims:
+            claim = checked_claim.claim
+            records.append([claim.start, claim.end, _recorded_verdict(checked_claim)])
+        return json.dumps(records)
 
 
-def _recorded_verdict(checked: Checked) -> str:
+def _recorded_verdict(claim: Checked) -> str:
     """Return the verdict on a claim for the record; a claim that is the answer has one of its own."""
-    return "answer" if checked.verdict == "new" and checked.is_answer else checked.verdict
+    return "answer" if claim.verdict == "new" and claim.is_answer else claim.verdict
 
 
 def check_claims(response: str, figure: str) -> ResponseWork:
@@ -206,17 +207,17 @@ class StepsReward:
                 f"adora_reward.{REWARD_NAME}.gate: the data set has no column 'answer'; leave out gate"
             )
         texts = [completion_text(completion) for completion in completions]
-        begin = perf_counter()
+        start_time = perf_counter()
         works = [
             check_claims_if_possible(text, row_figure)
             for text, row_figure in zip(texts, figure, strict=True)
         ]
-        elapsed_ms = 1000 * (perf_counter() - begin)
+        elapsed_ms = 1000 * (perf_counter() - start_time)
         are_right = self._are_right(texts, works=works, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [work.new if work else None for work in works])
             log_extra("false", [work.false if work else None for work in works])
-            log_extra("steps", [work.spans() if work else None for work in works])
+            log_extra("steps", [work.verdicts_as_json() if work else None for work in works])
         if log_metric and works:
             for name, value in _batch_metrics(works, are_right).items():
                 log_metric(f"{REWARD_NAME}/{name}", value)
@@ -237,13 +238,13 @@ class StepsReward:
             return [None] * len(texts)
         choices_of_rows = choices or [None] * len(texts)
         are_right: list[bool | None] = []
-        for text, work, gold, row_choices in zip(
+        for text, work, reference, row_choices in zip(
             texts, works, answer, choices_of_rows, strict=True
         ):
             if work is None:
                 are_right.append(None)
                 continue
-            result = grade(final_part(text), gold, choices=row_choices, **self.accepted)
+            result = grade(final_part(text), reference, choices=row_choices, **self.accepted)
             are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 

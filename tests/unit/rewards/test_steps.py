@@ -267,7 +267,7 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
         "completion": text,
         "new": work.new,
         "false": work.false,
-        "steps": work.spans(),
+        "steps": work.verdicts_as_json(),
     }
     view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
     names = list(ROLLOUT)
