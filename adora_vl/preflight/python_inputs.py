@@ -192,7 +192,7 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
     return [{"role": "system", "content": content}, *remaining_messages]
 
 
-def system_text_of(prompt: Any) -> str | None:
+def system_text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
     """Return the text of a prompt's system message; None for a prompt without one.
 
     The message's content is a text, or a list of parts as chat templates take it. `prompt`: a list
