@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adora_vl.advantage.grpo import is_constant
 
-SHAPES = ("constant", "linear", "cosine")
+SCHEDULE_SHAPES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Schedule:
 
         A constant takes no other `end`; the other shapes need `end` and a range of steps.
         """
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
+        if self.shape not in SCHEDULE_SHAPES:
+            raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SCHEDULE_SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
             raise ValueError(
                 f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
@@ -68,7 +68,7 @@ class Schedule:
         return self.start, self.start if self.end is None else self.end
 
 
-def scheduled(value: Schedule | float) -> Schedule:
+def as_schedule(value: Schedule | float) -> Schedule:
     """Return the schedule itself, or a constant schedule of the number."""
     return value if isinstance(value, Schedule) else Schedule(value)
 

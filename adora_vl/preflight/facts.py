@@ -19,6 +19,7 @@ from adora_vl.models.four_bit import (
 )
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import sampling_overheads
+from adora_vl.preflight.python_inputs import system_text_of
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
@@ -200,13 +201,7 @@ class ResolvedRun:
         if self.script is not None:
             return self.prompts.system_prompt
         assert self.data.train is not None, "Python code passes its rows"
-        prompt = next(iter(self.data.train))["prompt"]
-        if not prompt or isinstance(prompt, str):
-            return None
-        first_message = prompt[0]
-        if first_message.get("role") != "system":
-            return None
-        return str(first_message["content"])
+        return system_text_of(next(iter(self.data.train))["prompt"])
 
     def policy(self) -> Any:
         """Return the model argument for TRL's trainer: a name, or a model that is loaded here.

@@ -18,7 +18,7 @@ from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
 from adora_vl.training.batch_rows import RowReader
-from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
+from adora_vl.types import Batch, PolicyLogps, Row, StepContext, engine_comparison_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -284,7 +284,7 @@ class DriftGuard:
         policy_logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         engine_logps_BC = batch.get("sampling_per_token_logps")
         if policy_logps_BC is not None and engine_logps_BC is not None:
-            self.check(policy_logps_BC, engine_logps_BC, compared_mask(batch), step)
+            self.check(policy_logps_BC, engine_logps_BC, engine_comparison_mask(batch), step)
 
     def check(
         self, policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor, step: int

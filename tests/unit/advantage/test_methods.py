@@ -23,7 +23,7 @@ from adora_vl.advantage import (
     group_advantages,
 )
 from adora_vl.advantage.adora import Adora
-from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
+from adora_vl.advantage.daro import OUTSIDE_ALL_BINS, Daro, DaroWeights, assign_bins, losses_by_bin
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
 from tests.support.examples import example
@@ -115,9 +115,9 @@ def test_adora_amplifies_with_dapos_pieces():
 
 def test_daro_by_hand():
     pass_rates = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    assert bins_of(pass_rates, 4).tolist() == [OUTSIDE, 0, 1, 2, OUTSIDE]
+    assert assign_bins(pass_rates, 4).tolist() == [OUTSIDE_ALL_BINS, 0, 1, 2, OUTSIDE_ALL_BINS]
     # one of three scored is right: between 1/4 and 2/4, nearer the former
-    assert bins_of(torch.tensor([1 / 3]), 4).tolist() == [0]
+    assert assign_bins(torch.tensor([1 / 3]), 4).tolist() == [0]
     advantages = torch.tensor(
         [
             [1.5, -0.5, -0.5, -0.5],
@@ -132,10 +132,10 @@ def test_daro_by_hand():
             [9, 9, 9, 9],
         ]
     )
-    bins = torch.tensor([0, 1, OUTSIDE])
-    magnitudes = bin_losses(advantages, tokens, bins, 3, "magnitude")
+    bins = torch.tensor([0, 1, OUTSIDE_ALL_BINS])
+    magnitudes = losses_by_bin(advantages, tokens, bins, 3, "magnitude")
     assert magnitudes.tolist() == [30 / 40, 8 / 8, 0.0]
-    surrogates = bin_losses(advantages, tokens, bins, 3, "surrogate")
+    surrogates = losses_by_bin(advantages, tokens, bins, 3, "surrogate")
     assert surrogates.tolist() == [0.0, 4 / 8, 0.0]
 
 
@@ -158,9 +158,9 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
     """
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
-    bins_P = bins_of(right / 8, 8)
+    bins_P = assign_bins(right / 8, 8)
     tokens_PG = torch.full((3, 8), 30.0)
-    losses_M = bin_losses(group_advantages(rewards_PG), tokens_PG, bins_P, 7, "magnitude")
+    losses_M = losses_by_bin(group_advantages(rewards_PG), tokens_PG, bins_P, 7, "magnitude")
     weights = DaroWeights(7, learning_rate=0.05)
     present_M = torch.isin(torch.arange(7), bins_P)
     for _ in range(2000):
@@ -173,7 +173,7 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
 
 
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
-    weights = DaroWeights(2, learning_rate=0.1, floor=0.1)
+    weights = DaroWeights(2, learning_rate=0.1, min_loss=0.1)
     for _ in range(300):
         weights.update(torch.tensor([0.0, 0.5]), torch.tensor([True, False]))
     assert weights.weights_M.tolist() == pytest.approx([10.0, 1.0], rel=1e-2)
@@ -198,7 +198,7 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
         ratio = torch.exp(logps - logps.detach())
         return -(torch.min(ratio * values, ratio.clamp(0.8, 1.2) * values) * mask).sum(dim=1)
 
-    bins = bins_of(rates, 4)
+    bins = assign_bins(rates, 4)
     weighed = (
         Daro().weigh_advantages(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
     )

@@ -26,7 +26,7 @@ from adora_vl.training.extensions import (
 )
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
-from adora_vl.types import Batch, compared_mask
+from adora_vl.types import Batch, engine_comparison_mask
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
@@ -189,7 +189,9 @@ def measure(saw_other_images: list[bool]) -> Measured:
         "sampling_per_token_logps": engine_logps_BC,
         "stale_tokens": torch.tensor([2 if other else 0 for other in saw_other_images]),
     }
-    DriftGuard(context).check(policy_logps_BC, engine_logps_BC, compared_mask(micro), step=0)
+    DriftGuard(context).check(
+        policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
+    )
     figures = ImportanceRatio(context).complete(micro, policy_logps_BC)
     return Measured(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 
