@@ -178,10 +178,12 @@ def test_solved_problems_become_rows_with_their_figures(
 
 
 def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path) -> None:
-    at = {"A": 0j, "B": 300 + 0j, "C": 190j}
+    places = {"A": 0j, "B": 300 + 0j, "C": 190j}
     number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
-    asked = form(at, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
-    splits = solved_problems(dict.fromkeys(number_by_split.values(), asked), questions=None)
+    right_triangle = form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+    splits = solved_problems(
+        dict.fromkeys(number_by_split.values(), right_triangle), questions=None
+    )
     ids = {split: [read().id for read in rows.begin_reading()] for split, rows in splits.items()}
     assert ids == {
         split: [f"geometry3k/{split}/{number}"] for split, number in number_by_split.items()
