@@ -454,7 +454,7 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
     refuse_no_room(
         prompts.toolbox,
         processor=prompts.processor,
-        template=config.chat_template_kwargs or {},
+        template_arguments=config.chat_template_kwargs or {},
         limits=limits,
     )
 

@@ -143,7 +143,10 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
         completion_key="max_tokens", max_completion=settings.max_tokens
     )
     refuse_no_room(
-        toolbox, processor=chat.processor, template=settings.template, limits=conversation
+        toolbox,
+        processor=chat.processor,
+        template_arguments=settings.template,
+        limits=conversation,
     )
     for line in unsteady_tools(toolbox):
         print(f"warning: {line}", file=sys.stderr)
