@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -271,10 +272,24 @@ class ResolvedRun:
         if self.output.start.checkpoint is None:
             return None
         checkpoint = Path(self.output.start.checkpoint)
-        # Without max_steps, -1, the last step depends on the number of epochs.
-        max_steps = self.config.max_steps
-        is_last = 0 < max_steps <= manifest_of(checkpoint)["step"]
+        total_steps = self._total_steps
+        is_last = total_steps is not None and manifest_of(checkpoint)["step"] >= total_steps
         return checkpoint if is_last else None
+
+    @property
+    def _total_steps(self) -> int | None:
+        """The optimizer steps of the whole run, as Transformers counts them.
+
+        None for a stream without `max_steps`, which Transformers refuses.
+        """
+        config = self.config
+        if config.max_steps > 0:
+            return int(config.max_steps)
+        # -1: the number of epochs decides.
+        if self.data.rows is None:
+            return None
+        steps_per_epoch = self.layout.optimizer_steps_per_epoch(self.data.rows)
+        return math.ceil(float(config.num_train_epochs) * steps_per_epoch)
 
     def first_lines(self) -> list[str]:
         """Return the lines that model_shape the run before it starts."""

@@ -87,6 +87,13 @@ def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
             refuse_embedding_adapters(peft_model)
 
 
+def run_from_python(rows: Dataset) -> ResolvedRun:
+    """Return a run that Python code has started on these rows, without its other parts."""
+    run = object.__new__(ResolvedRun)
+    vars(run).update(request=Mock(script=None), data=Mock(train=rows))
+    return run
+
+
 @pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "zoom"}}]])
 def test_an_evaluation_on_the_way_asks_with_the_system_prompt_of_python_s_rows(tools):
     """A message's content may be a text or a list of parts, and both say the same."""
@@ -99,12 +106,10 @@ def test_an_evaluation_on_the_way_asks_with_the_system_prompt_of_python_s_rows(t
             for role, content in zip(("system", "user"), contents, strict=True)
         ]
         rows = with_tool_descriptions(Dataset.from_list([{"prompt": messages}]), tools)
-        run = Mock(script=None, data=Mock(train=rows))
-        system_prompts.add(ResolvedRun.system_prompt.fget(run))
+        system_prompts.add(run_from_python(rows).system_prompt)
     assert system_prompts == {with_tools("Think, then box.", tools)}
 
 
 def test_rows_of_python_without_a_system_message_have_no_system_prompt():
     for prompt in ("How long is AB?", [{"role": "user", "content": "How long is AB?"}]):
-        run = Mock(script=None, data=Mock(train=Dataset.from_list([{"prompt": prompt}])))
-        assert ResolvedRun.system_prompt.fget(run) is None
+        assert run_from_python(Dataset.from_list([{"prompt": prompt}])).system_prompt is None
