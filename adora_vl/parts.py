@@ -38,7 +38,7 @@ from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
 from adora_vl.training.first_answers import FirstAnswers
 from adora_vl.training.generation import PresentGeneration
-from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, RowsAhead
+from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, UpcomingRows
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
     DriftGuard,
@@ -116,9 +116,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             decode=decode if self.toolbox else None,
             view=toolbox.view if toolbox is not None else None,
         )
-        self.pool = Pool(context, self.train_dataset, tools=self.toolbox is not None)
+        self.pool = Pool(context, self.train_dataset, has_tools=self.toolbox is not None)
         self.prompt_reader = PromptReader(self.images)
-        self.rows_ahead = RowsAhead()
+        self.upcoming_rows = UpcomingRows()
         self.builder = self._batch_builder(context, stop_criteria, to_device)
         self.engine_pair = self._engine_pair(context)
         self.rollouts = self._generation_sampler(context, stop_criteria)
@@ -149,7 +149,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             has_engine_logps=self.sampler.scores,
             pad_to_multiple_of=self.pad_to_multiple_of,
             has_tools=self.toolbox is not None,
-            has_stale=self.pool.has_stale,
+            allows_stale_rollouts=self.pool.allows_stale_rollouts,
             shows_other_images=any(extension.changes_images for extension in self.extensions),
         )
 
@@ -309,7 +309,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
             phase=self.clock.phase,
             environments=self.run.tools.environments,
-            rows_ahead=self.rows_ahead.after,
+            upcoming_rows=self.upcoming_rows.rows_after,
             drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
         )
 

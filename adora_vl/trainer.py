@@ -77,7 +77,7 @@ from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
-from adora_vl.training.schedule import OVERSAMPLE, groups_for
+from adora_vl.training.schedule import OVERSAMPLING_FACTOR, count_groups_for_signal
 from adora_vl.types import Batch, Row, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
@@ -398,7 +398,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         if is_training and self._step == self._step_began:
             self.unfinished.begins(self._step, self._facts())
         group_size = self.num_generations if is_training else self.num_generations_eval
-        generation = self.pool.generations.at(self._step_key, group_size, inputs)
+        generation = self.pool.generation_numbers.generation_at(self._step_key, group_size, inputs)
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
         drawn = self.rollouts.draw(generation, inputs)
         if not is_training:
@@ -413,7 +413,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             # 3. Sample their rollouts, with all turns.
             groups = self.rollouts.sample(generation, drawn)
         # 4. Select complete groups, equally many on every rank; the others wait.
-        complete_groups = self.pool.select(groups, self.pool.slots)
+        complete_groups = self.pool.select_complete(groups, self.pool.max_groups)
         assert complete_groups, "stage 3 has completed some on every rank"
         # 5. Build the batch, and 6. score it.
         scored_groups = self._score(generation, complete_groups)
@@ -488,7 +488,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             missing = pool.most_missing(scored_groups.assessment)
             if not missing:
                 break
-            refill = self._sample_refill(generation.attempt(attempt), missing, signal_share)
+            refill = self._sample_refill(generation.in_round(attempt), missing, signal_share)
             if refill is None:
                 continue
             lengths += refill.facts.length_N.int().tolist()
@@ -499,7 +499,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 continue
             chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
             replaced_groups += _replaced_groups(chosen_by_rank, len(scored_groups.groups))
-            scored_groups = scored_groups.exchanged(
+            scored_groups = scored_groups.exchange_groups(
                 refill,
                 chosen_by_rank=chosen_by_rank,
                 pad_id=self.context.pad_id,
@@ -531,11 +531,13 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             The groups; None on all ranks where none is complete within the token budget.
         """
         pool = self.pool
-        max_groups = groups_for(OVERSAMPLE * missing, [signal_share], pool.slots)
+        max_groups = count_groups_for_signal(
+            OVERSAMPLING_FACTOR * missing, [signal_share], pool.max_groups
+        )
         further_groups = self.rollouts.sample_further(
             generation, max_groups - pool.state.min_complete
         )
-        complete_groups = pool.select([*pool.state.waiting, *further_groups], max_groups)
+        complete_groups = pool.select_complete([*pool.state.waiting, *further_groups], max_groups)
         if not complete_groups:
             return None
         return self._score(generation, complete_groups)
@@ -837,8 +839,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             return stock_loader(dataset)
         rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
         loader = stock_loader(rows)
-        self.rows_ahead.rows = rows
-        self.rows_ahead.order = self._row_order
+        self.upcoming_rows.rows = rows
+        self.upcoming_rows.order = self._row_order
         self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
         return loader
 

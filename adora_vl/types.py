@@ -123,22 +123,22 @@ class HostRows:
             "grids": columns.get("image_grid_thw"),
             "references": pixels if has_references else None,
         }
-        host = _on_host(device_tensors)
-        completion_types = host["completion_types"]
+        host_tensors = _copy_to_host(device_tensors)
+        completion_types = host_tensors["completion_types"]
         if completion_types is not None and not completion_types.any():
             completion_types = None  # no completion has an image
         return cls(
-            prompt_ids=cast("Tensor", host["prompt_ids"]),
-            prompt_mask=cast("Tensor", host["prompt_mask"]),
-            prompt_token_types=host["prompt_types"],
-            completion_lengths=cast("Tensor", host["lengths"]).tolist(),
+            prompt_ids=cast("Tensor", host_tensors["prompt_ids"]),
+            prompt_mask=cast("Tensor", host_tensors["prompt_mask"]),
+            prompt_token_types=host_tensors["prompt_types"],
+            completion_lengths=cast("Tensor", host_tensors["lengths"]).tolist(),
             images=_images_of_rows(
                 len(prompt_ids),
-                pixels=host["references"] if has_references else pixels,
-                grids=host["grids"],
+                pixels=host_tensors["references"] if has_references else pixels,
+                grids=host_tensors["grids"],
                 num_images=columns.get("num_images"),
             ),
-            policy_mask=host["policy_mask"],
+            policy_mask=host_tensors["policy_mask"],
             completion_token_types=completion_types,
         )
 
@@ -199,12 +199,12 @@ def _split_token_types(
 
 
 def _images_of_rows(
-    rows: int, pixels: Tensor | None, grids: Tensor | None, num_images: list[int] | None
+    row_count: int, pixels: Tensor | None, grids: Tensor | None, num_images: list[int] | None
 ) -> list[RowImages | None]:
     """Divide the images of a batch among its rows.
 
     Args:
-        rows: number of rows, B.
+        row_count: B.
         pixels: one entry for each patch of all images.
         grids: (images, 3), each image's patches in time, height and width.
         num_images: images of each row, (B,).
@@ -213,7 +213,7 @@ def _images_of_rows(
         The images of each row; None for each in a batch without images.
     """
     if pixels is None or grids is None or num_images is None:
-        return [None] * rows
+        return [None] * row_count
     return list(split_images_by_row(pixels, grids, num_images))
 
 
@@ -233,18 +233,19 @@ def split_images_by_row(
     ]
 
 
-def _on_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+def _copy_to_host(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
     """Copy tensors of whole numbers to the CPU, by their names; None stays None.
 
     They travel as one tensor, so that the CPU waits for the GPU once.
     """
-    present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    joined = torch.cat([tensor.reshape(-1).long() for tensor in present.values()]).cpu()
-    parts = torch.split(joined, [tensor.numel() for tensor in present.values()])
-    on_host = dict[str, Tensor | None](dict.fromkeys(tensors))
-    for (name, tensor), part in zip(present.items(), parts, strict=True):
-        on_host[name] = part.view(tensor.shape).to(tensor.dtype)
-    return on_host
+    tensor_by_name = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    flat_tensors = [tensor.reshape(-1).long() for tensor in tensor_by_name.values()]
+    copied_values = torch.cat(flat_tensors).cpu()
+    flat_copies = torch.split(copied_values, [len(values) for values in flat_tensors])
+    copy_by_name = dict[str, Tensor | None](dict.fromkeys(tensors))
+    for (name, tensor), flat_copy in zip(tensor_by_name.items(), flat_copies, strict=True):
+        copy_by_name[name] = flat_copy.view(tensor.shape).to(tensor.dtype)
+    return copy_by_name
 
 
 # Returns the checkpoint of the present step, which all ranks write together unless it is there.
@@ -284,7 +285,7 @@ def loss_mask(batch: Batch) -> Tensor:
     return mask_BC
 
 
-def compared_mask(batch: Batch) -> Tensor:
+def engine_comparison_mask(batch: Batch) -> Tensor:
     """Return where the engine's log-probabilities can be compared with the policy's, (B, C).
 
     It is 1 at the tokens of the loss, but 0 at the first `stale_tokens` of a rollout. Those were

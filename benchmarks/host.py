@@ -17,7 +17,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, reflective_words
+from adora_vl.rewards.completion import (
+    REFLECTIVE_WORD_PATTERN,
+    REFLECTIVE_WORD_REGEX,
+    reflective_words,
+)
 from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
@@ -75,7 +79,9 @@ def processed(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProc
 
 def simple_words(text: str) -> dict[str, int]:
     """Count reflective words with every pattern on every text."""
-    counts = {word: len(_PATTERNS[word].findall(text)) for word in REFLECTIVE}
+    counts = {
+        word: len(REFLECTIVE_WORD_PATTERN[word].findall(text)) for word in REFLECTIVE_WORD_REGEX
+    }
     return {word: count for word, count in counts.items() if count}
 
 

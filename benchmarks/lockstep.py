@@ -23,7 +23,7 @@ from adora_vl.models.activations import ActivationMemory, DtypeBytes
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
-from adora_vl.training.micro_batches import by_length
+from adora_vl.training.micro_batches import order_of_learning
 from adora_vl.training.rank_balance import plan_moves
 
 # The tokens of each rank's units, in the order in which they are learned from
@@ -88,7 +88,7 @@ def order_by_length(units: Ranks, rng: random.Random) -> Ranks:
     return [
         [
             rank_tokens[number]
-            for number in by_length(
+            for number in order_of_learning(
                 range(len(rank_tokens)), tokens_by_unit=rank_tokens, optimizer_steps=1, seed=""
             )
         ]

@@ -39,7 +39,7 @@ from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED  # noqa: E402
-from adora_vl.models.shape import SHAPES  # noqa: E402
+from adora_vl.models.shape import SHAPES_FOLDER  # noqa: E402
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
@@ -56,7 +56,7 @@ def config(
 ) -> Qwen2_5_VLConfig:
     """Qwen2.5-VL-3B with few layers; another width than its 2,048 shrinks the other sizes alike."""
     published = json.loads(
-        (SHAPES / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8")
+        (SHAPES_FOLDER / "Qwen2.5-VL-3B-Instruct" / "config.json").read_text(encoding="utf-8")
     )
     vision = published.pop("vision_config")
     part = width / published["hidden_size"]

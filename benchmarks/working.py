@@ -27,7 +27,7 @@ from adora_vl.data.dataset import stored_rows, write_manifest, write_split
 from adora_vl.data.output import complete_or_absent
 from adora_vl.evals.scoring.statistics import half_width
 from adora_vl.rewards.grade import grade
-from adora_vl.rewards.steps import work_of
+from adora_vl.rewards.steps import check_claims
 from benchmarks.angles import KINDS, AnglesStart, build_angles_start, draw, prompt_text, solved_row
 from benchmarks.attenuation.start import fingerprint
 from benchmarks.scanned import BLOCK, commit, interval, read_runs, sign_flips, train, words_of
@@ -130,7 +130,9 @@ class HeldOutWork(TrainerCallback):
     def _evaluate(self, step: int) -> None:
         """Sample an answer to each held-out problem, and note what they show at this step."""
         answers = self._answers()
-        works = [work_of(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)]
+        works = [
+            check_claims(text, row["figure"]) for text, row in zip(answers, self.rows, strict=True)
+        ]
         rights = [
             grade(text, row["answer"]).verdict == "correct"
             for text, row in zip(answers, self.rows, strict=True)

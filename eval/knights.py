@@ -6,7 +6,7 @@ with imports():
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.prepared import load
     from adora_vl.evals.records import Benchmark, Prediction, RowGrade
-    from adora_vl.rewards.knights import knights_verdict, roles_in
+    from adora_vl.rewards.knights import knights_verdict, read_roles
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
@@ -34,7 +34,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 def _check(row: Prediction) -> str | None:
     """Return what is wrong with a row: its reference answer names no role; None where it does."""
-    if not roles_in(row["answer"]):
+    if not read_roles(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
     return None
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.groups import Groups, Schedule, scheduled
+from adora_vl.advantage.groups import Groups, Schedule, as_schedule
 from adora_vl.advantage.method import Method, RunKeys, option
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Adora(Method):
                 "criteria: [] is empty; name one or more of length, difficulty, working"
             )
         # A schedule stays between its first and its last value.
-        lowest_factor, highest_factor = sorted(scheduled(self.factor).values)
+        lowest_factor, highest_factor = sorted(as_schedule(self.factor).values)
         if self.mode == "attenuation" and not 0 < lowest_factor <= highest_factor <= 1:
             refused_factor = highest_factor if highest_factor > 1 else lowest_factor
             raise ValueError(
@@ -116,7 +116,7 @@ class Adora(Method):
             raise ValueError(
                 f"factor: {lowest_factor:g} must be at least 1 with mode: amplification"
             )
-        lowest_tau, highest_tau = sorted(scheduled(self.tau).values)
+        lowest_tau, highest_tau = sorted(as_schedule(self.tau).values)
         if not 0 < lowest_tau <= highest_tau <= 1:
             raise ValueError(f"tau: {lowest_tau} to {highest_tau} must be above 0 and at most 1")
         if self.steps is not None and not 0 <= self.steps[0] < self.steps[1]:
@@ -139,7 +139,7 @@ class Adora(Method):
 
     @property
     def plain(self) -> bool:
-        is_factor_one = set(scheduled(self.factor).values) == {1.0}
+        is_factor_one = set(as_schedule(self.factor).values) == {1.0}
         return self.mode == "off" or is_factor_one
 
     def assign_weights(
@@ -170,14 +170,15 @@ class Adora(Method):
             return weighting
         if self.assign == "reversed":
             is_reweighted_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
-            factor = scheduled(self.factor).at(step)
+            factor = as_schedule(self.factor).at(step)
             reversed_P = torch.where(is_reweighted_P, factor, torch.ones_like(weights_P))
             return replace(weighting, weights_P=reversed_P)
         if self.assign == "random":
             shuffled_P = weights_P.clone()
-            shuffled_P[signal_P] = _shuffled(weights_P[signal_P], seed=seed, step=step)
+            shuffled_P[signal_P] = _shuffle(weights_P[signal_P], seed=seed, step=step)
             return replace(weighting, weights_P=shuffled_P)
-        learning_rate_factor = 1.0  # where no group has signal, nothing is learned anyway
+        # What remains is `rate`. Where no group has signal, nothing is learned anyway.
+        learning_rate_factor = 1.0
         if bool(signal_P.any()):
             learning_rate_factor = weights_P[signal_P].mean().item()
         return replace(
@@ -215,13 +216,13 @@ class Adora(Method):
             )
 
 
-def _shuffled(weights: Tensor, *, seed: int, step: int) -> Tensor:
+def _shuffle(weights: Tensor, *, seed: int, step: int) -> Tensor:
     """Return a vector of weights in a random order that the seed and the step alone decide.
 
     All ranks so shuffle alike, and the global random state is not touched.
     """
     digest = hashlib.sha256(f"{seed}/{step}".encode()).digest()
-    step_seed = int.from_bytes(digest[:8], "big") >> 1  # below 2^63, as torch wants it
+    step_seed = int.from_bytes(digest[:8], "big") >> 1  # 63 bits, as torch wants it
     generator = torch.Generator().manual_seed(step_seed)
     order = torch.randperm(len(weights), generator=generator)
     return weights[order.to(weights.device)]
@@ -256,7 +257,9 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         )
     if "working" in options.criteria and groups.work_PG is None:
         raise ValueError("criteria: working needs the work of each rollout, which is not measured")
-    verdicts = [_verdict_of_criterion(groups, options, name, step) for name in options.criteria]
+    verdicts = [
+        _judge_by_criterion(groups, options, criterion=name, step=step) for name in options.criteria
+    ]
     # (K, P) for K criteria
     holds_KP = torch.stack([verdict.holds_P for verdict in verdicts])
     applies_KP = torch.stack([verdict.applies_P for verdict in verdicts])
@@ -277,7 +280,7 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     is_reweighted_P = tds_P if options.mode == "attenuation" else tas_P
     weights_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
     if options.is_on(step):
-        weights_P = torch.where(is_reweighted_P, scheduled(options.factor).at(step), weights_P)
+        weights_P = torch.where(is_reweighted_P, as_schedule(options.factor).at(step), weights_P)
     return AdoraWeighting(
         weights_P=weights_P,
         tds_P=tds_P,
@@ -299,10 +302,12 @@ class _CriterionVerdict:
     """Whether its correct and wrong rollouts compare as equal by this criterion."""
 
 
-def _verdict_of_criterion(
+def _judge_by_criterion(
     groups: Groups, options: Adora, criterion: str, step: int
 ) -> _CriterionVerdict:
-    """Decide for each group whether one criterion holds, at an optimizer step.
+    """Decide for each of P groups whether one criterion holds, at an optimizer step.
+
+    There are G rollouts in a group.
 
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
     - `length` holds where the longest correct rollout is longer than the mean wrong one.
@@ -312,7 +317,7 @@ def _verdict_of_criterion(
     """
     all_groups_P = torch.ones_like(groups.scored_PG[:, 0])
     if criterion == "difficulty":
-        is_hard_P = groups.pass_rate_P <= scheduled(options.tau).at(step)
+        is_hard_P = groups.pass_rate_P <= as_schedule(options.tau).at(step)
         # A group without a scored rollout has no pass rate, so the criterion does not hold for it.
         counts_P = groups.scored_PG.any(dim=1)
         if options.needs_correct:
@@ -360,7 +365,7 @@ def _compare_correct_with_wrong(
     Args:
         groups: whole groups.
         options: those of the method; `empty_wrong` and `ties` are read.
-        measure_PG: what is compared, one number a rollout: its length, or its work.
+        measure_PG: what is compared, one number for each of G rollouts: its length, or its work.
         applies_P: the groups whose measure is known, bool; passed on.
     """
     mean_of_none = torch.inf if options.empty_wrong == "attenuate" else -torch.inf

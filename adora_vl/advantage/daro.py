@@ -29,71 +29,76 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage.groups import Groups
-from adora_vl.advantage.method import Method, RunKeys, Settings, option
+from adora_vl.advantage.method import Method, RunKeys, TrlKeys, option
 
 if TYPE_CHECKING:
     from adora_vl.advantage.methods import AdvantagePipeline
 
-OUTSIDE = -1  # the bin of prompts whose rollouts are all right or all wrong
+OUTSIDE_ALL_BINS = -1  # in place of a bin: of prompts whose rollouts are all right or all wrong
 
 
-def bins_of(pass_rates: Tensor, generations: int) -> Tensor:
+def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
     """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
-    prompts with only right ones, belong to no bin and get `OUTSIDE`. If some rollouts are unscored,
+    prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. If some rollouts are unscored,
     the pass rate may lie between two bins; the nearer one is taken.
     """
-    right_P = (pass_rates * generations).round().long().clamp(1, generations - 1)
+    right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
-    return torch.where(is_mixed_P, right_P - 1, OUTSIDE)
+    return torch.where(is_mixed_P, right_P - 1, OUTSIDE_ALL_BINS)
 
 
-def bin_sums(values_PG: Tensor, bins_P: Tensor, bin_count: int) -> Tensor:
-    """Return the sum of the values in each bin of prompts: float64, (bin_count,).
+def sum_by_bin(values_PG: Tensor, bins_P: Tensor, bin_count: int) -> Tensor:
+    """Return the sum of the values in each of M bins of prompts: float64, (M,).
 
-    `values_PG`: (P, G). `bins_P`: the index of each prompt's bin; the values of prompts with
-    `OUTSIDE` are left out.
+    Args:
+        values_PG: a value for each of the G rollouts of P prompts.
+        bins_P: the index of each prompt's bin. Values of prompts with `OUTSIDE_ALL_BINS` are left
+            out.
+        bin_count: M.
     """
-    is_inside_P = bins_P != OUTSIDE
+    is_inside_P = bins_P != OUTSIDE_ALL_BINS
     prompt_sums_P = values_PG.to(torch.float64).sum(dim=1)
     zeros_M = torch.zeros(bin_count, dtype=torch.float64, device=values_PG.device)
     return zeros_M.index_add(0, bins_P[is_inside_P], prompt_sums_P[is_inside_P])
 
 
-def bin_losses(
+def losses_by_bin(
     advantages_PG: Tensor, tokens_PG: Tensor, bins_P: Tensor, bin_count: int, bin_loss: str
 ) -> Tensor:
-    """Return the loss L_mu of each bin of prompts, 0 for an empty bin: float64, (bin_count,).
+    """Return the loss L_mu of each of M bins of prompts, 0 for an empty bin: float64, (M,).
 
     It is the sum of advantage times tokens over the rollouts of the bin, divided by their tokens.
+    There are P prompts with G rollouts each.
 
     Args:
         advantages_PG: the advantages, normalised by group.
         tokens_PG: the number of tokens that the loss counts.
-        bins_P: the index of each prompt's bin, from `bins_of`.
+        bins_P: the index of each prompt's bin, from `assign_bins`.
         bin_count: the number of bins.
         bin_loss: DARO's option. `magnitude` sums the absolute advantages; `surrogate` sums the
             signed ones and takes the absolute value of the result.
     """
-    terms_PG = advantages_PG.abs() if bin_loss == "magnitude" else advantages_PG
-    terms_M = bin_sums(terms_PG.to(torch.float64) * tokens_PG, bins_P, bin_count)
-    tokens_M = bin_sums(tokens_PG, bins_P, bin_count).clamp(min=1)  # an empty bin divides 0 by 1
-    return terms_M.abs() / tokens_M
+    summands_PG = advantages_PG.abs() if bin_loss == "magnitude" else advantages_PG
+    sums_M = sum_by_bin(summands_PG.to(torch.float64) * tokens_PG, bins_P, bin_count)
+    tokens_M = sum_by_bin(tokens_PG, bins_P, bin_count).clamp(min=1)  # an empty bin divides 0 by 1
+    return sums_M.abs() / tokens_M
 
 
 class DaroWeights:
     """The learnable weights w_mu of the bins of prompts, and their optimizer (Adam)."""
 
-    def __init__(self, bin_count: int, learning_rate: float, floor: float = 1e-2) -> None:
+    def __init__(self, bin_count: int, learning_rate: float, min_loss: float = 1e-2) -> None:
         """Create the weights, all 1, and Adam for their logarithms.
 
         Args:
             bin_count: the number of bins.
             learning_rate: that of Adam.
-            floor: the smallest loss of a bin that counts, so that no weight grows beyond 1 / floor.
+            min_loss: a smaller loss of a bin counts as this one, so that no weight grows beyond
+                1 / min_loss.
         """
-        self.floor = floor
+        self.min_loss = min_loss
         # One parameter for each bin, so that Adam can skip those that a batch does not have.
         self.log_weights = [
             torch.zeros((), dtype=torch.float64, requires_grad=True) for _ in range(bin_count)
@@ -109,7 +114,7 @@ class DaroWeights:
         """Update the weights by one optimizer step on `sum w_mu L_mu - ln w_mu`.
 
         Args:
-            losses_M: the loss L_mu of each bin.
+            losses_M: the loss L_mu of each of the M bins.
             is_present_M: which bins occur in the batch, bool; the sum is over these alone.
         """
         for log_weight, loss, is_present in zip(
@@ -119,7 +124,7 @@ class DaroWeights:
             log_weight.grad = None
             if is_present:
                 # With v = ln w this is the derivative of exp(v) L - v by v.
-                log_weight.grad = log_weight.detach().exp() * max(loss, self.floor) - 1
+                log_weight.grad = log_weight.detach().exp() * max(loss, self.min_loss) - 1
         self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
@@ -160,7 +165,7 @@ class DaroWeights:
 class Daro(Method):
     """DARO as a method with its options. The pipeline holds its learnable weights."""
 
-    settings: ClassVar[Settings] = {"loss_type": "dapo"}
+    settings: ClassVar[TrlKeys] = {"loss_type": "dapo"}
     source = "arXiv 2510.09001"
 
     learning_rate: float = option(0.05, "Of the weights, which Adam updates once per generation.")
@@ -195,16 +200,16 @@ class Daro(Method):
     ) -> Tensor:
         """Return the advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
 
-        TRL's loss (`loss_type: dapo`) divides the sum over all tokens by their number T. L_mu is
-        divided by T_mu, the number of tokens of the scored rollouts in the bin. So the advantages
-        of a bin are multiplied by `w_mu T / T_mu`. With weights of 1 and both options off this is
-        GRPO.
+        There are P prompts with G rollouts each, and M bins. TRL's loss (`loss_type: dapo`) divides
+        the sum over all tokens by their number T. L_mu, the loss of the bin mu, is divided by T_mu,
+        the number of tokens of the scored rollouts in the bin. So the advantages of a bin are
+        multiplied by `w_mu T / T_mu`. With weights of 1 and both options off this is GRPO.
 
         Args:
             advantages_PG: normalised by group. With rewards of 0 and 1 the weights absorb any scale
                 per group.
             tokens_PG: the number of tokens that the loss counts.
-            bins_P: the index of each prompt's bin, or `OUTSIDE` for a prompt without a right
+            bins_P: the index of each prompt's bin, or `OUTSIDE_ALL_BINS` for a prompt without a right
                 rollout or with only right ones.
             weights_M: the weight w_mu of each bin.
             scored_PG: which rollouts have a reward, bool.
@@ -212,11 +217,12 @@ class Daro(Method):
         factors_M = weights_M
         if self.by_bin_tokens:
             scored_tokens_PG = torch.where(scored_PG, tokens_PG, 0.0)
-            tokens_M = bin_sums(scored_tokens_PG, bins_P, len(weights_M))
+            tokens_M = sum_by_bin(scored_tokens_PG, bins_P, bin_count=len(weights_M))
             factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
         # A prompt outside of all bins may have advantages too, if its rewards are 0.0 and 0.1.
         outside_factor = 0.0 if self.drop_outside else 1.0
-        is_outside_P = bins_P == OUTSIDE
+        is_outside_P = bins_P == OUTSIDE_ALL_BINS
+        # Indices have to be 0 or more; what an outside prompt reads there is not used.
         factors_P = torch.where(is_outside_P, outside_factor, factors_M[bins_P.clamp(min=0)])
         return advantages_PG * factors_P.to(advantages_PG.dtype)[:, None]
 
@@ -226,12 +232,12 @@ class Daro(Method):
         This runs on the CPU: a GPU adds sums by index in any order, and all ranks have to agree to
         the bit.
         """
-        generations = advantages_PG.shape[1]
-        bin_count = max(1, generations - 1)
+        group_size = advantages_PG.shape[1]
+        bin_count = max(1, group_size - 1)
         unweighted_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()
         scored_PG = groups.scored_PG.cpu()
-        bins_P = bins_of(groups.pass_rate_P.cpu(), generations)
+        bins_P = assign_bins(groups.pass_rate_P.cpu(), group_size)
         daro_weights = run.daro_weights(bin_count, options=self)
         weights_M = daro_weights.weights_M
         weighted_PG = self.weigh_advantages(
@@ -241,17 +247,17 @@ class Daro(Method):
             weights_M=weights_M,
             scored_PG=scored_PG,
         )
-        losses_M = bin_losses(
+        losses_M = losses_by_bin(
             unweighted_PG,
             tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
             bins_P=bins_P,
             bin_count=bin_count,
             bin_loss=self.bin_loss,
         )
-        is_present_M = bin_sums(torch.ones_like(tokens_PG), bins_P, bin_count) > 0
+        is_present_M = sum_by_bin(torch.ones_like(tokens_PG), bins_P, bin_count) > 0
         for index in range(bin_count):
             # The bin with this index has `index + 1` right rollouts.
-            bin_name = f"{index + 1}_of_{generations}"
+            bin_name = f"{index + 1}_of_{group_size}"
             run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
             if is_present_M[index]:  # an empty bin has no loss
                 run.figures[f"daro/loss_{bin_name}"] = losses_M[index].item()
@@ -261,8 +267,8 @@ class Daro(Method):
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:
         if not self.drop_outside:
             return signal_P
-        bins_P = bins_of(groups.pass_rate_P, groups.rewards_PG.shape[1])
-        return signal_P & (bins_P != OUTSIDE)
+        bins_P = assign_bins(groups.pass_rate_P, groups.rewards_PG.shape[1])
+        return signal_P & (bins_P != OUTSIDE_ALL_BINS)
 
     def check(self, keys: RunKeys) -> None:
         if self.by_bin_tokens and keys.loss_type != "dapo":

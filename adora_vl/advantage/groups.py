@@ -9,7 +9,7 @@ from torch import Tensor
 
 from adora_vl.advantage.grpo import is_constant
 
-SHAPES = ("constant", "linear", "cosine")
+SCHEDULE_SHAPES = ("constant", "linear", "cosine")
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Schedule:
 
         A constant takes no other `end`; the other shapes need `end` and a range of steps.
         """
-        if self.shape not in SHAPES:
-            raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SHAPES)}")
+        if self.shape not in SCHEDULE_SHAPES:
+            raise ValueError(f"shape: {self.shape!r} is not one of {', '.join(SCHEDULE_SHAPES)}")
         if self.shape == "constant" and self.end not in (None, self.start):
             raise ValueError(
                 f"end: {self.end} needs shape: linear or cosine, a constant stays at {self.start}"
@@ -68,7 +68,7 @@ class Schedule:
         return self.start, self.start if self.end is None else self.end
 
 
-def scheduled(value: Schedule | float) -> Schedule:
+def as_schedule(value: Schedule | float) -> Schedule:
     """Return the schedule itself, or a constant schedule of the number."""
     return value if isinstance(value, Schedule) else Schedule(value)
 
@@ -167,51 +167,51 @@ class Groups:
         return total_P / self.finished_wrong_PG.sum(dim=1)
 
 
-def lacking_scores(
-    rewards_BF: Tensor, failed_BF: Tensor, weights_F: Tensor, generations: int
+def find_missing_scores(
+    rewards_NF: Tensor, failed_NF: Tensor, weights_F: Tensor, group_size: int
 ) -> Tensor:
-    """Return for each rollout and reward function whether a score is missing: bool, (B, F).
+    """Return for each rollout and reward function whether a score is missing: bool, (N, F).
 
     None from a reward function has two meanings. If it returns None for a whole group, without a
     failed call, it does not apply to the problem: TRL then leaves it out of the sum. Any other None
     is a missing score. A function with the weight 0 is never missed.
 
     Args:
-        rewards_BF: the scores, group by group, NaN where a function returned None.
-        failed_BF: where the call of the function failed, bool.
+        rewards_NF: the scores, group by group, NaN where a function returned None.
+        failed_NF: where the call of the function failed, bool.
         weights_F: TRL's `reward_weights`.
-        generations: the number of rollouts in a group, G.
+        group_size: the number of rollouts in a group, G.
     """
-    has_no_score_BF = torch.isnan(rewards_BF)
-    shows_it_applies_BF = ~has_no_score_BF | failed_BF
-    shows_it_applies_PGF = shows_it_applies_BF.view(-1, generations, len(weights_F))
+    has_no_score_NF = torch.isnan(rewards_NF)
+    shows_it_applies_NF = ~has_no_score_NF | failed_NF
+    shows_it_applies_PGF = shows_it_applies_NF.view(-1, group_size, len(weights_F))
     applies_PF = shows_it_applies_PGF.any(dim=1)
-    applies_BF = applies_PF.repeat_interleave(generations, dim=0)
-    return has_no_score_BF & applies_BF & (weights_F != 0)
+    applies_NF = applies_PF.repeat_interleave(group_size, dim=0)
+    return has_no_score_NF & applies_NF & (weights_F != 0)
 
 
-def rollouts_without_reward(rewards_BF: Tensor, lacks_BF: Tensor, weights_F: Tensor) -> Tensor:
-    """Return which rollouts have no complete reward: bool, (B,).
+def rollouts_without_reward(rewards_NF: Tensor, lacks_NF: Tensor, weights_F: Tensor) -> Tensor:
+    """Return which rollouts have no complete reward: bool, (N,).
 
     Such a rollout lacks a score, or no function with a weight other than 0 has scored it.
 
     Args:
-        rewards_BF: the score of each reward function, NaN where it returned None.
-        lacks_BF: which scores are missing, from `lacking_scores`.
+        rewards_NF: the score of each reward function, NaN where it returned None.
+        lacks_NF: which scores are missing, from `find_missing_scores`.
         weights_F: TRL's `reward_weights`.
     """
-    counts_BF = ~torch.isnan(rewards_BF) & (weights_F != 0)
-    return lacks_BF.any(dim=1) | ~counts_BF.any(dim=1)
+    counts_NF = ~torch.isnan(rewards_NF) & (weights_F != 0)
+    return lacks_NF.any(dim=1) | ~counts_NF.any(dim=1)
 
 
-def rollouts_that_leave(is_unrewarded_B: Tensor, generations: int) -> Tensor:
-    """Return which rollouts are left out of their group: bool, (B,).
+def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
+    """Return which rollouts are left out of their group: bool, (N,).
 
     These are the rollouts without a reward. If that leaves a single rollout in a group, it is left
     out too, since a group of one has no signal.
     """
-    remaining_P = (~is_unrewarded_B).view(-1, generations).sum(dim=1)
+    remaining_P = (~is_unrewarded_N).view(-1, group_size).sum(dim=1)
     # With `num_generations: 1` a group has one rollout and has lost none.
-    has_lost_rollouts_P = remaining_P < generations
+    has_lost_rollouts_P = remaining_P < group_size
     is_dissolved_P = has_lost_rollouts_P & (remaining_P < 2)
-    return is_unrewarded_B | is_dissolved_P.repeat_interleave(generations)
+    return is_unrewarded_N | is_dissolved_P.repeat_interleave(group_size)

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from adora_vl.advantage.method import Method, RunKeys, Settings, option
+from adora_vl.advantage.method import Method, RunKeys, TrlKeys, option
 
 if TYPE_CHECKING:
     from adora_vl.advantage.groups import Groups
     from adora_vl.advantage.methods import AdvantagePipeline
 
-SCALES = ("group", "batch", "none")
+KNOWN_SCALES = ("group", "batch", "none")
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
     return highest_P <= lowest_P  # also true where nothing was scored: -inf <= inf
 
 
-def deviation(rewards: Tensor, mean: Tensor) -> Tensor:
+def nan_standard_deviation(rewards: Tensor, mean: Tensor) -> Tensor:
     """Return the sample standard deviation of rewards about `mean`, along the last dimension.
 
     The last dimension is kept with size 1. NaN is ignored, and fewer than two values give 0. The
@@ -57,58 +57,65 @@ def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4
 
     Raises `ValueError` for an unknown scale.
     """
-    if scale not in SCALES:
-        raise ValueError(f"scale: {scale!r} is not one of {', '.join(SCALES)}")
-    advantages_PG = torch.nan_to_num(_normalised(rewards, scale, eps), nan=0.0)
+    if scale not in KNOWN_SCALES:
+        raise ValueError(f"scale: {scale!r} is not one of {', '.join(KNOWN_SCALES)}")
+    advantages_PG = torch.nan_to_num(_normalise(rewards, scale, eps), nan=0.0)
     return torch.where(is_constant(rewards)[:, None], 0.0, advantages_PG)
 
 
-def _normalised(rewards: Tensor, scale: str, eps: float) -> Tensor:
+def _normalise(rewards: Tensor, scale: str, eps: float) -> Tensor:
     """Return the rewards minus the mean of their group, divided as TRL's `scale_rewards` says.
 
-    A group is the last dimension. `group` divides by the standard deviation of the group plus
-    `eps`, `batch` by that of all rewards, and `none` does not divide. NaN stays NaN. The order of
-    operations is that of TRL, so that both agree to the bit.
+    A group is the last dimension. The order of operations is that of TRL, so that both agree to the
+    bit. NaN stays NaN.
+
+    Args:
+        rewards: of any shape.
+        scale: `group` divides by the standard deviation of the group plus `eps`, `batch` by that of
+            all rewards, and `none` does not divide.
+        eps: added to the standard deviation, so that no division is by 0.
     """
-    mean = torch.nanmean(rewards, dim=-1, keepdim=True)
-    centred = rewards - mean
+    group_mean = torch.nanmean(rewards, dim=-1, keepdim=True)
     divisor = torch.ones(())
     if scale == "group":
-        divisor = deviation(rewards, mean) + eps
+        divisor = nan_standard_deviation(rewards, group_mean) + eps
     elif scale == "batch":
-        divisor = deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
-    return centred / divisor
+        divisor = nan_standard_deviation(rewards.flatten(), torch.nanmean(rewards)) + eps
+    return (rewards - group_mean) / divisor
 
 
-def stock_advantages(
-    rewards: Tensor, weights: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
+def compute_trl_advantages(
+    rewards_PGF: Tensor, weights_F: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
 ) -> Tensor:
     """Compute the advantages as TRL's `_generate_and_score_completions` does: (P, G).
 
+    There are P groups of G rollouts, and F reward functions.
+
     Args:
-        rewards: (P, G, F) for F reward functions, NaN where a function returned no reward.
-        weights: (F,), TRL's `reward_weights`.
-        scale: TRL's `scale_rewards`.
-        sums_rewards: whether the weighted sum is normalised (`sum_then_normalize`). If not, each
-            function is normalised by group, and their weighted sum by batch
-            (`normalize_then_sum`).
+        rewards_PGF: the reward of each function, NaN where it returned none.
+        weights_F: TRL's `reward_weights`.
+        scale: TRL's `scale_rewards`: `group`, `batch` or `none`.
+        sums_rewards: whether the weighted sum of the rewards is normalised
+            (`sum_then_normalize`). If not, the rewards of each function are normalised by group,
+            and then their weighted sum by batch (`normalize_then_sum`).
         eps: added to each standard deviation.
     """
-    terms_PGF = rewards
+    summands_PGF = rewards_PGF
     if not sums_rewards:
         # The rollouts of a group have to be the last dimension.
-        rewards_PFG = rewards.transpose(1, 2)
-        terms_PGF = _normalised(rewards_PFG, "group", eps).transpose(1, 2)
-    sums_PG = (terms_PGF * weights.to(rewards.device)).nansum(dim=2)
-    # `nansum` gives 0 where no function scored a rollout.
-    is_unscored_PG = torch.isnan(rewards).all(dim=2)
+        rewards_PFG = rewards_PGF.transpose(1, 2)
+        summands_PGF = _normalise(rewards_PFG, "group", eps).transpose(1, 2)
+    sums_PG = (summands_PGF * weights_F.to(rewards_PGF.device)).nansum(dim=2)
+    # `nansum` gives 0 where no function scored a rollout. NaN keeps it out of the means below.
+    is_unscored_PG = torch.isnan(rewards_PGF).all(dim=2)
     sums_PG = torch.where(is_unscored_PG, torch.nan, sums_PG)
     if sums_rewards:
-        advantages = _normalised(sums_PG, scale, eps)
+        advantages_PG = _normalise(sums_PG, scale, eps)
     else:
+        # To normalise by batch is to normalise by group with the whole batch as one group.
         batch_as_one_group = sums_PG.view(1, -1)
-        advantages = _normalised(batch_as_one_group, "group", eps)
-    return torch.nan_to_num(advantages, nan=0.0).view(rewards.shape[:2])
+        advantages_PG = _normalise(batch_as_one_group, "group", eps).view_as(sums_PG)
+    return torch.nan_to_num(advantages_PG, nan=0.0)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
@@ -139,7 +146,7 @@ class Grpo(Method):
 class DrGrpo(Grpo):
     """Dr. GRPO: GRPO without the division by the standard deviation, with its own loss of TRL."""
 
-    settings: ClassVar[Settings] = {"loss_type": "dr_grpo", "scale_rewards": "none"}
+    settings: ClassVar[TrlKeys] = {"loss_type": "dr_grpo", "scale_rewards": "none"}
     source = "arXiv 2503.20783"
 
 
@@ -152,7 +159,7 @@ class Dapo(Method):
     the tokens of the rollouts that have a signal and have not left their group.
     """
 
-    settings: ClassVar[Settings] = {
+    settings: ClassVar[TrlKeys] = {
         "loss_type": "dapo",
         "epsilon": 0.2,
         "epsilon_high": 0.28,
@@ -179,15 +186,18 @@ class Dapo(Method):
         return not self.drop_constant and self.overlong_cache is None
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Return the advantages with the penalty, for a token mean without constant groups."""
+        """Return the advantages with the penalty, for a token mean without constant groups: (P, G).
+
+        There are P groups of G rollouts. A constant group is one of equal rewards.
+        """
         if self.overlong_cache is not None:
             penalized_PG = self._penalized_rewards(groups, run, self.overlong_cache)
             advantages_PG = group_advantages(penalized_PG, scale=run.scale)
         if self.drop_constant:
             has_signal_P1 = advantages_PG.any(dim=1, keepdim=True)
-            remains_PG = has_signal_P1 & groups.scored_PG
+            counts_in_mean_PG = has_signal_P1 & groups.scored_PG
             tokens_PG = groups.loss_tokens_PG
-            remaining_tokens = torch.where(remains_PG, tokens_PG, 0.0).sum()
+            remaining_tokens = torch.where(counts_in_mean_PG, tokens_PG, 0.0).sum()
             if bool(remaining_tokens > 0):
                 # TRL divides the loss by all its tokens. This factor makes it a mean over those
                 # that remain.

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from adora_vl.advantage.groups import Groups
     from adora_vl.advantage.methods import AdvantagePipeline
 
-Settings = Mapping[str, object]
+TrlKeys = Mapping[str, object]
 
 
 class RunKeys(Protocol):
@@ -76,7 +76,7 @@ class Method:
     belong to the method, `source` its paper.
     """
 
-    settings: ClassVar[Settings] = {}  # TRL's keys that belong to it
+    settings: ClassVar[TrlKeys] = {}  # TRL's keys that belong to it
     source: ClassVar[str] = ""
 
     def __post_init__(self) -> None:

@@ -114,13 +114,15 @@ class AdvantagePipeline:
             advantages_PG = method.apply(groups, advantages_PG, self)
         return advantages_PG
 
-    def daro_weights(self, bins: int, options: Daro) -> DaroWeights:
+    def daro_weights(self, bin_count: int, options: Daro) -> DaroWeights:
         """Return DARO's learnable weights, one for each bin of prompts by pass rate.
 
         The first call creates them, and restores those of a checkpoint that `load` has read.
         """
         if self._daro_weights is None:
-            self._daro_weights = DaroWeights(bins, options.learning_rate, options.floor)
+            self._daro_weights = DaroWeights(
+                bin_count, learning_rate=options.learning_rate, min_loss=options.floor
+            )
             if self._saved_daro_state is not None:
                 self._daro_weights.load(self._saved_daro_state)
         return self._daro_weights

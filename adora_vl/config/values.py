@@ -135,27 +135,25 @@ def convert_fields(
     Args:
         config: The dataclass whose fields are config keys, just constructed.
         converted: The keys whose values a command has converted already; they are skipped.
-        library_class: The dataclass of TRL that `config` inherits from. TRL converts the keys of
-            its own, so these are only checked: in `RANGES`, the table of types of this project for
-            TRL's keys, where it has them, else for NaN and infinity.
+        library_class: The dataclass of TRL that `config` inherits from. Of the keys that TRL alone
+            declares, only those in `RANGES` are converted, the table of types of this project for
+            TRL's keys. In the others only NaN and infinity are refused.
     """
-    library_keys = {key.name for key in fields(library_class)} if library_class else set()
     config_class: Any = type(config)
     hints = annotations_of_keys(config_class)
+    library_fields = {key.name: key for key in fields(library_class)} if library_class else {}
     for key in fields(config):
         if key.name in converted or key.name not in hints:
             continue
         value = getattr(config, key.name)
         if _is_default(key, value):
             continue
-        hint = hints[key.name]
-        if key.name not in library_keys:
-            setattr(config, key.name, convert(key.name, value, hint))
-        elif _annotation_in_ranges(key.name) is not None:
-            # for its errors alone
-            convert(key.name, value, hint)
-        else:
+        # The field of a key that this project declares anew is another object than TRL's.
+        is_of_library = library_fields.get(key.name) is key
+        if is_of_library and _annotation_in_ranges(key.name) is None:
             check_finite(key.name, value)
+        else:
+            setattr(config, key.name, convert(key.name, value, hints[key.name]))
 
 
 def _is_default(key: Field[Any], value: object) -> bool:

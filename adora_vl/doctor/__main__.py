@@ -155,7 +155,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     checks = [check_golds(rows, rounding=accepts_rounding(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else. What a
     # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
-    has_judge = judge.NAME in run.rewards.entries
+    has_judge = judge.REWARD_NAME in run.rewards.entries
     if is_healthy(checks) and not run.rewards.user_functions and not has_judge:
         checks.append(
             check_rewards(

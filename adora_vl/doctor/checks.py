@@ -103,8 +103,8 @@ def check_rewards(
         "answer": [row["answer"] for row in rows],
         "choices": [_choices(row) for row in rows],
     }
-    if rows and steps.COLUMN in rows[0]:
-        columns[steps.COLUMN] = [row[steps.COLUMN] for row in rows]
+    if rows and steps.FIGURE_COLUMN in rows[0]:
+        columns[steps.FIGURE_COLUMN] = [row[steps.FIGURE_COLUMN] for row in rows]
 
     def total_rewards(answers: Sequence[str]) -> list[float]:
         """Return the total reward of an answer to each row."""

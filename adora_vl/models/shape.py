@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 # the public config.json of the models in our recipes, for planning offline
-SHAPES = Path(__file__).with_name("shapes")
+SHAPES_FOLDER = Path(__file__).with_name("shapes")
 
 # The patches of one pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
 # took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
@@ -119,7 +119,7 @@ def config_for_planning(
     try:
         return load_config(name, revision), None
     except UserError:
-        shipped = SHAPES / name.rpartition("/")[2]
+        shipped = SHAPES_FOLDER / name.rpartition("/")[2]
         if Path(name).is_dir() or not (shipped / "config.json").is_file():
             raise
         config = load_config(str(shipped))

@@ -372,10 +372,17 @@ class ImageBanks:
         All ranks call it together, whether or not they have images to add. Then all of them take
         part in the passes that compute the features of new images, where the tower is frozen.
         """
+        self.mark_features_due(mode)
+        return self._banks.get(mode)
+
+    def mark_features_due(self, mode: str = "train") -> None:
+        """Say that features of the present batch's images have to be computed before its next pass.
+
+        This does nothing before the first batch.
+        """
         bank = self._banks.get(mode)
         if bank is not None:
             bank.features_due = True
-        return bank
 
     def of_training(self) -> ImageBank | None:
         """Return the bank of the training batch, or its stand-in (`temporary`), if there is one."""

@@ -41,7 +41,7 @@ from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, PromptFacts
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.tools.room import ConversationLimits, refuse_no_room
-from adora_vl.tools.run import Toolbox, ToolSet, view_of
+from adora_vl.tools.run import Toolbox, ToolSet, build_view
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def check_prompts(
         toolbox = Toolbox(
             chosen=tools,
             options=config.adora_tool_options,
-            view=view_of(model.config, pixel_limits),
+            view=build_view(model.config, pixel_limits),
             control_tokens=tokens,
         )
     system_prompt = None
@@ -454,7 +454,7 @@ def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -
     refuse_no_room(
         prompts.toolbox,
         processor=prompts.processor,
-        template=config.chat_template_kwargs or {},
+        template_arguments=config.chat_template_kwargs or {},
         limits=limits,
     )
 

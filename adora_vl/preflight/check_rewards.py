@@ -20,7 +20,7 @@ from adora_vl.preflight import python_inputs
 from adora_vl.rewards import steps, try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
-from adora_vl.tools.environments import environments_of
+from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError, in_one_line
@@ -53,7 +53,7 @@ def check_tools(request: RunRequest) -> ToolSet:
     Raises `UserError` for one that cannot be called.
     """
     config = request.config
-    environments = environments_of(request.environment, config.adora_tool_options.seconds)
+    environments = build_environments(request.environment, config.adora_tool_options.seconds)
     return choose_tools([*config.tools, *request.tools], environments)
 
 
@@ -101,7 +101,7 @@ def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
 
     The criterion compares the claims on a figure that the reward `steps` counts in each response.
     """
-    measures_steps = steps.NAME in rewards.entries
+    measures_steps = steps.REWARD_NAME in rewards.entries
     for name, method in config.methods.chosen.items():
         if isinstance(method, Adora) and "working" in method.criteria and not measures_steps:
             raise UserError(

@@ -40,9 +40,9 @@ from adora_vl.preflight.facts import (
     hashes_of_user_code,
 )
 from adora_vl.preflight.request import RunRequest
-from adora_vl.rewards.choose import RewardSet, check_sums
+from adora_vl.rewards.choose import RewardSet, check_reward_sums
 from adora_vl.tools.run import ToolSet
-from adora_vl.training.extensions import Extension, chosen_extensions
+from adora_vl.training.extensions import Extension, build_extensions
 from adora_vl.utils.versions import check_versions
 
 
@@ -59,13 +59,13 @@ def run_checks(request: RunRequest, context: RunContext) -> ResolvedRun:
     check_sampling(config)
     check_methods(config)
     check_schedule(config)
-    extensions: Mapping[str, Extension] = chosen_extensions(config)
+    extensions: Mapping[str, Extension] = build_extensions(config)
     layout: BatchLayout = check_batches(config, context.sharding)
     check_machine(config, context)
     rewards: RewardSet = check_rewards(request)
     tools: ToolSet = check_tools(request)
     rewards = with_environment_reward(rewards, tools, config)
-    check_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
+    check_reward_sums(rewards.entries, config.reward_weights, config.adora_correct_above)
     check_criteria(config, rewards)
     model: ModelFacts = check_model(request, extensions, context, messages)
     check_parts(request, layout, model, context, messages)

@@ -26,7 +26,7 @@ from adora_vl.rollout.importance import rollout_drift
 from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
-from adora_vl.types import Batch, Row, StepContext, compared_mask
+from adora_vl.types import Batch, Row, StepContext, engine_comparison_mask
 from adora_vl.utils.cli import plain
 from adora_vl.utils.secrets import masked
 
@@ -160,7 +160,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             drift_B = rollout_drift(
                 batch["old_per_token_logps"],
                 batch["sampling_per_token_logps"],
-                compared_mask(batch),
+                engine_comparison_mask(batch),
             )
             columns["drift"] = gather(drift_B).tolist()
         for name in _OPTIONAL_BATCH_COLUMNS:
@@ -258,7 +258,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             logps_BC: the policy's log-probabilities of their C completion tokens.
         """
         drift_B = rollout_drift(
-            logps_BC, micro_batch["sampling_per_token_logps"], compared_mask(micro_batch)
+            logps_BC, micro_batch["sampling_per_token_logps"], engine_comparison_mask(micro_batch)
         )
         # One tensor of both, so that the host waits for the GPU once. float64 has every number.
         numbers_and_drift_B2 = torch.stack(
@@ -366,7 +366,7 @@ def _graded_columns(
     columns: Columns = {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
-        "missing": facts.why_left,
+        "missing": facts.leaving_reasons,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
         "advantage": [0.0] * count,
         "weight": weighting.weights_P.repeat_interleave(group_size).tolist(),

@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from adora_vl.advantage import Adora, AdoraWeighting
-from adora_vl.advantage.grpo import deviation
+from adora_vl.advantage.grpo import nan_standard_deviation
 from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
@@ -190,4 +190,4 @@ def tool_figures(rewards_PG: Tensor, facts: RolloutFacts) -> dict[str, float]:
 def _mean_and_deviation(rewards_N: Tensor, mean_name: str, deviation_name: str) -> dict[str, float]:
     """Return mean and standard deviation of the rewards that are not NaN, under these two names."""
     mean = torch.nanmean(rewards_N)
-    return {mean_name: mean.item(), deviation_name: deviation(rewards_N, mean).item()}
+    return {mean_name: mean.item(), deviation_name: nan_standard_deviation(rewards_N, mean).item()}

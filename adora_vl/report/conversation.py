@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.record.rollouts import IMAGES, ROLLOUTS, picture_size
-from adora_vl.tools.calls import CallError, calls_in, read_call, without_calls
+from adora_vl.tools.calls import CallError, find_calls, read_call, remove_calls
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.files import leads_out
 
@@ -51,8 +51,8 @@ class TurnReader:
             text = turn["text"] or ""
             calls: list[Json] = []
             if turn["by"] == "model":
-                calls = [self._call_json(call_text, pictures) for call_text in calls_in(text)]
-                text = without_calls(text)
+                calls = [self._call_json(call_text, pictures) for call_text in find_calls(text)]
+                text = remove_calls(text)
             else:
                 # a line of the placeholder stands for a picture, which the page shows instead
                 lines = [line for line in text.splitlines() if line != _PLACEHOLDER]
@@ -104,7 +104,7 @@ class TurnReader:
         if size is None:
             return []
         try:
-            max_x, max_y = view.scale_of(size)
+            max_x, max_y = view.largest_coordinates_for_size(size)
         except ValueError:  # the processor would refuse a picture of this size
             return []
         points = []

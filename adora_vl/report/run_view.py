@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from adora_vl.advantage.groups import scheduled
+from adora_vl.advantage.groups import as_schedule
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import (
     MANIFEST,
@@ -227,7 +227,7 @@ def _comparison_reason(
 def _difficulty_reason(group: Mapping[str, Any], options: Mapping[str, Any]) -> str:
     """Say whether the group's pass rate is at most `tau`, the option that bounds a hard problem."""
     # recorded steps count from 1, schedules from 0
-    tau = scheduled(options["tau"]).at(group["step"] - 1)
+    tau = as_schedule(options["tau"]).at(group["step"] - 1)
     has_right_rollout = bool(group["pass_rate"])
     if not has_right_rollout and options["needs_correct"]:
         return "a pass rate of 0 does not count as difficult"

@@ -15,11 +15,16 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from adora_vl.rewards.ball import Ball
-from adora_vl.rewards.canonical import CURRENCY, MAX_CHARS, canonical, whole
+from adora_vl.rewards.canonical import (
+    MAX_CHARS,
+    MONEY_PATTERN,
+    canonical_value_and_unit,
+    canonical_with_names,
+)
 from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
-from adora_vl.rewards.numeric import number_of
+from adora_vl.rewards.numeric import evaluate_closed_form
 from adora_vl.rewards.solutions import Solution
-from adora_vl.rewards.units import RADIANS, Unit, unit_of
+from adora_vl.rewards.units import RADIANS, Unit, parse_unit
 
 # The first four are single values.
 Kind = Literal[
@@ -75,7 +80,7 @@ class Answer:
     @cached_property
     def text_with_names(self) -> str:
         """The canonical text with all its names and brackets, which `forms` reads."""
-        return whole(self.raw) if self.raw else self.text
+        return canonical_with_names(self.raw) if self.raw else self.text
 
     @property
     def lone_number(self) -> Ball | None:
@@ -95,7 +100,7 @@ class Answer:
 
 # The first that matches says why a text is no single value. All run on canonical text: short,
 # without line breaks.
-_NO_VALUE = (
+_NO_VALUE_PATTERNS = (
     ("empty_box", re.compile(r"^[{}() ]*$")),
     ("not_finite", re.compile(r"(?i)\bnan\b|\binf(?:inity|ty)?\b|\\infty|∞")),
     (
@@ -117,31 +122,33 @@ _NO_VALUE = (
         re.compile(r"%|\bpercent|(?<=[0-9])percent|(?<![A-Za-z])pct"),
     ),  # more than one in per cent
 )
-NO_VALUE = frozenset(reason for reason, _ in _NO_VALUE)
-# nothing can be said of it
-UNREAD = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})
+NO_VALUE_REASONS = frozenset(reason for reason, _ in _NO_VALUE_PATTERNS)
+# Reasons for which nothing can be said of an answer.
+UNREAD_REASONS = frozenset({"too_long", "hidden_characters", "not_read", "too_large", "undefined"})
 # One sign, so that reading goes one level deep.
-_PER_CENT = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
+_PERCENTAGE_PATTERN = re.compile(r"((?:(?!%|percent|pct).)+?) ?(?:\\?%|percent(?:age)?|pct)")
 # Words, unknowns, simple algebra and ratios: readable, though not a number. Double underscores and
 # unknown commands are not.
-_READABLE = re.compile(
+_READABLE_TEXT_PATTERN = re.compile(
     r"(?:[0-9A-Za-z "
     r".:?'+*/^(){}-]|_(?!_)|\\(?:frac|sqrt|pi|cdot|times|div|sin|cos|tan|circ|angle|triangle|overline"
     r"|widehat|theta|alpha|beta|gamma|phi|parallel|perp|cong|sim)(?![A-Za-z]))*"
 )
-_PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-_COMMAND = re.compile(r"\\[A-Za-z]+")
-_LETTER = re.compile("[A-Za-z]")
+_PLAIN_NUMBER_PATTERN = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+_LATEX_COMMAND_PATTERN = re.compile(r"\\[A-Za-z]+")
+_LETTER_PATTERN = re.compile("[A-Za-z]")
 _DAY = "(?:0?[1-9]|[12][0-9]|3[01])"
 _MONTH = "(?:0?[1-9]|1[0-2])"
 _YEAR = "(?:1[0-9]|20)[0-9]{2}"
-_ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
-_DATE = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _ORDERS))
-_RATIO_IN_WORDS = re.compile(r"(?<=[0-9)}]) ?to ?(?=[0-9(\\])")
-_CLOCK = re.compile(r"[0-2]?[0-9]:[0-5][0-9]")  # a ratio is reduced where it may be a time
+_DATE_ORDERS = ((_YEAR, _MONTH, _DAY), (_DAY, _MONTH, _YEAR), (_MONTH, _DAY, _YEAR))
+_DATE_PATTERN = re.compile("|".join(sign.join(parts) for sign in "-/" for parts in _DATE_ORDERS))
+_RATIO_WORD_PATTERN = re.compile(r"(?<=[0-9)}]) ?to ?(?=[0-9(\\])")
+_CLOCK_TIME_PATTERN = re.compile(
+    r"[0-2]?[0-9]:[0-5][0-9]"
+)  # a ratio is reduced where it may be a time
 # also the first one of `angles 2, 3 and 6`
-_ANGLE = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
-MAX_TERMS = 6  # of a ratio
+_NUMBERED_ANGLE_PATTERN = re.compile(r"(?:\\angle|angles?) ?([0-9]{1,2})")
+MAX_RATIO_TERMS = 6
 
 
 def read_value(raw: str) -> Answer:
@@ -149,9 +156,9 @@ def read_value(raw: str) -> Answer:
 
     It never raises, and costs about a millisecond at most.
     """
-    return (
-        _read_value_cached(raw) if len(raw) <= MAX_CHARS else Answer("unreadable", "", "too_long")
-    )
+    if len(raw) > MAX_CHARS:
+        return Answer(kind="unreadable", text="", reason="too_long")
+    return _read_value_cached(raw)
 
 
 def read_single_value(text: str) -> Answer:
@@ -160,7 +167,7 @@ def read_single_value(text: str) -> Answer:
     `\angle 2` is read as the number of the angle, 2. Raises `NotReadError` for anything but a
     single value.
     """
-    angle = _ANGLE.fullmatch(text)
+    angle = _NUMBERED_ANGLE_PATTERN.fullmatch(text)
     value = read_value(angle[1] if angle else text)
     if not value.is_value:
         raise NotReadError(value.reason)
@@ -174,11 +181,11 @@ def _read_value_cached(raw: str) -> Answer:
     The rollouts of a group share their reference answer, and often their answer.
     """
     try:
-        text, unit = canonical(raw)
+        text, unit = canonical_value_and_unit(raw)
     except NotReadError as error:
-        return Answer("unreadable", "", error.reason)
+        return Answer(kind="unreadable", text="", reason=error.reason)
     answer = _read_canonical(text, raw)
-    return replace(answer, unit=unit_of(unit)) if unit else answer
+    return replace(answer, unit=parse_unit(unit)) if unit else answer
 
 
 def _read_canonical(text: str, raw: str) -> Answer:
@@ -186,20 +193,24 @@ def _read_canonical(text: str, raw: str) -> Answer:
 
     It is a number, expression, text or percentage.
     """
-    if not _PLAIN_NUMBER.fullmatch(text):  # most answers are one, and nothing below applies to it
-        answer = _read_percentage(text, raw) or _read_refused(text, raw)
+    # Most answers are a plain number, to which neither of these two applies.
+    if not _PLAIN_NUMBER_PATTERN.fullmatch(text):
+        answer = _read_percentage(text, raw) or _read_other_than_number(text, raw)
         if answer is not None:
             return answer
     tree: Tree | None = None
     try:
         tree = read_tree(text)
-        return Answer(kind="number", text=text, raw=raw, number=number_of(tree), tree=tree)
+        return Answer(
+            kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
+        )
     except NotReadError as error:
         if error.reason == "beyond":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
-        readable = _LETTER.search(_COMMAND.sub("", text)) and _READABLE.fullmatch(text)
+        has_letter = _LETTER_PATTERN.search(_LATEX_COMMAND_PATTERN.sub("", text))
+        is_readable = has_letter and _READABLE_TEXT_PATTERN.fullmatch(text)
         if error.reason == "not_read" and (
-            readable or _CLOCK.fullmatch(text) or _ratio_terms(text)
+            is_readable or _CLOCK_TIME_PATTERN.fullmatch(text) or _ratio_terms(text)
         ):
             return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
         return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
@@ -207,8 +218,8 @@ def _read_canonical(text: str, raw: str) -> Answer:
 
 def _read_percentage(text: str, raw: str) -> Answer | None:
     """Return the percentage in a text, None if the text is none."""
-    per_cent = _PER_CENT.fullmatch(text)
-    quantity = read_value(per_cent[1]) if per_cent else None
+    percentage = _PERCENTAGE_PATTERN.fullmatch(text)
+    quantity = read_value(percentage[1]) if percentage else None
     if quantity is None or not quantity.tree:
         return None
     return Answer(
@@ -220,15 +231,15 @@ def _read_percentage(text: str, raw: str) -> Answer | None:
     )
 
 
-def _read_refused(text: str, raw: str) -> Answer | None:
+def _read_other_than_number(text: str, raw: str) -> Answer | None:
     """Return the answer in a text that is surely no number: a relation, several values or a date.
 
     None for any other text.
     """
-    for reason, pattern in _NO_VALUE:
+    for reason, pattern in _NO_VALUE_PATTERNS:
         if pattern.search(text):
             return Answer(kind="unreadable", text=text, reason=reason, raw=raw)
-    if _DATE.fullmatch(text):
+    if _DATE_PATTERN.fullmatch(text):
         # `2022-10-12` is not the difference 2000
         return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
     return None
@@ -241,14 +252,14 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
     All terms must be positive numbers without arithmetic left to do. A text that may be a time of
     day, such as `3:45`, counts as a ratio only if its terms have no common factor.
     """
-    terms = _RATIO_IN_WORDS.sub(":", text).split(":")
-    if not 1 < len(terms) <= MAX_TERMS:
+    terms = _RATIO_WORD_PATTERN.sub(":", text).split(":")
+    if not 1 < len(terms) <= MAX_RATIO_TERMS:
         return ()
     try:
-        numbers = tuple(number_of(read_tree(term)) for term in terms)
+        numbers = tuple(evaluate_closed_form(read_tree(term)) for term in terms)
     except NotReadError:
         return ()
-    if _CLOCK.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
+    if _CLOCK_TIME_PATTERN.fullmatch(text) and math.gcd(*map(int, terms)) > 1:
         return ()
     for number in numbers:
         if number.least_magnitude <= 0 or number.has_undone_arithmetic:
@@ -261,13 +272,17 @@ def amount_of_money(answer: Answer) -> Answer:
 
     Without a currency the answer itself.
     """
-    match = CURRENCY.fullmatch(answer.text)
-    if not match:
+    amount = MONEY_PATTERN.fullmatch(answer.text)
+    if not amount:
         return answer
-    return read_value(match["named"] or match["before"] or match["sign"] + match["cents"])
+    # One of three spellings: `5 dollars`, `5.00$` and `-$5.00`.
+    digits = (
+        amount["before_word"] or amount["before_sign"] or amount["minus"] + amount["after_sign"]
+    )
+    return read_value(digits)
 
 
-def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
+def convert_angle(answer: Answer, dimension: str) -> Answer:
     r"""Return an angle converted to `dimension`, which is `radians` or `angle` (degrees).
 
     An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite
@@ -275,14 +290,14 @@ def in_radians_or_degrees(answer: Answer, dimension: str) -> Answer:
     """
     if answer.tree is None:
         return answer
-    conversion = (("*", ("num", "180")), ("/", ("pi",)))
+    factors = (("*", ("num", "180")), ("/", ("pi",)))
     if dimension == RADIANS:
-        conversion = (("/", ("num", "180")), ("*", ("pi",)))
-    tree = ("product", ("*", answer.tree), *conversion)
-    return replace(answer, tree=tree, number=answer.number and number_of(tree))
+        factors = (("/", ("num", "180")), ("*", ("pi",)))
+    tree = ("product", ("*", answer.tree), *factors)
+    return replace(answer, tree=tree, number=answer.number and evaluate_closed_form(tree))
 
 
-def in_unit(answer: Answer, unit: Unit) -> Answer:
+def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
     """Return the same quantity in another unit of its dimension: 3 for `300 cm` in metres.
 
     An answer without a tree, and one in a unit of no definite size, is returned as it is.
@@ -298,7 +313,10 @@ def in_unit(answer: Answer, unit: Unit) -> Answer:
         ("*", ("num", str(numerator))),
         ("/", ("num", str(denominator))),
     )
-    real = answer.number and replace(
-        number_of(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
+    if answer.number is None:
+        return replace(answer, tree=tree)
+    # The arithmetic of the conversion is ours, not the answer's.
+    number = replace(
+        evaluate_closed_form(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
     )
-    return replace(answer, tree=tree, number=real)
+    return replace(answer, tree=tree, number=number)

@@ -1,7 +1,7 @@
 r"""Numbers with a bound on their error, and the functions that are computed with them.
 
 Integers, decimals, fractions and their whole powers are exact `Fraction`s. Roots, `\pi`, logarithms
-and angles are computed by mpmath with `PRECISION` bits. Each value carries a bound on its absolute
+and angles are computed by mpmath with `PRECISION_BITS` bits. Each value carries a bound on its absolute
 error, so that a comparison knows when cancellation has left too few digits to decide. The size of
 every value is capped before it is computed, so that nothing here can hang.
 """
@@ -17,8 +17,8 @@ from typing import Any
 from adora_vl.rewards.grammar import NotReadError
 
 MAX_BITS = 1000  # of a numerator or denominator; any other value is 0 or between 2^-1000 and 2^1000
-MAX_COUNTED = 170  # of a factorial
-PRECISION = 320  # bits, about 96 digits
+MAX_FACTORIAL_ARGUMENT = 170  # and the most of which a binomial coefficient chooses
+PRECISION_BITS = 320  # bits, about 96 digits
 _SPARE_BITS = 16  # mpmath errs in the last bit or, in a power, in the last ten; the bound allows 16
 _LEAST_ERROR = sys.float_info.min  # so that the float of an error never becomes 0
 
@@ -51,7 +51,7 @@ class Ball:
     @property
     def is_real(self) -> bool:
         """Whether the value has no imaginary part."""
-        return self.is_exact or not isinstance(self.value, _mp().mpc)
+        return self.is_exact or not isinstance(self.value, _mpmath_context().mpc)
 
     @property
     def magnitude(self) -> float:
@@ -64,11 +64,11 @@ class Ball:
         """A lower bound of the absolute value; 0 or less if the value can be 0 within its error."""
         return self.magnitude - self.error
 
-    def inexact(self) -> Ball:
+    def as_mpmath(self) -> Ball:
         """Return the same value as a number of mpmath."""
         if not self.is_exact:
             return self
-        return _rounded_result(_mp().mpf(self.value.numerator) / self.value.denominator)
+        return _rounded_result(_mpmath_context().mpf(self.value.numerator) / self.value.denominator)
 
     def __neg__(self) -> Ball:
         return Ball(-self.value, self.error, last_digit_growth=self.last_digit_growth)
@@ -77,8 +77,8 @@ class Ball:
         """Return the sum; the errors add up."""
         if self.is_exact and addend.is_exact:
             return _exact_result(self.value + addend.value)
-        first = self.inexact()
-        second = addend.inexact()
+        first = self.as_mpmath()
+        second = addend.as_mpmath()
         return _rounded_result(first.value + second.value, first.error + second.error)
 
     def __mul__(self, factor: Ball) -> Ball:
@@ -87,8 +87,8 @@ class Ball:
             return _exact_result(self.value * factor.value)
         if (self.is_exact and self.value == 0) or (factor.is_exact and factor.value == 0):
             return Ball(Fraction(0))
-        first = self.inexact()
-        second = factor.inexact()
+        first = self.as_mpmath()
+        second = factor.as_mpmath()
         error = (
             first.magnitude * second.error
             + second.magnitude * first.error
@@ -105,8 +105,8 @@ class Ball:
             raise NotReadError("undefined")
         if self.is_exact and divisor.is_exact:
             return _exact_result(self.value / divisor.value)
-        numerator = self.inexact()
-        denominator = divisor.inexact()
+        numerator = self.as_mpmath()
+        denominator = divisor.as_mpmath()
         quotient = numerator.value / denominator.value
         # With q = a / b the error is (a + da) / (b + db) - q = (da - q db) / (b + db).
         error_times_denominator = numerator.error + Ball(quotient).magnitude * denominator.error
@@ -118,7 +118,7 @@ ONE = Ball(Fraction(1))
 _context_cache: dict[str, Any] = {}
 
 
-def _mp() -> Any:
+def _mpmath_context() -> Any:
     """Return the context of mpmath that all threads share.
 
     It is created when the first value needs it. mpmath caches the digits of its constants and is
@@ -130,16 +130,16 @@ def _mp() -> Any:
     from mpmath import MPContext
 
     context = MPContext()
-    context.prec = 2 * (MAX_BITS + PRECISION)
-    _ = context.pi + context.ln2  # computes their digits
-    context.prec = PRECISION
+    context.prec = 2 * (MAX_BITS + PRECISION_BITS)
+    _ = context.pi + context.ln2  # asking for them computes their digits
+    context.prec = PRECISION_BITS
     # If two threads get here at once, both use the context of the first.
     return _context_cache.setdefault("context", context)
 
 
 def _exact_result(value: Fraction) -> Ball:
     """Return an exact result, or a number of mpmath where the fraction has too many digits."""
-    return Ball(value) if _size_in_bits(value) <= MAX_BITS else Ball(value).inexact()
+    return Ball(value) if _size_in_bits(value) <= MAX_BITS else Ball(value).as_mpmath()
 
 
 def _size_in_bits(value: Fraction) -> int:
@@ -155,31 +155,33 @@ def _rounded_result(value: Value, error: float = 0.0) -> Ball:
     `NotReadError("too_large")` for a magnitude that is not between 2^-`MAX_BITS` and 2^`MAX_BITS`.
     """
     magnitude = Ball(value).magnitude
-    error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION) + _LEAST_ERROR
+    error += magnitude * 2.0 ** (_SPARE_BITS - PRECISION_BITS) + _LEAST_ERROR
     is_small_enough = magnitude + error < 2.0**MAX_BITS  # false for a NaN too
     is_too_near_zero = value != 0 and magnitude < 2.0**-MAX_BITS
     if not is_small_enough or is_too_near_zero:
         raise NotReadError("too_large")
-    if isinstance(value, _mp().mpc) and abs(float(value.imag)) <= error:
+    if isinstance(value, _mpmath_context().mpc) and abs(float(value.imag)) <= error:
         value = value.real
     return Ball(value, error)
 
 
 def pi() -> Ball:
     """Return the number pi."""
-    return _rounded_result(+_mp().pi)  # the sign makes a number of mpmath's lazy constant
+    return _rounded_result(
+        +_mpmath_context().pi
+    )  # the sign makes a number of mpmath's lazy constant
 
 
-def _exp(ball: Ball) -> Ball:
+def _exponential(ball: Ball) -> Ball:
     """Return `e` to the power of a value.
 
     Raises `NotReadError("too_large")` where the result would be too large or too small, or where
     the error of the exponent leaves little of it.
     """
-    ball = ball.inexact()
+    ball = ball.as_mpmath()
     if abs(float(ball.value.real)) > MAX_BITS or ball.error > 1:
         raise NotReadError("too_large")
-    value = _mp().exp(ball.value)
+    value = _mpmath_context().exp(ball.value)
     return _rounded_result(value, 2 * Ball(value).magnitude * ball.error)
 
 
@@ -187,8 +189,8 @@ def logarithm(ball: Ball) -> Ball:
     """Return the principal value of the logarithm. Raises `NotReadError("undefined")` for 0."""
     if ball.least_magnitude <= 0:
         raise NotReadError("undefined")
-    ball = ball.inexact()
-    return _rounded_result(_mp().ln(ball.value), ball.error / ball.least_magnitude)
+    ball = ball.as_mpmath()
+    return _rounded_result(_mpmath_context().ln(ball.value), ball.error / ball.least_magnitude)
 
 
 def power_of(base: Ball, exponent: Ball) -> Ball:
@@ -200,26 +202,34 @@ def power_of(base: Ball, exponent: Ball) -> Ball:
     if base.least_magnitude <= 0:  # the base can be 0
         return _power_of_zero(base, exponent)
     if not exponent.is_exact:
-        return _exp(logarithm(base) * exponent)
+        return _exponential(logarithm(base) * exponent)
     power: Fraction = exponent.value
-    is_integer_power = power.denominator == 1
-    if (
-        base.is_exact
-        and is_integer_power
-        and _size_in_bits(base.value) * abs(power) <= MAX_BITS  # bounds the size of the result
-    ):
-        return Ball(Fraction(base.value ** int(power)))
-    base = base.inexact()
+    if base.is_exact and power.denominator == 1:
+        result_bits = _size_in_bits(base.value) * abs(power)
+        if result_bits <= MAX_BITS:
+            return Ball(Fraction(base.value ** int(power)))
+    return _rounded_power(base.as_mpmath(), power)
+
+
+def _rounded_power(base: Ball, power: Fraction) -> Ball:
+    """Return `base ** power` as a number of mpmath, for a base that is not 0.
+
+    Raises `NotReadError("too_large")` where the result is over the cap, or the error of the base
+    leaves little of it.
+    """
     absolute_power = abs(float(power))
     relative_error = absolute_power * base.error / base.least_magnitude
-    # The size of the result in bits; 2^-50 bounds the rounding error of the logarithm.
-    bits = absolute_power * (abs(math.log2(base.magnitude)) + 2.0**-50)
-    if bits > 2 * MAX_BITS or relative_error > 1:
+    # 2^-50 bounds the rounding error of the logarithm.
+    result_bits = absolute_power * (abs(math.log2(base.magnitude)) + 2.0**-50)
+    # This rough bound only spares a costly power: `_rounded_result` tells what is over the cap.
+    if result_bits > 2 * MAX_BITS:
         raise NotReadError("too_large")
-    if is_integer_power:
+    if relative_error > 1:
+        raise NotReadError("too_large")
+    if power.denominator == 1:
         value = base.value ** int(power)
     else:
-        value = base.value ** (_mp().mpf(power.numerator) / power.denominator)
+        value = base.value ** (_mpmath_context().mpf(power.numerator) / power.denominator)
     # The factor 2 covers the terms of higher order in the relative error.
     return _rounded_result(value, 2 * Ball(value).magnitude * relative_error)
 
@@ -242,7 +252,7 @@ def _power_of_zero(base: Ball, exponent: Ball) -> Ball:
         error = 2 * max(
             math.pow(largest_base, least_exponent), math.pow(largest_base, largest_exponent)
         )
-        return _rounded_result(_mp().mpf(0), error)
+        return _rounded_result(_mpmath_context().mpf(0), error)
     except OverflowError:
         raise NotReadError("too_large") from None
 
@@ -268,14 +278,15 @@ def factorial_or_binomial(total: Ball, chosen: Ball | None = None) -> Ball:
     """Return the factorial of `total`, or the binomial coefficient `total` over `chosen`.
 
     Raises `NotReadError`: `undefined` for anything but natural numbers, `too_large` over
-    `MAX_COUNTED`.
+    `MAX_FACTORIAL_ARGUMENT`.
     """
-    for ball in (total, chosen or total):
+    counts = [total] if chosen is None else [total, chosen]
+    for ball in counts:
         if not ball.is_exact or ball.value.denominator != 1 or ball.value < 0:
             raise NotReadError("undefined")
-        if ball.value > MAX_COUNTED:
+        if ball.value > MAX_FACTORIAL_ARGUMENT:
             raise NotReadError("too_large")
-    if chosen:
+    if chosen is not None:
         return _exact_result(Fraction(math.comb(int(total.value), int(chosen.value))))
     return _exact_result(Fraction(math.factorial(int(total.value))))
 
@@ -290,18 +301,18 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
     if name == "ln":
         return logarithm(argument)
     if name.startswith("arc"):
-        return _inverse_angle(name, argument.inexact()) * half_turn / pi()
+        return _inverse_function_in_radians(name, argument.as_mpmath()) * half_turn / pi()
     if not is_in_radians:
         degrees = Ball(argument.value % 360) if argument.is_exact else argument
         argument = degrees / half_turn * pi()
-    angle = argument.inexact()
+    angle = argument.as_mpmath()
     # An argument may be complex, since a function can be compared at a point where a root is.
     imaginary_size = abs(float(angle.value.imag))
     if imaginary_size > MAX_BITS / 2 or angle.error > 1:
         raise NotReadError("too_large")
     # Within 1 of the angle neither sine nor cosine is steeper than this exponential.
     error = math.exp(imaginary_size + 1) * angle.error
-    raw_cosine, raw_sine = _mp().cos_sin(angle.value)
+    raw_cosine, raw_sine = _mpmath_context().cos_sin(angle.value)
     cosine = _rounded_result(raw_cosine, error)
     sine = _rounded_result(raw_sine, error)
     numerator, denominator = {
@@ -315,23 +326,24 @@ def function_value(name: str, argument: Ball, *, is_in_radians: bool) -> Ball:
     return numerator / denominator
 
 
-def _inverse_angle(name: str, sine: Ball) -> Ball:
-    """Return the angle in radians whose sine, cosine or tangent has the value `sine`.
+def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
+    """Return the angle in radians whose sine, cosine or tangent is `argument`.
 
-    `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is that of the value times the
-    slope, 1/sqrt(1 - z^2) or 1/(1 + z^2). Where the sine can be 1 the slope is unbounded; an error
-    of d in the sine then is one of about sqrt(2d) in the angle.
+    `name` is `arcsin`, `arccos` or `arctan`. The error of the angle is that of the argument times
+    the slope, 1/sqrt(1 - z^2) or 1/(1 + z^2). Where a sine or cosine can be 1 the slope is
+    unbounded; an error of d in it then is one of about sqrt(2d) in the angle.
     """
-    squared = sine * sine
+    squared = argument * argument
     if name == "arctan":
-        steepness = ONE + squared
-        if steepness.least_magnitude <= 0:
+        slope_divisor = ONE + squared
+        if slope_divisor.least_magnitude <= 0:
             raise NotReadError("undefined")
-        return _rounded_result(_mp().atan(sine.value), sine.error / steepness.least_magnitude)
-    steepness = ONE + -squared
-    error = 8 * math.sqrt(sine.error)
-    if steepness.least_magnitude > 0:
-        error = sine.error / math.sqrt(steepness.least_magnitude)
+        error = argument.error / slope_divisor.least_magnitude
+        return _rounded_result(_mpmath_context().atan(argument.value), error)
+    squared_slope_divisor = ONE + -squared
+    error = 8 * math.sqrt(argument.error)
+    if squared_slope_divisor.least_magnitude > 0:
+        error = argument.error / math.sqrt(squared_slope_divisor.least_magnitude)
     if name == "arcsin":
-        return _rounded_result(_mp().asin(sine.value), error)
-    return _rounded_result(_mp().acos(sine.value), error)
+        return _rounded_result(_mpmath_context().asin(argument.value), error)
+    return _rounded_result(_mpmath_context().acos(argument.value), error)

@@ -8,19 +8,30 @@ import re
 import unicodedata
 from decimal import Decimal
 
-from adora_vl.rewards.full_width import in_ascii
+from adora_vl.rewards.full_width import spell_in_ascii
 from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.markup import without_layout
-from adora_vl.rewards.numerals import NUMBER_WORDS, in_degrees, replace_recurring_decimals
-from adora_vl.rewards.units import DEGREE, MEASURED, TEMPERATURE, mark_upright_units
+from adora_vl.rewards.numerals import (
+    DIGITS_BY_NUMBER_WORD,
+    minutes_to_degrees,
+    replace_recurring_decimals,
+)
+from adora_vl.rewards.units import (
+    DEGREE_SIGN,
+    MEASURED_VALUE_PATTERN,
+    TEMPERATURE_PATTERN,
+    mark_upright_units,
+)
 
-_DIGITS = "0123456789."
-_DOLLAR = re.compile(r"(?<!\\)\$")
+_DIGITS_AND_POINT = "0123456789."
+_DOLLAR_SIGN_PATTERN = re.compile(r"(?<!\\)\$")
 # An honest answer has under 60 characters. Every regular expression below runs on at most this
 # many.
 MAX_CHARS = 500
+# Unicode's controls, formats (as zero-width and bidirectional ones), and what is unassigned.
+_HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs"})
 
-_SYMBOLS = str.maketrans(
+_LATEX_BY_SYMBOL = str.maketrans(
     {
         "\u2212": "-",
         "√": r"\surd ",
@@ -49,90 +60,103 @@ _SYMBOLS = str.maketrans(
 )
 # What may stand between groups of three digits: `1,234`, `1{,}234`, `1\,234`, and thin spaces of
 # Unicode.
-_THIN = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
-_THOUSANDS = re.compile(rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THIN}\d{{3}})+(?!\d|{_THIN})", re.ASCII)
+_THOUSANDS_SEPARATOR = r"(?:,\\! ?|,|\{,\}|\\,|\\!|[\u2009\u202f])"
+_NUMBER_WITH_THOUSANDS_PATTERN = re.compile(
+    rf"(?<![\d.,])[1-9]\d{{0,2}}(?:{_THOUSANDS_SEPARATOR}\d{{3}})+(?!\d|{_THOUSANDS_SEPARATOR})",
+    re.ASCII,
+)
 # What a careless escape makes of `\left(`: two backslashes. Of `\frac` it makes a form feed and
 # `rac`.
-_ESCAPED = re.compile(
+_DOUBLE_BACKSLASH_PATTERN = re.compile(
     r"(?<!\\)\\\\(?=(?:[dtc]?frac|sqrt|left|right|text|pi|infty|cdot)(?![A-Za-z]))"
 )
-_FORM_FEED = re.compile(r"\\?\x0crac(?=\s*\{)")
+_FORM_FEED_OF_FRAC_PATTERN = re.compile(r"\\?\x0crac(?=\s*\{)")
 # Raised digits and signs, fractions in one character, and numbers in circles.
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-_SMALL = re.compile("[¼½¾⅐-⅞①-⑳]")
-_DOUBLE_RAISED = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
+_RAISED_DIGITS_PATTERN = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
+_ONE_CHARACTER_NUMBER_PATTERN = re.compile("[¼½¾⅐-⅞①-⑳]")
+_TWICE_RAISED_DEGREE_PATTERN = re.compile(r"\^\s*(?:\{\s*(\^\\circ) \s*\}|(?=\^\\circ))")
 # An empty group that holds a sign, `{}^\circ`, a wrapper without braces, `\mathrm \pi`, and what
 # siunitx measures.
-_FACTORIAL_BEFORE = re.compile(r"([0-9]+!) =")
-_EMPTY_GROUP = re.compile(r"\{\s*\}(?=\s*\^)")
-_UNBRACED = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|rm|bf)(?![A-Za-z])(?!\s*\{)")
-_MEASURED = re.compile(r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}\\]*)\}")
-_EMPHASIS = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
-_DECIMAL_COMMA_OF_TEX = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
-_MONEY = re.compile(r"(-?)(\\\$|€)\s*(?=[0-9.])(.*)", re.DOTALL)
+_FACTORIAL_BEFORE_EQUALS_PATTERN = re.compile(r"([0-9]+!) =")
+_EMPTY_BRACES_PATTERN = re.compile(r"\{\s*\}(?=\s*\^)")
+_FONT_WITHOUT_BRACES_PATTERN = re.compile(
+    r"\\(?:text(?:bf|it|rm)?|math(?:rm|bf|sf|it)|rm|bf)(?![A-Za-z])(?!\s*\{)"
+)
+_SIUNITX_PATTERN = re.compile(r"\\(?:SI|qty)\s*\{([^{}]*)\}\s*\{\\?([^{}\\]*)\}")
+_MARKDOWN_EMPHASIS_PATTERN = re.compile(r"(\*{1,3}|`)([^*`]+)\1")
+_BRACED_COMMA_PATTERN = re.compile(r"(?<=[0-9])\{,\}(?=[0-9])")
+_LEADING_CURRENCY_SIGN_PATTERN = re.compile(
+    r"(?P<minus>-?)(?P<currency>\\\$|€)\s*(?=[0-9.])(?P<amount>.*)", re.DOTALL
+)
 # No other command begins with `\quad`, so in `\quadx` a space was lost.
-_SPACING = re.compile(
+_SPACING_COMMAND_PATTERN = re.compile(
     r"~|(?<!\\)\\(?:[,;:! ]|q?quad|(?:thinspace|left|right|displaystyle)(?![A-Za-z]))"
 )
-_TEXT = re.compile(
+_FONT_WITH_BRACES_PATTERN = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt|normal)?|math(?:rm|bf|sf|tt)|mbox|num|number|ang|emph|underline|boldsymbol|bm|bf)\s*"
     r"\{((?:[^{}]|\{[^{}]*\})*)\}|\{\s*\\bf\s+([^{}]*)\}"
 )
 # `12^\circ^2` is left unread: taking the sign out would make a square of it.
-_DEGREE = re.compile(
+_DEGREE_SIGN_PATTERN = re.compile(
     r"(?:\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))|(?<=\d)\s*\\circ(?![A-Za-z])|\\degree(?![A-Za-z]))(?!\s*\^)"
 )
-_DEGREE_WORD = re.compile(r"(?<=[\d})$\s])degrees?$")
-_SMALL_O = re.compile(r"(?<=[0-9)}])\s*\^\s*(?:\{\s*o\s*\}|o)(?![A-Za-z])")
-_IN_DEGREES = re.compile(rf"(?:{_DEGREE.pattern}|{_DEGREE_WORD.pattern})[\s$.]*$")
-_BRACKETED_UNIT = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
+_DEGREES_AT_THE_END_PATTERN = re.compile(r"(?<=[\d})$\s])degrees?$")
+_RAISED_O_PATTERN = re.compile(r"(?<=[0-9)}])\s*\^\s*(?:\{\s*o\s*\}|o)(?![A-Za-z])")
+_ENDS_IN_DEGREES_PATTERN = re.compile(
+    rf"(?:{_DEGREE_SIGN_PATTERN.pattern}|{_DEGREES_AT_THE_END_PATTERN.pattern})[\s$.]*$"
+)
+_BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # what no unit can end is not searched for one
-_MAY_BE_MEASURED = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
-_FUNCTION = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
+_MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
+_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.
-NAME = (
+SIMPLE_NAME = (
     r"(?:(?i:area|circumference|diameter|height|length|measure|perimeter|radius|volume)\s+of\s*(?:the\s+)?)?"
     r"(?:m\s*)?(?:\\(?:angle|overline|overrightarrow|vec|widehat|overarc|triangle)\s*)?"
     r"(?:[A-Z](?:\s+[A-Z])+|[A-Za-z]{1,16}|\{\s*[A-Za-z](?:\s*[A-Za-z]){0,3}\s*\}|\\(?:theta|alpha|beta|gamma|phi)"
     r"|(?<=angle)\s*\d{1,2}|(?<=angle )\d{1,2})"
     r"(?:_?\d|\s*\\triangle\s*[A-Z](?:\s*[A-Z]){2}|_(?:[A-Za-z]|\{(?:\s*\\triangle)?\s*[A-Za-z0-9]{1,16}\s*\}))?'?(?:\([A-Za-z0-9]{1,3}\))?"
 )
-_NAME_BEFORE = re.compile(rf"{NAME}\s*=(?!=)")
+_LEADING_NAME_PATTERN = re.compile(rf"{SIMPLE_NAME}\s*=(?!=)")
 # The name of a value in a sentence: `The area is 12`.
-_SENTENCE_NAME = re.compile(
+_NAME_IN_SENTENCE_PATTERN = re.compile(
     r"(?i:(?:the\s+)?(?:(?:total|surface|shaded)\s+)?(?:area|circumference|diameter|height|length|measure"
     r"|perimeter|radius|volume|angle|value|distance|width|side|slope)"
-    rf"(?:\s+of\s+(?:the\s+)?{NAME})?\s+is)\s+(?:equal\s+to\s+)?(?=[-+]?[\d\\.(])"
+    rf"(?:\s+of\s+(?:the\s+)?{SIMPLE_NAME})?\s+is)\s+(?:equal\s+to\s+)?(?=[-+]?[\d\\.(])"
 )
 # `about 12`, and `20\sqrt{3} (about 34.64)`.
-_ABOUT = r"(?:(?i:approximately|about|approx\.?|roughly|around)\s+|(?:\\approx(?![A-Za-z])|≈)\s*)"
-_APPROXIMATELY = re.compile(rf"^{_ABOUT}(?=[-+]?[\d\\.])")
-_NEAR = re.compile(rf"(.*\S)\s*\(\s*{_ABOUT}([-+]?\d+(?:\.\d+)?[^()]{{0,20}})\)", re.DOTALL)
+_ABOUT_WORDS = (
+    r"(?:(?i:approximately|about|approx\.?|roughly|around)\s+|(?:\\approx(?![A-Za-z])|≈)\s*)"
+)
+_LEADING_ABOUT_PATTERN = re.compile(rf"^{_ABOUT_WORDS}(?=[-+]?[\d\\.])")
+_BRACKETED_ABOUT_PATTERN = re.compile(
+    rf"(.*\S)\s*\(\s*{_ABOUT_WORDS}([-+]?\d+(?:\.\d+)?[^()]{{0,20}})\)", re.DOTALL
+)
 # What `AB = CD` and `\angle 1 = \angle 2` say of two figures is an equation, and neither is the
 # name of a value.
-FIGURE = re.compile(
+FIGURE_NAME_PATTERN = re.compile(
     r"(?:m\s*)?\\(?:angle|overline|widehat|overarc|triangle)\s*\{?\s*(?:[A-Z](?:\s*[A-Z]){0,3}|[0-9]{1,2})\s*\}?"
     r"|[A-Z](?:\s*[A-Z]){1,3}"
 )
-_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){NAME}"  # `x/y` is an expression
-NAME_OF_VALUE = re.compile(
-    rf"{NAME}(?::{NAME})*|\|{NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
-    rf"|{_NO_UNKNOWN}/{_NO_UNKNOWN}|\\frac\{{{_NO_UNKNOWN}\}}\{{{_NO_UNKNOWN}\}}"
+_NAME_BUT_NO_UNKNOWN = rf"(?![a-z](?![A-Za-z])){SIMPLE_NAME}"  # `x/y` is an expression
+VALUE_NAME_PATTERN = re.compile(
+    rf"{SIMPLE_NAME}(?::{SIMPLE_NAME})*|\|{SIMPLE_NAME}\||\\(?:sin|cos|tan)[\s(]?(?:\\angle\s?)?[A-Z]{{1,3}}\)?"
+    rf"|{_NAME_BUT_NO_UNKNOWN}/{_NAME_BUT_NO_UNKNOWN}|\\frac\{{{_NAME_BUT_NO_UNKNOWN}\}}\{{{_NAME_BUT_NO_UNKNOWN}\}}"
 )
 # A value with its name; `|x|` is none, since two numbers have it.
-NAMED_VALUE = re.compile(
-    rf"(?!\|[a-z]\|)({NAME_OF_VALUE.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)"
+NAMED_VALUE_PATTERN = re.compile(
+    rf"(?!\|[a-z]\|)({VALUE_NAME_PATTERN.pattern})(=|\\approx(?![A-Za-z])|≈)(?!\1$)([^=<>]+)"
 )
-_BARE_COMMAND = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
+_COMMAND_WITHOUT_BACKSLASH_PATTERN = re.compile(r"(?<![A-Za-z\\])(sqrt|pi)(?![A-Za-z])")
 # Fractions, roots and pi in one spelling: `\frac{1}{2}` for `\dfrac12`, `\sqrt{3}` for `sqrt3` and
 # `√3`. An argument of a fraction without braces has to be one digit, one letter or `\pi`. All
 # digits behind a root belong to it: TeX sets `\sqrt12` as a root of 1 beside a 2, which nobody
 # means.
-_ONE = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
-_LAST = rf"{_ONE}(?!\d|\.\d)"
+_SHORT_ARGUMENT = r"(\d|[A-Za-z](?![A-Za-z])|\\pi(?![A-Za-z]))"
+_LAST_SHORT_ARGUMENT = rf"{_SHORT_ARGUMENT}(?!\d|\.\d)"
 # Each with a word that stands in every text that it changes.
-_COMMANDS = [
+_COMMAND_SUBSTITUTIONS = [
     (word, re.compile(pattern), replacement)
     for word, pattern, replacement in (
         ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
@@ -144,30 +168,31 @@ _COMMANDS = [
         ("^", r"(\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         ("surd", r"\\surd", r"\\sqrt"),
         ("sqrt", r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", r"\\sqrt\1{\2}"),
-        ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST}", r"\\sqrt\1{\2}"),
-        ("frac", rf"\\frac\s*{_ONE}\s*{_LAST}", r"\\frac{\1}{\2}"),
-        ("frac", rf"\\frac\s*{_ONE}\s*\{{", r"\\frac{\1}{"),
+        ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST_SHORT_ARGUMENT}", r"\\sqrt\1{\2}"),
+        ("frac", rf"\\frac\s*{_SHORT_ARGUMENT}\s*{_LAST_SHORT_ARGUMENT}", r"\\frac{\1}{\2}"),
+        ("frac", rf"\\frac\s*{_SHORT_ARGUMENT}\s*\{{", r"\\frac{\1}{"),
         (
             "frac",
-            rf"\\frac\s*(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*{_LAST}",
+            rf"\\frac\s*(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}})\s*{_LAST_SHORT_ARGUMENT}",
             r"\\frac\1{\2}",
         ),
         ("sqrt", r"\\sqrt\s*(\\frac\s*\{[^{}]*\}\s*\{[^{}]*\})", r"\\sqrt{\1}"),
     )
 ]
 # `$12` may be a stray dollar sign, so a sign counts only where there are cents.
-CURRENCY = re.compile(
-    r"(?P<sign>-?)\\?[$€£¥](?P<cents>[0-9]+\.[0-9]{2})|(?P<before>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
-    r"|(?P<named>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
+MONEY_PATTERN = re.compile(
+    r"(?P<minus>-?)\\?[$€£¥](?P<after_sign>[0-9]+\.[0-9]{2})"
+    r"|(?P<before_sign>-?[0-9]+\.[0-9]{2})\\?[$€£¥]"
+    r"|(?P<before_word>-?[0-9]+(?:\.[0-9]+)?) ?(?:dollars?|euros?)"
 )
-_SPACES = re.compile(r"\s+")
-_SPACE = re.compile(" ")
-_INLINE = re.compile(r"(?<!\\)\\[()]")
-_DISPLAYED = re.compile(r"(?<!\\)\\[\[\]]")
-_BOXED = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
+_SPACES_PATTERN = re.compile(r"\s+")
+_ONE_SPACE_PATTERN = re.compile(" ")
+_INLINE_MATH_BRACKET_PATTERN = re.compile(r"(?<!\\)\\[()]")
+_DISPLAY_MATH_BRACKET_PATTERN = re.compile(r"(?<!\\)\\[\[\]]")
+_BOXED_PATTERN = re.compile(r"\\f?boxed\s*\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")
 # Words that say no more than that an answer follows, or stood before. None of them denies, offers a
 # choice or counts.
-_STOCK = (
+_STOCK_WORD = (
     r"(?i:\b(?:therefore|thus|hence|so|then|finally|consequently|we|you|it|this|that|which|is|are|equals?|to|find|gets?"
     r"|have|has|obtain|conclude|see|know|gives?|yields?|must|be|the|our|my|your|final|correct|required|desired|answers?"
     r"|solutions?|values?|results?)\b[\s,:*]*)"
@@ -175,27 +200,28 @@ _STOCK = (
 # A sentence of them around one formula between dollar signs, which may have its unit behind it, and
 # runs over lines between double ones only. Every word can be read in one way only, so a long text
 # costs no more than its length.
-_SENTENCE = re.compile(
-    rf"\**{_STOCK}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
-    rf"(?P<unit>(?:(?!{_STOCK})[^\s$]++)?(?:\s++(?!{_STOCK})[^\s$]++)*+)\s*{_STOCK}*\.?"
+_SENTENCE_AROUND_FORMULA_PATTERN = re.compile(
+    rf"\**{_STOCK_WORD}*(?P<formula>\$\$[^$]+\$\$|\$[^$\n]+\$)"
+    rf"(?P<unit>(?:(?!{_STOCK_WORD})[^\s$]++)?(?:\s++(?!{_STOCK_WORD})[^\s$]++)*+)\s*{_STOCK_WORD}*\.?"
 )
 
 # `1e3` and `1e-05` as programs print them, so never `9e0`. `2e-5` stays an expression with the
 # unknown e.
-_SCIENTIFIC = re.compile(
+_SCIENTIFIC_NOTATION_PATTERN = re.compile(
     r"(?!.*[eE][+-]?0+$)[+-]?(?:(?:[0-9]+(?:\.[0-9]+)?)(?:[eE][0-9]{1,2}|E[+-][0-9]{1,2}|e[+-]0[0-9])"
     r"|1(?:\.0+)?e[+-][0-9]{1,2}|[0-9]\.[0-9]+e[+-][0-9]{1,2})"
 )
-_TIMES_A_POWER = re.compile(
-    r"([+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10\^(?:\{([+-]?[0-9]{1,2})\}|([0-9]))"
+_TIMES_POWER_OF_TEN_PATTERN = re.compile(
+    r"(?P<factor>[+-]?[1-9](?:\.[0-9]+)?)(?:\\cdot|\\times|\*)10"
+    r"\^(?:\{(?P<braced_exponent>[+-]?[0-9]{1,2})\}|(?P<exponent>[0-9]))"
 )
-_SPACED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
+_THOUSANDS_BY_SPACES_PATTERN = re.compile(r"[+-]?[1-9][0-9]{0,2}(?: [0-9]{3})+(?:\.[0-9]+)?")
 # Neither two answers nor thousands: `1000,99` and `0,125`. `3,5` may be two answers.
-_DECIMAL_COMMA = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
-_MIXED = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
+_DECIMAL_COMMA_PATTERN = re.compile(r"[+-]?(?:[1-9][0-9]{3,},[0-9]{1,2}|0,[0-9]{3,})")
+_MIXED_NUMBER_PATTERN = re.compile(r"([+-]?[0-9]+) ([0-9]{1,2})/([0-9]{1,2})")
 
 
-def canonical(text: str) -> tuple[str, str]:
+def canonical_value_and_unit(text: str) -> tuple[str, str]:
     r"""Return the canonical form of an answer of one value, and its unit, empty without one.
 
     `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
@@ -204,63 +230,85 @@ def canonical(text: str) -> tuple[str, str]:
     Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
     characters, which can make an answer look like another one.
     """
-    text = _without_sentence(_in_one_spelling(_single_formula(text)))
-    name = _NAME_BEFORE.match(text)
-    if name:
-        value = text[name.end() :]
-        # `AB = CD` says that two segments are equal: neither is a name for the other.
-        are_figures = all(FIGURE.fullmatch(side.strip()) for side in (name[0][:-1], value))
-        if not are_figures:
-            text = _without_decoration(value)
+    text = _unify_spelling(_take_out_formula(text))
+    text = _without_leading_name(_without_words_around_value(text))
+    temperature = TEMPERATURE_PATTERN.fullmatch(text) if "circ" in text else None
+    if temperature:
+        return _without_decoration_and_spaces(temperature[1]), f"°{temperature[2]}"
     unit = ""
-    if "circ" in text:
-        temperature = TEMPERATURE.fullmatch(text)
-        if temperature:
-            return _spell_number(
-                _without_idle_spaces(_without_decoration(temperature[1]))
-            ), f"°{temperature[2]}"
     if "circ" in text or "deg" in text:
         # The degrees inside of `\sin 30^\circ` are no unit of the value.
-        unit = DEGREE if _IN_DEGREES.search(text) and not _FUNCTION.search(text) else ""
-        text = _DEGREE_WORD.sub(" ", _DEGREE.sub(" ", text)).strip()
-    bracketed = _BRACKETED_UNIT.search(text) if text.endswith(")") else None  # 5 (cm)
-    if bracketed:
-        without_brackets = f"{text[: bracketed.start()]} {bracketed[1]}"
-        if MEASURED.fullmatch(without_brackets):
-            text = without_brackets
-    money = _MONEY.fullmatch(text)
+        has_function = _TRIGONOMETRIC_FUNCTION_PATTERN.search(text) is not None
+        if _ENDS_IN_DEGREES_PATTERN.search(text) and not has_function:
+            unit = DEGREE_SIGN
+        text = _DEGREES_AT_THE_END_PATTERN.sub(" ", _DEGREE_SIGN_PATTERN.sub(" ", text)).strip()
+    text = _without_brackets_of_unit(text)
+    money = _LEADING_CURRENCY_SIGN_PATTERN.fullmatch(text)
     if money:
-        text = money[1] + money[3]
-        unit = "euros" if money[2] == "€" else "dollars"
+        text = money["minus"] + money["amount"]
+        unit = "euros" if money["currency"] == "€" else "dollars"
     # The first pattern is a quick test, since the second one is slow.
-    measured = MEASURED.fullmatch(text) if _MAY_BE_MEASURED.search(text) else None
+    may_have_unit = _MAY_END_IN_UNIT_PATTERN.search(text)
+    measured = MEASURED_VALUE_PATTERN.fullmatch(text) if may_have_unit else None
     if measured:
         text = measured[1]
         unit = measured[2]
-    return _spell_number(_without_idle_spaces(_without_decoration(text))), unit
+    return _without_decoration_and_spaces(text), unit
 
 
-def whole(text: str) -> str:
+def _without_leading_name(text: str) -> str:
+    """Return `text` without the name before its value: `5` for `AB = 5`.
+
+    `AB = CD` stays, since it says that two segments are equal: neither is a name for the other.
+    """
+    name = _LEADING_NAME_PATTERN.match(text)
+    if name is None:
+        return text
+    value = text[name.end() :]
+    sides = (name[0].removesuffix("="), value)
+    if all(FIGURE_NAME_PATTERN.fullmatch(side.strip()) for side in sides):
+        return text
+    return _without_decoration(value)
+
+
+def _without_brackets_of_unit(text: str) -> str:
+    """Return `5 cm` for `5 (cm)`. Any other text is returned as it is."""
+    unit = _BRACKETED_UNIT_PATTERN.search(text) if text.endswith(")") else None
+    if unit is None:
+        return text
+    without_brackets = f"{text[: unit.start()]} {unit[1]}"
+    return without_brackets if MEASURED_VALUE_PATTERN.fullmatch(without_brackets) else text
+
+
+def _without_decoration_and_spaces(value: str) -> str:
+    """Return a value without its unit in the spelling in which values are compared."""
+    return _normalise_number(_without_needless_spaces(_without_decoration(value)))
+
+
+def canonical_with_names(text: str) -> str:
     r"""Return the canonical form of an answer that may have several parts: `A(3,-4)`, `AB=4, CD=5`.
 
-    All names, units and brackets stay. Raises `NotReadError` as `canonical` does.
+    All names, units and brackets stay. Raises `NotReadError` as `canonical_value_and_unit` does.
     """
-    text = _DOLLAR.sub(" ", _BOXED.sub(r" \1 ", _single_formula(text)))
-    return _without_idle_spaces(
-        _without_decoration(_DEGREE.sub(" ", _without_sentence(_in_one_spelling(text))))
-    )
+    text = _BOXED_PATTERN.sub(r" \1 ", _take_out_formula(text))
+    text = _unify_spelling(_DOLLAR_SIGN_PATTERN.sub(" ", text))
+    text = _DEGREE_SIGN_PATTERN.sub(" ", _without_words_around_value(text))
+    return _without_needless_spaces(_without_decoration(text))
 
 
-def _without_sentence(text: str) -> str:
+def _without_words_around_value(text: str) -> str:
     r"""Return `text` with `\approx` for words such as `about`, without `The area is` before it."""
-    if "ppro" in text or "≈" in text or text[:1] in "aArR":
-        text = _APPROXIMATELY.sub(r"\\approx ", text)
-        near = _NEAR.fullmatch(text) if text.endswith(")") else None
-        text = rf"{near[1]} \approx {near[2]}" if near else text
-    return _SENTENCE_NAME.sub("", text) if " is " in text else text
+    # `approximately`, `about`, `around` and `roughly`; most answers have none of them.
+    may_be_rounded = "ppro" in text or "≈" in text or text[:1] in "aArR"
+    if may_be_rounded:
+        text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
+        rounded = _BRACKETED_ABOUT_PATTERN.fullmatch(text) if text.endswith(")") else None
+        if rounded:
+            text = rf"{rounded[1]} \approx {rounded[2]}"
+    return _NAME_IN_SENTENCE_PATTERN.sub("", text) if " is " in text else text
 
 
-def _single_formula(text: str) -> str:
+def _take_out_formula(text: str) -> str:
     r"""Return `text` without the words or the box around a single formula.
 
     It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`. Raises `NotReadError` for a
@@ -269,82 +317,86 @@ def _single_formula(text: str) -> str:
     if len(text) > MAX_CHARS:
         raise NotReadError("too_long")
     if not text.isascii():
-        text = in_ascii(text)
+        text = spell_in_ascii(text)
     if "\x0c" in text:
-        text = _FORM_FEED.sub(r"\\frac", text)
-    text = _DISPLAYED.sub("$$", _INLINE.sub("$", _ESCAPED.sub(r"\\", text))).strip(" \t\n\r")
-    sentence = _SENTENCE.fullmatch(text) if "$" in text else None
+        text = _FORM_FEED_OF_FRAC_PATTERN.sub(r"\\frac", text)
+    text = _DOUBLE_BACKSLASH_PATTERN.sub(r"\\", text)
+    text = _INLINE_MATH_BRACKET_PATTERN.sub("$", text)
+    text = _DISPLAY_MATH_BRACKET_PATTERN.sub("$$", text).strip(" \t\n\r")
+    sentence = _SENTENCE_AROUND_FORMULA_PATTERN.fullmatch(text) if "$" in text else None
     if sentence and sentence["unit"]:
         text = sentence["formula"] + sentence["unit"]
     elif sentence:
         text = sentence["formula"].strip("$ \t\n\r")
-    box = _BOXED.fullmatch(text) if "boxed" in text else None
+    box = _BOXED_PATTERN.fullmatch(text) if "boxed" in text else None
     return box[1] if box else text
 
 
-def _in_one_spelling(text: str) -> str:
-    """Return `text` in one spelling, still with its name, degree signs and units.
+def _unify_spelling(text: str) -> str:
+    """Return `text` in the spelling of LaTeX, still with its name, degree signs and units.
 
     Each substitution runs only where a cheap test says that it may apply, since most answers are a
     plain number.
     """
     if not (text.isascii() and text.isprintable()):
-        _refuse_hidden(text)
+        _refuse_hidden_characters(text)
     if not text.isascii():
-        text = _RAISED.sub(_spell_raised_digits, _SMALL.sub(_spell_raised_digits, text))
-        text = _DOUBLE_RAISED.sub(r"\1", text.translate(_SYMBOLS))
-    text = _THOUSANDS.sub(_join_thousands, text)
+        text = _ONE_CHARACTER_NUMBER_PATTERN.sub(_spell_special_digits, text)
+        text = _RAISED_DIGITS_PATTERN.sub(_spell_special_digits, text)
+        text = _TWICE_RAISED_DEGREE_PATTERN.sub(r"\1", text.translate(_LATEX_BY_SYMBOL))
+    text = _NUMBER_WITH_THOUSANDS_PATTERN.sub(_join_thousands, text)
     if "." in text:
         text = replace_recurring_decimals(text)
-    if "! =" in text:  # else `!=`
-        text = _FACTORIAL_BEFORE.sub(r"(\1)=", text)
+    if "! =" in text:  # `5! = 120` would else become `5!=120`, an inequality
+        text = _FACTORIAL_BEFORE_EQUALS_PATTERN.sub(r"(\1)=", text)
     if "{,}" in text:
-        text = _DECIMAL_COMMA_OF_TEX.sub(".", text)
+        text = _BRACED_COMMA_PATTERN.sub(".", text)
     if "\\" in text or "~" in text:
-        text = _without_fonts(without_layout(text))
-    if "^" in text and "o" in text:
-        text = _SMALL_O.sub(r"^\\circ ", text)
-    text = in_degrees(text)
-    text = _BARE_COMMAND.sub(r"\\\1", text)
+        text = _without_fonts_and_spacing(without_layout(text))
+    if "^" in text and "o" in text:  # `30^o`
+        text = _RAISED_O_PATTERN.sub(r"^\\circ ", text)
+    text = minutes_to_degrees(text)
+    text = _COMMAND_WITHOUT_BACKSLASH_PATTERN.sub(r"\\\1", text)
     if "\\" in text:
-        for word, pattern, replacement in _COMMANDS:
+        for word, pattern, replacement in _COMMAND_SUBSTITUTIONS:
             if word in text:
                 text = pattern.sub(replacement, text)
     text = _without_decoration(text)
-    if "$" in text and len(_DOLLAR.findall(text)) == 2 and "\n" not in text:
-        text = _without_decoration(_DOLLAR.sub(" ", text))
+    has_one_formula = "$" in text and len(_DOLLAR_SIGN_PATTERN.findall(text)) == 2
+    if has_one_formula and "\n" not in text:
+        text = _without_decoration(_DOLLAR_SIGN_PATTERN.sub(" ", text))
     return text
 
 
-def _refuse_hidden(text: str) -> None:
+def _refuse_hidden_characters(text: str) -> None:
     """Raise `NotReadError` for characters that do not show, by their Unicode categories."""
-    categories = (unicodedata.category(char) for char in text if char not in "\t\n\r")
-    if not {"Cc", "Cf", "Cn", "Co", "Cs"}.isdisjoint(categories):
+    categories = {unicodedata.category(char) for char in text if char not in "\t\n\r"}
+    if categories & _HIDDEN_CATEGORIES:
         raise NotReadError("hidden_characters")
 
 
-def _without_fonts(text: str) -> str:
+def _without_fonts_and_spacing(text: str) -> str:
     r"""Return `text` without the spaces of LaTeX and the commands for fonts.
 
     `\textbf{5\text{ cm}}` becomes `5 cm`.
     """
-    text = _SPACING.sub(" ", mark_upright_units(text))
+    text = _SPACING_COMMAND_PATTERN.sub(" ", mark_upright_units(text))
     if "\\SI" in text or "\\qty" in text:
-        text = _MEASURED.sub(r" \1 \2 ", text)
-    text = _EMPTY_GROUP.sub("", text)
-    wrapped = 1
-    while wrapped:  # the innermost ones first
-        text, wrapped = _TEXT.subn(r" \1\2 ", text)
-    return _UNBRACED.sub(" ", text)
+        text = _SIUNITX_PATTERN.sub(r" \1 \2 ", text)
+    text = _EMPTY_BRACES_PATTERN.sub("", text)
+    replaced_count = 1
+    while replaced_count:  # each pass takes out the innermost ones
+        text, replaced_count = _FONT_WITH_BRACES_PATTERN.subn(r" \1\2 ", text)
+    return _FONT_WITHOUT_BRACES_PATTERN.sub(" ", text)
 
 
-def _spell_raised_digits(match: re.Match[str]) -> str:
+def _spell_special_digits(match: re.Match[str]) -> str:
     r"""Return `^{-5}` for raised digits, `\frac{1}{2}` for `½`, and 3 for `③`."""
     text = unicodedata.normalize("NFKC", match[0]).replace("\u2212", "-")
-    above, slash, below = text.partition("\u2044")
-    if slash:
-        return rf"\frac{{{above}}}{{{below}}}"
-    return f"^{{{text}}}" if match.re is _RAISED else f" {text} "
+    numerator, fraction_slash, denominator = text.partition("\u2044")
+    if fraction_slash:
+        return rf"\frac{{{numerator}}}{{{denominator}}}"
+    return f"^{{{text}}}" if match.re is _RAISED_DIGITS_PATTERN else f" {text} "
 
 
 def _join_thousands(number: re.Match[str]) -> str:
@@ -364,54 +416,64 @@ def _without_decoration(text: str) -> str:
     Two full stops stay, because `1..` is not the number 1.
     """
     text = text.strip()
-    if text[:1] in {"*", "`"} and (emphasis := _EMPHASIS.fullmatch(text)):
+    emphasis = _MARKDOWN_EMPHASIS_PATTERN.fullmatch(text) if text[:1] in {"*", "`"} else None
+    if emphasis:
         text = emphasis[2].strip()
-    if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
-    while len(text) > 1 and text[0] == text[-1] == "$":
+    text = _without_full_stop(text)
+    while len(text) > 1 and text.startswith("$") and text.endswith("$"):
         text = text[1:-1].strip()
+    return _without_full_stop(text)  # `$5.$` has it inside
+
+
+def _without_full_stop(text: str) -> str:
+    """Return `text` without one full stop at its end. Two full stops stay."""
     if text.endswith(".") and not text.endswith(".."):
-        text = text[:-1].rstrip()
+        return text[:-1].rstrip()
     return text
 
 
-def _spell_number(text: str) -> str:
+def _normalise_number(text: str) -> str:
     r"""Return a number in one spelling; any other text is returned as it is.
 
     `1e-05` and `1\cdot10^{-5}` become `0.00001`, the mixed number `1 1/2` becomes `1\frac{1}{2}`,
     `12 000` becomes `12000`, `1000,99` becomes `1000.99`, and `two` becomes `2`.
     """
-    if _SPACED.fullmatch(text):
+    if _THOUSANDS_BY_SPACES_PATTERN.fullmatch(text):
         return text.replace(" ", "")
-    if _DECIMAL_COMMA.fullmatch(text):
+    if _DECIMAL_COMMA_PATTERN.fullmatch(text):
         return text.replace(",", ".")
-    if power := _TIMES_A_POWER.fullmatch(text):
-        return f"{Decimal(f'{power[1]}e{power[2] or power[3]}'):f}"
-    if _SCIENTIFIC.fullmatch(text):
+    product = _TIMES_POWER_OF_TEN_PATTERN.fullmatch(text)
+    if product:
+        exponent = product["braced_exponent"] or product["exponent"]
+        number = Decimal(f"{product['factor']}e{exponent}")
+        return f"{number:f}"
+    if _SCIENTIFIC_NOTATION_PATTERN.fullmatch(text):
         return f"{Decimal(text):f}"
-    if text[:1].isalpha() and (digits := NUMBER_WORDS.get(text.lower())):
-        return digits
-    mixed = _MIXED.fullmatch(text)
-    if mixed and 0 < int(mixed[2]) < int(mixed[3]):
-        return rf"{mixed[1]}\frac{{{mixed[2]}}}{{{mixed[3]}}}"
+    if text[:1].isalpha():
+        return DIGITS_BY_NUMBER_WORD.get(text.lower(), text)
+    mixed_number = _MIXED_NUMBER_PATTERN.fullmatch(text)
+    if mixed_number:
+        integer, numerator, denominator = mixed_number.groups()
+        if 0 < int(numerator) < int(denominator):
+            return rf"{integer}\frac{{{numerator}}}{{{denominator}}}"
     return text
 
 
-def _without_idle_spaces(text: str) -> str:
+def _without_needless_spaces(text: str) -> str:
     r"""Return `text` without the spaces that separate nothing: `2 \sqrt { 3 }` becomes `2\sqrt{3}`.
 
     A space stays between two letters (`right triangle`), between two digits (`1 2`), and between a
     comma and a digit: `12, 130` must not become `12,130`, which would be a number with a thousands
     separator.
     """
-    text = _SPACES.sub(" ", text.strip())
+    text = _SPACES_PATTERN.sub(" ", text.strip())
 
-    def spacing(space: re.Match[str]) -> str:
+    def keep_needed_space(space: re.Match[str]) -> str:
         """Return a space where leaving it out would join two words or two numbers."""
         before = text[space.start() - 1]
         behind = text[space.end()]
-        letters = before.isalpha() and behind.isalpha()
-        digits = before in _DIGITS + "," and behind in _DIGITS
-        return " " if letters or digits else ""
+        is_between_letters = before.isalpha() and behind.isalpha()
+        is_between_digits = before in _DIGITS_AND_POINT + "," and behind in _DIGITS_AND_POINT
+        return " " if is_between_letters or is_between_digits else ""
 
-    return _SPACE.sub(spacing, text) if " " in text else text
+    return _ONE_SPACE_PATTERN.sub(keep_needed_space, text) if " " in text else text

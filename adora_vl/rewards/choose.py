@@ -14,9 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.rewards import judge, steps
-from adora_vl.rewards.knights import COMPLETE, LOGIC_RL, NOTHING, RIGHT, WRONG_FORM
+from adora_vl.rewards.knights import (
+    COMPLETE_REWARD,
+    LOGIC_RL_REWARD_BY_VERDICT,
+    NO_ANSWER_REWARD,
+    RIGHT_REWARD,
+    WRONG_FORM_REWARD,
+)
 from adora_vl.rewards.other_forms import in_trl_form
-from adora_vl.rewards.presets import OTHERS, PRESETS, RewardFunction, reward_functions
+from adora_vl.rewards.presets import (
+    PRESETS,
+    REWARD_FUNCTION_BY_NAME,
+    RewardFunction,
+    reward_functions,
+)
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own, own_name
@@ -25,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import TrainerState
 
 # The keyword arguments that every reward function gets beside the columns of the data set.
-GIVEN = (
+TRAINER_ARGUMENTS = (
     "prompts",
     "completions",
     "completion_ids",
@@ -36,17 +47,23 @@ GIVEN = (
 )
 # The smallest and the largest reward of each function. The range of a judge or of a function of the
 # user's is unknown.
-_RANGES: dict[str, tuple[float, float]] = {
+_REWARD_RANGE_BY_NAME: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
-    "knights": (min(RIGHT, COMPLETE, NOTHING), max(RIGHT, COMPLETE, NOTHING)),
-    "knights_logic_rl": (min(WRONG_FORM, *LOGIC_RL.values()), max(WRONG_FORM, *LOGIC_RL.values())),
-    steps.NAME: steps.RANGE,
+    "knights": (
+        min(RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
+        max(RIGHT_REWARD, COMPLETE_REWARD, NO_ANSWER_REWARD),
+    ),
+    "knights_logic_rl": (
+        min(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
+        max(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
+    ),
+    steps.REWARD_NAME: steps.REWARD_RANGE,
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
 }
 
 
-def with_options(
+def bind_options(
     entry: str, function: Callable[..., Any], options: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """Bind the options of an entry to its function as keyword arguments.
@@ -63,21 +80,21 @@ def with_options(
         return function
     parameters = inspect.signature(function).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    named = [
+    parameter_names = [
         parameter.name
         for parameter in parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     ]
     for option in options:
-        if option in GIVEN:
+        if option in TRAINER_ARGUMENTS:
             raise UserError(
                 f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose "
                 "another name"
             )
-        if option not in named and not takes_any:
+        if option not in parameter_names and not takes_any:
             raise UserError(
                 f"adora_reward.{own_name(entry)}: no argument "
-                f"{option!r}{did_you_mean(option, named)}"
+                f"{option!r}{did_you_mean(option, parameter_names)}"
             )
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
@@ -92,7 +109,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     position, and must accept the columns that it does not name in `**kwargs`. Its bound options
     must not have the name of a column.
     """
-    # `with_options` binds options in a partial.
+    # A partial is what `bind_options` makes of a function with options.
     options = set(function.keywords) if isinstance(function, partial) else set()
     clashes = sorted(options & set(columns))
     if clashes:
@@ -105,7 +122,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return
     # TRL passes `prompts` and `completions` in place of these two columns.
-    available = {*GIVEN, *columns} - {"prompt", "completion"}
+    available = {*TRAINER_ARGUMENTS, *columns} - {"prompt", "completion"}
     for parameter in signature.parameters.values():
         takes_several = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         is_required = parameter.default is parameter.empty and not takes_several
@@ -130,8 +147,9 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         )
 
 
-_MADE_WITH_OPTIONS = (judge.NAME, steps.NAME)  # rewards of ours that are no presets
-NAMES = (*PRESETS, *OTHERS, *_MADE_WITH_OPTIONS)
+# Rewards of ours that are no presets, and that an entry's options build.
+_REWARDS_WITH_OPTIONS = (judge.REWARD_NAME, steps.REWARD_NAME)
+REWARD_NAMES = (*PRESETS, *REWARD_FUNCTION_BY_NAME, *_REWARDS_WITH_OPTIONS)
 
 
 @dataclass(frozen=True)
@@ -160,21 +178,21 @@ class RewardSet:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
-        if steps.NAME in self.entries and steps.COLUMN not in columns:
-            raise UserError(steps.missing_column())
+        if steps.REWARD_NAME in self.entries and steps.FIGURE_COLUMN not in columns:
+            raise UserError(steps.missing_figure_message())
         for entry, function in self.user_functions:
             check_columns(entry, function, columns)
 
 
-Entry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
+RewardEntry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
 
 
-def names_of(entries: Sequence[Entry]) -> list[str]:
+def entry_names(entries: Sequence[RewardEntry]) -> list[str]:
     """Return the names of the entries, without their options."""
     return [name for name, _ in _named_options(entries)]
 
 
-def accepts_rounding(entries: Sequence[Entry]) -> bool:
+def accepts_rounding(entries: Sequence[RewardEntry]) -> bool:
     """Return whether one of the presets accepts the reference answer rounded to a decimal."""
     return any(
         options.get("rounding") is True
@@ -183,7 +201,7 @@ def accepts_rounding(entries: Sequence[Entry]) -> bool:
     )
 
 
-def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]:
+def _named_options(entries: Sequence[RewardEntry]) -> list[tuple[str, dict[str, Any]]]:
     """Return the name and the options of each reward in `adora_reward`.
 
     An entry is a name, or a mapping from one or more names to their options. Raises `UserError` for
@@ -191,8 +209,8 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
     """
     named_options = []
     for entry in entries:
-        options_of_name = {entry: {}} if isinstance(entry, str) else entry
-        for name, options in options_of_name.items():
+        options_by_name = {entry: {}} if isinstance(entry, str) else entry
+        for name, options in options_by_name.items():
             options = options or {}  # `{judge: }` in YAML gives None
             if not isinstance(options, Mapping):
                 raise UserError(
@@ -206,7 +224,7 @@ def _named_options(entries: Sequence[Entry]) -> list[tuple[str, dict[str, Any]]]
 
 
 def choose_rewards(
-    entries: Sequence[Entry], *, answer_tags: bool = False, output_dir: Path | None = None
+    entries: Sequence[RewardEntry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> RewardSet:
     """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
 
@@ -220,46 +238,54 @@ def choose_rewards(
     """
     named_options = _named_options(entries)
     names = [name for name, _ in named_options]
-    options_of_preset = {}
+    options_by_preset = {}
     for name, options in named_options:
-        if not is_own(name) and name not in _MADE_WITH_OPTIONS:
-            options_of_preset[name] = options
-    for name, options in options_of_preset.items():
+        if not is_own(name) and name not in _REWARDS_WITH_OPTIONS:
+            options_by_preset[name] = options
+    for name, options in options_by_preset.items():
         _check_preset(name, options)
-    _check_names(names, [own_name(name) if is_own(name) else name for name in names])
-    rounded = [name for name, options in options_of_preset.items() if options.get("rounding")]
+    _refuse_repeated_names(names, [own_name(name) if is_own(name) else name for name in names])
+    presets_with_rounding = [
+        name for name, options in options_by_preset.items() if options.get("rounding")
+    ]
     preset_functions: list[RewardFunction] = []
-    if options_of_preset or not names:  # `reward_functions` refuses a run without any entry
-        preset_functions = reward_functions([*options_of_preset], rounded, answer_tags)
-    function_of_preset = dict(zip(options_of_preset, preset_functions, strict=True))
+    if options_by_preset or not names:  # `reward_functions` refuses a run without any entry
+        preset_functions = reward_functions(
+            [*options_by_preset],
+            presets_with_rounding=presets_with_rounding,
+            answer_tags=answer_tags,
+        )
+    function_by_preset = dict(zip(options_by_preset, preset_functions, strict=True))
     functions: list[Callable[..., Any]] = []
     function_names = []
-    hashes = {}
+    hash_by_file = {}
     for name, options in named_options:
         if is_own(name):
             user_function = from_file("adora_reward", name)
-            hashes[user_function.file] = user_function.hash
-            functions.append(in_trl_form(with_options(name, user_function.value, options)))
+            hash_by_file[user_function.file] = user_function.hash
+            functions.append(in_trl_form(bind_options(name, user_function.value, options)))
             function_names.append(own_name(name))
             continue
         function: Callable[..., Any]
-        if name == judge.NAME:
+        if name == judge.REWARD_NAME:
             function = judge.JudgeReward(options, output_dir or Path.cwd())
-        elif name == steps.NAME:
-            function = steps.StepsReward(options, rounding=bool(rounded), answer_tags=answer_tags)
+        elif name == steps.REWARD_NAME:
+            function = steps.StepsReward(
+                options, rounding=bool(presets_with_rounding), answer_tags=answer_tags
+            )
         else:
-            function = function_of_preset[name]
+            function = function_by_preset[name]
         functions.append(function)
         function_names.append(function.__name__)
     # The names of the functions may clash where those of the entries do not: a user may have
     # written a function `adora_reward`, which is also that of the preset `adora`.
-    _check_names(names, function_names)
-    return RewardSet(tuple(names), tuple(functions), hashes)
+    _refuse_repeated_names(names, function_names)
+    return RewardSet(tuple(names), tuple(functions), hash_by_file)
 
 
 def _check_preset(name: str, options: Mapping[str, Any]) -> None:
     """Raise `UserError` for an entry that names no file, and for options that it does not take."""
-    if name not in NAMES and ":" in name:
+    if name not in REWARD_NAMES and ":" in name:
         raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
     allowed = ["rounding"] if name in PRESETS else []
     for option, value in options.items():
@@ -357,17 +383,17 @@ def call_once(
     return rewards
 
 
-def _check_names(entries: Sequence[str], names: Sequence[str]) -> None:
+def _refuse_repeated_names(entries: Sequence[str], names: Sequence[str]) -> None:
     """Raise `UserError` for a name that occurs twice, since log and record tell rewards by it.
 
     `entries` and `names` are parallel: the entries of `adora_reward`, and the name of each.
     """
-    entry_of_name: dict[str, str] = {}
+    entry_by_name: dict[str, str] = {}
     for entry, name in zip(entries, names, strict=True):
-        if name not in entry_of_name:
-            entry_of_name[name] = entry
+        if name not in entry_by_name:
+            entry_by_name[name] = entry
             continue
-        first_entry = entry_of_name[name]
+        first_entry = entry_by_name[name]
         if first_entry == entry:
             raise UserError(
                 f"adora_reward: {entry!r} is given twice; weigh it with reward_weights instead"
@@ -388,7 +414,7 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
     for entry, weight in zip(entries, weights, strict=True):
         if not weight:
             continue
-        bounds = _RANGES.get(entry)
+        bounds = _REWARD_RANGE_BY_NAME.get(entry)
         if not bounds:
             return None
         # A negative weight turns the bounds around.
@@ -398,7 +424,7 @@ def reward_range(entries: Sequence[str], weights: Sequence[float]) -> tuple[floa
     return smallest, largest
 
 
-def check_sums(
+def check_reward_sums(
     entries: Sequence[str], weights: Sequence[float] | None, correct_above: float
 ) -> None:
     """Raise `UserError` where the reward could not tell a correct rollout from a wrong one.

@@ -2,33 +2,43 @@
 
 The kind of the reference answer selects the rule: here are those for points, lists, equations and
 other answers of several values, and `compare_values` has those for single values. Each gives a
-verdict and the name of the rule that decided, which `explain.RULES` puts in words.
+verdict and the name of the rule that decided, which `explain.RULE_IN_WORDS` puts in words.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adora_vl.rewards.answer import NO_VALUE, UNREAD, Answer, read_value
-from adora_vl.rewards.canonical import NAMED_VALUE
-from adora_vl.rewards.compare_values import Compared, Pair, Verdict, compare_values, is_rounded
+from adora_vl.rewards.answer import NO_VALUE_REASONS, UNREAD_REASONS, Answer, read_value
+from adora_vl.rewards.canonical import NAMED_VALUE_PATTERN
+from adora_vl.rewards.compare_values import (
+    ComparedPart,
+    ComparisonResult,
+    Verdict,
+    compare_values,
+    is_rounding_of,
+)
 from adora_vl.rewards.forms import read_structured
 from adora_vl.rewards.grammar import unknowns
-from adora_vl.rewards.numeric import factor_between, same_function
-from adora_vl.rewards.relations import bare_name, chain_of_numbers
+from adora_vl.rewards.numeric import same_function, sign_of_factor_between
+from adora_vl.rewards.relations import chain_of_numbers, undecorated_name
 from adora_vl.rewards.solutions import same_solutions
 
-_DECIMAL_COMMA = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
-_THOUSANDS_TOO = re.compile(r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+")  # `1.234,5`
-_NEARLY = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
+_DECIMAL_COMMA_PATTERN = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
+_THOUSANDS_AND_DECIMAL_COMMA_PATTERN = re.compile(
+    r"[+-]?[0-9]{1,3}(?:[. ][0-9]{3})+,[0-9]+"
+)  # `1.234,5`
+_APPROXIMATION_PATTERN = re.compile(r"(?:\\approx(?![A-Za-z])|≈)([^=<>≈]+)")
 # A reference answer that is rounded itself, as 0.5 need not be.
-_ROUNDED = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
-_IN_DIGITS = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
-_UNIT_LETTER = re.compile(r"([+-]?[0-9.]*[0-9]) ?([hgLl])")  # beside a quantity, no unknown
-_FUNCTION_OF_X = re.compile(r"[A-Za-z]\(([a-z])\)")
+_ROUNDED_DECIMAL_PATTERN = re.compile(r"-?(?=(?:\.?[0-9]){3,})[0-9]+\.[0-9]+")
+_NUMBER_IN_DIGITS_PATTERN = re.compile(r"[+-]?[0-9]*\.?[0-9]+")
+_LETTER_BEHIND_NUMBER_PATTERN = re.compile(
+    r"([+-]?[0-9.]*[0-9]) ?([hgLl])"
+)  # beside a quantity, no unknown
+_FUNCTION_NAME_PATTERN = re.compile(r"[A-Za-z]\(([a-z])\)")
 
 
-def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compared:
+def compare(answer: Answer, reference: Answer, rounding: bool = False) -> ComparisonResult:
     """Compare an answer with a reference answer.
 
     Args:
@@ -42,7 +52,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
             read_structured(answer), read_structured(reference), rounding=rounding
         )
     if reference.kind == "unreadable" and reference.reason != "not_read":
-        return Compared("wrong", f"gold_{reference.refusal or reference.reason}")
+        return ComparisonResult("wrong", f"gold_{reference.refusal or reference.reason}")
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
         is_single_approximation = len(chain) == 1 and chain[0][0] == "~"
@@ -55,7 +65,7 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
     )
 
 
-def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Compared:
+def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> ComparisonResult:
     r"""Return the verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     It is correct if all its numbers are the reference answer, and at least one exactly so. An
@@ -67,30 +77,30 @@ def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Co
         reference: a number.
     """
     has_approximation = any(sign == "~" for sign, _ in chain)
-    reference_is_rounded = "." in reference.text and has_approximation
+    reference_may_be_rounded = "." in reference.text and has_approximation
     any_is_exact = False
     for sign, answer in chain:
         # In a chain, arithmetic still to be done is what the next number works out.
         number = answer.number and replace(answer.number, has_undone_arithmetic=False)
-        compared = compare_values(replace(answer, number=number), reference, rounding=False)
-        if compared.verdict == "correct":
+        result = compare_values(replace(answer, number=number), reference, rounding=False)
+        if result.verdict == "correct":
             any_is_exact = True
             continue
         if sign == "~":
-            is_near = reference.number and is_rounded(answer.text, reference.number.value)
+            is_near = reference.number and is_rounding_of(answer.text, reference.number.value)
         else:
             is_near = (
-                reference_is_rounded
+                reference_may_be_rounded
                 and answer.number
-                and is_rounded(reference.text, answer.number.value)
+                and is_rounding_of(reference.text, answer.number.value)
             )
-        if compared.reason == "different_number" and not is_near:
-            return Compared("wrong", "chain_differs")
-        if compared.reason == "different_unit" or not is_near:
-            return compared
+        if result.reason == "different_number" and not is_near:
+            return ComparisonResult("wrong", "chain_differs")
+        if result.reason == "different_unit" or not is_near:
+            return result
     if not any_is_exact:
-        return Compared("wrong", "chain_differs")
-    return Compared("correct", "same_number")
+        return ComparisonResult("wrong", "chain_differs")
+    return ComparisonResult("correct", "same_number")
 
 
 def _read_named_value(answer: Answer, reference: Answer) -> Answer:
@@ -101,19 +111,24 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     point.
     """
     if answer.reason == "enumeration" and reference.number:
-        has_thousands = _THOUSANDS_TOO.fullmatch(answer.text)
-        if has_thousands or _DECIMAL_COMMA.fullmatch(answer.text):
+        has_thousands = _THOUSANDS_AND_DECIMAL_COMMA_PATTERN.fullmatch(answer.text)
+        if has_thousands or _DECIMAL_COMMA_PATTERN.fullmatch(answer.text):
             text = re.sub("[. ]", "", answer.text) if has_thousands else answer.text
             return replace(read_value(text.replace(",", ".")), unit=answer.unit)
     # A name that the canonical form has taken off, which stands in the text that was read.
     label = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
-    value = answer = _read_unit_letter(answer, reference)
-    if answer.reason in NO_VALUE and answer.kind != "percentage":
-        reference_in_digits = _IN_DIGITS.fullmatch(reference.text)
-        approximation = _NEARLY.fullmatch(answer.text_with_names)
-        if approximation and reference_in_digits and _ROUNDED.fullmatch(reference.text):
+    answer = _read_unit_letter(answer, opposite=reference)
+    value = answer
+    if answer.reason in NO_VALUE_REASONS and answer.kind != "percentage":
+        reference_in_digits = _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text)
+        approximation = _APPROXIMATION_PATTERN.fullmatch(answer.text_with_names)
+        if (
+            approximation
+            and reference_in_digits
+            and _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text)
+        ):
             return read_value(approximation[1])
-        named_value = NAMED_VALUE.fullmatch(answer.text_with_names)
+        named_value = NAMED_VALUE_PATTERN.fullmatch(answer.text_with_names)
         if named_value is None:
             return answer
         label, sign, value_text = named_value.groups()
@@ -136,55 +151,56 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
     """
     if answer.unit or not opposite.unit:
         return answer
-    letter = _UNIT_LETTER.fullmatch(answer.text_with_names)
+    letter = _LETTER_BEHIND_NUMBER_PATTERN.fullmatch(answer.text_with_names)
     return read_value(rf"{letter[1]}\text{{{letter[2]}}}") if letter else answer
 
 
-def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
     Both sides are from `read_structured`. The function calls itself for the parts of lists, points
     and tuples.
     """
     if answer.kind == "unreadable":
-        verdict: Verdict = "unparseable" if answer.reason in UNREAD else "wrong"
-        return Compared(verdict, answer.refusal or answer.reason)
+        verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
+        return ComparisonResult(verdict, answer.refusal or answer.reason)
     if "(" in answer.label or "(" in reference.label:  # W(n) = 1
+        # Both are adapted to the other side as it was.
         adapted_answer = _adapt_function_label(answer, opposite=reference)
         reference = _adapt_function_label(reference, opposite=answer)
         answer = adapted_answer
     are_ordered = answer.kind == reference.kind == "ordered"
     if _have_different_names(answer, reference):
-        pair = Pair(answer.label, reference.label, "different_label")
-        return Compared("wrong", "different_label", (pair,))
+        pair = ComparedPart(answer.label, reference.label, "different_label")
+        return ComparisonResult("wrong", "different_label", (pair,))
     if reference.kind == "ordered" and reference.brackets == "()" and not reference.label:
         # A point may be answered by its coordinates, or as a sum of unit vectors.
-        answer = _read_coordinates(answer, len(reference.parts)) or answer
+        answer = _read_as_point(answer, len(reference.parts)) or answer
         if answer.kind == "expression" and answer.tree:
             return _compare_vectors(answer, reference)
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
-        answer = _read_letters(answer, reference)
+        answer = _read_as_list_of_letters(answer, reference)
     # Two pairs of numbers may be points rather than intervals, so they are compared as pairs.
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
-            return Compared("correct", "same_solutions")
-        return Compared("wrong", "different_solutions")
+            return ComparisonResult("correct", "same_solutions")
+        return ComparisonResult("wrong", "different_solutions")
     if reference.kind == "equation" and answer.is_value and reference.parts and not answer.label:
         # The right side alone answers `y = 2x + 1`.
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if reference.kind == "unordered":
         return _compare_lists(answer, reference, rounding=rounding)
     if answer.is_value and reference.is_value:
-        compared = compare_values(answer, reference, rounding=rounding)
-        pair = Pair(_labelled_text(answer), _labelled_text(reference), compared.reason)
-        return Compared(compared.verdict, compared.reason, (pair,))
+        result = compare_values(answer, reference, rounding=rounding)
+        pair = ComparedPart(_text_with_label(answer), _text_with_label(reference), result.reason)
+        return ComparisonResult(result.verdict, result.reason, (pair,))
     if answer.kind != reference.kind:
-        return Compared("wrong", "different_form")
+        return ComparisonResult("wrong", "different_form")
     if reference.kind in {"equation", "inequality"}:
         return _compare_relations(answer, reference)
     # Two numbers are an interval, whose brackets say which ends belong to it.
     if len(reference.parts) == 2 and answer.brackets != reference.brackets:
-        return Compared("wrong", "different_brackets")
+        return ComparisonResult("wrong", "different_brackets")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
@@ -200,25 +216,25 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
     are_equations = answer.kind == reference.kind == "equation"
     if reference.is_value or are_functions or are_equations:
         return False
-    return bare_name(answer.label) != bare_name(reference.label)
+    return undecorated_name(answer.label) != undecorated_name(reference.label)
 
 
 def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
     """Return one side with its label adapted, where one side defines `y` and the other `f(x)`.
 
     A label is the name of a value: `y` in `y = 2x + 1`. This equation becomes the value `2x + 1` of
-    `f(x)`, and `f(x) = 2x + 1` becomes a value without a label, so that both can be compared. Any
+    `f(x)`, and `f(x) = 2x + 1` becomes a value without a label, so that both can be result. Any
     other answer is returned as it is, as is a function in whose value its `x` does not occur.
     """
-    label = bare_name(answer.label)
-    opposite_label = bare_name(opposite.label)
-    function = _FUNCTION_OF_X.fullmatch(label)
+    label = undecorated_name(answer.label)
+    opposite_label = undecorated_name(opposite.label)
+    function = _FUNCTION_NAME_PATTERN.fullmatch(label)
     if function:
         (argument,) = function.groups()
         is_function_of_it = argument in unknowns(answer.tree or ())
         is_y_opposite = opposite_label == "y" and opposite.kind == "equation"
         return replace(answer, label="") if is_function_of_it and is_y_opposite else answer
-    opposite_function = _FUNCTION_OF_X.fullmatch(opposite_label)
+    opposite_function = _FUNCTION_NAME_PATTERN.fullmatch(opposite_label)
     if opposite_function and label == "y" and answer.kind == "equation" and answer.parts:
         # The first part of such an equation is its right side.
         right_side = answer.parts[0]
@@ -228,14 +244,14 @@ def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
     return answer
 
 
-def _read_coordinates(answer: Answer, dimensions: int) -> Answer | None:
+def _read_as_point(answer: Answer, dimensions: int) -> Answer | None:
     """Return `x = 3, y = -4` as the point `(3, -4)`, with that many dimensions.
 
     None for anything else.
     """
     if answer.kind != "unordered" or answer.label:
         return None
-    names = [bare_name(part.label) for part in answer.parts]
+    names = [undecorated_name(part.label) for part in answer.parts]
     axes = list("xyz")[:dimensions]
     if sorted(names) != axes:
         return None
@@ -251,27 +267,29 @@ def _read_coordinates(answer: Answer, dimensions: int) -> Answer | None:
     )
 
 
-def _compare_vectors(answer: Answer, reference: Answer) -> Compared:
+def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     r"""Return the verdict on a sum of unit vectors, `3\mathbf{i} + 4\mathbf{j}` for `(3, 4)`.
 
     The reference answer is a tuple of numbers with at most three parts.
     """
+    answer_tree = answer.tree or ()
     axes = "ijk"[: len(reference.parts)]
-    coordinate_trees = [part.tree for part in reference.parts if part.number]
-    if len(coordinate_trees) != len(axes) or not unknowns(answer.tree or ()) <= set(axes):
-        return Compared("wrong", "different_form")
+    has_axis_for_each_part = len(axes) == len(reference.parts)
+    are_numbers = all(part.lone_number for part in reference.parts)
+    if not has_axis_for_each_part or not are_numbers or not unknowns(answer_tree) <= set(axes):
+        return ComparisonResult("wrong", "different_form")
     # The tuple as the sum that the answer should be: (3, 4) is 3 i + 4 j.
     terms = []
-    for coordinate_tree, axis in zip(coordinate_trees, axes, strict=True):
-        product = ("product", ("*", coordinate_tree), ("*", ("unknown", axis)))
+    for part, axis in zip(reference.parts, axes, strict=True):
+        product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
         sign = 1
         terms.append((sign, product))
-    if same_function(answer.tree or (), ("sum", *terms)) == "equal":
-        return Compared("correct", "same_value")
-    return Compared("wrong", "different_expression")
+    if same_function(answer_tree, ("sum", *terms)) == "equal":
+        return ComparisonResult("correct", "same_value")
+    return ComparisonResult("wrong", "different_expression")
 
 
-def _read_letters(answer: Answer, reference: Answer) -> Answer:
+def _read_as_list_of_letters(answer: Answer, reference: Answer) -> Answer:
     """Return an answer such as `AC` as a list of its letters, if the reference is a list of letters.
 
     Any other answer, and one that repeats a letter, is returned as it is.
@@ -286,12 +304,12 @@ def _read_letters(answer: Answer, reference: Answer) -> Answer:
     return replace(answer, kind="unordered", parts=tuple(read_value(letter) for letter in letters))
 
 
-def _labelled_text(answer: Answer) -> str:
+def _text_with_label(answer: Answer) -> str:
     """Return the text of an answer, with its name where it is a single value: `x=5`."""
     return f"{answer.label}={answer.text}" if answer.label and answer.is_value else answer.text
 
 
-def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list or set.
 
     Parts are compared in any order, unless names decide the order: where the answer is a tuple and
@@ -307,27 +325,29 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer.is_value and len(reference.parts) == 1:
         return _compare_structured(answer, reference.parts[0], rounding=rounding)
     if answer.kind != "unordered":
-        return Compared("wrong", "different_form")
+        return ComparisonResult("wrong", "different_form")
     if not all(reference_labels) or any(answer_labels):
         return _compare_in_any_order(answer, reference, rounding=rounding)
     if answer.label:  # AB = 4, 5 for AB = 4, CD = 5
-        return Compared("wrong", "different_label")
+        return ComparisonResult("wrong", "different_label")
     return _compare_in_order(answer, reference, rounding=rounding)
 
 
-def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Compare the parts by position, up to the first wrong one."""
     if len(answer.parts) != len(reference.parts):
-        return Compared("wrong", "different_length")
+        return ComparisonResult("wrong", "different_length")
     pairs = []
     if _names_contradict_order(answer, reference):
-        return Compared("wrong", "different_label")
-    for part, expected in zip(answer.parts, reference.parts, strict=True):
-        compared = _compare_structured(part, expected, rounding=rounding)
-        pairs.append(Pair(_labelled_text(part), _labelled_text(expected), compared.reason))
-        if compared.verdict != "correct":
-            return Compared(compared.verdict, "different_part", tuple(pairs))
-    return Compared("correct", "same_parts", tuple(pairs))
+        return ComparisonResult("wrong", "different_label")
+    for part, reference_part in zip(answer.parts, reference.parts, strict=True):
+        result = _compare_structured(part, reference_part, rounding=rounding)
+        pairs.append(
+            ComparedPart(_text_with_label(part), _text_with_label(reference_part), result.reason)
+        )
+        if result.verdict != "correct":
+            return ComparisonResult(result.verdict, "different_part", tuple(pairs))
+    return ComparisonResult("correct", "same_parts", tuple(pairs))
 
 
 def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
@@ -336,62 +356,62 @@ def _names_contradict_order(answer: Answer, reference: Answer) -> bool:
     They do if they are in another order than those of the reference answer, or if the answer as a
     whole has the name of one part. A reference answer without names has the order x, y, z.
     """
-    answer_names = [bare_name(part.label) for part in answer.parts]
-    reference_names = [bare_name(part.label) for part in reference.parts]
+    answer_names = [undecorated_name(part.label) for part in answer.parts]
+    reference_names = [undecorated_name(part.label) for part in reference.parts]
     order = reference_names if any(reference_names) else ["x", "y", "z"]
     positions = [order.index(name) for name in answer_names if name and name in order]
     if positions != sorted(positions):
         return True
-    return answer.label != "" and bare_name(answer.label) in reference_names
+    return answer.label != "" and undecorated_name(answer.label) in reference_names
 
 
-def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def _compare_in_any_order(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Match each part of the answer with a part of the reference answer that is not matched yet.
 
     Parts with different names do not match where all parts of the reference answer have one.
     """
     if len(answer.parts) != len(reference.parts):
-        return Compared("wrong", "different_length")
+        return ComparisonResult("wrong", "different_length")
     must_have_same_name = all(part.label for part in reference.parts)
     remaining = list(reference.parts)
-    pairs: list[Pair] = []
+    pairs: list[ComparedPart] = []
     for part in answer.parts:
-        label = bare_name(part.label)
+        label = undecorated_name(part.label)
         partner = None
         for candidate in remaining:
-            if must_have_same_name and label != bare_name(candidate.label):
+            if must_have_same_name and label != undecorated_name(candidate.label):
                 continue
-            compared = _compare_structured(part, candidate, rounding=rounding)
-            if compared.verdict == "correct":
+            result = _compare_structured(part, candidate, rounding=rounding)
+            if result.verdict == "correct":
                 partner = candidate
                 break
         if partner is None:
-            pairs.append(Pair(_labelled_text(part), "-", "different_part"))
-            return Compared("wrong", "different_part", tuple(pairs))
+            pairs.append(ComparedPart(_text_with_label(part), "-", "different_part"))
+            return ComparisonResult("wrong", "different_part", tuple(pairs))
         remaining.remove(partner)
-        pairs.append(Pair(_labelled_text(part), _labelled_text(partner), "same_part"))
-    return Compared("correct", "same_parts", tuple(pairs))
+        pairs.append(ComparedPart(_text_with_label(part), _text_with_label(partner), "same_part"))
+    return ComparisonResult("correct", "same_parts", tuple(pairs))
 
 
-def _compare_relations(answer: Answer, reference: Answer) -> Compared:
+def _compare_relations(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict on equations or inequalities, which may be in any order.
 
     Each relation is a sign and the tree that it compares with 0. Two relations are the same if
     their trees differ by a constant factor other than 0, which for `<` and `<=` has to be positive.
     """
     if len(answer.relations) != len(reference.relations):
-        return Compared("wrong", "different_form")
+        return ComparisonResult("wrong", "different_form")
     remaining = list(reference.relations)
     for sign, tree in answer.relations:
         for relation in remaining:
-            expected_sign, expected_tree = relation
-            if sign != expected_sign or unknowns(tree) != unknowns(expected_tree):
+            reference_sign, reference_tree = relation
+            if sign != reference_sign or unknowns(tree) != unknowns(reference_tree):
                 continue
-            factor_sign = factor_between(tree, expected_tree)  # 0 without such a factor
+            factor_sign = sign_of_factor_between(tree, reference_tree)  # 0 without such a factor
             may_be_negative = sign in {"=", "!="}
             if factor_sign == 1 or (factor_sign == -1 and may_be_negative):
                 remaining.remove(relation)
                 break
         else:
-            return Compared("wrong", f"different_{reference.kind}")
-    return Compared("correct", f"same_{reference.kind}")
+            return ComparisonResult("wrong", f"different_{reference.kind}")
+    return ComparisonResult("correct", f"same_{reference.kind}")

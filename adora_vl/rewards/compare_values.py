@@ -1,7 +1,7 @@
 """Decides whether a single value is the same as that of a reference answer.
 
 There are rules for numbers, ratios, expressions, formulas and texts. Each gives a verdict and the
-name of the rule that decided, which `explain.RULES` puts in words.
+name of the rule that decided, which `explain.RULE_IN_WORDS` puts in words.
 """
 
 import math
@@ -11,29 +11,29 @@ from fractions import Fraction
 from typing import Literal
 
 from adora_vl.rewards.answer import (
-    UNREAD,
+    UNREAD_REASONS,
     Answer,
     amount_of_money,
-    in_radians_or_degrees,
-    in_unit,
+    convert_angle,
+    convert_to_unit,
 )
 from adora_vl.rewards.ball import Value
-from adora_vl.rewards.figures import in_one_spelling
-from adora_vl.rewards.grammar import NotReadError, Tree, in_radians, read_formula, unknowns
+from adora_vl.rewards.figures import unify_figure_names
+from adora_vl.rewards.grammar import NotReadError, Tree, is_angle_in_radians, read_formula, unknowns
 from adora_vl.rewards.numeric import same_function, same_number
 from adora_vl.rewards.units import RADIANS
 
 Verdict = Literal["correct", "wrong", "unparseable"]
-_DECIMAL = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
-_FEW_LETTERS = re.compile("[a-z]{2,3}")
-_RIGHT_ANGLED = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
-_OVERLINED = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
-_CAPITALISED = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
-_BETWEEN_LETTERS = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_DECIMAL_PATTERN = re.compile(r"[+-]?[0-9]*(?:\.([0-9]+))?")
+_TWO_OR_THREE_LETTERS_PATTERN = re.compile("[a-z]{2,3}")
+_RIGHT_ANGLED_PATTERN = re.compile(r"(?<![A-Za-z])right[- ]?angled(?= ?triangle)")
+_OVERLINED_NAME_PATTERN = re.compile(r"\\overline\{([A-Z](?: ?[A-Z])*)\}")
+_CAPITALISED_WORD_PATTERN = re.compile(r"(?<![A-Za-z\\])[A-Z][a-z]+(?![A-Za-z])")
+_SPACE_BETWEEN_LETTERS_PATTERN = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 
 
 @dataclass(frozen=True)
-class Pair:
+class ComparedPart:
     """How one part of an answer was compared with its part of the reference answer.
 
     `answer` and `reference` are canonical texts, with `-` for a missing part. `reason` names the
@@ -46,7 +46,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Compared:
+class ComparisonResult:
     """The result of a comparison.
 
     `reason` names the rule that decided. `pairs` has the parts of an answer with several values, up
@@ -55,10 +55,10 @@ class Compared:
 
     verdict: Verdict
     reason: str
-    pairs: tuple[Pair, ...] = ()
+    pairs: tuple[ComparedPart, ...] = ()
 
 
-def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict on an answer of a single value.
 
     That is a number, quantity, percentage, expression or text. The rules are tried in the order of
@@ -73,37 +73,41 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if unit and reference.unit:
         reference_dimension = reference.unit.dimension
         if {unit.dimension, reference_dimension} == {"angle", RADIANS}:
-            answer = in_radians_or_degrees(answer, reference_dimension)
+            answer = convert_angle(answer, reference_dimension)
         elif unit.dimension == reference_dimension:
-            answer = in_unit(answer, reference.unit)
+            answer = convert_to_unit(answer, reference.unit)
         else:
-            return Compared("wrong", "different_unit")
+            return ComparisonResult("wrong", "different_unit")
     elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
-        return Compared("wrong", "different_unit")
+        return ComparisonResult("wrong", "different_unit")
     # The same text is right, whether or not it can be read as a value.
     is_compared_by_text = (
         answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
     )
     if is_compared_by_text and _is_same_text(answer.text, reference.text):
-        return Compared("correct", "same_text")
+        return ComparisonResult("correct", "same_text")
     if reference.number is None and reference.ratio:
         return _compare_ratios(answer, reference)
     answer = amount_of_money(answer)
     reference = amount_of_money(reference)
     if not answer.is_value:
-        return Compared("unparseable" if answer.reason in UNREAD else "wrong", answer.reason)
+        return ComparisonResult(
+            "unparseable" if answer.reason in UNREAD_REASONS else "wrong", answer.reason
+        )
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
-        return Compared("wrong", "percentage" if answer.kind == "percentage" else "different_text")
+        return ComparisonResult(
+            "wrong", "percentage" if answer.kind == "percentage" else "different_text"
+        )
     answer_is_undone = answer.number and answer.number.has_undone_arithmetic
     reference_is_undone = reference.number and reference.number.has_undone_arithmetic
     if answer_is_undone and not reference_is_undone:
-        return Compared("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
+        return ComparisonResult("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
         return _compare_numbers(answer, reference, rounding=rounding)
     return _compare_expressions(answer, reference)
 
 
-def _compare_numbers(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+def _compare_numbers(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where both sides have a number.
 
     With `rounding` a decimal counts too that is the reference answer rounded to its places.
@@ -113,39 +117,45 @@ def _compare_numbers(answer: Answer, reference: Answer, *, rounding: bool) -> Co
     # None where the errors of both values are too large to tell.
     is_same = same_number(answer.number, reference.number)
     may_be_rounded = rounding and "." in answer.text
-    if not is_same and may_be_rounded and is_rounded(answer.text, reference.number.value):
-        return Compared("correct", "rounded")
+    if not is_same and may_be_rounded and is_rounding_of(answer.text, reference.number.value):
+        return ComparisonResult("correct", "rounded")
     if is_same is None:
-        return Compared("unparseable", "undecided")
-    return Compared("correct", "same_number") if is_same else Compared("wrong", "different_number")
+        return ComparisonResult("unparseable", "undecided")
+    return (
+        ComparisonResult("correct", "same_number")
+        if is_same
+        else ComparisonResult("wrong", "different_number")
+    )
 
 
-def _compare_expressions(answer: Answer, reference: Answer) -> Compared:
+def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     """Return the verdict where at least one side is no number: an expression, formula or text."""
     answer_unknowns = unknowns(answer.tree or ())
     reference_unknowns = unknowns(reference.tree or ())
     have_trees = bool(answer.tree and reference.tree)
-    formula = _formula_of(reference, answer)
+    formula = _read_reference_formula(reference, answer)
     if formula and not (have_trees and answer_unknowns == reference_unknowns):
         return _compare_formulas(answer, formula)
     if not answer.tree or not reference.tree:
-        return Compared("wrong", answer.reason or "different_text")
+        return ComparisonResult("wrong", answer.reason or "different_text")
     if answer_unknowns != reference_unknowns:
-        return Compared("wrong", "different_expression" if reference_unknowns else "not_a_number")
+        return ComparisonResult(
+            "wrong", "different_expression" if reference_unknowns else "not_a_number"
+        )
     return _compare_functions(answer.tree, reference.tree)
 
 
-def _compare_functions(answer: Tree, reference: Tree) -> Compared:
+def _compare_functions(answer: Tree, reference: Tree) -> ComparisonResult:
     """Return the verdict on two trees with the same unknowns, by their values at several points."""
     outcome = same_function(answer, reference)
     if outcome == "equal":
-        return Compared("correct", "same_value")
+        return ComparisonResult("correct", "same_value")
     if outcome == "different":
-        return Compared("wrong", "different_expression")
-    return Compared("unparseable", outcome)
+        return ComparisonResult("wrong", "different_expression")
+    return ComparisonResult("unparseable", outcome)
 
 
-def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
+def _compare_ratios(answer: Answer, reference: Answer) -> ComparisonResult:
     r"""Return the verdict where the reference answer is a ratio of numbers.
 
     The terms of the answer may have a common factor. For a ratio of two terms the quotient counts
@@ -153,8 +163,8 @@ def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
     """
     terms = answer.ratio
     expected_terms = reference.ratio
-    same_ratio = Compared("correct", "same_ratio")
-    different_number = Compared("wrong", "different_number")
+    same_ratio = ComparisonResult("correct", "same_ratio")
+    different_number = ComparisonResult("wrong", "different_number")
     if answer.kind == "number" and answer.number and len(expected_terms) == 2:
         expected_quotient = expected_terms[0] / expected_terms[1]
         is_same = not answer.number.has_undone_arithmetic and same_number(
@@ -162,7 +172,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
         )
         return same_ratio if is_same else different_number
     if len(terms) != len(expected_terms):
-        return Compared("wrong", answer.reason or "different_text")
+        return ComparisonResult("wrong", answer.reason or "different_text")
     try:
         # Two ratios are the same if the first term has the same quotient with each further term.
         for term, expected_term in zip(terms[1:], expected_terms[1:], strict=True):
@@ -173,7 +183,7 @@ def _compare_ratios(answer: Answer, reference: Answer) -> Compared:
     return same_ratio
 
 
-def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
+def _read_reference_formula(reference: Answer, answer: Answer) -> Tree | None:
     r"""Return the tree of a reference answer that is a formula of quantities, else None.
 
     Letters alone, such as `ab`, count as a formula only where the answer multiplies, as in
@@ -182,13 +192,13 @@ def _formula_of(reference: Answer, answer: Answer) -> Tree | None:
     if reference.kind not in {"text", "expression"}:
         return None
     text = reference.text
-    if _FEW_LETTERS.fullmatch(text) and r"\cdot" in answer.text:
+    if _TWO_OR_THREE_LETTERS_PATTERN.fullmatch(text) and r"\cdot" in answer.text:
         text = f"1{text}"  # `1ab` is read as a formula, while `ab` may be a name
     tree = read_formula(text)
     return tree if tree is not None and unknowns(tree) else None
 
 
-def _compare_formulas(answer: Answer, reference: Tree) -> Compared:
+def _compare_formulas(answer: Answer, reference: Tree) -> ComparisonResult:
     r"""Return the verdict where the reference answer is a formula of quantities, given as a tree.
 
     Letters side by side are multiplied in both sides, so that `ab` is `a \cdot b`.
@@ -197,7 +207,7 @@ def _compare_formulas(answer: Answer, reference: Tree) -> Compared:
     if answer.kind in {"text", "expression"}:
         tree = read_formula(answer.text) or answer.tree
     if tree is None or unknowns(tree) != unknowns(reference):
-        return Compared("wrong", "different_expression" if tree else answer.reason)
+        return ComparisonResult("wrong", "different_expression" if tree else answer.reason)
     return _compare_functions(tree, reference)
 
 
@@ -208,7 +218,7 @@ def _may_be_radians(answer: Answer) -> bool:
     """
     if answer.tree is None:
         return False
-    return in_radians(answer.tree) or (
+    return is_angle_in_radians(answer.tree) or (
         answer.number is not None and answer.number.magnitude < 2 * math.pi
     )
 
@@ -221,18 +231,18 @@ def _is_same_text(answer: str, reference: str) -> bool:
     """
     if answer == reference:
         return True
-    return _text_in_one_spelling(answer) == _text_in_one_spelling(reference)
+    return _unify_text_spelling(answer) == _unify_text_spelling(reference)
 
 
-def _text_in_one_spelling(text: str) -> str:
+def _unify_text_spelling(text: str) -> str:
     """Return a text in the spelling in which `_is_same_text` compares texts."""
-    text = in_one_spelling(text)
+    text = unify_figure_names(text)
     if "angled" in text:
-        text = _RIGHT_ANGLED.sub("right", text)
-    return unspaced(text)
+        text = _RIGHT_ANGLED_PATTERN.sub("right", text)
+    return join_letters(text)
 
 
-def unspaced(text: str) -> str:
+def join_letters(text: str) -> str:
     r"""Return `text` without spaces between letters.
 
     `A B` and `\overline{AB}` are the side `AB`. Spaces between digits stay, since they tell numbers
@@ -240,18 +250,18 @@ def unspaced(text: str) -> str:
     does not become `ab`.
     """
     if "\\" in text:
-        text = _OVERLINED.sub(r"\1", text)
-    text = _CAPITALISED.sub(lambda word: word[0].lower(), text)
-    return _BETWEEN_LETTERS.sub("", text) if " " in text else text
+        text = _OVERLINED_NAME_PATTERN.sub(r"\1", text)
+    text = _CAPITALISED_WORD_PATTERN.sub(lambda word: word[0].lower(), text)
+    return _SPACE_BETWEEN_LETTERS_PATTERN.sub("", text) if " " in text else text
 
 
-def is_rounded(text: str, reference: Value) -> bool:
+def is_rounding_of(text: str, reference: Value) -> bool:
     """Return whether a decimal is the reference value rounded to its number of decimal places.
 
     Halves are rounded away from 0. `reference` is a fraction or a number of mpmath. Any other text
     than a decimal gives False.
     """
-    match = _DECIMAL.fullmatch(text)
+    match = _DECIMAL_PATTERN.fullmatch(text)
     if not match or text in {"", "+", "-"}:
         return False
     scale = 10 ** len(match[1] or "")

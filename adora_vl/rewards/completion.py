@@ -8,18 +8,22 @@ from typing import Any, NamedTuple
 
 from adora_vl.rewards.thinking import THINK_TAGS, final_part, is_blank
 
-MAX_ROW = 24  # boxes that count as one answer
-ROW_CHARS = 20_000  # the end of a response in which such boxes are searched for
-MAX_JOINT = 40  # characters between two such boxes
+MAX_BOXES_IN_ROW = 24  # boxes that count as one answer
+MAX_CHARS_OF_ROW = 20_000  # the end of a response in which such boxes are searched for
+MAX_CHARS_BETWEEN_BOXES = 40  # characters between two such boxes
 # The end of a response that is read. A character takes at most about 0.15 microseconds.
 MAX_CHARS = 200_000
 # `\{`, `\}` and `\\` are skipped as pairs so that a set `\{1,2\}` does not count as braces. A `\\`
 # before `boxed{` is not a pair: models that escape twice write `\\boxed{5}`. No groups: the search
 # then skips what begins no token.
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_TOKEN = re.compile(rf"{_BOX.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}")
-_BEGUN = re.compile(rf"{_BOX.pattern}\s*\Z")
-_SPACES = " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
+_BOX_OPENING_PATTERN = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE_OR_BOX_PATTERN = re.compile(
+    rf"{_BOX_OPENING_PATTERN.pattern}|\\\\(?!(?:boxed|fbox)\s*\{{)|\\[{{}}]|\{{|\}}"
+)
+_UNFINISHED_BOX_PATTERN = re.compile(rf"{_BOX_OPENING_PATTERN.pattern}\s*\Z")
+_SPACE_CHARACTERS = (
+    " \t\n\r"  # a form feed at the start is what is left of `\frac` in careless JSON
+)
 ANSWER_TAGS = ("<answer>", "</answer>")
 Completion = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
@@ -53,7 +57,7 @@ def last_boxed(response: str) -> str | None:
     point 1.
     """
     response = final_part(response)[-MAX_CHARS:]
-    if response.rstrip().endswith("{") and _BEGUN.search(response):
+    if response.rstrip().endswith("{") and _UNFINISHED_BOX_PATTERN.search(response):
         return None
     boxes = _complete_boxes(response)
     if not boxes:
@@ -68,7 +72,7 @@ def last_boxed(response: str) -> str | None:
         if text_before.strip() or text_behind.strip():
             break
         box = inner
-    return response[box.content_start : box.end].strip(_SPACES)
+    return response[box.content_start : box.end].strip(_SPACE_CHARACTERS)
 
 
 class _OpenBox(NamedTuple):
@@ -86,14 +90,14 @@ def _complete_boxes(response: str) -> list[_Box]:
     complete: list[_Box] = []
     pending: list[_OpenBox] = []
     depth = 0  # of braces, counted from the first box on; only equality matters
-    first = _BOX.search(response)
+    first = _BOX_OPENING_PATTERN.search(response)
     if first is None:
         return complete
-    for match in _TOKEN.finditer(response, first.start()):
+    for match in _BRACE_OR_BOX_PATTERN.finditer(response, first.start()):
         piece = match[0]
         if piece == "{":
             depth += 1
-        elif _BOX.fullmatch(piece):
+        elif _BOX_OPENING_PATTERN.fullmatch(piece):
             depth += 1
             pending.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
         elif piece == "}":
@@ -106,13 +110,13 @@ def _complete_boxes(response: str) -> list[_Box]:
 
 # What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the
 # next one's name.
-_JOINT = re.compile(
+_TEXT_BETWEEN_BOXES_PATTERN = re.compile(
     r"(?:[\s$]|\\[()\[\]]|\\quad)*(?:[a-z]{1,12}(?<!\band)(?<!\bor)\s+(?=and\b|or\b))?"
     r"(?:[,;]|\\text\s*\{)?\s*(?:and\b|or\b)?(?:[\s$}]|\\[()\[\]]|\\quad)*"
     r"(?:(?:[A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)[\s$]*)?"
 )
 # The name of the value in a box, at the end of what stands before it.
-_NAME_OF_BOX = re.compile(
+_NAME_BEFORE_BOX_PATTERN = re.compile(
     r"(?<![A-Za-z\\])([A-Za-z](?:_(?:\d|\{\d\}))?|[A-Z]{2,3})\s*(?:=|\bis\b)(?:[\s$]|\\[(\[])*\Z"
 )
 
@@ -129,28 +133,33 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
         with_names: whether the names before the boxes are included if all have one, as `AB = 4` for
             `AB is \boxed{4}`.
     """
-    response = final_part(response)[-ROW_CHARS:]
+    response = final_part(response)[-MAX_CHARS_OF_ROW:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    row: list[_Box] = []  # filled from the last box back
+    boxes: list[_Box] = []  # filled from the last box back
     for box in reversed(_complete_boxes(response)):
-        if row:
-            next_box = row[-1]
+        if boxes:
+            next_box = boxes[-1]
             if box.end > next_box.start:
                 continue  # it stands inside of that box
             between = response[box.end + 1 : next_box.start]
-            if len(between) > MAX_JOINT or not _JOINT.fullmatch(between) or len(row) > MAX_ROW:
+            is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
+                _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
+            )
+            if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
                 break
-        row.append(box)
-    row.reverse()
-    contents = [response[box.content_start : box.end].strip(_SPACES) for box in row]
+        boxes.append(box)
+    boxes.reverse()
+    contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in boxes]
     has_equation = any("=" in content for content in contents)
     if not with_names or has_equation:
         return contents
     named_contents = []
-    for box, content in zip(row, contents, strict=True):
+    for box, content in zip(boxes, contents, strict=True):
         # The name is searched for in the few characters before the box.
-        name = _NAME_OF_BOX.search(response, max(0, box.start - MAX_JOINT), box.start)
+        name = _NAME_BEFORE_BOX_PATTERN.search(
+            response, max(0, box.start - MAX_CHARS_BETWEEN_BOXES), box.start
+        )
         if name is None:
             return contents
         named_contents.append(f"{name[1]} = {content}")
@@ -186,7 +195,7 @@ def answer_block(response: str) -> str | None:
     if last_boxed(from_block_on) is not None:
         return from_block_on
     content = from_block_on[: from_block_on.find(closing)]
-    return content.strip(_SPACES)
+    return content.strip(_SPACE_CHARACTERS)
 
 
 def completion_text(completion: Completion | None) -> str:
@@ -206,7 +215,7 @@ def response_text(completion: Completion, thinking_opened: bool = False) -> str:
     """Return the text of a completion with its complete block of thinking.
 
     The opening tag is put back where the prompt has it (`thinking_opened`), and so is the whole
-    block where the tokenizer has parsed the reasoning out of the message.
+    block where the tokenizer has parsed the reasoning out of the message, as `reasoning_content`.
     """
     text = completion_text(completion)
     opening, closing = THINK_TAGS
@@ -225,13 +234,14 @@ def response_texts(
 ) -> list[str]:
     """Return `response_text` of each completion.
 
-    `thinking_opened` says for each completion whether its prompt opens the block; None: no prompt
-    does.
+    `thinking_opened` says for each completion whether its prompt opens the block of thinking; None:
+    no prompt does.
     """
-    opened = [False] * len(completions) if thinking_opened is None else thinking_opened
+    if thinking_opened is None:
+        thinking_opened = [False] * len(completions)
     return [
-        response_text(completion, is_open)
-        for completion, is_open in zip(completions, opened, strict=True)
+        response_text(completion, is_opened)
+        for completion, is_opened in zip(completions, thinking_opened, strict=True)
     ]
 
 
@@ -240,9 +250,8 @@ def shows_working(text: str) -> bool:
 
     It does if an equals sign stands before the last box, or anywhere if there is no box.
     """
-    # Without a box all of the text is in the last part.
-    before_box, box, behind = text.rpartition("\\boxed")
-    return "=" in (before_box if box else behind)
+    before_box, box_command, _ = text.rpartition("\\boxed")
+    return "=" in (before_box if box_command else text)
 
 
 def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
@@ -254,10 +263,10 @@ def _text_behind_block(text: str, tags: tuple[str, str]) -> str | None:
     opening, closing = tags
     if not text.startswith(opening):
         return None
-    inside, tag, rest = text.removeprefix(opening).partition(closing)
-    if not tag or is_blank(inside) or _has_tag(inside):
+    content, closing_tag, text_behind = text.removeprefix(opening).partition(closing)
+    if not closing_tag or is_blank(content) or _has_tag(content):
         return None
-    return rest.strip()
+    return text_behind.strip()
 
 
 def _has_tag(text: str) -> bool:
@@ -277,8 +286,8 @@ def think_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _text_behind_block(text.strip(), THINK_TAGS)
-        is_right = rest is not None and not is_blank(rest) and not _has_tag(rest)
+        answer = _text_behind_block(text.strip(), THINK_TAGS)
+        is_right = answer is not None and not is_blank(answer) and not _has_tag(answer)
         rewards.append(float(is_right))
     return rewards
 
@@ -296,8 +305,10 @@ def think_answer_format_reward(
     """
     rewards: list[float] = []
     for text in response_texts(completions, thinking_opened):
-        rest = _text_behind_block(text.strip(), THINK_TAGS)
-        is_right = rest is not None and _text_behind_block(rest, ANSWER_TAGS) == ""
+        behind_thinking = _text_behind_block(text.strip(), THINK_TAGS)
+        is_right = (
+            behind_thinking is not None and _text_behind_block(behind_thinking, ANSWER_TAGS) == ""
+        )
         rewards.append(float(is_right))
     return rewards
 
@@ -305,7 +316,7 @@ def think_answer_format_reward(
 # ADORA's authors watch such words grow more frequent (arXiv 2602.10019); the list is ours, and
 # fixed, so that two runs can be compared. Each word has the pattern that counts as it; an ending
 # such as `-ing` may follow.
-_ALONE = (
+_WORDS_WITHOUT_VARIANTS = (
     "wait",
     "verify",
     "reconsider",
@@ -316,34 +327,36 @@ _ALONE = (
     "let me see",
     "hold on",
 )
-REFLECTIVE = {
-    **{word: word for word in _ALONE},
+REFLECTIVE_WORD_REGEX = {
+    **{word: word for word in _WORDS_WITHOUT_VARIANTS},
     # not the end of `re-check` and `double-check`, which count as themselves
     "check": "(?<!-)(?<!double )check",
     "recheck": "re-?check",
     "double-check": "double[- ]?check",
 }
-_PATTERNS = {
-    word: re.compile(rf"(?<!\w){like}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
-    for word, like in REFLECTIVE.items()
+REFLECTIVE_WORD_PATTERN = {
+    word: re.compile(rf"(?<!\w){regex}(?:s|ed|ing)?(?!\w)", re.IGNORECASE)
+    for word, regex in REFLECTIVE_WORD_REGEX.items()
 }
 # What a text has to contain, in lower case, so that a word's pattern can match at all. Looking for
 # it is some thirty times as fast as the pattern, and most answers contain none of them.
-_STEMS = {word: "check" if "check" in word else word for word in REFLECTIVE}
+_STEM_BY_REFLECTIVE_WORD = {
+    word: "check" if "check" in word else word for word in REFLECTIVE_WORD_REGEX
+}
 # Four letters match an ASCII one where case is ignored, though they have another lower case.
-_ODD_CASED = re.compile("[\u0130\u0131\u017f\u212a]")
+_ODD_CASED_LETTERS_PATTERN = re.compile("[\u0130\u0131\u017f\u212a]")
 
 
 def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
     lowered = text.lower()
-    words = list(_PATTERNS)
+    words = list(REFLECTIVE_WORD_PATTERN)
     # A quick look for the stems spares most searches; characters of odd case may hide a stem.
-    if not _ODD_CASED.search(text):
-        words = [word for word in words if _STEMS[word] in lowered]
+    if not _ODD_CASED_LETTERS_PATTERN.search(text):
+        words = [word for word in words if _STEM_BY_REFLECTIVE_WORD[word] in lowered]
     counts = {}
     for word in words:
-        count = len(_PATTERNS[word].findall(text))
+        count = len(REFLECTIVE_WORD_PATTERN[word].findall(text))
         if count:
             counts[word] = count
     return counts

@@ -14,11 +14,11 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount_of_money
-from adora_vl.rewards.choose import Entry, call_once, choose_rewards, names_of
+from adora_vl.rewards.choose import RewardEntry, call_once, choose_rewards, entry_names
 from adora_vl.rewards.completion import last_answer, last_boxed
-from adora_vl.rewards.explain_steps import figure_of_file, step_lines
+from adora_vl.rewards.explain_steps import read_figure_file, step_lines
 from adora_vl.rewards.forms import read_reference
-from adora_vl.rewards.grade import REMEDIES, answer_to, comparison, grade, verify_gold
+from adora_vl.rewards.grade import REMEDY_BY_REASON, comparison, grade, read_answer_for, verify_gold
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import final_part
@@ -27,10 +27,10 @@ from adora_vl.utils.cli import amount as amount_of
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_own
 
-TRY_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
+TRIAL_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
-RULES = {
+RULE_IN_WORDS = {
     "same_number": "both are numbers, or both percentages, and equal, or one is a long decimal for the "
     "other",
     "same_value": "expressions with the same value at six points",
@@ -81,11 +81,11 @@ RULES = {
     "undefined": "a division by zero, or no real value",
     "hidden_characters": "control, bidirectional or zero-width characters",
     "undecided": "large numbers cancel, and leave too few digits to decide",
-    **REMEDIES,
+    **REMEDY_BY_REASON,
 }
 
 
-def explanation(
+def explain_grade(
     response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
 ) -> list[str]:
     """Return the lines that explain the grade of a response.
@@ -100,7 +100,7 @@ def explanation(
     """
     reason = verify_gold(gold, choices)
     if reason:
-        explained = reason if ":" in reason else f"{reason}: {RULES.get(reason, '')}"
+        explained = reason if ":" in reason else f"{reason}: {RULE_IN_WORDS.get(reason, '')}"
         raise UserError(f"--gold: {gold!r} cannot be graded against ({explained})")
     result = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
@@ -117,7 +117,7 @@ def explanation(
     lines.append(f"extracted  {extracted}")
     content = last_answer(response) if answer_tags else last_boxed(response)
     if content is not None:
-        answer = answer_to(
+        answer = read_answer_for(
             read_reference(gold), response=response, content=content, answer_tags=answer_tags
         )
         lines.append(
@@ -133,7 +133,7 @@ def explanation(
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_answer_with_kind(read_reference(value))}")
     lines.append(
-        f"rule       {result.reason}: {RULES.get(result.reason.removeprefix('gold_'), '')}"
+        f"rule       {result.reason}: {RULE_IN_WORDS.get(result.reason.removeprefix('gold_'), '')}"
     )
     lines.append(f"verdict    {result.verdict} ({result.ms:.1f} ms)")
     rewards = [f"{preset} {reward(result, preset):g}" for preset in PRESETS]
@@ -164,7 +164,7 @@ def _printable(text: str) -> str:
 
 
 def trial_lines(
-    entries: Sequence[Entry],
+    entries: Sequence[RewardEntry],
     response: str,
     columns: Mapping[str, str],
     answer_tags: bool = False,
@@ -205,7 +205,11 @@ def trial_lines(
     for entry, function in zip(chosen.entries, chosen.functions, strict=True):
         unscored: dict[int, str] = {}
         scores = call_once(
-            entry, function=function, arguments=arguments, timeout=TRY_TIMEOUT_S, unscored=unscored
+            entry,
+            function=function,
+            arguments=arguments,
+            timeout=TRIAL_TIMEOUT_S,
+            unscored=unscored,
         )
         score = scores[0]
         text = f"None ({unscored.get(0, 'not scored')})" if score is None else f"{score:g}"
@@ -242,7 +246,7 @@ def _read_response(word: str, *, may_be_file: bool) -> str:
     return word
 
 
-def _parser() -> Parser:
+def _build_parser() -> Parser:
     """Return the parser of the command's arguments."""
     parser = Parser(
         prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
@@ -288,7 +292,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns the exit code: 0 done, whatever the verdict; 2 the user's input is wrong.
     """
-    parser = _parser()
+    parser = _build_parser()
 
     def command() -> None:
         """Print how the response is graded, which of its claims hold, and what rewards return."""
@@ -301,16 +305,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         response = _read_response(options.response, may_be_file=options.figure is not None)
         lines = []
         # Functions of the user's own grade as they like, so that our verdict would mislead.
-        only_user_functions = options.reward and all(map(is_own, names_of(options.reward)))
+        only_user_functions = options.reward and all(map(is_own, entry_names(options.reward)))
         if options.gold is not None and not only_user_functions:
             accepted = {
                 "rounding": options.rounding,
                 "answer_tags": options.answer_tags,
                 "thinking_opened": options.thinking_opened,
             }
-            lines = explanation(response, gold=options.gold, choices=options.choices, **accepted)
+            lines = explain_grade(response, gold=options.gold, choices=options.choices, **accepted)
         if options.figure is not None:
-            lines += step_lines(response, figure_of_file(options.figure))
+            lines += step_lines(response, read_figure_file(options.figure))
         if options.reward:
             lines += trial_lines(
                 options.reward,

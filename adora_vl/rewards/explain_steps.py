@@ -14,10 +14,10 @@ from adora_vl.geometry.figure import figure_from, written
 from adora_vl.geometry.forms import Form, form_of
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
-from adora_vl.rewards.steps import ResponseWork, work_of
+from adora_vl.rewards.steps import ResponseWork, check_claims
 from adora_vl.utils.errors import UserError, in_one_line
 
-_WORDS: dict[ClaimVerdict, str] = {
+_WORDS_BY_VERDICT: dict[ClaimVerdict, str] = {
     "new": "true, new",
     "given": "true, given",
     "nothing": "true, nothing new",
@@ -28,16 +28,16 @@ _WORDS: dict[ClaimVerdict, str] = {
     "unread": "unread",
 }
 # What the words mean, for the lines below the claims.
-_MEANINGS: dict[ClaimVerdict, str] = {
+_MEANING_BY_VERDICT: dict[ClaimVerdict, str] = {
     "nothing": "an identity, or arithmetic on what is known",
     "follows": "false because of an earlier false claim; counted once",
     "open": "the facts do not say whether it holds",
     "unread": "not understood; it costs nothing",
 }
-_WIDTH = max(map(len, _WORDS.values())) + 2
+_VERDICT_WIDTH = max(map(len, _WORDS_BY_VERDICT.values())) + 2
 
 
-def figure_of_file(path: Path) -> str:
+def read_figure_file(path: Path) -> str:
     """Return the solved figure of a file, as a row of data stores it.
 
     The file has facts in words, a logic form in JSON, or a stored figure. Raises `UserError` where
@@ -47,7 +47,7 @@ def figure_of_file(path: Path) -> str:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--figure: {str(path)!r} cannot be read ({in_one_line(error)})") from error
-    form = _form_of(text, path)
+    form = _read_form(text, path)
     if form is None:
         return text
     result = verdict(form, repair=False)
@@ -59,7 +59,7 @@ def figure_of_file(path: Path) -> str:
     return written(result.figure)
 
 
-def _form_of(text: str, path: Path) -> Form | None:
+def _read_form(text: str, path: Path) -> Form | None:
     """Return the form that a file has; None where it has a stored figure. Raises `UserError`."""
     if not text.lstrip().startswith("{"):
         return form_of_text(text)
@@ -78,25 +78,27 @@ def _form_of(text: str, path: Path) -> Form | None:
 
 def step_lines(response: str, figure: str) -> list[str]:
     """Return a line for each claim of a response, and what the reward `steps` gives for it."""
-    work = work_of(response, figure)
-    lines = [_line(claim) for claim in work.claims]
+    work = check_claims(response, figure)
+    lines = [_claim_line(claim) for claim in work.claims]
     if not lines:
         lines.append("no claim on the figure")
     verdicts = {claim.verdict for claim in work.claims}
     lines += [
-        f"  {_WORDS[name]}: {meaning}" for name, meaning in _MEANINGS.items() if name in verdicts
+        f"  {_WORDS_BY_VERDICT[name]}: {meaning}"
+        for name, meaning in _MEANING_BY_VERDICT.items()
+        if name in verdicts
     ]
-    return [*lines, _summary(work)]
+    return [*lines, _summary_line(work)]
 
 
-def _line(checked: Checked) -> str:
+def _claim_line(checked: Checked) -> str:
     """Return the line of a claim: its verdict, its words, and whether it is the answer itself."""
     words = " ".join(checked.claim.words.split())
     mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""
-    return f"{_WORDS[checked.verdict]:<{_WIDTH}}{words}{mark}"
+    return f"{_WORDS_BY_VERDICT[checked.verdict]:<{_VERDICT_WIDTH}}{words}{mark}"
 
 
-def _summary(work: ResponseWork) -> str:
+def _summary_line(work: ResponseWork) -> str:
     """Return the line with the reward, and how many claims are new, false or unread."""
     counts = Counter(claim.verdict for claim in work.claims)
     return (

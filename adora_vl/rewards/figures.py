@@ -8,37 +8,39 @@ corner lies on which.
 import re
 from collections.abc import Sequence
 
-_BARRED = re.compile(r"\\(?:overline|overleftrightarrow)\{([A-Z](?: ?[A-Z])*)\}")
-_ANGLE = re.compile(r"\\angle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
-_TRIANGLE = re.compile(r"\\triangle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
-_ARC = re.compile(r"\\widehat\{([A-Z]) ?([A-Z])\}")
-_SEGMENT = re.compile(r"[A-Z] ?[A-Z]")
-_TWO_CAPITALS = re.compile(r"[A-Z] ?[A-Z]")
-_SYMMETRIC = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za-z])|=)")
+_BARRED_SEGMENT_PATTERN = re.compile(r"\\(?:overline|overleftrightarrow)\{([A-Z](?: ?[A-Z])*)\}")
+_ANGLE_NAME_PATTERN = re.compile(r"\\angle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
+_TRIANGLE_NAME_PATTERN = re.compile(r"\\triangle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
+_ARC_NAME_PATTERN = re.compile(r"\\widehat\{([A-Z]) ?([A-Z])\}")
+_SEGMENT_NAME_PATTERN = re.compile(r"[A-Z] ?[A-Z]")
+_TWO_CAPITALS_PATTERN = re.compile(r"[A-Z] ?[A-Z]")
+_SYMMETRIC_RELATION_PATTERN = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za-z])|=)")
 
 
-def in_one_spelling(text: str) -> str:
+def unify_figure_names(text: str) -> str:
     """Return a canonical text with the names of its figures in one spelling.
 
     A relation of two figures has its sides in alphabetical order. A text with several relations
     stays as it is.
     """
-    if not _TWO_CAPITALS.search(text):
+    if not _TWO_CAPITALS_PATTERN.search(text):  # names no figure
         return text
-    sides = _SYMMETRIC.split(_BARRED.sub(r" \1", text).strip())
-    if len(sides) != 3:
-        return _spell_figure_name(sides[0]) if len(sides) == 1 else text
-    first_side = sides[0].strip()
-    sign = sides[1].strip()
-    second_side = sides[2].strip()
-    first = _TRIANGLE.fullmatch(first_side)
-    second = _TRIANGLE.fullmatch(second_side)
-    if first and second:
-        pairs = _sorted_corners(first.groups(), second.groups())
-        first_name = "".join(pair[0] for pair in pairs)
-        second_name = "".join(pair[1] for pair in pairs)
-        return rf"\triangle {first_name}{sign}\triangle {second_name}"
-    return sign.join(sorted((_spell_figure_name(first_side), _spell_figure_name(second_side))))
+    text_without_bars = _BARRED_SEGMENT_PATTERN.sub(r" \1", text).strip()
+    sides_and_signs = _SYMMETRIC_RELATION_PATTERN.split(text_without_bars)
+    if len(sides_and_signs) == 1:
+        return _sort_figure_name(text_without_bars)
+    if len(sides_and_signs) > 3:
+        return text
+    sides_and_signs = [piece.strip() for piece in sides_and_signs]
+    left_side, sign, right_side = sides_and_signs
+    left_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(left_side)
+    right_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(right_side)
+    if left_triangle and right_triangle:
+        pairs = _sorted_corners(left_triangle.groups(), right_triangle.groups())
+        left_name = "".join(left_corner for left_corner, _ in pairs)
+        right_name = "".join(right_corner for _, right_corner in pairs)
+        return rf"\triangle {left_name}{sign}\triangle {right_name}"
+    return sign.join(sorted((_sort_figure_name(left_side), _sort_figure_name(right_side))))
 
 
 def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
@@ -52,21 +54,23 @@ def _sorted_corners(first: Sequence[str], second: Sequence[str]) -> list[tuple[s
     )
 
 
-def _spell_figure_name(text: str) -> str:
-    """Return the name of one figure in one spelling.
+def _sort_figure_name(text: str) -> str:
+    """Return the name of one figure with its corners in alphabetical order.
 
     A text that is no name is returned as it is.
     """
-    if _SEGMENT.fullmatch(text):
+    if _SEGMENT_NAME_PATTERN.fullmatch(text):
         return "".join(sorted(text.replace(" ", "")))
-    if corners := _TRIANGLE.fullmatch(text):
-        return rf"\triangle {''.join(sorted(corners.groups()))}"
-    if ends := _ARC.fullmatch(text):
-        return rf"\widehat{{{''.join(sorted(ends.groups()))}}}"
-    return _ANGLE.sub(_sort_arms, text)
+    triangle = _TRIANGLE_NAME_PATTERN.fullmatch(text)
+    if triangle:
+        return rf"\triangle {''.join(sorted(triangle.groups()))}"
+    arc = _ARC_NAME_PATTERN.fullmatch(text)
+    if arc:
+        return rf"\widehat{{{''.join(sorted(arc.groups()))}}}"
+    return _ANGLE_NAME_PATTERN.sub(_sort_arms_of_angle, text)
 
 
-def _sort_arms(match: re.Match[str]) -> str:
+def _sort_arms_of_angle(angle: re.Match[str]) -> str:
     """Return the angle with its arms in alphabetical order; the vertex stays in the middle."""
-    name = match[1] + match[2] + match[3]
+    name = "".join(angle.groups())
     return rf"\angle {min(name, name[::-1])}"

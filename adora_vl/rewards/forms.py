@@ -9,14 +9,19 @@ import re
 from dataclasses import replace
 from functools import lru_cache
 
-from adora_vl.rewards.answer import NO_VALUE, Answer, read_single_value, read_value
+from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
-from adora_vl.rewards.canonical import FIGURE, MAX_CHARS, NAME, NAME_OF_VALUE
+from adora_vl.rewards.canonical import (
+    FIGURE_NAME_PATTERN,
+    MAX_CHARS,
+    SIMPLE_NAME,
+    VALUE_NAME_PATTERN,
+)
 from adora_vl.rewards.grammar import NotReadError
 from adora_vl.rewards.numeric import same_number
 from adora_vl.rewards.relations import (
-    SIGN,
-    SIGNS,
+    RELATION_SIGN_BY_SPELLING,
+    RELATION_SIGN_PATTERN,
     join_conditions,
     read_chain,
     read_equation,
@@ -24,33 +29,35 @@ from adora_vl.rewards.relations import (
 )
 from adora_vl.rewards.solutions import interval_solution
 
-MAX_DEPTH = 4  # lists in lists
+MAX_LIST_DEPTH = 4  # lists in lists
 
-_COMMA = re.compile(r",(?:\s*(?:and|or)(?![a-z]))?|(?<![A-Za-z\\])(?:and|or)(?![a-z])")
-_OR = re.compile(r",?(?<![A-Za-z\\])or(?![a-z])")
-_SEMICOLON = re.compile(r";")
-_UNION = re.compile(r"\\cup(?![A-Za-z])|∪")
-_PLUS_MINUS = re.compile(r"\\pm(?![A-Za-z])\s*|±")
-_MINUS_PLUS = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
-_MEMBER = re.compile(r"\\in(?![A-Za-z])|∈")
+_COMMA_OR_WORD_PATTERN = re.compile(
+    r",(?:\s*(?:and|or)(?![a-z]))?|(?<![A-Za-z\\])(?:and|or)(?![a-z])"
+)
+_OR_PATTERN = re.compile(r",?(?<![A-Za-z\\])or(?![a-z])")
+_SEMICOLON_PATTERN = re.compile(r";")
+_UNION_SIGN_PATTERN = re.compile(r"\\cup(?![A-Za-z])|∪")
+_PLUS_MINUS_PATTERN = re.compile(r"\\pm(?![A-Za-z])\s*|±")
+_MINUS_PLUS_PATTERN = re.compile(r"\\mp(?![A-Za-z])\s*|∓")
+_MEMBERSHIP_SIGN_PATTERN = re.compile(r"\\in(?![A-Za-z])|∈")
 
-_NAMES = re.compile(rf"\({NAME}(?:[,;]\s?{NAME})+\)")
-_POINT = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
+_TUPLE_OF_NAMES_PATTERN = re.compile(rf"\({SIMPLE_NAME}(?:[,;]\s?{SIMPLE_NAME})+\)")
+_NAMED_POINT_PATTERN = re.compile(r"([A-Z]'?(?:_(?:\d|\{\d{1,2}\}))?)(\(.*\))", re.DOTALL)
 # A piece of a list that is no value alone: `000` of `1, 000`, and `0,5` of `0,5; 0,7`.
-_AMBIGUOUS = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
-_INFINITE = {  # the ends of intervals
+_AMBIGUOUS_PIECE_PATTERN = re.compile(r"00[0-9]|[+-]?[0-9]+,[0-9]+")
+_INFINITY_BY_SPELLING = {  # the ends of intervals
     sign + name: Answer("text", "-infinity" if sign == "-" else "infinity", "not_finite")
     for name in (r"\infty", "∞")
     for sign in ("", "+", "-")
 }
-_REFUSED = (
+_REFUSED_PATTERNS = (
     ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
     ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")),
 )
-_MATRIX = re.compile(
+_MATRIX_PATTERN = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
-REFUSALS = frozenset(
+REFUSAL_REASONS = frozenset(
     {"decimal_comma", "matrix", "open_list", "chain_differs", "always_true", "labels", "too_large"}
 )
 
@@ -66,7 +73,7 @@ def _read_reference_cached(raw: str) -> Answer:
     value = read_value(raw)
     may_be_structured = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
-        may_be_structured = value.reason in NO_VALUE
+        may_be_structured = value.reason in NO_VALUE_REASONS
     if not may_be_structured:
         return value
     answer = read_structured(value)
@@ -86,7 +93,7 @@ def canonical_gold(text: str) -> str:
     answer = read_reference(text)
     if answer.reason in {"too_long", "hidden_characters"}:
         return text
-    is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE
+    is_no_single_value = answer.kind == "unreadable" and answer.reason in NO_VALUE_REASONS
     if answer.is_structured or is_no_single_value:
         return answer.text_with_names
     unit = answer.unit.text if answer.unit else ""
@@ -104,7 +111,7 @@ def read_structured(answer: Answer) -> Answer:
     try:
         return _parse_structured(answer.text_with_names)
     except NotReadError as error:
-        refusal = error.reason if error.reason in REFUSALS or not answer.reason else ""
+        refusal = error.reason if error.reason in REFUSAL_REASONS or not answer.reason else ""
         return replace(answer, kind="unreadable", refusal=refusal)
 
 
@@ -114,8 +121,8 @@ def _parse_structured(text: str) -> Answer:
 
     Raises `NotReadError`.
     """
-    for reason, pattern in _REFUSED:
-        if pattern.search(text) and not (reason == "matrix" and _MATRIX.search(text)):
+    for reason, pattern in _REFUSED_PATTERNS:
+        if pattern.search(text) and not (reason == "matrix" and _MATRIX_PATTERN.search(text)):
             raise NotReadError(reason)
     text = (
         text.replace(r"\langle", "(")
@@ -123,7 +130,7 @@ def _parse_structured(text: str) -> Answer:
         .replace(r"\lbrace", r"\{")
         .replace(r"\rbrace", r"\}")
     )
-    answer = _parse(text, depth=0)
+    answer = _parse_form(text, depth=0)
     if _count_answers(answer) > 3 * MAX_PARTS:
         raise NotReadError("too_large")
     return answer
@@ -134,7 +141,7 @@ def _count_answers(answer: Answer) -> int:
     return 1 + sum(map(_count_answers, answer.parts))
 
 
-def _parse(text: str, depth: int) -> Answer:
+def _parse_form(text: str, depth: int) -> Answer:
     r"""Return the answer in a text, which is split at its weakest separator first.
 
     The order is: a matrix, alternatives with `or`, a list, a membership (`x \in [0, 1)`), a union,
@@ -142,37 +149,42 @@ def _parse(text: str, depth: int) -> Answer:
     are read by this function again. `depth` counts the nesting. Raises `NotReadError`.
     """
     text = text.strip()
-    if depth > MAX_DEPTH:
+    if depth > MAX_LIST_DEPTH:
         raise NotReadError("too_large")
     if not text:
         raise NotReadError("empty_box")
-    if matrix := _MATRIX.fullmatch(text):
+    if matrix := _MATRIX_PATTERN.fullmatch(text):
         return _read_matrix(text, matrix[2])
-    alternatives, _ = split_outside_brackets(text, _OR)
+    alternatives, _ = split_outside_brackets(text, _OR_PATTERN)
     all_have_comma = all("," in alternative for alternative in alternatives)
     if len(alternatives) > 1 and all_have_comma and ";" not in "".join(alternatives):
         # p = 5, q = 2 or p = 7, q = 2
         return _read_list(text, pieces=alternatives, separators=["or"], depth=depth)
-    for pattern in (_SEMICOLON, _COMMA):
+    for pattern in (_SEMICOLON_PATTERN, _COMMA_OR_WORD_PATTERN):
         pieces, matches = split_outside_brackets(text, pattern)
         if len(pieces) > 1:
             return _read_list(text, pieces=pieces, separators=matches, depth=depth)
-    sides, matches = split_outside_brackets(text, _MEMBER)
+    sides, matches = split_outside_brackets(text, _MEMBERSHIP_SIGN_PATTERN)
     if matches:
-        if len(sides) != 2 or not NAME_OF_VALUE.fullmatch(sides[0]):
+        if len(sides) != 2 or not VALUE_NAME_PATTERN.fullmatch(sides[0]):
             raise NotReadError("relation")
         name, set_text = sides
-        values = _parse(set_text, depth + 1)
+        values = _parse_form(set_text, depth + 1)
         if not values.solution and values.kind != "unordered":
             raise NotReadError("relation")
         return replace(values, label=name, text=text)
-    pieces, _ = split_outside_brackets(text, _UNION)
+    pieces, _ = split_outside_brackets(text, _UNION_SIGN_PATTERN)
     if len(pieces) > 1:
-        intervals = [_parse(piece, depth + 1) for piece in pieces]
+        intervals = [_parse_form(piece, depth + 1) for piece in pieces]
         return join_conditions(text, word="or", parts=intervals)
-    sides, signs = split_outside_brackets(text, SIGN)
+    sides, signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     if signs:
-        return _read_relation(text, sides=sides, signs=[SIGNS[sign] for sign in signs], depth=depth)
+        return _read_relation(
+            text,
+            sides=sides,
+            signs=[RELATION_SIGN_BY_SPELLING[sign] for sign in signs],
+            depth=depth,
+        )
     return _read_bracketed(text, depth) or _read_plus_minus(text) or read_single_value(text)
 
 
@@ -190,9 +202,9 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
     parts: list[Answer] = []
     for piece in pieces:
         # `0,5` may be one number or two, and `000` may be the end of `1, 000`.
-        if _AMBIGUOUS.fullmatch(piece):
+        if _AMBIGUOUS_PIECE_PATTERN.fullmatch(piece):
             raise NotReadError("decimal_comma" if "," in piece else "enumeration")
-        part = _parse(piece, depth + 1)
+        part = _parse_form(piece, depth + 1)
         # `1 \pm 2` in a list is two of its values.
         parts += part.parts if part.is_plus_minus else [part]
     # `x < 1 or x = 5` is one condition: every piece is an inequality or a value with a name.
@@ -228,7 +240,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
 
     None for a text that no pair of brackets encloses. Raises `NotReadError`.
     """
-    point = _POINT.fullmatch(text)
+    point = _NAMED_POINT_PATTERN.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
         name, coordinates = point.groups()
         inner = _read_bracketed(coordinates, depth)
@@ -242,7 +254,7 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return None
     if opening in {"{", r"\{"}:
         return _read_braces(text, opening, closing, inside, depth)
-    pieces, semicolons = split_outside_brackets(inside, _SEMICOLON)
+    pieces, semicolons = split_outside_brackets(inside, _SEMICOLON_PATTERN)
     if not semicolons:
         pieces, _ = split_outside_brackets(inside, re.compile(","))
     brackets = opening + closing
@@ -252,7 +264,11 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         return None
     parts = []
     for piece in pieces:
-        parts.append(_INFINITE[piece] if piece in _INFINITE else _parse(piece, depth + 1))
+        parts.append(
+            _INFINITY_BY_SPELLING[piece]
+            if piece in _INFINITY_BY_SPELLING
+            else _parse_form(piece, depth + 1)
+        )
     if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
     interval = None
@@ -272,7 +288,7 @@ def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int)
     """
     if (opening == "{") != (closing == "}"):
         return None
-    inner = _parse(inside, depth + 1)
+    inner = _parse_form(inside, depth + 1)
     is_set_inside = inner.text.startswith(r"\{")
     if opening == "{" and (is_set_inside or inner.kind != "unordered"):
         return inner
@@ -313,13 +329,13 @@ def _read_plus_minus(text: str) -> Answer | None:
 
     Raises `NotReadError` for two plus-minus signs, and where both values are the same.
     """
-    if not _PLUS_MINUS.search(text) and not _MINUS_PLUS.search(text):
+    if not _PLUS_MINUS_PATTERN.search(text) and not _MINUS_PLUS_PATTERN.search(text):
         return None
-    if len(_PLUS_MINUS.findall(text)) > 1:
+    if len(_PLUS_MINUS_PATTERN.findall(text)) > 1:
         raise NotReadError("enumeration")  # two values, or four?
     values = []
     for plus, minus in ("+-", "-+"):
-        value = read_value(_MINUS_PLUS.sub(minus, _PLUS_MINUS.sub(plus, text)))
+        value = read_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
         if not value.tree:
             raise NotReadError("enumeration")
         # 12 + 1 is a way to write 13 here
@@ -358,21 +374,21 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         return read_chain(sides)
     left_side, right_side = sides
     is_equality = signs == ["="]
-    if is_equality and all(FIGURE.fullmatch(side) for side in sides):
+    if is_equality and all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
         return read_equation(text, sides)  # AB = CD
     if (
         is_equality
-        and NAME_OF_VALUE.fullmatch(right_side)
-        and not NAME_OF_VALUE.fullmatch(left_side)
+        and VALUE_NAME_PATTERN.fullmatch(right_side)
+        and not VALUE_NAME_PATTERN.fullmatch(left_side)
     ):
         left_side, right_side = right_side, left_side  # 5 = x
-    if _NAMES.fullmatch(left_side):
+    if _TUPLE_OF_NAMES_PATTERN.fullmatch(left_side):
         return _read_named_tuple(text, names_text=left_side, values_text=right_side, depth=depth)
-    if not NAME_OF_VALUE.fullmatch(left_side):
+    if not VALUE_NAME_PATTERN.fullmatch(left_side):
         if not is_equality:
             raise NotReadError("equation")
         return read_equation(text, sides)
-    right_answer = _parse(right_side, depth + 1)
+    right_answer = _parse_form(right_side, depth + 1)
     left_tree = read_value(left_side).tree
     is_left_unknown = left_tree is not None and left_tree[0] == "unknown"
     if is_equality and right_answer.kind == "expression" and is_left_unknown:

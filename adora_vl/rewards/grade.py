@@ -18,32 +18,32 @@ from typing import NamedTuple
 from adora_vl.data.prompts import without_letters
 from adora_vl.rewards.answer import Answer, read_value
 from adora_vl.rewards.compare import compare
-from adora_vl.rewards.compare_values import Compared, Verdict, unspaced
+from adora_vl.rewards.compare_values import ComparisonResult, Verdict, join_letters
 from adora_vl.rewards.completion import boxes_in_a_row, last_answer, last_boxed
 from adora_vl.rewards.forms import canonical_gold, read_reference, read_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.thinking import final_part, is_blank
 
 VERDICTS: tuple[Verdict, ...] = ("correct", "wrong", "unparseable")
-_SHOWN_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
+_MAX_EXTRACTED_CHARS = 200  # of an extracted answer; a 1 MB box must not go into every log
 
-_LETTER = re.compile(r"([A-Z])|\(([A-Z])\)")
+_CAPITAL_LETTER_PATTERN = re.compile(r"([A-Z])|\(([A-Z])\)")
 # Where the choices are known: also `C)`, `c`, `Option C`, and the letter before its value, as in
 # `(C) 12` and `C. 12`.
-_LABEL = re.compile(
+_LETTER_BEFORE_VALUE_PATTERN = re.compile(
     r"(?:(?:[Oo]ption|[Cc]hoice)(?: |(?=\()))?(?:\(([A-Za-z])\)[.:]?|([A-Za-z])[).:]|([A-Za-z])$) "
     r"?(.*)",
     re.ASCII,
 )
 # The letter behind its value: `60 (C)` and `60, option C`.
-_LABEL_BEHIND = re.compile(
+_LETTER_BEHIND_VALUE_PATTERN = re.compile(
     r"(.+?)[,;]? ?(?:(?:[Oo]ption|[Cc]hoice) ?(?:\(([A-Za-z])\)|([A-Za-z]))|\(([A-Z])\))", re.ASCII
 )
 # Reference answers that no honest answer can meet, and what to write in their place. They run on
 # canonical text.
-_COMMA = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
-_UNMEETABLE = (
-    ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _COMMA),
+_DECIMAL_COMMA_REMEDY = "a decimal comma, or two answers? write 3.5, or 3, 5 with a space"
+_UNMEETABLE_SPELLINGS = (
+    ("decimal_comma", re.compile(r"[+-]?[0-9.]*[0-9],[0-9]+"), _DECIMAL_COMMA_REMEDY),
     (
         "currency",
         re.compile(r"-?\\?[$€£¥]-?[0-9.]+|-?[0-9.]+\\?[$€£¥]"),
@@ -55,8 +55,8 @@ _UNMEETABLE = (
         "feet, or minutes? write the number alone, 5 for 5'",
     ),
 )
-REMEDIES = {reason: remedy for reason, _, remedy in _UNMEETABLE}
-REMEDIES["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
+REMEDY_BY_REASON = {reason: remedy for reason, _, remedy in _UNMEETABLE_SPELLINGS}
+REMEDY_BY_REASON["other_digits"] = "write the digits 0 to 9, 1/2 for ½, and ^4 for ⁴"
 
 
 @dataclass(frozen=True)
@@ -104,25 +104,27 @@ def grade(
             (`last_answer`).
         thinking_opened: the prompt ended in `<think>`, so the response begins inside the block.
     """
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     response = final_part(response, thinking_opened)
     content = last_answer(response) if answer_tags else last_boxed(response)
-    compared = Compared("unparseable", "no_box")
+    result = ComparisonResult("unparseable", "no_box")
     if content is not None:
         reference = read_reference(gold)
-        answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
-        compared = _decide_verdict(
+        answer = read_answer_for(
+            reference, response=response, content=content, answer_tags=answer_tags
+        )
+        result = _decide_verdict(
             answer, reference=reference, choices=without_letters(choices or ()), rounding=rounding
         )
-        if compared.reason == "empty_box" or is_blank(content):
+        if result.reason == "empty_box" or is_blank(content):
             content = None  # an empty box is no box, and no reward pays for it
-        elif len(content) > _SHOWN_CHARS:
-            content = content[:_SHOWN_CHARS] + "…"
+        elif len(content) > _MAX_EXTRACTED_CHARS:
+            content = content[:_MAX_EXTRACTED_CHARS] + "…"
     return Grade(
-        verdict=compared.verdict,
+        verdict=result.verdict,
         extracted=content,
-        reason=compared.reason,
-        ms=1000 * (time.perf_counter() - began),
+        reason=result.reason,
+        ms=1000 * (time.perf_counter() - start_time),
     )
 
 
@@ -154,11 +156,12 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
     `currency: write ...`.
     """
     canonical = canonical_gold(gold)
-    for answer, reference in ((gold, gold), (gold, canonical), (canonical, canonical)):
+    answers_and_references = ((gold, gold), (gold, canonical), (canonical, canonical))
+    for answer, reference in answers_and_references:
         result = grade(rf"\boxed{{{answer}}}", reference, choices=choices)
         if result.verdict != "correct":
             reason = result.reason.removeprefix("gold_")
-            return f"{reason}: {REMEDIES[reason]}" if reason in REMEDIES else reason
+            return f"{reason}: {REMEDY_BY_REASON[reason]}" if reason in REMEDY_BY_REASON else reason
     # Data preparation may see its own output again, which has to stay as it is.
     return None if canonical_gold(canonical) == canonical else "unstable"
 
@@ -168,13 +171,13 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 def _why_unmeetable(text: str) -> str | None:
     """Return why no honest answer can match a reference answer as it is spelled, else None.
 
-    The reason is a key of `REMEDIES`, which say what to write instead.
+    The reason is a key of `REMEDY_BY_REASON`, which say what to write instead.
     """
     for char in text:
         # Decimal digits of other scripts, and raised digits or fractions in one character
         if not char.isascii() and unicodedata.category(char) in {"Nd", "No"}:
             return "other_digits"
-    for reason, pattern, _ in _UNMEETABLE:
+    for reason, pattern, _ in _UNMEETABLE_SPELLINGS:
         if pattern.fullmatch(text):
             return reason
     return None
@@ -182,17 +185,17 @@ def _why_unmeetable(text: str) -> str | None:
 
 def _decide_verdict(
     answer: Answer, reference: Answer, choices: Sequence[str], rounding: bool
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer, where both sides may be the letter of a choice.
 
     A letter stands for the value of its choice. `choices` has the values of A, B, C and so on, and
     is empty for a problem that is no multiple-choice question. Source: the grading policy, points
     3, 5 and 6.
     """
-    answer_choice = _named_choice(answer, choices)
-    reference_choice = _named_choice(reference, choices)
+    answer_choice = _read_named_choice(answer, choices)
+    reference_choice = _read_named_choice(reference, choices)
     if not choices:
-        return _decide_open(
+        return _decide_without_choices(
             answer,
             answer_choice=answer_choice,
             reference=reference,
@@ -202,53 +205,53 @@ def _decide_verdict(
     if reference_choice:
         value = _value_of_letter(reference_choice.letter, choices)
         if value is None:
-            return Compared("wrong", "gold_letter_without_choice")
+            return ComparisonResult("wrong", "gold_letter_without_choice")
         if not _fits_value_beside(reference_choice, value):
-            return Compared("wrong", "gold_letter_with_another_value")
+            return ComparisonResult("wrong", "gold_letter_with_another_value")
         # The policy asks for exactly that choice's value.
         reference = value
         rounding = False
     if answer_choice is not None:
-        by_letter = _grade_by_letter(
+        letter_result = _grade_by_letter(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
         )
         # `c` may also be a value, as may `(c)5`; a capital letter that is a choice may not.
-        is_capital_letter = _LETTER.fullmatch(answer.text) is not None
+        is_capital_letter = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text) is not None
         is_choice = _value_of_letter(answer_choice.letter, choices) is not None
-        if by_letter.verdict == "correct" or (is_capital_letter and is_choice):
-            return by_letter
-    by_value = _grade_by_value(
+        if letter_result.verdict == "correct" or (is_capital_letter and is_choice):
+            return letter_result
+    value_result = _grade_by_value(
         answer,
         reference=reference,
         reference_choice=reference_choice,
         choices=choices,
         rounding=rounding,
     )
-    if answer_choice is None or by_value.verdict == "correct":
-        return by_value
-    return by_letter
+    if answer_choice is None or value_result.verdict == "correct":
+        return value_result
+    return letter_result
 
 
-def _decide_open(
+def _decide_without_choices(
     answer: Answer,
     answer_choice: _NamedChoice | None,
     reference: Answer,
     reference_choice: _NamedChoice | None,
     rounding: bool,
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on a problem without choices, where both sides may still be a letter.
 
     `answer_choice` and `reference_choice` are the letters that they name, None for a value.
     """
     if answer_choice and reference_choice:
         if answer_choice.letter == reference_choice.letter:
-            return Compared("correct", "letter")
-        return Compared("wrong", "different_letter")
+            return ComparisonResult("correct", "letter")
+        return ComparisonResult("wrong", "different_letter")
     if answer_choice:
-        return Compared("wrong", "letter_without_choice")
+        return ComparisonResult("wrong", "letter_without_choice")
     reason = _why_unmeetable(reference.text)
     if reason is not None:
-        return Compared("wrong", f"gold_{reason}")
+        return ComparisonResult("wrong", f"gold_{reason}")
     return compare(answer, reference, rounding)
 
 
@@ -258,27 +261,27 @@ def _grade_by_value(
     reference_choice: _NamedChoice | None,
     choices: Sequence[str],
     rounding: bool,
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer that gives the value of a choice instead of its letter.
 
     Where another choice has the same value as the right one, as `2, 1` and `1, 2` in any order, the
     answer must have the text of the right one. Where the reference answer is a letter
     (`reference_choice`), the text of its choice is enough, even if it cannot be read as a value.
     """
-    compared = compare(answer, reference, rounding)
-    answer_text = unspaced(answer.text_with_names.replace(", ", ","))
-    reference_text = unspaced(reference.text_with_names.replace(", ", ","))
+    result = compare(answer, reference, rounding)
+    answer_text = join_letters(answer.text_with_names.replace(", ", ","))
+    reference_text = join_letters(reference.text_with_names.replace(", ", ","))
     has_same_text = answer.text != "" and answer_text == reference_text
-    if has_same_text and reference_choice and compared.verdict != "correct":
-        return Compared("correct", "same_text")
-    if has_same_text or compared.verdict != "correct":
-        return compared
+    if has_same_text and reference_choice and result.verdict != "correct":
+        return ComparisonResult("correct", "same_text")
+    if has_same_text or result.verdict != "correct":
+        return result
     for choice in choices:
         choice_value = read_value(choice)
         is_another_text = choice_value.text != reference.text
         if is_another_text and compare(choice_value, reference).verdict == "correct":
-            return Compared("wrong", "another_choice")
-    return compared
+            return ComparisonResult("wrong", "another_choice")
+    return result
 
 
 def _grade_by_letter(
@@ -286,7 +289,7 @@ def _grade_by_letter(
     reference_choice: _NamedChoice | None,
     reference: Answer,
     choices: Sequence[str],
-) -> Compared:
+) -> ComparisonResult:
     """Return the verdict on an answer that names a choice.
 
     `reference_choice` is the choice that the reference answer names, None where it is a value.
@@ -294,17 +297,21 @@ def _grade_by_letter(
     value = _value_of_letter(answer_choice.letter, choices)
     if value is None:
         reason = "different_letter" if reference_choice else "letter_without_choice"
-        return Compared("wrong", reason)
+        return ComparisonResult("wrong", reason)
     if not _fits_value_beside(answer_choice, value):
-        return Compared("wrong", "letter_with_another_value")
+        return ComparisonResult("wrong", "letter_with_another_value")
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
         is_same = compare(read_value(value.raw), reference).verdict == "correct"
-    return Compared("correct", "letter") if is_same else Compared("wrong", "different_letter")
+    return (
+        ComparisonResult("correct", "letter")
+        if is_same
+        else ComparisonResult("wrong", "different_letter")
+    )
 
 
-def answer_to(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
+def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:
     r"""Return the answer that a response gives, read for this reference answer.
 
     Where the reference answer has several values, the last boxes in a row count as one answer:
@@ -333,7 +340,7 @@ def comparison(
     *,
     rounding: bool = False,
     answer_tags: bool = False,
-) -> Compared | None:
+) -> ComparisonResult | None:
     """Compare the answer of a response with a reference answer of several values, part by part.
 
     It serves to explain a grade. None where the response has no answer, or the reference answer is
@@ -343,41 +350,43 @@ def comparison(
     reference = read_reference(gold)
     if content is None or not reference.is_structured:
         return None
-    answer = answer_to(reference, response=response, content=content, answer_tags=answer_tags)
+    answer = read_answer_for(reference, response=response, content=content, answer_tags=answer_tags)
     return compare(answer, reference, rounding)
 
 
 class _NamedChoice(NamedTuple):
     """The choice that an answer names.
 
-    `text` is the canonical answer, `letter` the choice in upper case, and `beside` what stands
+    `text` is the canonical answer, `letter` the choice in upper case, and `text_beside` what stands
     beside the letter: `12` in `(C) 12`.
     """
 
     text: str
     letter: str
-    beside: str = ""
+    text_beside: str = ""
 
 
-def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
+def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None:
     """Return the choice that an answer names, None if it names none.
 
     Without choices only `C` and `(C)` name one. A small letter does not where a choice has it as an
     unknown. Text wrappers and a full stop are already gone in the canonical form.
     """
-    letter_alone = _LETTER.fullmatch(answer.text)
+    letter_alone = _CAPITAL_LETTER_PATTERN.fullmatch(answer.text)
     if letter_alone:
         return _NamedChoice(answer.text, letter=letter_alone[1] or letter_alone[2])
     if not choices:
         return None
-    # Each spelling of a label has a group of its own for the letter, of which one is set.
-    if label_before := _LABEL.fullmatch(answer.text):
-        *letters, beside = label_before.groups()
-    elif label_behind := _LABEL_BEHIND.fullmatch(answer.text):
-        beside, *letters = label_behind.groups()
+    letter_before = _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text)
+    letter_behind = _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text)
+    if letter_before:
+        *letter_groups, text_beside = letter_before.groups()
+    elif letter_behind:
+        text_beside, *letter_groups = letter_behind.groups()
     else:
         return None
-    letter = next(text for text in letters if text)
+    # Each spelling, such as `(C)` and `C.`, has a group of its own, of which one is set.
+    letter = next(group for group in letter_groups if group)
     if _value_of_letter(letter.upper(), choices) is None:
         return None
     if letter.islower():
@@ -385,18 +394,18 @@ def _named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice | None
         trees = [read_value(choice).tree for choice in choices]
         if any(tree is not None and letter in unknowns(tree) for tree in trees):
             return None
-    return _NamedChoice(answer.text, letter=letter.upper(), beside=beside)
+    return _NamedChoice(answer.text, letter=letter.upper(), text_beside=text_beside)
 
 
-def _fits_value_beside(named: _NamedChoice, value: Answer) -> bool:
+def _fits_value_beside(choice: _NamedChoice, value: Answer) -> bool:
     """Return whether what stands beside the letter of a choice fits the value of that choice.
 
     It also does where the letter stands alone.
     """
     # The value of a choice may itself look like a letter with a value.
-    if not named.beside or named.text == value.text:
+    if not choice.text_beside or choice.text == value.text:
         return True
-    return compare(read_value(named.beside), value).verdict == "correct"
+    return compare(read_value(choice.text_beside), value).verdict == "correct"
 
 
 def _value_of_letter(letter: str, choices: Sequence[str]) -> Answer | None:

@@ -6,7 +6,7 @@ A tree is a nested tuple; no text reaches Python's or anybody else's parser:
 
     ("num", "12.5")  ("pi",)  ("unknown", "x")  ("mixed", "7", "1", "2") ("factorial", tree)
         ("binomial", tree, tree)  ("sum", (1 | -1, tree), ...)  ("product", ("*" | "/", tree), ...)
-        ("frac", above, below)  ("power", base, exponent)  ("root", degree, tree)  ("call", name,
+        ("frac", numerator, denominator)  ("power", base, exponent)  ("root", degree, tree)  ("call", name,
         tree)  ("log", base, tree)
 
 For example `2\sqrt{3}-x` is `("sum", (1, ("product", ("*", ("num", "2")), ("*", ("root", 2, ("num",
@@ -26,32 +26,32 @@ Tree = tuple[Any, ...]
 
 MAX_CHARS = 500
 MAX_NESTING = 16
-MAX_DIGITS = 40  # of one literal
-MAX_FUNCTIONS = 16  # roots, powers, logarithms and angles, which cost most to compute
+MAX_LITERAL_DIGITS = 40  # of one literal
+MAX_COSTLY_TOKENS = 16  # roots, powers, logarithms and angles, which cost most to compute
 
 # An unknown is one lower-case letter on its own: `rhombus` is a word and `AB` a side, not products
 # of letters.
-_TOKEN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|(?<![A-Za-z])[a-z](?![A-Za-z])|(?<=[A-Za-z]) "
     r"(?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
 # In a formula the letters are quantities: `ab` is a product, `R_1` and the side `AB` are one each.
-_FORMULA_TOKEN = re.compile(
+_FORMULA_TOKEN_PATTERN = re.compile(
     r"[0-9]+(?:\.[0-9]+)?|\.[0-9]+|\\[A-Za-z]+|[A-Z]{2,4}(?![A-Za-z])"
     r"|[A-Za-z](?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]{1,4}\}))?|(?<=[A-Za-z]) (?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
-_LONG_WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
-_TIMES = frozenset({r"\cdot", r"\times", "*"})
-_OVER = frozenset({"/", r"\div"})
-_GREEK = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
-FUNCTIONS = frozenset(
+_LONG_WORD_PATTERN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
+_MULTIPLICATION_SIGNS = frozenset({r"\cdot", r"\times", "*"})
+_DIVISION_SIGNS = frozenset({"/", r"\div"})
+_GREEK_LETTERS = frozenset({r"\theta", r"\alpha", r"\beta", r"\gamma", r"\phi"})
+FUNCTION_NAMES = frozenset(
     {"sin", "cos", "tan", "sec", "csc", "cot", "arcsin", "arccos", "arctan", "ln"}
 )
-_CALLS = frozenset({f"\\{name}" for name in FUNCTIONS} | {r"\log"})
-_COSTLY = _CALLS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
-_INVERSES = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
+_FUNCTION_COMMANDS = frozenset({f"\\{name}" for name in FUNCTION_NAMES} | {r"\log"})
+_COSTLY_TOKENS = _FUNCTION_COMMANDS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
+_INVERSE_BY_COMMAND = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
 
 
 class NotReadError(ValueError):
@@ -80,6 +80,25 @@ def read_tree(text: str, *, formula: bool = False) -> Tree:
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
+    if _deepest_nesting(text) > MAX_NESTING:
+        raise NotReadError("too_large")
+    tokens = (_FORMULA_TOKEN_PATTERN if formula else _TOKEN_PATTERN).findall(text)
+    if "".join(tokens) != text:
+        raise NotReadError  # the pattern skips characters that begin no token
+    if sum(symbol in _COSTLY_TOKENS for symbol in tokens) > MAX_COSTLY_TOKENS:
+        raise NotReadError("too_large")
+    symbols = [symbol for symbol in tokens if symbol != " "]
+    if formula:
+        symbols = [_unify_name(symbol) for symbol in symbols]
+    parser = _Parser(symbols)
+    tree = parser.sum()
+    if parser.peek():
+        raise NotReadError  # something stands behind the sum, such as a closing bracket
+    return tree
+
+
+def _deepest_nesting(text: str) -> int:
+    """Return in how many brackets the innermost ones stand, themselves included."""
     nesting = 0
     deepest = 0
     for char in text:
@@ -88,21 +107,7 @@ def read_tree(text: str, *, formula: bool = False) -> Tree:
             deepest = max(deepest, nesting)
         elif char in ")}]":
             nesting -= 1
-    if deepest > MAX_NESTING:
-        raise NotReadError("too_large")
-    tokens = (_FORMULA_TOKEN if formula else _TOKEN).findall(text)
-    if "".join(tokens) != text:
-        raise NotReadError  # the pattern skips characters that begin no token
-    if sum(symbol in _COSTLY for symbol in tokens) > MAX_FUNCTIONS:
-        raise NotReadError("too_large")
-    symbols = [symbol for symbol in tokens if symbol != " "]
-    if formula:
-        symbols = [_in_one_spelling(symbol) for symbol in symbols]
-    parser = _Parser(symbols)
-    tree = parser.sum()
-    if parser.peek():
-        raise NotReadError  # something stands behind the sum, such as a closing bracket
-    return tree
+    return deepest
 
 
 def unknowns(tree: Tree) -> frozenset[str]:
@@ -112,14 +117,14 @@ def unknowns(tree: Tree) -> frozenset[str]:
     return frozenset(node[1] for node in nodes(tree) if node[0] == "unknown")
 
 
-def in_radians(angle: Tree) -> bool:
+def is_angle_in_radians(angle: Tree) -> bool:
     """Return whether an angle is in radians: pi occurs in it, outside of an inverse function.
 
     The value of an inverse function is in degrees.
     """
     if angle[0] == "call" and angle[1].startswith("arc"):
         return False
-    return angle[0] == "pi" or any(map(in_radians, children(angle)))
+    return angle[0] == "pi" or any(map(is_angle_in_radians, children(angle)))
 
 
 def nodes(tree: Tree) -> Iterator[Tree]:
@@ -144,10 +149,10 @@ def _is_unknown(symbol: str) -> bool:
 
     That is a letter, a Greek letter such as `\theta`, and in a formula also `R_1` and `AB`.
     """
-    return symbol in _GREEK or symbol[:1].isalpha()
+    return symbol in _GREEK_LETTERS or symbol[:1].isalpha()
 
 
-def _in_one_spelling(symbol: str) -> str:
+def _unify_name(symbol: str) -> str:
     """Return a token of a formula in one spelling: `AB` for `BA`, and `R_1` for `R_{1}`."""
     if len(symbol) > 1 and symbol.isalpha():
         return "".join(sorted(symbol))
@@ -160,7 +165,8 @@ def read_formula(text: str) -> Tree | None:
 
     None for a single name or word, and for a text with a word of four letters or more.
     """
-    if text.isalpha() or not re.search(r"[0-9+*/^-]|\\", text) or _LONG_WORD.search(text):
+    has_sign_of_formula = re.search(r"[0-9+*/^-]|\\", text)
+    if text.isalpha() or not has_sign_of_formula or _LONG_WORD_PATTERN.search(text):
         return None
     try:
         return read_tree(text, formula=True)
@@ -215,17 +221,18 @@ class _Parser:
         Factors side by side are multiplied, as in `2x`.
         """
         factors = [("*", self._power())]
-        divided = False
-        while (symbol := self.peek()) and symbol not in {"+", "-", ")", "}", "]"}:
-            if symbol in _OVER:
+        is_behind_divisor = False
+        while self.peek() not in {"", "+", "-", ")", "}", "]"}:
+            symbol = self.peek()
+            if symbol in _DIVISION_SIGNS:
                 self._take()
                 factors.append(("/", self._power()))
-                divided = True
+                is_behind_divisor = True
                 continue
-            if symbol in _TIMES:
+            if symbol in _MULTIPLICATION_SIGNS:
                 self._take()
-                divided = False
-            elif divided or symbol == "{" or symbol[0] in ".0123456789":
+                is_behind_divisor = False
+            elif is_behind_divisor or symbol == "{" or symbol[0] in ".0123456789":
                 # `1/2\pi` can be meant in two ways; `1{2}` and `\sqrt{3}2` look like something else
                 raise NotReadError
             factors.append(("*", self._power()))
@@ -233,23 +240,31 @@ class _Parser:
 
     def _power(self) -> Tree:
         """Return a power: `primary [^ digit | ^ letter | ^ {sum}]`, such as `x^2` or `2^{n+1}`."""
-        symbol = self.peek()
+        first_symbol = self.peek()
         base = self._primary()
         if self.peek() == "!":
-            if self._tokens[self._next - 1] not in {")", "}"} and base[0] not in {"num", "unknown"}:
-                raise NotReadError
-            self._take()
-            base = ("factorial", base)
-            if self.peek() in {"!", "^"}:
-                raise NotReadError
+            base = self._factorial(base)
         if self.peek() != "^":
             return base
-        if symbol in _CALLS:
+        if first_symbol in _FUNCTION_COMMANDS:
             raise NotReadError  # `\sin30^2` can be meant in two ways
         exponent = self._exponent()
         if self.peek() == "^":
             raise NotReadError
         return ("power", base, exponent)
+
+    def _factorial(self, base: Tree) -> Tree:
+        """Return the factorial of `base`, behind which `!` stands.
+
+        The base is a number, an unknown or a group in brackets. `5!!` and `5!^2` are not read.
+        """
+        last_symbol = self._tokens[self._next - 1]
+        if last_symbol not in {")", "}"} and base[0] not in {"num", "unknown"}:
+            raise NotReadError
+        self._take("!")
+        if self.peek() in {"!", "^"}:
+            raise NotReadError
+        return ("factorial", base)
 
     def _exponent(self) -> Tree:
         """Return what follows a `^`: a sum in braces, one digit, or one letter."""
@@ -279,7 +294,7 @@ class _Parser:
             return ("power", ("unknown", "e"), self._argument())
         if symbol == r"\sqrt":
             return self._root()
-        if symbol in _CALLS:
+        if symbol in _FUNCTION_COMMANDS:
             return self._call(symbol)
         if symbol == r"\pi":
             return ("pi",)
@@ -299,7 +314,7 @@ class _Parser:
         symbol = self._take()
         if symbol[0] not in ".0123456789":
             raise NotReadError
-        if len(symbol) > MAX_DIGITS:
+        if len(symbol) > MAX_LITERAL_DIGITS:
             raise NotReadError("too_large")
         return ("num", symbol)
 
@@ -309,21 +324,22 @@ class _Parser:
         With anything but integers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and
         `integer` is returned. `3\frac{5}{2}` can be meant in both ways and is not read.
         """
-        start = self._next
-        window = self._tokens[start : start + 7]
-        if (
-            len(window) < 7
-            or not (window[2] + window[5]).isdigit()
-            or window[3:5] != ["}", "{"]
-            or window[6] != "}"
-        ):
+        fraction_tokens = self._tokens[self._next : self._next + 7]
+        if len(fraction_tokens) < 7:
+            return integer
+        _, _, numerator, first_closing, second_opening, denominator, second_closing = (
+            fraction_tokens
+        )
+        braces = (first_closing, second_opening, second_closing)
+        if braces != ("}", "{", "}") or not (numerator + denominator).isdigit():
             return integer  # the fraction is the next factor of the product
-        _, (_, above), (_, below) = self._primary()
-        if int(below) == 0:
+        self._primary()  # takes the tokens of the fraction
+        if int(denominator) == 0:
             raise NotReadError("undefined")
-        if "." in integer[1] or not 0 < int(above) < int(below) or self.peek() == "^":
+        is_proper = 0 < int(numerator) < int(denominator)
+        if "." in integer[1] or not is_proper or self.peek() == "^":
             raise NotReadError
-        return ("mixed", integer[1], above, below)
+        return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> Tree:
         r"""Return `\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
@@ -350,9 +366,9 @@ class _Parser:
             return ("log", base, self._argument())
         exponent = self._exponent() if self.peek() == "^" else None
         if exponent == ("sum", (-1, ("num", "1"))):
-            if name not in _INVERSES:
+            if name not in _INVERSE_BY_COMMAND:
                 raise NotReadError
-            return ("call", _INVERSES[name], self._argument())
+            return ("call", _INVERSE_BY_COMMAND[name], self._argument())
         if exponent not in (None, ("num", "2"), ("num", "3")):
             raise NotReadError
         call = ("call", name[1:], self._argument())
@@ -363,11 +379,9 @@ class _Parser:
         first = self.peek()
         if first in {"(", "{"}:
             return self._group(first)
-        argument = (
-            self._primary()
-            if first in {r"\frac", r"\sqrt"} or _is_unknown(first)
-            else self._literal()
-        )
-        if self.peek() in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(self.peek()):
+        is_primary = first in {r"\frac", r"\sqrt"} or _is_unknown(first)
+        argument = self._primary() if is_primary else self._literal()
+        behind = self.peek()
+        if behind in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(behind):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument

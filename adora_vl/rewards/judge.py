@@ -14,22 +14,22 @@ from adora_vl.rewards.thinking import final_part, is_blank
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
-NAME = "judge"
+REWARD_NAME = "judge"
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
-INSTRUCTION = (
+DEFAULT_INSTRUCTION = (
     "You are given a problem, its reference answer and a reply to the problem. Say whether the "
     "reply's final answer is the reference answer, whatever its notation: 1 if it is, 0 if it is "
     "not or if there is none."
 )
 _SCORE_FORMAT = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
-_MAX_CHARS = 16_000  # of a reply: its end has the answer
-_SHOWN_CHARS = 80  # of a judge's reply in a message
+_MAX_REPLY_CHARS = 16_000  # of a reply: its end has the answer
+_MAX_EXCERPT_CHARS = 80  # of a judge's reply in a message
 # The options in `adora_reward: [{judge: {...}}]` with type and default. An option whose default is
 # None is required.
-_OPTIONS: dict[str, tuple[type, Any]] = {
+_TYPE_AND_DEFAULT_BY_OPTION: dict[str, tuple[type, Any]] = {
     "base_url": (str, None),
     "model": (str, None),
-    "instruction": (str, INSTRUCTION),
+    "instruction": (str, DEFAULT_INSTRUCTION),
     "cache": (str, "judge_cache.jsonl"),
     "budget": (int, -1),
     "concurrency": (int, 16),
@@ -39,7 +39,7 @@ _OPTIONS: dict[str, tuple[type, Any]] = {
     "max_tokens": (int, 512),
 }
 # The options that say how the judge is reached, on which no score depends.
-_OF_A_CALL = ("base_url", "concurrency")
+_CONNECTION_OPTIONS = ("base_url", "concurrency")
 
 
 def without_address(entry: object) -> object:
@@ -48,10 +48,12 @@ def without_address(entry: object) -> object:
     The same model on another port or node is the same judge, so a run may go on with it. Any entry
     but that of a judge is returned as it is.
     """
-    if not isinstance(entry, Mapping) or not isinstance(entry.get(NAME), Mapping):
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(REWARD_NAME), Mapping):
         return entry
-    options = {key: value for key, value in entry[NAME].items() if key not in _OF_A_CALL}
-    return {**entry, NAME: options}
+    options = {
+        key: value for key, value in entry[REWARD_NAME].items() if key not in _CONNECTION_OPTIONS
+    }
+    return {**entry, REWARD_NAME: options}
 
 
 class JudgeReward:
@@ -166,7 +168,7 @@ class JudgeReward:
         its beginning, because its end has the answer.
         """
         reference_block = "" if answer is None else f"<reference>\n{answer}\n</reference>\n"
-        reply_end = reply[-_MAX_CHARS:]
+        reply_end = reply[-_MAX_REPLY_CHARS:]
         question = (
             f"<problem>\n{problem}\n</problem>\n{reference_block}<reply>\n{reply_end}\n</reply>"
         )
@@ -208,7 +210,7 @@ class JudgeReward:
                 remedy = "is a server there?"
             raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
         try:
-            return score_in(reply.text)
+            return read_score(reply.text)
         except EndpointError as error:
             remedy = "its reply has to end in a score such as <score>0.7</score>"
             if reply.finish_reason == "length":
@@ -216,7 +218,7 @@ class JudgeReward:
                 remedy = (
                     f"it was cut off at max_tokens, {max_tokens}: raise it for a judge that thinks"
                 )
-            excerpt = reply.text[:_SHOWN_CHARS]
+            excerpt = reply.text[:_MAX_EXCERPT_CHARS]
             raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
@@ -232,7 +234,7 @@ class JudgeReward:
         if cached_score is not None:
             return cached_score
         try:
-            return float(self.client.ask(messages, score_in))
+            return float(self.client.ask(messages, read_score))
         except EndpointError as error:
             if error.refused:
                 self._refusal = error
@@ -246,12 +248,12 @@ class JudgeReward:
         """
         word = self.client.cached(messages)
         try:
-            return None if word is None else _score_of(word)
+            return None if word is None else _parse_score(word)
         except EndpointError:
             return None
 
 
-def score_in(text: str) -> str:
+def read_score(text: str) -> str:
     """Return the score in a judge's reply as text, from its last `<score>` tags.
 
     What the judge thinks before its reply is not read. Raises `EndpointError` where the reply has
@@ -261,11 +263,11 @@ def score_in(text: str) -> str:
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
     word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
-    _score_of(word)
+    _parse_score(word)
     return word
 
 
-def _score_of(word: str) -> float:
+def _parse_score(word: str) -> float:
     """Return the score that a word says.
 
     Raises `EndpointError` unless it is a number from 0 to 1.
@@ -283,10 +285,12 @@ def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return all options of the judge in their types, with defaults. Raises `UserError`."""
     where = "adora_reward.judge"
     for name in options:
-        if name not in _OPTIONS:
-            raise UserError(f"{where}: unknown option {name!r}{did_you_mean(str(name), _OPTIONS)}")
+        if name not in _TYPE_AND_DEFAULT_BY_OPTION:
+            raise UserError(
+                f"{where}: unknown option {name!r}{did_you_mean(str(name), _TYPE_AND_DEFAULT_BY_OPTION)}"
+            )
     settings = {}
-    for name, (kind, default) in _OPTIONS.items():
+    for name, (kind, default) in _TYPE_AND_DEFAULT_BY_OPTION.items():
         value = options.get(name, default)
         if value is None:
             raise UserError(

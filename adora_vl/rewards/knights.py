@@ -18,28 +18,28 @@ from adora_vl.rewards.thinking import THINK_TAGS
 from adora_vl.utils.errors import UserError
 
 # The rewards of the `adora` preset.
-RIGHT = 1.0
-COMPLETE = 0.1
-NOTHING = 0.0
+RIGHT_REWARD = 1.0
+COMPLETE_REWARD = 0.1
+NO_ANSWER_REWARD = 0.0
 # The rewards of Logic-RL and of ADORA's code for language models (`verl/utils/reward_score/kk.py`
 # of its repository): 1 or -1 for the form, and 2 for the right answer, -1.5 for a wrong one, -2 for
 # none.
-LOGIC_RL = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
-WRONG_FORM = -3.0
-_TAGS = (*THINK_TAGS, *ANSWER_TAGS)
-_ROLE = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
+LOGIC_RL_REWARD_BY_VERDICT = {"correct": 3.0, "wrong": -0.5, "unparseable": -1.0}
+WRONG_FORM_REWARD = -3.0
+_THINK_AND_ANSWER_TAGS = (*THINK_TAGS, *ANSWER_TAGS)
+_ROLE_PATTERN = re.compile(r"\b([A-Za-z]+)\s+is\s+(?:a\s+)?((?i:knight|knave))\b")
 
 
-def roles_in(text: str) -> dict[str, str] | None:
+def read_roles(text: str) -> dict[str, str] | None:
     """Return the kind of each person that a text names; None where it calls somebody both."""
     roles: dict[str, str] = {}
-    for name, role in _ROLE.findall(text):
+    for name, role in _ROLE_PATTERN.findall(text):
         if roles.setdefault(name, role.lower()) != role.lower():
             return None
     return roles
 
 
-def logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
+def read_logic_rl_roles(text: str, names: Iterable[str]) -> dict[str, str] | None:
     """Return the kind of each of `names` as the reference implementation reads it.
 
     It looks for `Ada is a knight`, in capitals or not. None where somebody is missing, or where
@@ -62,8 +62,10 @@ def has_logic_rl_form(text: str) -> bool:
 
     It does not matter what stands around the tags.
     """
-    positions = [text.find(tag) for tag in _TAGS]
-    return all(text.count(tag) == 1 for tag in _TAGS) and positions == sorted(positions)
+    positions = [text.find(tag) for tag in _THINK_AND_ANSWER_TAGS]
+    return all(text.count(tag) == 1 for tag in _THINK_AND_ANSWER_TAGS) and positions == sorted(
+        positions
+    )
 
 
 def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
@@ -73,9 +75,9 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     among them. An answer that names somebody else, leaves somebody out or contradicts itself is
     unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected = _expected_roles(reference)
+    expected = _read_reference_roles(reference)
     answer = last_answer(response) or ""
-    return _verdict_on_roles(answer, roles_in(answer), expected)
+    return _verdict_on_roles(answer, read_roles(answer), expected)
 
 
 def _verdict_on_roles(
@@ -90,16 +92,16 @@ def _verdict_on_roles(
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     """Return the verdict of `knights_verdict` by the reference implementation's rules.
 
-    A box does not count, and `logic_rl_roles` reads the last `<answer>` block.
+    A box does not count, and `read_logic_rl_roles` reads the last `<answer>` block.
     """
-    expected = _expected_roles(reference)
+    expected = _read_reference_roles(reference)
     answer = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
-    return _verdict_on_roles(answer, logic_rl_roles(answer, expected), expected)
+    return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected), expected)
 
 
-def _expected_roles(reference: str) -> dict[str, str]:
+def _read_reference_roles(reference: str) -> dict[str, str]:
     """Return the roles in a reference answer. Raises `UserError` where it has none."""
-    expected = roles_in(reference)
+    expected = read_roles(reference)
     if not expected:
         raise UserError(
             f"answer {reference!r} names no knight and no knave: prepare the data with data_prep "
@@ -113,7 +115,7 @@ def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[floa
 
     It is a reward function in TRL's form.
     """
-    rewards = {"correct": RIGHT, "wrong": COMPLETE, "unparseable": NOTHING}
+    rewards = {"correct": RIGHT_REWARD, "wrong": COMPLETE_REWARD, "unparseable": NO_ANSWER_REWARD}
     return [
         rewards[verdict] for _, verdict in _judge_responses(knights_verdict, completions, **columns)
     ]
@@ -124,12 +126,13 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
     It gives 3 for a right answer in the form that `has_logic_rl_form` checks, -0.5 for a wrong
     answer and -1 for no answer in that form, and -3 for any other form. Answers are read by
-    `logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
+    `read_logic_rl_roles`, which is stricter than `knights_reward`. It is a reward function in TRL's
     form.
     """
     verdicts = _judge_responses(logic_rl_verdict, completions, **columns)
     return [
-        LOGIC_RL[verdict] if has_logic_rl_form(text) else WRONG_FORM for text, verdict in verdicts
+        LOGIC_RL_REWARD_BY_VERDICT[verdict] if has_logic_rl_form(text) else WRONG_FORM_REWARD
+        for text, verdict in verdicts
     ]
 
 

@@ -5,36 +5,40 @@ These are sizes, colours, spaces, and an environment around a single line.
 
 import re
 
-_ANY = re.compile(
+_LAYOUT_BEGINNING_PATTERN = re.compile(
     r"\\(?:[bB]ig|tiny|script|footnote|small|normalsize|[lL]arge|LARGE|[hH]uge|text(?:style|color|degree)"
     r"|(?:math)?strut|hfill|colon|ens|nobreak|limits|boldmath|bfser|rmfam|center|[hv]space|color|m?kern|m?skip"
     r"|math(?:bin|rel|ord|punct|op|inner|open|close)|operatorname|ensure|begin|overset|stackrel|wideparen"
     r"|overparen|overarc|[lr]?vert|mid|hat|vec)"
 )
-_SIZES = re.compile(
+_SIZE_COMMAND_PATTERN = re.compile(
     r"\\(?:[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|large|Large|LARGE|huge|Huge"
     r"|(?:text|script|scriptscript)style|(?:math)?strut|hfill|enspace|enskip|nobreakspace|limits"
     r"|boldmath|bfseries|rmfamily|centering)(?![A-Za-z])"
 )
 # A command with its argument, which is not shown: a colour or a length.
-_LENGTHS = re.compile(r"\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}")
+_HIDDEN_ARGUMENT_PATTERN = re.compile(
+    r"\\(?:[hv]space\*?|color|m?kern|m?skip)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}"
+)
 # A command whose second argument is shown.
-_COLOURED = re.compile(r"\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)")
-_CLASSES = re.compile(r"\\math(?:bin|rel|ord|punct|op|inner|open|close)\s*\{([^{}]*)\}")
-_OPERATOR = re.compile(r"\\(?:operatorname\*?|ensuremath)\s*\{([^{}]*)\}")
-_ONE_LINE = re.compile(
+_COLOUR_COMMAND_PATTERN = re.compile(
+    r"\\(?:textcolor|colorbox)\s*(?:\[[^\[\]{}]*\])?\s*\{[^{}]*\}(?=\s*\{)"
+)
+_MATH_CLASS_PATTERN = re.compile(r"\\math(?:bin|rel|ord|punct|op|inner|open|close)\s*\{([^{}]*)\}")
+_OPERATOR_NAME_PATTERN = re.compile(r"\\(?:operatorname\*?|ensuremath)\s*\{([^{}]*)\}")
+_ONE_LINE_ENVIRONMENT_PATTERN = re.compile(
     r"\s*\\begin\{(aligned|align|alignat|split|gathered|gather|equation|displaymath|math)(\*?)\}"
-    r"((?:(?!\\\\|\\begin|\\end).)*)(?:\\\\\s*)?\\end\{\1\2\}\s*",
+    r"(?P<line>(?:(?!\\\\|\\begin|\\end).)*)(?:\\\\\s*)?\\end\{\1\2\}\s*",
     re.DOTALL,
 )
 # Lines that each say one value, as `x = 3 \\ y = -4` in `cases`.
-_CASES = re.compile(r"\\begin\{cases\}((?:(?!\\begin|\\end).)*)\\end\{cases\}", re.DOTALL)
-_NAMED = re.compile(r"\s*[a-z]\s*&?=\s*&?[^=&,]+")
-_ARC = re.compile(
+_CASES_PATTERN = re.compile(r"\\begin\{cases\}((?:(?!\\begin|\\end).)*)\\end\{cases\}", re.DOTALL)
+_NAMED_VALUE_PATTERN = re.compile(r"\s*[a-z]\s*&?=\s*&?[^=&,]+")
+_ARC_COMMAND_PATTERN = re.compile(
     r"\\(?:overset|stackrel)\s*\{\s*\\frown\s*\}|\\(?:wideparen|overparen|overarc)(?=\s*\{)"
 )
-_UNIT_VECTOR = re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}")
-_BARS = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
+_UNIT_VECTOR_PATTERN = re.compile(r"\\(?:hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}")
+_BAR_COMMAND_PATTERN = re.compile(r"\\(?:[lr]?vert|mid)(?![A-Za-z])")
 
 
 def without_layout(text: str) -> str:
@@ -42,25 +46,29 @@ def without_layout(text: str) -> str:
 
     The function is called only for a text with a backslash or a tilde.
     """
-    if not _ANY.search(text):
+    if not _LAYOUT_BEGINNING_PATTERN.search(text):  # spares the further patterns
         return text
-    line = _ONE_LINE.fullmatch(text) if "\\begin" in text else None
-    if line:
-        text = line[3].replace("&", " ")
-    text = _CASES.sub(_cases_as_list, text)
-    text = _COLOURED.sub(" ", _LENGTHS.sub(" ", _SIZES.sub(" ", text)))
-    text = _OPERATOR.sub(r" \1 ", _CLASSES.sub(r"\1", text))
-    text = _UNIT_VECTOR.sub(r" \1", text)
+    environment = _ONE_LINE_ENVIRONMENT_PATTERN.fullmatch(text) if "\\begin" in text else None
+    if environment:
+        text = environment["line"].replace("&", " ")
+    text = _CASES_PATTERN.sub(_write_cases_as_list, text)
+    text = _SIZE_COMMAND_PATTERN.sub(" ", text)
+    text = _HIDDEN_ARGUMENT_PATTERN.sub(" ", text)
+    text = _COLOUR_COMMAND_PATTERN.sub(" ", text)
+    text = _MATH_CLASS_PATTERN.sub(r"\1", text)
+    text = _OPERATOR_NAME_PATTERN.sub(r" \1 ", text)
+    text = _UNIT_VECTOR_PATTERN.sub(r" \1", text)
     text = text.replace(r"\colon", ":").replace(r"\textdegree", r"^\circ ")
-    return _BARS.sub("|", _ARC.sub(r"\\widehat", text))
+    text = _ARC_COMMAND_PATTERN.sub(r"\\widehat", text)
+    return _BAR_COMMAND_PATTERN.sub("|", text)
 
 
-def _cases_as_list(cases: re.Match[str]) -> str:
+def _write_cases_as_list(cases: re.Match[str]) -> str:
     """Return the lines of `cases` as a list with commas, if each line is a name and its value.
 
     Any further `cases` stays as it is.
     """
     lines = cases[1].rstrip().removesuffix(r"\\").split(r"\\")
-    if not all(_NAMED.fullmatch(line) for line in lines):
+    if not all(_NAMED_VALUE_PATTERN.fullmatch(line) for line in lines):
         return cases[0]
     return ", ".join(line.replace("&", " ").strip() for line in lines)

@@ -24,27 +24,36 @@ from adora_vl.rewards.ball import (
     power_of,
     principal_root,
 )
-from adora_vl.rewards.grammar import NotReadError, Tree, children, in_radians, nodes, unknowns
+from adora_vl.rewards.grammar import (
+    NotReadError,
+    Tree,
+    children,
+    is_angle_in_radians,
+    nodes,
+    unknowns,
+)
 
 # How near a decimal has to be to a value with more digits.
 RELATIVE_TOLERANCE = Fraction(1, 10**6)
 # The fewest digits of such a decimal: with fewer it comes that near by chance only.
-MIN_DIGITS = 6
+MIN_DIGITS_OF_LONG_DECIMAL = 6
 # How near an answer has to be to a reference answer of 0, also to a sum that cancels.
 ABSOLUTE_TOLERANCE = Fraction(1, 10**12)
 
-MAX_EXPONENT = 64  # of a constant
+MAX_CONSTANT_EXPONENT = 64  # of a constant
 
 # The points at which two functions of unknowns are compared. They differ in sign and size, and no
 # honest answer is likely to be 0 at one of them.
-_POINTS = [Fraction(text) for text in ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")]
+_UNKNOWN_VALUES = [
+    Fraction(text) for text in ("37/23", "-53/31", "211/17", "7/41", "-389/29", "1009/13")
+]
 
 Comparison = Literal["equal", "different", "undefined", "too_large", "undecided"]
 # A value at a point, or the reason why there is none.
 _ValueOrReason = Ball | Literal["too_large", "undefined"]
 
 
-def number_of(tree: Tree) -> Ball:
+def evaluate_closed_form(tree: Tree) -> Ball:
     r"""Return the value of a tree without unknowns, and how it is written.
 
     The value has a bound on its error. The result also says whether a rational number is written as
@@ -55,7 +64,7 @@ def number_of(tree: Tree) -> Ball:
     for a tree that has unknowns.
     """
     ball = _evaluate(tree, None)
-    if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS:
+    if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         return ball  # neither applies to a short number, as most are
     all_nodes = list(nodes(tree))
     has_undone_arithmetic = False
@@ -89,6 +98,7 @@ def _is_undone_arithmetic(tree: Tree) -> bool:
     factors = tree[1:]
     if len(factors) > 1 and _is_scientific(factors[0][1], factors[1]):
         factors = factors[1:]  # a number times a power of ten counts as one factor
+    # A single `*` and a single `/` are a number that is written as a fraction, such as `1/2`.
     operators = [operator for operator, factor in factors if _is_rational(factor)]
     return operators.count("*") > 1 or operators.count("/") > 1
 
@@ -103,11 +113,11 @@ def _is_mixed(first_term: tuple[int, Tree], second_term: tuple[int, Tree]) -> bo
     second_sign, fraction = second_term
     if second_sign != first_sign or integer[0] != "num" or fraction[0] != "frac":
         return False
-    _, above, below = fraction
+    _, numerator, denominator = fraction
     are_integers = all(
-        number[0] == "num" and number[1].isdigit() for number in (integer, above, below)
+        number[0] == "num" and number[1].isdigit() for number in (integer, numerator, denominator)
     )
-    return are_integers and int(above[1]) < int(below[1])
+    return are_integers and int(numerator[1]) < int(denominator[1])
 
 
 def _is_rational(tree: Tree) -> bool:
@@ -124,12 +134,12 @@ def _is_integer(exponent: Tree) -> bool:
     return _is_rational(exponent) and bool(_evaluate(exponent, None).value.denominator == 1)
 
 
-def _is_scientific(first_factor: Tree, second: tuple[str, Tree]) -> bool:
+def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tree]) -> bool:
     r"""Return whether two factors are a number in scientific notation, as `1.5\cdot10^3`.
 
-    The number is from 1 to 10. `second` is an operator, `*` or `/`, and the second factor.
+    The number is from 1 to 10. The operator before the second factor is `*` or `/`.
     """
-    operator, second_factor = second
+    operator, second_factor = second_operator_and_factor
     is_times_power_of_ten = (
         operator == "*" and second_factor[0] == "power" and second_factor[1] == ("num", "10")
     )
@@ -142,7 +152,7 @@ def _is_scientific(first_factor: Tree, second: tuple[str, Tree]) -> bool:
 def _raise_last_digit(tree: Tree) -> Tree | None:
     """Return the tree with its long decimal increased by one unit in the last place.
 
-    A long decimal has `MIN_DIGITS` digits or more. None if the tree has none, or several.
+    A long decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or several.
     """
     long_decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
     if len(long_decimals) != 1:
@@ -159,13 +169,13 @@ def _raise_last_digit(tree: Tree) -> Tree | None:
 def _is_long_decimal(node: Tree) -> bool:
     """Return whether a node is a decimal that may stand for a value with more digits.
 
-    It has `MIN_DIGITS` significant digits or more, and other decimal places than zeros.
+    It has `MIN_DIGITS_OF_LONG_DECIMAL` significant digits or more, and other decimal places than zeros.
     """
-    if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS:
+    if node[0] != "num" or "." not in node[1] or len(node[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
         return False
     integer, _, places = node[1].partition(".")
     significant_digits = (integer + places).lstrip("0")
-    return places.strip("0") != "" and len(significant_digits) >= MIN_DIGITS
+    return places.strip("0") != "" and len(significant_digits) >= MIN_DIGITS_OF_LONG_DECIMAL
 
 
 def _replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
@@ -185,11 +195,11 @@ def _last_digit_growth(
     None if it has no long decimal, or several. `ball` is the value of the tree at `point`, which
     has the value of each unknown, or is None for a tree without unknowns.
     """
-    raised = _raise_last_digit(tree)
-    if raised is None:
+    raised_tree = _raise_last_digit(tree)
+    if raised_tree is None:
         return None
     try:
-        return (_evaluate(raised, point) + -ball).value
+        return (_evaluate(raised_tree, point) + -ball).value
     except NotReadError:
         return None
 
@@ -217,8 +227,8 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
         gap = abs(answer.value - reference.value)
         is_near = gap <= RELATIVE_TOLERANCE * abs(reference.value)
         return bool(gap < abs(last_digit_growth) and is_near)
-    answer_value = answer.inexact()
-    reference_value = reference.inexact()
+    answer_value = answer.as_mpmath()
+    reference_value = reference.as_mpmath()
     tolerance = float(ABSOLUTE_TOLERANCE)
     if reference_value.least_magnitude > 0:
         tolerance = float(RELATIVE_TOLERANCE) * reference_value.magnitude
@@ -279,8 +289,8 @@ class _ValuePair(NamedTuple):
         return _is_same_product(self.answer, b=base.reference, c=base.answer, d=self.reference)
 
 
-def factor_between(answer: Tree, reference: Tree) -> int:
-    """Return the sign of the constant c with `answer = c * reference`: 1 or -1, or 0 without one.
+def sign_of_factor_between(answer: Tree, reference: Tree) -> int:
+    """Return the sign of the constant c with `answer = c * reference`: 1, -1, or 0 without such a c.
 
     The trees are compared at six points. At a point where one is 0 the other has to be 0 too.
     """
@@ -327,7 +337,7 @@ def is_constant(tree: Tree) -> bool:
     return True
 
 
-def zero_of(tree: Tree) -> tuple[Ball, int] | None:
+def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
     """Return the zero of a tree that is linear in its only unknown, and the sign of its slope.
 
     None for a tree that is not linear, or constant.
@@ -338,8 +348,8 @@ def zero_of(tree: Tree) -> tuple[Ball, int] | None:
         return None
     zero, slope = zero_and_slope
     # How far the zero moves with the last digit of a long decimal in the tree.
-    raised = _raise_last_digit(tree)
-    raised_zero_and_slope = _zero_and_slope(raised, name) if raised else None
+    raised_tree = _raise_last_digit(tree)
+    raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
     if raised_zero_and_slope is not None:
         raised_zero, _ = raised_zero_and_slope
         zero = replace(zero, last_digit_growth=(raised_zero + -zero).value)
@@ -358,7 +368,7 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     try:
         slope = at_1 + -at_0
         zero = -at_0 / slope
-        for x in _POINTS:
+        for x in _UNKNOWN_VALUES:
             at_x = _value_at(tree, {name: x})
             if not isinstance(at_x, Ball):
                 return None
@@ -398,10 +408,10 @@ def _comparison_points(names: Iterable[str]) -> Iterator[dict[str, Fraction]]:
     that no two unknowns are equal at a point.
     """
     sorted_names = sorted(names)
-    for index in range(len(_POINTS)):
+    for index in range(len(_UNKNOWN_VALUES)):
         point = {}
         for shift, name in enumerate(sorted_names):
-            point[name] = _POINTS[(index + shift) % len(_POINTS)] + shift
+            point[name] = _UNKNOWN_VALUES[(index + shift) % len(_UNKNOWN_VALUES)] + shift
         yield point
 
 
@@ -460,12 +470,12 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "frac":
         ball = _evaluate(tree[1], point) / _evaluate(tree[2], point)
     elif kind == "mixed":
-        _, integer, above, below = tree
-        ball = Ball(int(integer) + Fraction(int(above), int(below)))
+        _, integer, numerator, denominator = tree
+        ball = Ball(int(integer) + Fraction(int(numerator), int(denominator)))
     elif kind == "power":
         # The exponent comes first: `x^{999}` is too large, although `x` has no value here.
         exponent = _evaluate(tree[2], point)
-        if point is None and exponent.is_exact and abs(exponent.value) > MAX_EXPONENT:
+        if point is None and exponent.is_exact and abs(exponent.value) > MAX_CONSTANT_EXPONENT:
             raise NotReadError("too_large")
         ball = power_of(_evaluate(tree[1], point), exponent)
     elif kind in {"factorial", "binomial"}:
@@ -486,7 +496,9 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
     elif kind == "log":
         ball = logarithm(_evaluate(tree[2], point)) / logarithm(_evaluate(tree[1], point))
     else:  # ("call", name, argument)
-        ball = function_value(tree[1], _evaluate(tree[2], point), is_in_radians=in_radians(tree[2]))
+        ball = function_value(
+            tree[1], _evaluate(tree[2], point), is_in_radians=is_angle_in_radians(tree[2])
+        )
     if point is None and not ball.is_real:
         raise NotReadError("undefined")
     return ball

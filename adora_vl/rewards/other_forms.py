@@ -12,7 +12,7 @@ from typing import Any
 from adora_vl.rewards.completion import completion_text
 
 Score = float | Mapping[str, float]
-Rows = list[dict[str, Any]]
+RewardInputs = list[dict[str, Any]]  # `response`, `ground_truth` and more, for each completion
 
 
 def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,51 +28,53 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
     The reference answer is the row's `answer`. The adapter has the name of the function.
     """
     try:
-        names = set(inspect.signature(function).parameters)
+        parameters = set(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # a builtin may not say what it takes
         return function
-    if "reward_inputs" in names:
-        return _adapt(function, "overall", _easyr1_batch_scores)
-    if "reward_input" in names:
-        return _adapt(function, "overall", _easyr1_scores)
-    if {"solution_str", "ground_truth"} <= names:
-        return _adapt(function, "score", _verl_scores)
+    if "reward_inputs" in parameters:
+        return _adapt(function, total_key="overall", call=_easyr1_batch_scores)
+    if "reward_input" in parameters:
+        return _adapt(function, total_key="overall", call=_easyr1_scores)
+    if {"solution_str", "ground_truth"} <= parameters:
+        return _adapt(function, total_key="score", call=_verl_scores)
     return function
 
 
-def _easyr1_batch_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
+def _easyr1_batch_scores(
+    function: Callable[..., Any], reward_inputs: RewardInputs
+) -> Sequence[Score]:
     """Return the scores of an EasyR1 function that takes the whole batch."""
-    scores: Sequence[Score] = function(reward_inputs=rows)
+    scores: Sequence[Score] = function(reward_inputs=reward_inputs)
     return scores
 
 
-def _easyr1_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
+def _easyr1_scores(function: Callable[..., Any], reward_inputs: RewardInputs) -> Sequence[Score]:
     """Return the scores of an EasyR1 function that takes one answer."""
-    return [function(reward_input=row) for row in rows]
+    return [function(reward_input=reward_input) for reward_input in reward_inputs]
 
 
-def _verl_scores(function: Callable[..., Any], rows: Rows) -> Sequence[Score]:
+def _verl_scores(function: Callable[..., Any], reward_inputs: RewardInputs) -> Sequence[Score]:
     """Return the scores of a verl function."""
     return [
         function(
-            data_source=row["data_source"],
-            solution_str=row["response"],
-            ground_truth=row["ground_truth"],
-            extra_info=row["extra_info"],
+            data_source=reward_input["data_source"],
+            solution_str=reward_input["response"],
+            ground_truth=reward_input["ground_truth"],
+            extra_info=reward_input["extra_info"],
         )
-        for row in rows
+        for reward_input in reward_inputs
     ]
 
 
 def _adapt(
     function: Callable[..., Any],
-    total: str,
-    call: Callable[[Callable[..., Any], Rows], Sequence[Score]],
+    total_key: str,
+    call: Callable[[Callable[..., Any], RewardInputs], Sequence[Score]],
 ) -> Callable[..., list[float]]:
     """Return a reward function in TRL's form around `function`.
 
-    `total` is the name of the reward among sub-scores, and `call` passes the rows of a batch to
-    `function` in its own form.
+    `total_key` is the name of the reward among sub-scores, and `call` passes the inputs of a batch
+    to `function` in its own form.
     """
 
     def reward(
@@ -84,32 +86,32 @@ def _adapt(
     ) -> list[float]:
         """Return the total of each row, and log the mean of every other number of the scores."""
         count = len(completions)
-        sources = columns.get("data_source", [""] * count)
-        extra = columns.get("extra_info", [{}] * count)
+        data_sources = columns.get("data_source", [""] * count)
+        extra_infos = columns.get("extra_info", [{}] * count)
         lengths = [len(ids) for ids in completion_ids] or [0] * count
-        rows = [
+        reward_inputs = [
             {
-                "response": completion_text(text),
+                "response": completion_text(completion),
                 "response_length": length,
-                "ground_truth": gold,
-                "data_source": source,
-                "extra_info": info,
+                "ground_truth": reference,
+                "data_source": data_source,
+                "extra_info": extra_info,
             }
-            for text, length, gold, source, info in zip(
-                completions, lengths, answer, sources, extra, strict=True
+            for completion, length, reference, data_source, extra_info in zip(
+                completions, lengths, answer, data_sources, extra_infos, strict=True
             )
         ]
-        parts: defaultdict[str, list[float]] = defaultdict(list)
+        sub_scores_by_name: defaultdict[str, list[float]] = defaultdict(list)
         totals = []
-        for score in call(function, rows):
+        for score in call(function, reward_inputs):
             # A bare number is the total alone.
-            scores = score if isinstance(score, Mapping) else {total: score}
-            totals.append(float(scores[total]))
-            for name, value in scores.items():
-                if name != total and isinstance(value, int | float):
-                    parts[name].append(float(value))
-        for name, values in parts.items():
-            log_metric(f"{function_name}/{name}", fmean(values))
+            score_by_name = score if isinstance(score, Mapping) else {total_key: score}
+            totals.append(float(score_by_name[total_key]))
+            for name, value in score_by_name.items():
+                if name != total_key and isinstance(value, int | float):
+                    sub_scores_by_name[name].append(float(value))
+        for name, sub_scores in sub_scores_by_name.items():
+            log_metric(f"{function_name}/{name}", fmean(sub_scores))
         return totals
 
     function_name = reward.__name__ = getattr(function, "__name__", "reward")

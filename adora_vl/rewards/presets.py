@@ -42,7 +42,9 @@ PRESETS: Mapping[str, tuple[float, float, float]] = {
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
 }
-OTHERS: Mapping[str, RewardFunction] = {  # these are not about one mathematical answer
+REWARD_FUNCTION_BY_NAME: Mapping[
+    str, RewardFunction
+] = {  # these are not about one mathematical answer
     "knights": knights_reward,
     "knights_logic_rl": knights_logic_rl_reward,
     "think_format": think_format_reward,
@@ -63,13 +65,13 @@ def reward_function(
 ) -> RewardFunction:
     """Return the reward function of one preset, in TRL's form; see `reward_functions`."""
     (function,) = reward_functions(
-        [preset], rounded=[preset] if rounding else [], answer_tags=answer_tags
+        [preset], presets_with_rounding=[preset] if rounding else [], answer_tags=answer_tags
     )
     return function
 
 
 def reward_functions(
-    presets: Sequence[str], rounded: Collection[str] = (), answer_tags: bool = False
+    presets: Sequence[str], presets_with_rounding: Collection[str] = (), answer_tags: bool = False
 ) -> list[RewardFunction]:
     """Return the reward functions of some presets, in TRL's form and named `<preset>_reward`.
 
@@ -80,23 +82,25 @@ def reward_functions(
     `grading/ms_median` and `grading/ms_p99`. TRL's `reward_weights` weigh their sum.
 
     Args:
-        presets: names in `PRESETS` or `OTHERS`.
-        rounded: the presets that also accept a rounded decimal (`rounding` of `grade`).
+        presets: names in `PRESETS` or `REWARD_FUNCTION_BY_NAME`.
+        presets_with_rounding: those that also accept a rounded decimal (`rounding` of `grade`).
         answer_tags: whether an `<answer>` block is as good as a box, as in `grade`.
 
     Raises `UserError` for an unknown preset, no preset, or one that occurs twice. The functions
     raise it for a missing or unusable reference answer, since a reward of zero for every answer to
     a problem would never be noticed.
     """
-    names = [*PRESETS, *OTHERS]
-    listed = ", ".join(names)
+    names = [*PRESETS, *REWARD_FUNCTION_BY_NAME]
+    names_in_words = ", ".join(names)
     if not presets:
-        raise UserError(f"adora_reward: [] names no reward preset, use one or more of {listed}")
+        raise UserError(
+            f"adora_reward: [] names no reward preset, use one or more of {names_in_words}"
+        )
     for index, preset in enumerate(presets):
         if preset not in names:
             raise UserError(
                 f"adora_reward: unknown preset '{preset}', use one of "
-                f"{listed}{did_you_mean(preset, names)}"
+                f"{names_in_words}{did_you_mean(preset, names)}"
             )
         if preset in presets[:index]:
             raise UserError(
@@ -107,11 +111,11 @@ def reward_functions(
     rounding_grader = _Grader(rounding=True, answer_tags=answer_tags)
     functions: list[RewardFunction] = []
     for preset in presets:
-        if preset in OTHERS:
-            functions.append(OTHERS[preset])
+        if preset in REWARD_FUNCTION_BY_NAME:
+            functions.append(REWARD_FUNCTION_BY_NAME[preset])
             continue
-        grader = rounding_grader if preset in rounded else exact_grader
-        logs = preset == presets[0]
+        grader = rounding_grader if preset in presets_with_rounding else exact_grader
+        logs = preset == presets[0]  # the grades are the same for all presets
         functions.append(_reward_function(preset, grader, logs=logs))
     return functions
 
@@ -127,12 +131,12 @@ class _Grader:
         self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
         # The batch of the last call, and its grades.
         self._texts: list[str] = []
-        self._references: list[_Reference] = []
+        self._read_references: list[_Reference] = []
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: list[_Reference]) -> list[Grade]:
         """Return the grades of a batch, which are kept for the next preset that asks for it."""
-        if texts != self._texts or references != self._references:
+        if texts != self._texts or references != self._read_references:
             self._grades = grade_batch(
                 texts,
                 golds=[reference.answer for reference in references],
@@ -140,7 +144,7 @@ class _Grader:
                 **self._accepted,
             )
             self._texts = texts
-            self._references = references
+            self._read_references = references
         return self._grades
 
 
@@ -161,7 +165,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
         **columns: Any,
     ) -> list[float]:
         """Grade the completions by their reference answers, and return the preset's rewards."""
-        references = _references(answer, choices, len(completions))
+        references = _read_references(answer, choices, len(completions))
         texts = response_texts(completions, thinking_opened)
         answers = [final_part(text) for text in texts]
         grades = grader(answers, references)
@@ -184,7 +188,7 @@ def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunct
     return function
 
 
-def _references(
+def _read_references(
     answer: Sequence[str] | None, choices: Sequence[Any] | None, count: int
 ) -> list[_Reference]:
     """Return what each completion is graded against, from the columns `answer` and `choices`.

@@ -10,19 +10,19 @@ from dataclasses import replace
 
 from adora_vl.rewards.answer import Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import split_outside_brackets
-from adora_vl.rewards.canonical import NAME_OF_VALUE
+from adora_vl.rewards.canonical import VALUE_NAME_PATTERN
 from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
-from adora_vl.rewards.numeric import is_constant, same_number, zero_of
+from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
-    REVERSED,
+    REVERSED_SIGN,
     Solution,
     excludes_some_but_not_all,
     solution_without_absolute,
 )
 
-MAX_SIDES = 5  # of a chain of inequalities
+MAX_CHAIN_SIDES = 5  # of a chain of inequalities
 # Each spelling of a sign, and the sign that it stands for.
-SIGNS = {
+RELATION_SIGN_BY_SPELLING = {
     **dict.fromkeys(("<=", "≤", r"\leqslant", r"\leq", r"\le"), "<="),
     **dict.fromkeys((">=", "≥", r"\geqslant", r"\geq", r"\ge"), ">="),
     **dict.fromkeys(("!=", "≠", r"\neq", r"\ne"), "!="),
@@ -31,13 +31,16 @@ SIGNS = {
     **dict.fromkeys((">", r"\gt"), ">"),
     "=": "=",
 }
-SIGN = re.compile(
-    "|".join(re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "") for sign in SIGNS)
+RELATION_SIGN_PATTERN = re.compile(
+    "|".join(
+        re.escape(sign) + ("(?![A-Za-z])" if sign[0] == "\\" else "")
+        for sign in RELATION_SIGN_BY_SPELLING
+    )
 )
-_FUNCTION = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
+_FUNCTION_VALUE_PATTERN = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 # `bh` and `lwh` are products in a formula
-_WORDED = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
-_OF_A_NAME = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
+_WORD_PATTERN = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
+_NAME_DECORATION_PATTERN = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
 def read_chain(sides: Sequence[str]) -> Answer:
@@ -45,7 +48,7 @@ def read_chain(sides: Sequence[str]) -> Answer:
 
     Raises `NotReadError` for anything else.
     """
-    if not NAME_OF_VALUE.fullmatch(sides[0]):
+    if not VALUE_NAME_PATTERN.fullmatch(sides[0]):
         raise NotReadError("equation")
     values = [read_single_value(side) for side in sides[1:]]
     numbers = [value.lone_number for value in values if value.lone_number]
@@ -64,33 +67,38 @@ def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
     [].
     """
     try:
-        sides, signs = split_outside_brackets(text, SIGN)
+        sides, signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     except NotReadError:
         return []
-    if len(sides) < 2 or not all(sides) or {SIGNS[sign] for sign in signs} - {"=", "~"}:
+    if (
+        len(sides) < 2
+        or not all(sides)
+        or {RELATION_SIGN_BY_SPELLING[sign] for sign in signs} - {"=", "~"}
+    ):
         return []
     values = [read_value(side) for side in sides]
-    signs_before = ["=", *(SIGNS[sign] for sign in signs)]
+    signs_before = ["=", *(RELATION_SIGN_BY_SPELLING[sign] for sign in signs)]
     numbers = []
     for sign, value in zip(signs_before, values, strict=True):
         if value.kind == "number":
             numbers.append((sign, value))
     # |x| is no name here, since it stands for two values.
     is_name = [
-        bool(NAME_OF_VALUE.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
+        bool(VALUE_NAME_PATTERN.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
         for side in sides
     ]
     for is_side_a_name, value in zip(is_name, values, strict=True):
-        has_words = value.kind == "unreadable" or _WORDED.search(value.text)
+        has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
         if has_words and not is_side_a_name:
             return []
-    begins_well = values[0].kind == "number" or is_name[0]
+    begins_with_name_or_number = values[0].kind == "number" or is_name[0]
     has_formula_or_name = len(numbers) < len(sides)
     all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers)
-    says_more = has_formula_or_name or not all_in_digits
+    has_working = has_formula_or_name or not all_in_digits
     result = values[-1].lone_number
-    ends_well = result is not None and not result.has_undone_arithmetic
-    return numbers if begins_well and says_more and ends_well else []
+    ends_with_number = result is not None and not result.has_undone_arithmetic
+    is_chain = begins_with_name_or_number and has_working and ends_with_number
+    return numbers if is_chain else []
 
 
 def _read_side(text: str) -> Tree:
@@ -99,14 +107,16 @@ def _read_side(text: str) -> Tree:
     A name such as `AB` or `f(2)` is an unknown in it. Raises `NotReadError`.
     """
     tree = read_value(text).tree
-    if _FUNCTION.fullmatch(text) or (tree is None and NAME_OF_VALUE.fullmatch(text)):
-        return ("unknown", bare_name(text))
+    if _FUNCTION_VALUE_PATTERN.fullmatch(text) or (
+        tree is None and VALUE_NAME_PATTERN.fullmatch(text)
+    ):
+        return ("unknown", undecorated_name(text))
     if tree is None:
         raise NotReadError("relation")
     return tree
 
 
-def _difference(left_side: Tree, right_side: Tree) -> Tree:
+def _subtract_sides(left_side: Tree, right_side: Tree) -> Tree:
     """Return the tree of the left side minus the right side.
 
     Raises `NotReadError` where it is the same number everywhere, as in `x < x + 1`.
@@ -119,7 +129,7 @@ def _difference(left_side: Tree, right_side: Tree) -> Tree:
 
 def read_equation(text: str, sides: Sequence[str]) -> Answer:
     """Return an equation as the tree that it compares with 0."""
-    tree = _difference(_read_side(sides[0]), _read_side(sides[1]))
+    tree = _subtract_sides(_read_side(sides[0]), _read_side(sides[1]))
     return Answer("equation", text, relations=(("=", tree),))
 
 
@@ -130,30 +140,30 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
     it. Any other has its relations instead, each as `<`, `<=` or `!=` and the tree that it compares
     with 0. Raises `NotReadError`, also where no number or every number solves it.
     """
-    if len(sides) > MAX_SIDES:
+    if len(sides) > MAX_CHAIN_SIDES:
         raise NotReadError("too_large")
     trees = [_read_side(side) for side in sides]
     relations = []
     for left_tree, sign, right_tree in zip(trees, signs, trees[1:], strict=False):
-        if sign not in REVERSED:
+        if sign not in REVERSED_SIGN:
             raise NotReadError("relation")
         if sign in {">", ">="}:
-            relations.append((REVERSED[sign], _difference(right_tree, left_tree)))
+            relations.append((REVERSED_SIGN[sign], _subtract_sides(right_tree, left_tree)))
         else:
-            relations.append((sign, _difference(left_tree, right_tree)))
+            relations.append((sign, _subtract_sides(left_tree, right_tree)))
     unsolved = Answer("inequality", text, relations=tuple(relations))
-    all_names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
-    if len(all_names) > 1:
+    names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    if len(names) > 1:
         return unsolved
-    (name,) = all_names
+    (name,) = names
     comparisons = []
     for sign, tree in relations:
-        zero_and_slope = zero_of(tree)
-        if zero_and_slope is None:  # not linear
+        zero_and_slope_sign = solve_linear(tree)
+        if zero_and_slope_sign is None:  # not linear
             return unsolved
-        zero, slope_sign = zero_and_slope
+        zero, slope_sign = zero_and_slope_sign
         # `2 - x < 0` has a negative slope and means `x > 2`.
-        comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED[sign], zero)
+        comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
         if name.startswith("|"):  # |x| < 5
             without_absolute = solution_without_absolute(comparison)
             if without_absolute is None:
@@ -166,7 +176,7 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
     return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
 
 
-def _solution_of(answer: Answer) -> Solution:
+def _read_solution(answer: Answer) -> Solution:
     r"""Return the solution of an inequality, interval, named number or set of numbers.
 
     It reads the parts of unions such as `\{-1\} \cup [0, 7)`. Raises `NotReadError`.
@@ -188,15 +198,15 @@ def join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")
-    solution = (word, *map(_solution_of, parts))
+    solution = (word, *map(_read_solution, parts))
     if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)
 
 
-def bare_name(label: str) -> str:
+def undecorated_name(label: str) -> str:
     r"""Return a name in one spelling.
 
     `x1` stands for `x_{1}`, `AB` for `\overline{AB}`, and `A` for `m\angle A`.
     """
-    return label if label.isalnum() else _OF_A_NAME.sub("", label)
+    return label if label.isalnum() else _NAME_DECORATION_PATTERN.sub("", label)

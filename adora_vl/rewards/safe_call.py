@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
 
-_VALUE_CHARS = 60  # of a returned value in a message
-_REASON_CHARS = 200  # of an exception's text in a message
-_IMMUTABLE = {int, float, str, bool, type(None)}  # types whose values need no copy
+_MAX_VALUE_CHARS = 60  # of a returned value in a message
+_MAX_REASON_CHARS = 200  # of an exception's text in a message
+_IMMUTABLE_TYPES = {int, float, str, bool, type(None)}  # types whose values need no copy
 
 
 class RewardFailure(NamedTuple):
@@ -61,14 +61,14 @@ def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
         return value
     if isinstance(value, list):
         # A short cut for lists of token ids, which are long.
-        if set(map(type, value)) <= _IMMUTABLE:
+        if set(map(type, value)) <= _IMMUTABLE_TYPES:
             return value[:]
         return [own_copy(item, shared_objects) for item in value]
     if type(value) is tuple:  # a named tuple is not built from one iterable
         return tuple(own_copy(item, shared_objects) for item in value)
     if isinstance(value, dict):
         # A short cut for the entries of a run's log, which are thousands.
-        if set(map(type, value.values())) <= _IMMUTABLE:
+        if set(map(type, value.values())) <= _IMMUTABLE_TYPES:
             return dict(value)
         return {key: own_copy(item, shared_objects) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
@@ -158,7 +158,11 @@ class _SafeFunction:
     folder: Path  # the working directory to which each call returns
 
     def call(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of a plain function, or zeros where it fails."""
+        """Return the rewards of a plain function, or zeros where it fails.
+
+        The function may change the working directory, hang, or fork a process; the `with` undoes
+        or ends each of these.
+        """
         try:
             with (
                 back_in(self.folder),
@@ -186,7 +190,11 @@ class _SafeFunction:
             return self._note_failure(error, arguments, row)
 
     async def call_async(self, **arguments: Any) -> list[float | None]:
-        """Return the rewards of an `async def`, or zeros where it fails."""
+        """Return the rewards of an `async def`, or zeros where it fails.
+
+        The function may change the working directory, hang, or fork a process; the `with` undoes
+        or ends each of these.
+        """
         try:
             with (
                 back_in(self.folder),
@@ -217,9 +225,9 @@ class _SafeFunction:
         reason go into `unscored`. Raises `RewardValueError` where a reward is no number.
         """
         rewards: list[float | None] = []
-        for number, value in enumerate(checked(returned, count)):
+        for number, value in enumerate(check_returned_rewards(returned, count)):
             if isinstance(value, BaseException):
-                self.unscored[number] = in_one_line(value)[:_REASON_CHARS]
+                self.unscored[number] = in_one_line(value)[:_MAX_REASON_CHARS]
                 rewards.append(None)
             else:
                 rewards.append(value)
@@ -256,7 +264,7 @@ def is_async(function: Callable[..., Any]) -> bool:
     )
 
 
-def checked(returned: object, count: int) -> list[float | BaseException | None]:
+def check_returned_rewards(returned: object, count: int) -> list[float | BaseException | None]:
     """Return the returned rewards as a list: a finite number, None or an exception per completion.
 
     Arrays and tensors are accepted. Raises `RewardValueError` for anything else.
@@ -293,8 +301,8 @@ def _finite_number(value: object, row: int) -> float:
 def _short_repr(value: object) -> str:
     """Return the beginning of a value's `repr`, on one line, with its type."""
     text = " ".join(repr(value).split())
-    if len(text) > _VALUE_CHARS:
-        text = f"{text[:_VALUE_CHARS]}..."
+    if len(text) > _MAX_VALUE_CHARS:
+        text = f"{text[:_MAX_VALUE_CHARS]}..."
     return f"{text} ({type(value).__name__})"
 
 
@@ -318,17 +326,17 @@ def _describe_failure(
     """
     if isinstance(error, UserError):
         return RewardFailure(function=name, row="", reason=str(error), mistake=True)
-    location = _location(function, error)
+    location = _error_location(function, error)
     if isinstance(error, OverdueError):
         reason = f"it did not return within {timeout:g} s (adora_reward_timeout){location}"
     elif isinstance(error, RewardValueError):
         reason = str(error)
         row = error.row
     elif isinstance(error, SystemExit):
-        code = "" if error.code is None else f"{error.code!r:.{_REASON_CHARS}}"
+        code = "" if error.code is None else f"{error.code!r:.{_MAX_REASON_CHARS}}"
         reason = f"it called sys.exit({code}){location}"
     else:
-        reason = f"{in_one_line(error)[:_REASON_CHARS]}{location}"
+        reason = f"{in_one_line(error)[:_MAX_REASON_CHARS]}{location}"
     # A row of the data set is named by its id, where it has one; else by its place in the batch.
     count = len(arguments["completions"])
     ids = arguments.get("id")
@@ -341,7 +349,7 @@ def _describe_failure(
     return RewardFailure(name, where, reason)
 
 
-def _location(function: Callable[..., Any], error: BaseException) -> str:
+def _error_location(function: Callable[..., Any], error: BaseException) -> str:
     """Return where in the user's file an error came from, as ` (reward.py, line 7)`.
 
     It is the last line of that file in the traceback, since what lies below is a library's. Empty

@@ -17,8 +17,8 @@ from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.numeric import same_number
 
 Solution = tuple[Any, ...]
-REVERSED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
-_HOLDS = {
+REVERSED_SIGN = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
+_OPERATOR_BY_SIGN = {
     "<": operator.lt,
     "<=": operator.le,
     ">": operator.gt,
@@ -38,8 +38,8 @@ def solution_without_absolute(comparison: Solution) -> Solution | None:
     if float(bound.value) <= 0 or sign == "!=":
         return None
     # `|x| < 5` needs both sides, `|x| > 5` one of them.
-    word = "and" if "<" in sign else "or"
-    return (word, comparison, ("is", REVERSED[sign], -bound))
+    joint = "and" if "<" in sign else "or"
+    return (joint, comparison, ("is", REVERSED_SIGN[sign], -bound))
 
 
 def interval_solution(
@@ -76,7 +76,7 @@ def interval_solution(
 
 
 def _single_comparisons(solution: Solution) -> Iterator[Solution]:
-    """Yield all single comparisons in a solution."""
+    """Yield all single comparisons in a solution, each as `("is", sign, number)`."""
     if solution[0] == "is":
         yield solution
     else:
@@ -105,9 +105,11 @@ def same_solutions(answer: Solution, reference: Solution) -> bool:
 
 def _sorted_ends(*solutions: Solution) -> list[Ball]:
     """Return the numbers in solutions in ascending order, without repetition."""
+    numbers: list[Ball] = []
+    for solution in solutions:
+        numbers += [number for _, _, number in _single_comparisons(solution)]
     distinct: list[Ball] = []
-    every = [atom[2] for solution in solutions for atom in _single_comparisons(solution)]
-    for number in sorted(every, key=lambda number: float(number.value)):
+    for number in sorted(numbers, key=lambda number: float(number.value)):
         if not distinct or not same_number(number, distinct[-1]):
             distinct.append(number)
     return distinct
@@ -122,7 +124,9 @@ def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
         _, sign, number = solution
         end = next(index for index, end in enumerate(ends) if same_number(number, end))
         end_position = 2 * end + 1
-        return [_HOLDS[sign](position, end_position) for position in range(2 * len(ends) + 1)]
+        return [
+            _OPERATOR_BY_SIGN[sign](position, end_position) for position in range(2 * len(ends) + 1)
+        ]
     # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
     truths_of_parts = [_truth_by_position(part, ends) for part in solution[1:]]
     combine = all if solution[0] == "and" else any

@@ -23,14 +23,14 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from adora_vl.geometry.checked import Checked
 
-NAME = "steps"
-COLUMN = "figure"
-RANGE = (0.0, 1.0)
-OPTIONS = ("gate",)
-_PRICE = 3  # of one false claim, in new ones
-_BOX = "\\boxed"
+REWARD_NAME = "steps"
+FIGURE_COLUMN = "figure"
+REWARD_RANGE = (0.0, 1.0)
+OPTION_NAMES = ("gate",)
+_PRICE_OF_FALSE_CLAIM = 3  # of one false claim, in new ones
+_BOX_COMMAND = "\\boxed"
 _MAX_CHARS = 100_000  # of a response that are read
-_RIGHT = "correct"
+_CORRECT_VERDICT = "correct"
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class ResponseWork:
         """The reward of the claims, from 0 to 1; 0 where nothing is new.
 
         It is the share of new claims among new and false ones, where a false one counts
-        `_PRICE` times. As a share it does not reward length: one new claim without an error earns
+        `_PRICE_OF_FALSE_CLAIM` times. As a share it does not reward length: one new claim without an error earns
         1, as ten do.
         """
         if self.new == 0:
             return 0.0
-        return self.new / (self.new + _PRICE * self.false)
+        return self.new / (self.new + _PRICE_OF_FALSE_CLAIM * self.false)
 
     @property
     def measure(self) -> int:
@@ -82,23 +82,24 @@ class ResponseWork:
         """Whether a right answer of this response is luck: a claim is false, or none is new."""
         return self.false > 0 or self.new == 0
 
-    def spans(self) -> str:
+    def verdicts_as_json(self) -> str:
         """Return the claims as a JSON list, for the record: start, end and verdict of each.
 
         Start and end are positions in the response.
         """
-        spans = []
-        for checked in self.claims:
-            spans.append([checked.claim.start, checked.claim.end, _recorded_verdict(checked)])
-        return json.dumps(spans)
+        records = []
+        for checked_claim in self.claims:
+            claim = checked_claim.claim
+            records.append([claim.start, claim.end, _recorded_verdict(checked_claim)])
+        return json.dumps(records)
 
 
-def _recorded_verdict(checked: Checked) -> str:
+def _recorded_verdict(claim: Checked) -> str:
     """Return the verdict on a claim for the record; a claim that is the answer has one of its own."""
-    return "answer" if checked.verdict == "new" and checked.is_answer else checked.verdict
+    return "answer" if claim.verdict == "new" and claim.is_answer else claim.verdict
 
 
-def work_of(response: str, figure: str) -> ResponseWork:
+def check_claims(response: str, figure: str) -> ResponseWork:
     """Check what a response claims about its figure, up to the end of its last box.
 
     `figure` is the solved figure of the row, as JSON. Raises `UserError` for a figure that cannot
@@ -114,29 +115,29 @@ def work_of(response: str, figure: str) -> ResponseWork:
             f"column 'figure': {figure!r:.60} is no solved figure ({error}); make the rows anew "
             "with `python -m data_prep geometry3k --source facts`, or leave it null"
         ) from error
-    claims = tuple(checked_figure.claims(worked_part(response)))
+    claims = tuple(checked_figure.claims(text_up_to_answer(response)))
     return ResponseWork(claims=claims, room=checked_figure.room)
 
 
-def measured_work(response: str, figure: str | None) -> ResponseWork | None:
-    """Check the claims of a response like `work_of`, but return None if new ones are impossible.
+def check_claims_if_possible(response: str, figure: str | None) -> ResponseWork | None:
+    """Check the claims of a response like `check_claims`, but return None if new ones are impossible.
 
     That is so without a figure, and on a figure of which the given values already say everything.
     Every right answer to such a problem would count as luck.
     """
     if not figure:
         return None
-    work = work_of(response, figure)
+    work = check_claims(response, figure)
     return work if work.room > 0 else None
 
 
-def worked_part(response: str) -> str:
+def text_up_to_answer(response: str) -> str:
     r"""Return a response up to the end of its last `\boxed{}`, or all of it without a box.
 
     A claim behind the answer has not led to it, so it does not count.
     """
     text = response[:_MAX_CHARS]
-    box = text.rfind(_BOX)
+    box = text.rfind(_BOX_COMMAND)
     if box < 0:
         return text
     opening = text.find("{", box)
@@ -169,15 +170,17 @@ class StepsReward:
         `UserError` for an option that it does not have, or whose value is not true or false.
         """
         for option, value in options.items():
-            if option not in OPTIONS:
+            if option not in OPTION_NAMES:
                 raise UserError(
-                    f"adora_reward.{NAME}: unknown option {option!r}, it has {', '.join(OPTIONS)}"
+                    f"adora_reward.{REWARD_NAME}: unknown option {option!r}, it has {', '.join(OPTION_NAMES)}"
                 )
             if not isinstance(value, bool):
-                raise UserError(f"adora_reward.{NAME}.{option}: {value!r:.60} is not true or false")
+                raise UserError(
+                    f"adora_reward.{REWARD_NAME}.{option}: {value!r:.60} is not true or false"
+                )
         self.gate = bool(options.get("gate", False))
         self.accepted = {"rounding": rounding, "answer_tags": answer_tags}
-        self.__name__ = f"{NAME}_reward"  # TRL logs the reward under it
+        self.__name__ = f"{REWARD_NAME}_reward"  # TRL logs the reward under it
 
     def __call__(
         self,
@@ -198,26 +201,27 @@ class StepsReward:
         missing, or with `gate` the column `answer`.
         """
         if figure is None:
-            raise UserError(missing_column())
+            raise UserError(missing_figure_message())
         if self.gate and answer is None:
             raise UserError(
-                f"adora_reward.{NAME}.gate: the data set has no column 'answer'; leave out gate"
+                f"adora_reward.{REWARD_NAME}.gate: the data set has no column 'answer'; leave out gate"
             )
         texts = [completion_text(completion) for completion in completions]
-        begin = perf_counter()
+        start_time = perf_counter()
         works = [
-            measured_work(text, row_figure) for text, row_figure in zip(texts, figure, strict=True)
+            check_claims_if_possible(text, row_figure)
+            for text, row_figure in zip(texts, figure, strict=True)
         ]
-        elapsed_ms = 1000 * (perf_counter() - begin)
+        elapsed_ms = 1000 * (perf_counter() - start_time)
         are_right = self._are_right(texts, works=works, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [work.new if work else None for work in works])
             log_extra("false", [work.false if work else None for work in works])
-            log_extra("steps", [work.spans() if work else None for work in works])
+            log_extra("steps", [work.verdicts_as_json() if work else None for work in works])
         if log_metric and works:
             for name, value in _batch_metrics(works, are_right).items():
-                log_metric(f"{NAME}/{name}", value)
-            log_metric(f"{NAME}/ms", elapsed_ms / len(works))
+                log_metric(f"{REWARD_NAME}/{name}", value)
+            log_metric(f"{REWARD_NAME}/ms", elapsed_ms / len(works))
         return [
             self._score(work, is_right) for work, is_right in zip(works, are_right, strict=True)
         ]
@@ -234,14 +238,14 @@ class StepsReward:
             return [None] * len(texts)
         choices_of_rows = choices or [None] * len(texts)
         are_right: list[bool | None] = []
-        for text, work, gold, row_choices in zip(
+        for text, work, reference, row_choices in zip(
             texts, works, answer, choices_of_rows, strict=True
         ):
             if work is None:
                 are_right.append(None)
                 continue
-            result = grade(final_part(text), gold, choices=row_choices, **self.accepted)
-            are_right.append(result.verdict == _RIGHT)
+            result = grade(final_part(text), reference, choices=row_choices, **self.accepted)
+            are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 
     def _score(self, work: ResponseWork | None, is_right: bool | None) -> float | None:
@@ -283,9 +287,9 @@ def _batch_metrics(
     return metrics
 
 
-def missing_column() -> str:
+def missing_figure_message() -> str:
     """Return the message for a data set without the column of figures."""
     return (
-        f"adora_reward: '{NAME}' needs the column '{COLUMN}', a solved figure for each row; "
+        f"adora_reward: '{REWARD_NAME}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
         "`python -m data_prep geometry3k --source facts` makes such rows"
     )

@@ -11,14 +11,18 @@ from collections.abc import Callable, Sequence
 THINK_TAGS = ("<think>", "</think>")
 # Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Kimi writes the third,
 # further models the second.
-_TAG = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
+_THINKING_TAG_PATTERN = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
-_OPEN_AT_THE_END = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
+_OPENING_TAG_AT_THE_END_PATTERN = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
 _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
 # Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank
 # Braille.
-_BLANK_LETTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-_INVISIBLE = ("Z", "C", "M")  # first letters of categories: spaces, controls and formats, marks
+_BLANK_CHARACTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
+_INVISIBLE_CATEGORIES = (
+    "Z",
+    "C",
+    "M",
+)  # first letters of categories: spaces, controls and formats, marks
 
 
 def final_part(response: str, thinking_opened: bool = False) -> str:
@@ -31,13 +35,13 @@ def final_part(response: str, thinking_opened: bool = False) -> str:
         response: the whole text that the model has sampled.
         thinking_opened: whether the prompt ended in `<think>`, so that the response begins inside.
     """
-    tags = list(_TAG.finditer(response)) if _may_have_tags(response) else []
+    tags = list(_THINKING_TAG_PATTERN.finditer(response)) if _may_have_tags(response) else []
     if not tags:
         return "" if thinking_opened else response
-    last = tags[-1]
-    if not _is_closing(last):
+    last_tag = tags[-1]
+    if not _is_closing(last_tag):
         return ""
-    return response[last.end() :].lstrip()
+    return response[last_tag.end() :].lstrip()
 
 
 def _may_have_tags(response: str) -> bool:
@@ -53,17 +57,17 @@ def closes_unopened_block(response: str) -> bool:
 
     The prompt must have opened it.
     """
-    tag = _TAG.search(response)
-    return tag is not None and _is_closing(tag)
+    first_tag = _THINKING_TAG_PATTERN.search(response)
+    return first_tag is not None and _is_closing(first_tag)
 
 
 def closes_block(response: str) -> bool:
     """Return whether a response has a closing tag anywhere."""
-    return any(_is_closing(tag) for tag in _TAG.finditer(response))
+    return any(_is_closing(tag) for tag in _THINKING_TAG_PATTERN.finditer(response))
 
 
 def _is_closing(tag: re.Match[str]) -> bool:
-    """Return whether a match of `_TAG` closes a block."""
+    """Return whether a match of `_THINKING_TAG_PATTERN` closes a block."""
     return "/" in tag[0]
 
 
@@ -74,13 +78,14 @@ def opens_thinking(prompt_ids: Sequence[int], decode: Callable[[Sequence[int]], 
         prompt_ids: all tokens of the prompt.
         decode: the function that also decodes the responses, so that both show the same tags.
     """
-    tail = decode(list(prompt_ids[-_TAIL_TOKENS:]))
-    return _OPEN_AT_THE_END.search(tail) is not None
+    end_of_prompt = decode(list(prompt_ids[-_TAIL_TOKENS:]))
+    return _OPENING_TAG_AT_THE_END_PATTERN.search(end_of_prompt) is not None
 
 
 def is_blank(text: str) -> bool:
     """Return whether a text has only spaces, controls and zero-width characters."""
     return all(
-        character in _BLANK_LETTERS or unicodedata.category(character)[0] in _INVISIBLE
+        character in _BLANK_CHARACTERS
+        or unicodedata.category(character)[0] in _INVISIBLE_CATEGORIES
         for character in text
     )

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
 RADIANS = "radians"  # a dimension
 # The units of each dimension: a pattern of their spellings, and their size in base units. A size of
 # 0 means no definite size.
-_DIMENSIONS = {
+_UNITS_BY_DIMENSION = {
     "length": """m|met(?:er|re)s?|米 1, mm|millimet(?:er|re)s?|毫米 0.001, cm|centimet(?:er|re)s?|厘米 0.01,
         dm|decimet(?:er|re)s?|分米 0.1,
         km|kilomet(?:er|re)s?|千米|公里 1000, in|inch(?:es)? 0.0254, ft|foot|feet 0.3048,
@@ -54,34 +54,35 @@ _DIMENSIONS = {
     "euros": "euros?|EUR 1",
     "yuan": "yuan|元 1",
 }
-_NAMES = {
-    re.sub(r"\s", "", name): (dimension, Fraction(factor) or None)
-    for dimension, names in _DIMENSIONS.items()
-    for name, factor in (entry.rsplit(None, 1) for entry in names.split(","))
+_DIMENSION_AND_SIZE_BY_PATTERN = {
+    re.sub(r"\s", "", pattern): (dimension, Fraction(size) or None)
+    for dimension, units in _UNITS_BY_DIMENSION.items()
+    for pattern, size in (entry.rsplit(None, 1) for entry in units.split(","))
 }
-DEGREE = r"^\circ"
-_UNIT = "|".join(f"(?:{name})" for name in _NAMES)
-_POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
-_WORD = (
-    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_UNIT})\.?(?:{_POWER})?|sq|square)"
+DEGREE_SIGN = r"^\circ"
+_ANY_UNIT = "|".join(f"(?:{name})" for name in _DIMENSION_AND_SIZE_BY_PATTERN)
+_UNIT_POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
+_UNIT_WITH_POWER = (
+    rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ANY_UNIT})\.?(?:{_UNIT_POWER})?"
+    r"|sq|square)"
 )
-_INVERSE = r"\^\s*\{?\s*-\s*([123])\s*\}?"
+_NEGATIVE_EXPONENT = r"\^\s*\{?\s*-\s*([123])\s*\}?"
 # A value and its unit: `12 cm`, `12 cm^2`, `12 square feet`, `5\pi in.`, `60 km/h`, `5 m s^{-1}`.
-MEASURED = re.compile(
-    rf"(.*(?:[\d}})$!]|\\pi))\s*({_WORD}(?:\s*(?:/|per\s)\s*(?:{_WORD}|[hs](?:{_POWER})?)"
-    rf"|\s*(?:\\cdot\s*)?(?:{_UNIT}|[hs])\s*\^\s*\{{?\s*-\s*[123]\s*\}}?)?)",
+MEASURED_VALUE_PATTERN = re.compile(
+    rf"(.*(?:[\d}})$!]|\\pi))\s*({_UNIT_WITH_POWER}(?:\s*(?:/|per\s)\s*(?:{_UNIT_WITH_POWER}|[hs](?:{_UNIT_POWER})?)"
+    rf"|\s*(?:\\cdot\s*)?(?:{_ANY_UNIT}|[hs])\s*\^\s*\{{?\s*-\s*[123]\s*\}}?)?)",
     re.DOTALL,
 )
 # A temperature, and what scale it is on.
-TEMPERATURE = re.compile(
+TEMPERATURE_PATTERN = re.compile(
     r"(.*\d)\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![A-Za-z]))\s*(?:\{\s*)?([CF])(?:\s*\})?", re.DOTALL
 )
 # Upright letters, which would be unknowns if they were not.
-_UPRIGHT = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLlNJW])\s*\}\s*(?=[.$]*\s*$)")
-_POWERS = re.compile(
+_UPRIGHT_LETTER_PATTERN = re.compile(r"\\(?:text|mathrm)\s*\{\s*([shgLlNJW])\s*\}\s*(?=[.$]*\s*$)")
+_POWER_OF_UNIT_PATTERN = re.compile(
     r"^(?:(?:sq|cu)\b\.? ?|(?:square|cubic) |平方|立方)|\.?(?:\^[23]| ?squared| ?cubed)?\.?$"
 )
-_LETTERS = {
+_UNIT_BY_LETTER = {
     "s": "sec",
     "h": "hr",
     "g": "gram",
@@ -95,37 +96,53 @@ _LETTERS = {
 
 def mark_upright_units(text: str) -> str:
     r"""Return `5\text{ s}` as `5 sec`: a letter that is set upright behind a value is a unit."""
-    return _UPRIGHT.sub(lambda match: f" {_LETTERS[match[1]]}", text)
+    return _UPRIGHT_LETTER_PATTERN.sub(lambda match: f" {_UNIT_BY_LETTER[match[1]]}", text)
 
 
-def unit_of(text: str) -> Unit:
-    """Return the unit in a text that `MEASURED` has matched, or in `DEGREE`.
+def parse_unit(text: str) -> Unit:
+    """Return the unit in a text that `MEASURED_VALUE_PATTERN` has matched, or in `DEGREE_SIGN`.
 
     Factors multiply, and so do dimensions: `km/h` is `length/time`, 5/18 of a metre per second. A
     power without a name, as in `12 sq`, counts as one of a length of no definite size.
     """
-    if text == DEGREE:
+    if text == DEGREE_SIGN:
         return Unit(text, "angle", Fraction(1))
-    # `m s^{-1}` becomes `m/s`, and `cm ^ {2}` becomes `cm^2`.
-    text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_INVERSE}", r"/\1^\2", text).replace("^1", "")
-    text = re.sub(r"\s+", " ", re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)).strip()
+    text = _normalise_unit(text)
     factor: Fraction | None = Fraction(1)
     dimensions = []
     numerator_and_denominator = re.split(r" ?(?:/|\bper ) ?", text)
+    # The sign is that of the exponent; most units have no denominator.
     for sign, unit_text in zip((1, -1), numerator_and_denominator, strict=False):
-        power = _power_of(unit_text)
-        name = _POWERS.sub("", unit_text)
-        name = _LETTERS.get(name, name)
-        dimension, size = next(
-            (entry for key, entry in _NAMES.items() if re.fullmatch(key, name)), ("length", None)
-        )
+        exponent = _exponent_of_unit(unit_text)
+        name = _POWER_OF_UNIT_PATTERN.sub("", unit_text)
+        dimension, size = _dimension_and_size(_UNIT_BY_LETTER.get(name, name))
         # One part without a definite size leaves the whole unit without one.
-        factor = factor and size and factor * size ** (sign * power)
-        dimensions.append(f"{dimension}{power if power > 1 else ''}")
+        if factor is not None:
+            factor = None if size is None else factor * size ** (sign * exponent)
+        dimensions.append(f"{dimension}{exponent if exponent > 1 else ''}")
     return Unit(text, "/".join(dimensions), factor)
 
 
-def _power_of(unit_text: str) -> int:
+def _normalise_unit(text: str) -> str:
+    """Return a unit in one spelling: `m/s` for `m s^{-1}`, and `cm^2` for `cm ^ {2}`."""
+    text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_NEGATIVE_EXPONENT}", r"/\1^\2", text)
+    text = text.replace("^1", "")
+    text = re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def _dimension_and_size(name: str) -> tuple[str, Fraction | None]:
+    """Return the dimension of a unit without its power, and its size in base units.
+
+    The size is None where it is not definite. An unknown name is that of such a length.
+    """
+    for pattern, dimension_and_size in _DIMENSION_AND_SIZE_BY_PATTERN.items():
+        if re.fullmatch(pattern, name):
+            return dimension_and_size
+    return "length", None
+
+
+def _exponent_of_unit(unit_text: str) -> int:
     """Return the power of a unit: 2 for `cm^2` and `sq cm`, 3 for `cubic metres`, else 1."""
     if re.search(r"\^3|cubed|\bcu|立方", unit_text):
         return 3

@@ -10,17 +10,17 @@ import re
 
 from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import (
-    FUNCTIONS,
+    FUNCTION_NAMES,
     MAX_CHARS,
-    MAX_DIGITS,
-    MAX_FUNCTIONS,
+    MAX_COSTLY_TOKENS,
+    MAX_LITERAL_DIGITS,
     MAX_NESTING,
     NotReadError,
     Tree,
 )
-from adora_vl.rewards.numeric import number_of
+from adora_vl.rewards.numeric import evaluate_closed_form
 
-_SYMBOLS = {
+_ASCII_BY_SYMBOL = {
     "**": "^",
     "−": "-",
     "×": "*",
@@ -32,31 +32,36 @@ _SYMBOLS = {
     "[": "(",
     "]": ")",
 }
-_NUMBER = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
+_NUMBER_REGEX = r"(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3}(?![0-9.]))?"
 # `log2` and `log10` are names, so they come before the letters, which end at a digit.
-_TOKEN = re.compile(
-    rf"\s*({_NUMBER}|log_?(?:2|10)(?![0-9.])|[A-Za-z]+|\*\*|[-+*/^()\[\]|!,°−×·⋅÷√π])"
+_TOKEN_PATTERN = re.compile(
+    rf"\s*({_NUMBER_REGEX}|log_?(?:2|10)(?![0-9.])|[A-Za-z]+|\*\*|[-+*/^()\[\]|!,°−×·⋅÷√π])"
 )
 _LARGEST_POWER_OF_TEN = 300  # of a number such as 2e3; numeric.MAX_BITS holds 10^301
-_INVERSES = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
-_INVERSE_OF = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
-_BASES = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "log_10": "10"}
-_NAMES = frozenset({*FUNCTIONS, *_INVERSES, *_BASES, "sqrt", "cbrt", "exp", "abs"})
-_E: Tree = ("num", "2.718281828459045235360287471352662497757247093699959574966967627724")
-_PI: Tree = ("pi",)
-_MINUS_ONE: Tree = ("sum", (-1, ("num", "1")))
+_INVERSE_BY_SHORT_NAME = {"asin": "arcsin", "acos": "arccos", "atan": "arctan"}
+_INVERSE_BY_FUNCTION = {"sin": "arcsin", "cos": "arccos", "tan": "arctan"}  # sin^-1
+_BASE_BY_LOGARITHM = {"log": "10", "log2": "2", "log_2": "2", "log10": "10", "log_10": "10"}
+_FUNCTION_NAMES = frozenset(
+    {*FUNCTION_NAMES, *_INVERSE_BY_SHORT_NAME, *_BASE_BY_LOGARITHM, "sqrt", "cbrt", "exp", "abs"}
+)
+_EULER_NUMBER: Tree = (
+    "num",
+    "2.718281828459045235360287471352662497757247093699959574966967627724",
+)
+_PI_TREE: Tree = ("pi",)
+_MINUS_ONE_TREE: Tree = ("sum", (-1, ("num", "1")))
 
 
-def value_of(expression: str) -> Ball:
+def evaluate_expression(expression: str) -> Ball:
     """Return the value of an expression, with a bound on its error.
 
     Raises `NotReadError`: `not_read` for what is no expression of numbers, `too_large`,
     `undefined`.
     """
-    return number_of(_read(expression))
+    return evaluate_closed_form(_read_expression(expression))
 
 
-def _read(expression: str) -> Tree:
+def _read_expression(expression: str) -> Tree:
     """Return the tree of an expression. Raises `NotReadError`."""
     if len(expression) > MAX_CHARS:
         raise NotReadError("too_large")
@@ -64,14 +69,14 @@ def _read(expression: str) -> Tree:
     position = 0
     text = expression.rstrip()
     while position < len(text):
-        match = _TOKEN.match(text, position)
+        match = _TOKEN_PATTERN.match(text, position)
         if match is None:
             raise NotReadError
-        tokens.append(_SYMBOLS.get(match[1], match[1]))
+        tokens.append(_ASCII_BY_SYMBOL.get(match[1], match[1]))
         position = match.end()
     # Powers, factorials and functions take far longer than the four operations.
-    costly = [token for token in tokens if token in _NAMES or token in {"^", "!"}]
-    if len(costly) > MAX_FUNCTIONS:
+    costly = [token for token in tokens if token in _FUNCTION_NAMES or token in {"^", "!"}]
+    if len(costly) > MAX_COSTLY_TOKENS:
         raise NotReadError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()
@@ -126,14 +131,14 @@ class _Reader:
         factor.
         """
         factors = [("*", self._signed())]
-        divided = False
+        is_behind_divisor = False
         while self.next and self.next not in {"+", "-", ")", "|", ","}:
             if self.next in {"*", "/"}:
                 operator = self._take()
-                divided = operator == "/"
+                is_behind_divisor = operator == "/"
                 factors.append((operator, self._signed()))
                 continue
-            if divided or _is_number(self.next):
+            if is_behind_divisor or _is_number(self.next):
                 raise NotReadError  # `1/2pi` can be meant in two ways, `(2)3` and `1 2` in more
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
@@ -181,35 +186,35 @@ class _Reader:
             return self._group()
         if symbol == "|":
             self._take()
-            inside = self._inside()
+            tree = self._sum_in_brackets()
             self._take("|")
-            return _absolute(inside)
+            return _absolute(tree)
         self._take()
         if symbol == "pi":
-            return _PI
+            return _PI_TREE
         if symbol == "e":
-            return _E
-        if symbol not in _NAMES:
+            return _EULER_NUMBER
+        if symbol not in _FUNCTION_NAMES:
             raise NotReadError
         return self._function(symbol)
 
     def _number(self) -> Tree:
         """Return a literal, also with an exponent as in `2e3`."""
         token = self._take()
-        digits, _, power = token.lower().partition("e")
-        if len(digits) > MAX_DIGITS or abs(int(power or 0)) > _LARGEST_POWER_OF_TEN:
+        digits, _, power_of_ten = token.lower().partition("e")
+        if len(digits) > MAX_LITERAL_DIGITS or abs(int(power_of_ten or 0)) > _LARGEST_POWER_OF_TEN:
             raise NotReadError("too_large")
         return ("num", token)
 
     def _group(self) -> Tree:
         """Return a sum in round brackets."""
         self._take("(")
-        inside = self._inside()
+        tree = self._sum_in_brackets()
         self._take(")")
-        return inside
+        return tree
 
-    def _inside(self) -> Tree:
-        """Return a sum between brackets.
+    def _sum_in_brackets(self) -> Tree:
+        """Return a sum that stands between brackets, which the caller takes.
 
         The nesting is bounded, since each level costs Python calls.
         """
@@ -229,23 +234,24 @@ class _Reader:
         if self.next == "^":
             self._take()
             exponent = self._exponent()
-        if exponent == _MINUS_ONE and name in _INVERSE_OF:
-            name = _INVERSE_OF[name]
+        if exponent == _MINUS_ONE_TREE and name in _INVERSE_BY_FUNCTION:
+            name = _INVERSE_BY_FUNCTION[name]
             exponent = None
+        # `log(8, 2)` has its base as a second argument.
         may_have_base = name == "log" and self.next == "("
-        value = self._logarithm() if may_have_base else _called(name, self._argument())
-        return value if exponent is None else ("power", value, exponent)
+        tree = self._logarithm() if may_have_base else _call_function(name, self._argument())
+        return tree if exponent is None else ("power", tree, exponent)
 
     def _exponent(self) -> Tree:
         """Return the exponent of a function's name: a number with its sign, or a group."""
-        negative = self.next == "-"
-        if negative:
+        is_negative = self.next == "-"
+        if is_negative:
             self._take()
-        tree = self._group() if self.next == "(" else self._number_here()
-        return ("sum", (-1, tree)) if negative else tree
+        tree = self._group() if self.next == "(" else self._require_number()
+        return ("sum", (-1, tree)) if is_negative else tree
 
-    def _number_here(self) -> Tree:
-        """Return a literal. Raises `NotReadError` for any further token."""
+    def _require_number(self) -> Tree:
+        """Return a literal. Raises `NotReadError` for any other token."""
         if not _is_number(self.next):
             raise NotReadError
         return self._number()
@@ -253,13 +259,13 @@ class _Reader:
     def _logarithm(self) -> Tree:
         """Read `log(x)` to the base 10, and `log(x, base)`."""
         self._take("(")
-        value = self._inside()
+        argument = self._sum_in_brackets()
         base: Tree = ("num", "10")
         if self.next == ",":
             self._take()
-            base = self._inside()
+            base = self._sum_in_brackets()
         self._take(")")
-        return ("log", base, value)
+        return ("log", base, argument)
 
     def _argument(self) -> Tree:
         """Read the argument of a function, and return its tree.
@@ -271,9 +277,9 @@ class _Reader:
             return self._group()
         if self.next == "pi":
             self._take()
-            argument = _PI
+            argument = _PI_TREE
         else:
-            argument = self._number_here()
+            argument = self._require_number()
         if self.next == "°":
             self._take()
         if self.next not in {"", "+", "-", "*", "/", ")", "|", ","}:
@@ -286,19 +292,19 @@ def _is_number(token: str) -> bool:
     return token[:1].isdigit() or token[:1] == "."
 
 
-def _called(name: str, argument: Tree) -> Tree:
-    """Return the tree of a function of one argument."""
-    if name in _BASES:
-        return ("log", ("num", _BASES[name]), argument)
+def _call_function(name: str, argument: Tree) -> Tree:
+    """Return the tree of a function of one argument, such as `sqrt` or `asin`."""
+    if name in _BASE_BY_LOGARITHM:
+        return ("log", ("num", _BASE_BY_LOGARITHM[name]), argument)
     if name == "sqrt":
         return ("root", 2, argument)
     if name == "cbrt":
         return ("root", 3, argument)
     if name == "exp":
-        return ("power", _E, argument)
+        return ("power", _EULER_NUMBER, argument)
     if name == "abs":
         return _absolute(argument)
-    return ("call", _INVERSES.get(name, name), argument)
+    return ("call", _INVERSE_BY_SHORT_NAME.get(name, name), argument)
 
 
 def _absolute(tree: Tree) -> Tree:
@@ -306,4 +312,4 @@ def _absolute(tree: Tree) -> Tree:
 
     The grammar has no absolute value.
     """
-    return ("sum", (-1, tree)) if number_of(tree).value < 0 else tree
+    return ("sum", (-1, tree)) if evaluate_closed_form(tree).value < 0 else tree

@@ -25,13 +25,13 @@ from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
 from adora_vl.utils.seeding import kept_random_state, number_at
 
-HIDDEN = ("images", "view")  # parameters of a tool that no model is told about
+HIDDEN_PARAMETERS = ("images", "view")  # parameters of a tool that no model is told about
 _MAX_CALL_CHARS = 4000
-_MAX_DEPTH = 8  # of lists and objects in the arguments of a call
-_ERROR_CHARS = 200  # of an error, as the model reads it
-_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
-_PATH = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
-_TYPES: dict[str, tuple[type, ...]] = {
+_MAX_ARGUMENT_NESTING = 8  # of lists and objects in the arguments of a call
+_MAX_ERROR_CHARS = 200  # of an error, as the model reads it
+_CALL_PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+_FOLDER_PATH_PATTERN = re.compile(r"(?<![\w<])(?:~|\.{1,2})?/(?:[\w.~+-]+/)*")
+_PYTHON_TYPES_BY_JSON_TYPE: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
     "string": (str,),
@@ -53,18 +53,18 @@ class ToolCall(NamedTuple):
     arguments: dict[str, Any]
 
 
-def schema_of(
-    entry: str, function: Callable[..., Any], words: Mapping[str, str] | None = None
+def build_tool_schema(
+    entry: str, function: Callable[..., Any], text_by_placeholder: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """Return the JSON schema of a tool, which tells the model how to call it.
 
-    Transformers makes it from type hints and a Google docstring. The parameters in `HIDDEN` are
+    Transformers makes it from type hints and a Google docstring. The parameters in `HIDDEN_PARAMETERS` are
     left out, since the run itself passes them.
 
     Args:
         entry: the tool's entry in the key `tools`, for messages.
         function: the tool.
-        words: texts for names in braces in the docstring, such as `{points}`.
+        text_by_placeholder: texts for names in braces in the docstring, such as `{points}`.
 
     Raises `UserError` for a function without a schema: an async one, one without type hints or a
     docstring for each parameter, or one with `*` or `**`.
@@ -75,27 +75,29 @@ def schema_of(
         hints = get_type_hints(function)
         signature = inspect.signature(function)
         parameters = [
-            parameter for parameter in signature.parameters.values() if parameter.name not in HIDDEN
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.name not in HIDDEN_PARAMETERS
         ]
 
         # Transformers reads a schema off a function. This one stands in for the tool: it has the
         # tool's name, docstring and hints, but not the hidden parameters.
-        def described() -> None: ...
+        def stand_in() -> None: ...
 
-        assert isinstance(described, FunctionType)
-        described.__name__ = function.__name__
-        described.__doc__ = inspect.getdoc(function)
-        described.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        described.__annotations__ = {
+        assert isinstance(stand_in, FunctionType)
+        stand_in.__name__ = function.__name__
+        stand_in.__doc__ = inspect.getdoc(function)
+        stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        stand_in.__annotations__ = {
             parameter.name: hints[parameter.name]
             for parameter in parameters
             if parameter.name in hints
         }
-        schema: dict[str, Any] = get_json_schema(described)
+        schema: dict[str, Any] = get_json_schema(stand_in)
     except Exception as error:  # Transformers has classes of its own for what a docstring lacks
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
-            f"of its parameters is ({in_one_line(error)[:_ERROR_CHARS]})"
+            f"of its parameters is ({in_one_line(error)[:_MAX_ERROR_CHARS]})"
         ) from error
     kinds = {parameter.kind for parameter in parameters}
     if kinds & {
@@ -104,24 +106,25 @@ def schema_of(
         inspect.Parameter.POSITIONAL_ONLY,
     }:
         raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
-    text = json.dumps(schema)
-    for name, word in (words or {}).items():
-        text = text.replace(f"{{{name}}}", json.dumps(word)[1:-1])
-    schema_with_words: dict[str, Any] = json.loads(text)
-    return schema_with_words
+    schema_text = json.dumps(schema)
+    for placeholder, text in (text_by_placeholder or {}).items():
+        escaped_text = json.dumps(text).removeprefix('"').removesuffix('"')
+        schema_text = schema_text.replace(f"{{{placeholder}}}", escaped_text)
+    schema_with_texts: dict[str, Any] = json.loads(schema_text)
+    return schema_with_texts
 
 
-def calls_in(text: str) -> list[str]:
+def find_calls(text: str) -> list[str]:
     """Return the text of each call in a turn, between `<tool_call>` and `</tool_call>`.
 
     The last call may have no closing mark.
     """
-    return [match[1].strip() for match in _CALL.finditer(text)]
+    return [match[1].strip() for match in _CALL_PATTERN.finditer(text)]
 
 
-def without_calls(text: str) -> str:
+def remove_calls(text: str) -> str:
     """Return the text of a turn without its calls."""
-    return _CALL.sub("", text).strip()
+    return _CALL_PATTERN.sub("", text).strip()
 
 
 def read_call(call_text: str) -> ToolCall:
@@ -130,41 +133,42 @@ def read_call(call_text: str) -> ToolCall:
         raise CallError(f"the call has {len(call_text)} characters, at most {_MAX_CALL_CHARS}")
     try:
         call = json.loads(
-            call_text, object_pairs_hook=each_once, parse_constant=_no_number, parse_float=_finite
+            call_text,
+            object_pairs_hook=each_once,
+            parse_constant=_refuse_constant,
+            parse_float=_parse_finite_float,
         )
     except RecursionError:
         raise CallError("the call is nested too deep") from None
     except ValueError as error:
-        raise CallError(f"the call is no JSON ({in_one_line(error).partition(': ')[2]})") from None
+        _, _, fault = in_one_line(error).partition(": ")  # behind the name of the error's class
+        raise CallError(f"the call is no JSON ({fault})") from None
     # A call has these two keys and no others.
-    if (
-        not isinstance(call, dict)
-        or not isinstance(call.get("name"), str)
-        or set(call) - {"name", "arguments"}
-    ):
+    is_call = isinstance(call, dict) and isinstance(call.get("name"), str)
+    if not is_call or set(call) - {"name", "arguments"}:
         raise CallError('a call is {"name": NAME, "arguments": {...}}')
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         raise CallError("arguments is no object, such as {...}")
-    if _is_deeper(arguments, _MAX_DEPTH):
+    if _is_nested_deeper(arguments, _MAX_ARGUMENT_NESTING):
         raise CallError("the call is nested too deep")
     return ToolCall(name=clean(call["name"]), arguments=arguments)
 
 
-def _no_number(word: str) -> NoReturn:
+def _refuse_constant(word: str) -> NoReturn:
     """Raise `ValueError` for `NaN` and infinities, which JSON does not have but Python reads."""
     raise ValueError(f"{word} is no number")
 
 
-def _finite(digits: str) -> float:
+def _parse_finite_float(digits: str) -> float:
     """Return the float of a number in JSON. Raises `ValueError` where it overflows."""
     value = float(digits)
     if not math.isfinite(value):
-        _no_number("a number without an end")
+        _refuse_constant("a number without an end")
     return value
 
 
-def _is_deeper(value: object, levels: int) -> bool:
+def _is_nested_deeper(value: object, levels: int) -> bool:
     """Return whether a JSON value has lists and objects nested more than `levels` deep.
 
     The recursion ends at that depth, since a model may nest them at any depth.
@@ -176,7 +180,7 @@ def _is_deeper(value: object, levels: int) -> bool:
         items = value
     else:
         return False
-    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
+    return levels == 0 or any(_is_nested_deeper(item, levels - 1) for item in items)
 
 
 def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,16 +206,20 @@ def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> obje
     """Check one argument, and return its value in the type of its schema. Raises `CallError`."""
     if value is None and schema.get("nullable"):
         return None
-    kinds = schema.get("type", ())
-    kinds = [kinds] if isinstance(kinds, str) else [*kinds]
-    if "integer" in kinds and isinstance(value, float) and value.is_integer():
+    type_or_types = schema.get("type", ())
+    json_types = [type_or_types] if isinstance(type_or_types, str) else [*type_or_types]
+    if "integer" in json_types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    has_kind = any(isinstance(value, _TYPES.get(kind, (object,))) for kind in kinds)
+    any_type = (object,)  # for a type that JSON schema does not know
+    has_type = any(
+        isinstance(value, _PYTHON_TYPES_BY_JSON_TYPE.get(json_type, any_type))
+        for json_type in json_types
+    )
     # To Python `True` is an integer too, to a tool it is not.
-    is_unwanted_boolean = isinstance(value, bool) and "boolean" not in kinds
-    if kinds and (not has_kind or is_unwanted_boolean):
-        raise CallError(f"{name} is no {' or '.join(kinds)}")
-    if "number" in kinds and isinstance(value, int) and not _fits_a_float(value):
+    is_unwanted_boolean = isinstance(value, bool) and "boolean" not in json_types
+    if json_types and (not has_type or is_unwanted_boolean):
+        raise CallError(f"{name} is no {' or '.join(json_types)}")
+    if "number" in json_types and isinstance(value, int) and not _fits_a_float(value):
         raise CallError(f"{name} is too large a number")
     if schema.get("enum") and value not in schema["enum"]:
         raise CallError(f"{name} is not one of {', '.join(map(str, schema['enum']))}")
@@ -231,7 +239,9 @@ def _fits_a_float(value: int) -> bool:
 
 def error_line(reason: str) -> str:
     """Return the line that tells a model of an error, without the paths of this machine."""
-    return clean("Error: " + " ".join(_PATH.sub("", reason).split()))[:_ERROR_CHARS]
+    return clean("Error: " + " ".join(_FOLDER_PATH_PATTERN.sub("", reason).split()))[
+        :_MAX_ERROR_CHARS
+    ]
 
 
 def clean(text: str) -> str:
@@ -244,7 +254,7 @@ def clean(text: str) -> str:
 
 
 @contextmanager
-def limited(label: str, seconds: float, seed: str) -> Iterator[None]:
+def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     """Run code of the user inside the block with a time limit and random states of its own.
 
     Inside, the random states of `random`, NumPy and torch derive from `seed`; afterwards they are

@@ -13,12 +13,12 @@ from typing import Any
 from adora_vl.data.prompts import CONTROL_TOKENS, control_token_in
 from adora_vl.rewards.safe_call import own_copy
 from adora_vl.rollout.rollouts import RolloutGroup
-from adora_vl.tools.calls import clean, limited
+from adora_vl.tools.calls import clean, run_limited
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.own_files import from_file, function_name, source_hash
 
-KEY = "environment_factory"
+ENVIRONMENT_KEY = "environment_factory"
 _HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
 
 
@@ -51,7 +51,7 @@ class Environments:
         it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
         """
         self.name = self.factory_name  # for messages, until the class is known
-        environment = self._take_unused(f"{KEY}: {self.factory_name}")
+        environment = self._take_unused(f"{ENVIRONMENT_KEY}: {self.factory_name}")
         self._in_use = 0  # no rollout has it yet, so the first rollout may take it
         self.name = type(environment).__name__  # TRL names its reward function so
         methods = dict(inspect.getmembers(type(environment), inspect.isfunction))
@@ -62,13 +62,17 @@ class Environments:
         self.grades = "get_reward" in methods
         if "reset" not in methods:
             raise UserError(
-                f"{KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
+                f"{ENVIRONMENT_KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
             )
         if not self.tools:
-            raise UserError(f"{KEY}: {self.name} has no public method that a model could call")
+            raise UserError(
+                f"{ENVIRONMENT_KEY}: {self.name} has no public method that a model could call"
+            )
         for method_name in _HIDDEN_METHODS:
             if inspect.iscoroutinefunction(methods.get(method_name)):
-                raise UserError(f"{KEY}: {self.name}.{method_name} is async; write a plain method")
+                raise UserError(
+                    f"{ENVIRONMENT_KEY}: {self.name}.{method_name} is async; write a plain method"
+                )
 
     def reward(self) -> Callable[..., list[float | None]]:
         """Return a reward function that asks each rollout's environment for its reward.
@@ -108,7 +112,7 @@ class Environments:
         All of them are reset with the same random numbers, so that the rollouts begin alike.
         """
         problem = group.problem
-        where = f"{KEY}: row {group.row.get('id', problem.row_number)}"
+        where = f"{ENVIRONMENT_KEY}: row {group.row.get('id', problem.row_number)}"
         seed = f"{run_seed}/{problem.key.name}/{problem.slot}"
         rollouts = [
             replace(rollout, environment=self._take_unused(where)) for rollout in group.rollouts
@@ -122,7 +126,9 @@ class Environments:
                     f"{where}: reset says {messages[0]!r:.60} to one rollout of a problem and "
                     f"{message!r:.60} to another; let it say what the row alone decides"
                 )
-        return replace(group, row=_with_text(group.row, messages[0]), rollouts=tuple(rollouts))
+        return replace(
+            group, row=_append_to_prompt(group.row, messages[0]), rollouts=tuple(rollouts)
+        )
 
     def _take_unused(self, where: str) -> Any:
         """Return an environment that no rollout of this generation has; build one if needed.
@@ -130,7 +136,9 @@ class Environments:
         `where` begins the message if it cannot be built: the key, and the row that needed it.
         """
         if self._in_use == len(self._instances):
-            environment = self._run(self.factory, label=f"{where}: it cannot be made", seed=KEY)
+            environment = self._run(
+                self.factory, label=f"{where}: it cannot be made", seed=ENVIRONMENT_KEY
+            )
             is_shared = any(environment is instance for instance in self._instances)
             if is_shared:
                 raise UserError(
@@ -169,7 +177,7 @@ class Environments:
         return text
 
     def _run(self, function: Callable[[], Any], label: str, seed: str) -> Any:
-        """Call a function of the user within limits of time and randomness (`limited`).
+        """Call a function of the user within limits of time and randomness (`run_limited`).
 
         Args:
             function: the call, without arguments.
@@ -179,7 +187,7 @@ class Environments:
         Raises `UserError` where it raises anything, also `SystemExit`.
         """
         try:
-            with limited(f"environment {self.name}", self.seconds, seed):
+            with run_limited(f"environment {self.name}", self.seconds, seed):
                 return function()
         except KeyboardInterrupt:
             raise
@@ -187,7 +195,7 @@ class Environments:
             raise UserError(f"{label}: {in_one_line(error)}") from None
 
 
-def environments_of(factory: object, seconds: float) -> Environments | None:
+def build_environments(factory: object, seconds: float) -> Environments | None:
     """Return the environments of a run, None without any.
 
     Args:
@@ -199,7 +207,7 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
     if factory is None:
         return None
     if isinstance(factory, str):
-        user_class = from_file(KEY, factory, "class", callable)
+        user_class = from_file(ENVIRONMENT_KEY, factory, "class", callable)
         return Environments(
             factory=user_class.value,
             factory_name=function_name(user_class.value),
@@ -207,16 +215,18 @@ def environments_of(factory: object, seconds: float) -> Environments | None:
             seconds=seconds,
         )
     if isinstance(factory, Mapping):
-        raise UserError(f"{KEY}: several environments are not supported; give one class")
+        raise UserError(
+            f"{ENVIRONMENT_KEY}: several environments are not supported; give one class"
+        )
     if not callable(factory):
-        raise UserError(f"{KEY}: {factory!r:.80} is no class")
+        raise UserError(f"{ENVIRONMENT_KEY}: {factory!r:.80} is no class")
     name = function_name(factory)
     return Environments(
         factory=factory, factory_name=name, hashes={name: source_hash(factory)}, seconds=seconds
     )
 
 
-def _with_text(row: Row, text: str) -> Row:
+def _append_to_prompt(row: Row, text: str) -> Row:
     """Return the row with a text at the end of the last message of its prompt."""
     if not text:
         return row

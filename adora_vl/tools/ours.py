@@ -17,11 +17,11 @@ from adora_vl.data.images import model_size
 from adora_vl.rewards.answer import read_value
 from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.grammar import NotReadError
-from adora_vl.tools.calculator import value_of
+from adora_vl.tools.calculator import evaluate_expression
 
-_COLOUR = (220, 20, 20)
-_LABEL = 20  # characters
-_DIGITS = 10  # of a number in an answer
+_MARK_COLOUR = (220, 20, 20)
+_MAX_LABEL_CHARS = 20
+_ANSWER_DIGITS = 10  # significant ones of a number in an answer
 
 
 @dataclass(frozen=True)
@@ -42,23 +42,23 @@ class View:
         """Return width and height in pixels, as the model sees them."""
         return model_size(*image.size, self.unit, self.low, self.high)
 
-    def scale(self, image: Image.Image) -> tuple[float, float]:
+    def largest_coordinates(self, image: Image.Image) -> tuple[float, float]:
         """Return the largest coordinates in x and y that a point of the picture may have."""
-        return self.scale_of(image.size)
+        return self.largest_coordinates_for_size(image.size)
 
-    def scale_of(self, size: tuple[int, int]) -> tuple[float, float]:
+    def largest_coordinates_for_size(self, size: tuple[int, int]) -> tuple[float, float]:
         """Return the largest coordinates in x and y, for a picture of this width and height."""
         width, height = model_size(*size, self.unit, self.low, self.high)
         return (1000, 1000) if self.relative else (width, height)
 
-    def fractions_of(
+    def to_fractions(
         self, image: Image.Image, *points: tuple[float, float]
     ) -> list[tuple[float, float]]:
         """Convert points from the model's coordinates to fractions of width and height, 0 to 1.
 
         Raises `ValueError` for a point outside of the picture.
         """
-        max_x, max_y = self.scale(image)
+        max_x, max_y = self.largest_coordinates(image)
         for x, y in points:
             if not (0 <= x <= max_x and 0 <= y <= max_y):
                 raise ValueError(
@@ -87,18 +87,17 @@ def zoom(
         picture: Number of the picture, from 0.
     """
     image = _picture_with_number(images, picture)
-    # fractions of width and height, from 0 to 1
-    (x_low, y_low), (x_high, y_high) = view.fractions_of(image, (x1, y1), (x2, y2))
+    (x_low, y_low), (x_high, y_high) = view.to_fractions(image, (x1, y1), (x2, y2))
     if x_low >= x_high or y_low >= y_high:
         raise ValueError("the region is empty: x1 has to be below x2, and y1 below y2")
     width, height = image.size
-    box = (
+    region_box = (
         math.floor(x_low * width),
         math.floor(y_low * height),
         math.ceil(x_high * width),
         math.ceil(y_high * height),
     )
-    region = image.crop(box)
+    region = image.crop(region_box)
     # A model sees no picture with a side shorter than that of an image token.
     factor = max(1.0, view.unit / min(region.size))
     if factor == 1:
@@ -117,22 +116,23 @@ def mark(
         label: A few letters.
         picture: Number of the picture, from 0.
     """
-    if len(label) > _LABEL:
-        raise ValueError(f"the label has {len(label)} characters, at most {_LABEL}")
+    if len(label) > _MAX_LABEL_CHARS:
+        raise ValueError(f"the label has {len(label)} characters, at most {_MAX_LABEL_CHARS}")
     image = _picture_with_number(images, picture).convert("RGB")
-    [fraction] = view.fractions_of(image, (x, y))
-    (x, y) = _pixel_at(image, fraction)
+    [fraction] = view.to_fractions(image, (x, y))
+    (pixel_x, pixel_y) = _pixel_at(image, fraction)
     line_width = _line_width(image)
+    radius = 2 * line_width
     image = image.copy()
     canvas = ImageDraw.Draw(image)
     canvas.ellipse(
-        (x - 2 * line_width, y - 2 * line_width, x + 2 * line_width, y + 2 * line_width),
-        fill=_COLOUR,
+        (pixel_x - radius, pixel_y - radius, pixel_x + radius, pixel_y + radius),
+        fill=_MARK_COLOUR,
     )
     canvas.text(
-        (x + 3 * line_width, y),
+        (pixel_x + radius + line_width, pixel_y),
         label,
-        fill=_COLOUR,
+        fill=_MARK_COLOUR,
         font=ImageFont.load_default(max(10, min(image.size) // 20)),
     )
     return image
@@ -158,8 +158,9 @@ def line(
         picture: Number of the picture, from 0.
     """
     image = _picture_with_number(images, picture).convert("RGB").copy()
-    ends = [_pixel_at(image, fraction) for fraction in view.fractions_of(image, (x1, y1), (x2, y2))]
-    ImageDraw.Draw(image).line([*ends[0], *ends[1]], fill=_COLOUR, width=_line_width(image))
+    fractions = view.to_fractions(image, (x1, y1), (x2, y2))
+    start, end = [_pixel_at(image, fraction) for fraction in fractions]
+    ImageDraw.Draw(image).line([*start, *end], fill=_MARK_COLOUR, width=_line_width(image))
     return image
 
 
@@ -191,16 +192,18 @@ def measure(
     if x3 is not None and y3 is not None:
         points.append((x3, y3))
     width, height = view.size(image)
-    pixels = [(x * width, y * height) for x, y in view.fractions_of(image, *points)]
-    vertex = pixels[1]
-    ends = [pixels[0], *pixels[2:]]
-    distances = [math.dist(vertex, end) for end in ends]
+    pixels = [(x * width, y * height) for x, y in view.to_fractions(image, *points)]
+    # With a third point the second one is the vertex of an angle, and the others lie on its arms.
+    first_point, second_point, *third_points = pixels
+    arm_points = [first_point, *third_points]
+    distances = [math.dist(second_point, arm_point) for arm_point in arm_points]
     if not all(distances):
         raise ValueError("two of the points are the same")
-    if len(ends) == 1:
+    if not third_points:
         return f"{distances[0]:.1f} pixels of the picture, which may not be to scale"
-    angles = [math.atan2(end[1] - vertex[1], end[0] - vertex[0]) for end in ends]
-    degrees = abs(math.degrees(angles[0] - angles[1])) % 360
+    vertex_x, vertex_y = second_point
+    first_angle, second_angle = [math.atan2(y - vertex_y, x - vertex_x) for x, y in arm_points]
+    degrees = abs(math.degrees(first_angle - second_angle)) % 360
     return f"{min(degrees, 360 - degrees):.1f} degrees in the picture, which may not be to scale"
 
 
@@ -211,36 +214,36 @@ def calculate(expression: str) -> str:
         expression: For example 2*sqrt(3)+1, 7/4, 2^10 or sin(30), with angles in degrees.
     """
     try:
-        ball = value_of(expression)
+        ball = evaluate_expression(expression)
     except NotReadError as error:
         if error.reason != "not_read":
-            raise ValueError(_no_value(error.reason)) from None
-        ball = _value_of_an_answer(expression)
+            raise ValueError(_no_value_message(error.reason)) from None
+        ball = _evaluate_as_answer(expression)
     if not ball.is_exact and ball.magnitude <= ball.error:
         return "0"  # nothing else is known of it: cos(90) is 6e-98, within its error
     if ball.is_exact and ball.value.denominator == 1:
         return str(ball.value)
-    return f"{float(ball.value):.{_DIGITS}g}"
+    return f"{float(ball.value):.{_ANSWER_DIGITS}g}"
 
 
-def _value_of_an_answer(expression: str) -> Ball:
+def _evaluate_as_answer(expression: str) -> Ball:
     r"""Return the value of an answer that no calculator reads, such as `\frac{1}{2}` or `7 1/2`.
 
     It is read as the grader reads it. Raises `ValueError` where it has no value.
     """
     answer = read_value(expression)
     if answer.kind != "number" or answer.number is None:
-        raise ValueError(_no_value(answer.reason or answer.kind))
+        raise ValueError(_no_value_message(answer.reason or answer.kind))
     return answer.number
 
 
-def _no_value(reason: str) -> str:
-    """Return the error of an expression without a value."""
+def _no_value_message(reason: str) -> str:
+    """Return the message for an expression without a value."""
     return f"the expression has no value here ({reason.replace('_', ' ')})"
 
 
 # The length of the shortest answer of a tool, for tools whose answers are long.
-SHORTEST_TEXT = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
+SHORTEST_ANSWER_CHARS = {"measure": len("1.0 degrees in the picture, which may not be to scale")}
 BUILT_IN_TOOLS = {tool.__name__: tool for tool in (zoom, mark, line, measure, calculate)}
 
 

@@ -12,14 +12,21 @@ from PIL import Image
 
 from adora_vl.data.images import model_size
 from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
-from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_TEXT
+from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_ANSWER_CHARS
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
-_SHORTEST = {"integer": 0, "number": 0, "string": "", "boolean": True, "array": [], "object": {}}
+_SHORTEST_VALUE_BY_JSON_TYPE = {
+    "integer": 0,
+    "number": 0,
+    "string": "",
+    "boolean": True,
+    "array": [],
+    "object": {},
+}
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class ConversationLimits:
 def refuse_no_room(
     toolbox: Toolbox,
     processor: "ProcessorMixin | PreTrainedTokenizerBase | None",
-    template: Mapping[str, Any],
+    template_arguments: Mapping[str, Any],
     limits: ConversationLimits,
 ) -> None:
     """Raise `UserError` where the limits of a conversation leave no room for a tool's answer.
@@ -50,34 +57,36 @@ def refuse_no_room(
         toolbox: the tools of the run.
         processor: the model's processor or tokenizer; None if it is not available, and then no
             tokens are counted.
-        template: arguments of the chat template.
+        template_arguments: those of the chat template.
         limits: the limits of a conversation.
     """
     for name, tool in toolbox.chosen.functions.items():
-        _refuse_no_pictures(toolbox, name=name, tool=tool, limits=limits)
-        _refuse_no_text(toolbox, name, tool)
+        _check_picture_limits(toolbox, name=name, tool=tool, limits=limits)
+        _check_text_limit(toolbox, name, tool)
     if processor is None:
         return
     # It counts the tokens of texts here, so what concerns pictures and sampling is left empty.
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
-        template=template,
+        template=template_arguments,
         tokens_of=lambda image: 0,
         max_answers=None,
         decode=str,
     )
     for schema in toolbox.schemas:
-        _refuse_no_tokens(toolbox, tool_loop=tool_loop, function=schema["function"], limits=limits)
+        _check_token_limits(
+            toolbox, tool_loop=tool_loop, function=schema["function"], limits=limits
+        )
 
 
-def _refuse_no_pictures(
+def _check_picture_limits(
     toolbox: Toolbox, name: str, tool: Callable[..., Any], limits: ConversationLimits
 ) -> None:
     """Raise `UserError` where the limits on pictures forbid each picture that a tool returns."""
     images = toolbox.options.images
     max_pixels = toolbox.options.max_pixels
-    if not _shows_a_picture(tool) or toolbox.view is None:
+    if not _returns_a_picture(tool) or toolbox.view is None:
         return
     fewest_pictures = limits.fewest_pictures
     # The limit counts the problem's own pictures too.
@@ -94,7 +103,7 @@ def _refuse_no_pictures(
         )
 
 
-def _shows_a_picture(tool: Callable[..., Any]) -> bool:
+def _returns_a_picture(tool: Callable[..., Any]) -> bool:
     """Return whether the type hints of a tool say that it always returns a picture."""
     try:
         returned = get_type_hints(tool).get("return")
@@ -103,22 +112,22 @@ def _shows_a_picture(tool: Callable[..., Any]) -> bool:
     return isinstance(returned, type) and issubclass(returned, Image.Image)
 
 
-def _refuse_no_text(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
+def _check_text_limit(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:
     """Raise `UserError` where each answer of a built-in tool is longer than the limit of text.
 
     Nothing is known of the answers of the user's tools, which may have the name of a built-in one.
     """
     max_text = toolbox.options.max_text
     is_built_in = BUILT_IN_TOOLS.get(name) is tool
-    shortest = SHORTEST_TEXT.get(name, 0) if is_built_in else 0
-    if max_text < shortest:
+    shortest_answer = SHORTEST_ANSWER_CHARS.get(name, 0) if is_built_in else 0
+    if max_text < shortest_answer:
         raise UserError(
             f"adora_tool_options.max_text: {max_text} is less than any answer of {name} has, "
-            f"{shortest} characters; set it to {shortest} or more"
+            f"{shortest_answer} characters; set it to {shortest_answer} or more"
         )
 
 
-def _refuse_no_tokens(
+def _check_token_limits(
     toolbox: Toolbox,
     tool_loop: ToolLoop,
     function: Mapping[str, Any],
@@ -133,11 +142,11 @@ def _refuse_no_tokens(
         limits: the limits of a conversation.
     """
     name = function["name"]
-    call_length = _shortest_call(tool_loop, function)
+    call_length = _shortest_call_tokens(tool_loop, function)
     picture_tokens = _fewest_picture_tokens(toolbox, toolbox.chosen.functions[name])
     answer_length = tool_loop.empty_answer_length + picture_tokens
-    needed = call_length + answer_length + MIN_TOKENS_LEFT
-    parts = (
+    needed_tokens = call_length + answer_length + MIN_TOKENS_LEFT
+    need_in_words = (
         f"{name}, whose shortest call takes {call_length} tokens and the answer to it "
         f"{answer_length}, and {MIN_TOKENS_LEFT} have to be left behind it"
     )
@@ -147,23 +156,23 @@ def _refuse_no_tokens(
             f"adora_tool_options.turn_tokens: {turn_limit} is too short for a call of {name}, which "
             f"takes {call_length} tokens or more; raise it"
         )
-    if limits.max_completion < needed:
+    if limits.max_completion < needed_tokens:
         raise UserError(
             f"{limits.completion_key}: {limits.max_completion} leaves no room for an answer of "
-            f"{parts}; set it to {needed} or more"
+            f"{need_in_words}; set it to {needed_tokens} or more"
         )
     # The context is known only where vLLM samples, the prompt only where the data are known.
     if limits.max_context is None or limits.shortest_prompt is None:
         return
-    if limits.max_context - limits.shortest_prompt < needed:
+    if limits.max_context - limits.shortest_prompt < needed_tokens:
         raise UserError(
-            f"vllm_max_model_length: {limits.max_context} leaves no room for an answer of {parts}, "
+            f"vllm_max_model_length: {limits.max_context} leaves no room for an answer of {need_in_words}, "
             f"where the shortest prompt has {limits.shortest_prompt}; set it to "
-            f"{limits.shortest_prompt + needed} or more"
+            f"{limits.shortest_prompt + needed_tokens} or more"
         )
 
 
-def _shortest_call(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
+def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
     """Return the number of tokens of the shortest call that the schema of a tool allows.
 
     The same JSON takes more or fewer tokens by its spaces, so the shortest spelling counts. The
@@ -174,10 +183,10 @@ def _shortest_call(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
     required = parameters.get("required", ())
     arguments = {name: shortest_value(properties[name]) for name in required}
     call = {"name": function["name"], "arguments": arguments}
-    plain = json.dumps(call)
+    with_spaces = json.dumps(call)
     without_spaces = json.dumps(call, separators=(",", ":"))
     # Which spelling takes fewest tokens depends on the tokenizer.
-    spellings = [plain, f"\n{plain}", without_spaces]
+    spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
     end_of_turn = 1
     return min(tool_loop.count(f"{CALL}{text}") for text in spellings) + end_of_turn
 
@@ -186,9 +195,9 @@ def shortest_value(schema: Mapping[str, Any]) -> Any:
     """Return a value of as few characters as the schema of an argument allows."""
     if schema.get("enum"):
         return min(schema["enum"], key=lambda value: len(str(value)))
-    kinds = schema.get("type", "string")
-    kind = kinds if isinstance(kinds, str) else kinds[0]
-    return _SHORTEST.get(kind)
+    type_or_types = schema.get("type", "string")
+    json_type = type_or_types if isinstance(type_or_types, str) else type_or_types[0]
+    return _SHORTEST_VALUE_BY_JSON_TYPE.get(json_type)
 
 
 def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
@@ -197,7 +206,7 @@ def _fewest_picture_tokens(toolbox: Toolbox, tool: Callable[..., Any]) -> int:
     It is 0 for a tool that may return anything else, and for a model that sees no images.
     """
     view = toolbox.view
-    if view is None or not _shows_a_picture(tool):
+    if view is None or not _returns_a_picture(tool):
         return 0
     # A picture of one image token, which the model enlarges to the fewest pixels that it takes.
     token_side = view.unit

@@ -35,13 +35,13 @@ from adora_vl.rollout.turns import ToolAnswer
 from adora_vl.tools.calls import (
     CallError,
     ToolCall,
-    calls_in,
+    build_tool_schema,
     check_arguments,
     clean,
     error_line,
-    limited,
+    find_calls,
     read_call,
-    schema_of,
+    run_limited,
 )
 from adora_vl.tools.environments import Environments
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
@@ -58,20 +58,22 @@ from adora_vl.utils.own_files import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-Part = str | Image.Image
+AnswerPart = str | Image.Image
 # The calls of one turn that are answered; a single line answers all beyond them.
 CALLS_PER_TURN = 4
-_MAX_PARTS = 10_000  # of an answer; empty texts count in no further limit
-_NEED_PICTURES = [tool for tool in BUILT_IN_TOOLS.values() if "view" in signature(tool).parameters]
+_MAX_ANSWER_PARTS = 10_000  # of an answer; empty texts count in no further limit
+_TOOLS_FOR_PICTURES = [
+    tool for tool in BUILT_IN_TOOLS.values() if "view" in signature(tool).parameters
+]
 
 
 @dataclass(frozen=True)
 class ToolSet:
     """The tools of a run."""
 
-    # by name; includes the methods of the first environment, which stand for those of every one
+    # By name; includes the methods of the first environment, which stand for those of every one.
     functions: Mapping[str, Callable[..., Any]]
-    # the hash of each file or function of the user, by its path or name
+    # The hash of each file or function of the user, by its path or name.
     hashes: Mapping[str, str] = field(default_factory=dict)
     environments: Environments | None = None
 
@@ -80,8 +82,11 @@ class ToolSet:
 
         `view`: what the model sees of a picture; None for a model that reads text alone.
         """
-        words = {"points": view.points} if view else {}
-        return [schema_of(name, tool, words) for name, tool in self.functions.items()]
+        text_by_placeholder = {"points": view.points} if view else {}
+        return [
+            build_tool_schema(name, tool, text_by_placeholder)
+            for name, tool in self.functions.items()
+        ]
 
 
 def choose_tools(
@@ -125,7 +130,7 @@ def choose_tools(
     for tool in tools:
         if tool.name in functions:
             raise UserError(f"tools: two of them have the name {tool.name!r}; rename one of them")
-        schema_of(tool.label, tool.function)  # raises for a tool without a schema
+        build_tool_schema(tool.label, tool.function)  # raises for a tool without a schema
         functions[tool.name] = tool.function
     return ToolSet(functions, hashes, environments)
 
@@ -138,7 +143,7 @@ class _NamedTool(NamedTuple):
     function: Any
 
 
-def view_of(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
+def build_view(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
     """Return what a model with this config sees of a picture.
 
     None for a model that reads text alone. `pixels`: the limits to which pictures are resized for
@@ -148,26 +153,26 @@ def view_of(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
         return None
     family = family_of(config)
     vision = family.vision if family is not None else None
-    relative = vision is not None and vision.relative  # whether coordinates are in thousandths
-    return View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=relative)
+    has_relative_points = vision is not None and vision.relative  # in thousandths
+    return View(low=pixels.low, high=pixels.high, unit=pixels.unit, relative=has_relative_points)
 
 
 @dataclass(frozen=True)
-class _Outcome:
+class _CallOutcome:
     """What one call of a tool has returned, or the line that says why it failed."""
 
     name: str  # of the tool; empty where the call could not be read
-    parts: Sequence[Part]
+    parts: Sequence[AnswerPart]
     failed: bool = False
 
 
-def _with_picture_numbers(parts: Sequence[Part], first: int) -> list[Part]:
+def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart]:
     """Return the texts and pictures of an answer, with line breaks and numbers between them.
 
     Each part gets a line of its own, and each picture its number, by which later calls name it.
     `first`: the number of the first picture.
     """
-    lines: list[Part] = []
+    lines: list[AnswerPart] = []
     number = first
     for part in parts:
         if lines:
@@ -180,7 +185,7 @@ def _with_picture_numbers(parts: Sequence[Part], first: int) -> list[Part]:
     return lines
 
 
-def _recorded(outcome: _Outcome, call_text: str, *, seconds: float) -> Call:
+def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Call:
     """Return a call as the record of the run has it.
 
     `call_text`: the call as the model wrote it. `seconds`: how long it took.
@@ -222,8 +227,8 @@ class Toolbox:
         self.options = options
         self.view = view
         self.schemas = chosen.schemas(view)
-        self._by_name = {schema["function"]["name"]: schema for schema in self.schemas}
-        for name, schema in self._by_name.items():
+        self._schema_by_name = {schema["function"]["name"]: schema for schema in self.schemas}
+        for name, schema in self._schema_by_name.items():
             token = control_token_in(schema, control_tokens)
             if token is not None:
                 raise UserError(
@@ -232,7 +237,7 @@ class Toolbox:
                 )
         self._has_warned = False  # of a tool that was stopped by its time limit
         for name, tool in chosen.functions.items():
-            if view is None and tool in _NEED_PICTURES:
+            if view is None and tool in _TOOLS_FOR_PICTURES:
                 raise UserError(f"tools: {name!r} needs a model that sees images; leave it out")
 
     def answer(
@@ -256,21 +261,22 @@ class Toolbox:
         Returns None if the turn calls nothing.
         """
         all_pictures = list(images)
-        parts = list[Part]()
+        parts = list[AnswerPart]()
         calls = list[Call]()
-        for number, call_text in enumerate(calls_in(text)):
-            began = time.perf_counter()
-            outcome = self._outcome(
+        for number, call_text in enumerate(find_calls(text)):
+            start_time = time.perf_counter()
+            outcome = self._run_call(
                 call_text,
                 number=number,
                 images=all_pictures,
                 seed=f"{seed}/{number}",
                 environment=environment,
             )
-            calls.append(_recorded(outcome, call_text, seconds=time.perf_counter() - began))
+            seconds = time.perf_counter() - start_time
+            calls.append(_call_record(outcome, call_text, seconds=seconds))
             if number > 0:
                 parts.append("\n")
-            parts += tool_response(_with_picture_numbers(outcome.parts, len(all_pictures)))
+            parts += tool_response(_number_pictures(outcome.parts, len(all_pictures)))
             # A later call of this turn may use the pictures of this one.
             all_pictures += [part for part in outcome.parts if isinstance(part, Image.Image)]
             # The first call beyond the limit gets an error that says so, the others nothing.
@@ -282,7 +288,7 @@ class Toolbox:
             parts.append(f"\n{NO_CALLS_LEFT}")
         return ToolAnswer(tuple(parts), tuple(calls))
 
-    def _outcome(
+    def _run_call(
         self,
         call_text: str,
         *,
@@ -290,7 +296,7 @@ class Toolbox:
         images: Sequence[Image.Image],
         seed: str,
         environment: object,
-    ) -> _Outcome:
+    ) -> _CallOutcome:
         """Read one call, run it, and return its result, or an error line for the model.
 
         Every exception becomes such a line. A run that ended here would end again when it is
@@ -309,8 +315,8 @@ class Toolbox:
                 raise CallError(f"too many calls in a turn, at most {CALLS_PER_TURN}")
             call = read_call(call_text)
             name = call.name
-            parts = self._call(call, images=images, seed=seed, environment=environment)
-            return _Outcome(name, parts)
+            parts = self._call_tool(call, images=images, seed=seed, environment=environment)
+            return _CallOutcome(name, parts)
         except KeyboardInterrupt:
             raise
         except CallError as error:
@@ -322,25 +328,25 @@ class Toolbox:
             reason = "the tool called sys.exit"
         except BaseException as error:  # compiled code raises some that are no `Exception`
             reason = in_one_line(error)
-        return _Outcome(name, [error_line(reason)], failed=True)
+        return _CallOutcome(name, [error_line(reason)], failed=True)
 
-    def _call(
+    def _call_tool(
         self,
         call: ToolCall,
         *,
         images: Sequence[Image.Image],
         seed: str,
         environment: object,
-    ) -> list[Part]:
+    ) -> list[AnswerPart]:
         """Call a tool, and return the texts and pictures of its result.
 
-        The arguments are those of `_outcome`. Raises `CallError` where the call is wrong or the
+        The arguments are those of `_run_call`. Raises `CallError` where the call is wrong or the
         result no answer, and whatever the tool raises.
         """
         name = call.name
-        if name not in self._by_name:
-            raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._by_name)}")
-        kwargs: dict[str, Any] = check_arguments(call.arguments, self._by_name[name])
+        if name not in self._schema_by_name:
+            raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._schema_by_name)}")
+        kwargs: dict[str, Any] = check_arguments(call.arguments, self._schema_by_name[name])
         tool = self.chosen.functions[name]
         environments = self.chosen.environments
         if environments is not None and environment is not None and name in environments.tools:
@@ -348,18 +354,18 @@ class Toolbox:
             tool = getattr(environment, name)
         # A tool gets the pictures and the view only if it has parameters of these names.
         parameters = signature(tool).parameters
-        hidden = {"images": images, "view": self.view}
-        kwargs |= {key: value for key, value in hidden.items() if key in parameters}
+        hidden_arguments = {"images": images, "view": self.view}
+        kwargs |= {key: value for key, value in hidden_arguments.items() if key in parameters}
         if BUILT_IN_TOOLS.get(name) is tool:
             try:
-                return self._parts(tool(**kwargs), len(images))
+                return self._read_result(tool(**kwargs), len(images))
             except ValueError as error:
                 raise CallError(str(error)) from error
         # Code of the user gets copies, so that it cannot change what the run has.
         kwargs = {key: own_copy(value) for key, value in kwargs.items()}
         # The result may be lazy, or slow to convert: that counts as the tool's time too.
-        with limited(f"tool {name}", self.options.seconds, seed):
-            return self._parts(tool(**kwargs), len(images))
+        with run_limited(f"tool {name}", self.options.seconds, seed):
+            return self._read_result(tool(**kwargs), len(images))
 
     def _warn_late(self, name: str) -> None:
         """Warn, once in a run, that a tool was stopped by its time limit."""
@@ -371,33 +377,35 @@ class Toolbox:
             )
         self._has_warned = True
 
-    def _parts(self, result: object, before: int) -> list[Part]:
+    def _read_result(self, result: object, picture_count: int) -> list[AnswerPart]:
         """Return the result of a tool as texts and pictures that the model's processor accepts.
 
-        `before`: the number of pictures that the model has already. Raises `CallError` beyond the
-        limits of an answer, and whatever an object of the user raises when it is read.
+        `picture_count`: the number of pictures that the model has already. Raises `CallError`
+        beyond the limits of an answer, and whatever an object of the user raises when it is read.
         """
-        parts = list[Part]()
-        length = 0
-        pictures = 0
+        parts = list[AnswerPart]()
+        text_length = 0
+        new_picture_count = 0
         values = result if isinstance(result, list | tuple) else [result]
         for value in values:
-            part = self._part(value)
+            part = self._read_value(value)
             parts.append(part)
             if isinstance(part, str):
-                length += len(part)
+                text_length += len(part)
             else:
-                pictures += 1
+                new_picture_count += 1
             # It is checked in the loop, since iterating over a list of a user's class may never end.
-            if length > self.options.max_text or len(parts) > _MAX_PARTS:
+            if text_length > self.options.max_text or len(parts) > _MAX_ANSWER_PARTS:
                 raise CallError(
-                    f"the tool's text has {length} characters, at most {self.options.max_text}"
+                    f"the tool's text has {text_length} characters, at most {self.options.max_text}"
                 )
-            if before + pictures > self.options.images:
-                raise CallError(f"no further pictures, there are {before} of {self.options.images}")
+            if picture_count + new_picture_count > self.options.images:
+                raise CallError(
+                    f"no further pictures, there are {picture_count} of {self.options.images}"
+                )
         return parts or ["nothing"]
 
-    def _part(self, value: object) -> Part:
+    def _read_value(self, value: object) -> AnswerPart:
         """Return one value of a tool's result as a text or a picture.
 
         A value that is neither becomes its JSON text. Raises `CallError` where it has none.
@@ -408,7 +416,7 @@ class Toolbox:
             if isinstance(kind, str) and kind in ("text", "image"):
                 value = value.get(kind)
         if isinstance(value, Image.Image):
-            return self._picture(value)
+            return self._fit_picture(value)
         if isinstance(value, str):
             return clean(value)
         try:
@@ -420,7 +428,7 @@ class Toolbox:
                 f"the tool returned a {type(value).__name__}, no text and no picture"
             ) from None
 
-    def _picture(self, image: Image.Image) -> Image.Image:
+    def _fit_picture(self, image: Image.Image) -> Image.Image:
         """Return a tool's picture upright, in RGB, and resized for the model.
 
         Raises `CallError` for a picture that cannot be read, or that the model cannot see.
@@ -439,7 +447,8 @@ class Toolbox:
         (width, height) = image.size
         # A side has at least one image token, and the image processor refuses a narrow strip.
         unit = self.view.unit
-        if min(width, height) < unit or max(width, height) >= MAX_ASPECT_RATIO * min(width, height):
+        shorter_side, longer_side = sorted((width, height))
+        if shorter_side < unit or longer_side >= MAX_ASPECT_RATIO * shorter_side:
             raise CallError(
                 f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
             )

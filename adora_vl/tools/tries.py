@@ -15,8 +15,15 @@ from adora_vl.tools.ours import BUILT_IN_TOOLS
 from adora_vl.tools.room import shortest_value
 from adora_vl.tools.run import Toolbox
 
-_PLAIN = {"integer": 1, "number": 1.0, "string": "a", "boolean": False, "array": [], "object": {}}
-_SHOWN = 40  # characters of an answer
+_PLAIN_VALUE_BY_JSON_TYPE = {
+    "integer": 1,
+    "number": 1.0,
+    "string": "a",
+    "boolean": False,
+    "array": [],
+    "object": {},
+}
+_MAX_SHOWN_CHARS = 40  # of an answer
 
 
 def unsteady_tools(
@@ -80,8 +87,8 @@ def _different_answers(
         second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
         assert first is not None, "the text has a call"
         assert second is not None, "the text has a call"
-        if not _same(first, second):
-            return _in_short(first), _in_short(second)
+        if not _are_same_answers(first, second):
+            return _shorten(first), _shorten(second)
         if not first.calls[0].failed:
             return None
     return None
@@ -95,27 +102,34 @@ def _trial_arguments(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     properties = parameters["properties"]
     required = parameters.get("required", ())
-    plain = dict[str, Any]()
+    plain_arguments = dict[str, Any]()
     for name in required:
         schema = properties[name]
-        kind = schema.get("type")
-        has_plain = not schema.get("enum") and isinstance(kind, str) and kind in _PLAIN
-        plain[name] = _PLAIN[kind] if has_plain else shortest_value(schema)
-    shortest = {name: shortest_value(properties[name]) for name in required}
-    return [plain] if plain == shortest else [plain, shortest]
+        json_type = schema.get("type")
+        is_single_type = isinstance(json_type, str) and json_type in _PLAIN_VALUE_BY_JSON_TYPE
+        if is_single_type and not schema.get("enum"):
+            plain_arguments[name] = _PLAIN_VALUE_BY_JSON_TYPE[json_type]
+        else:
+            plain_arguments[name] = shortest_value(schema)
+    shortest_arguments = {name: shortest_value(properties[name]) for name in required}
+    if plain_arguments == shortest_arguments:
+        return [plain_arguments]
+    return [plain_arguments, shortest_arguments]
 
 
-def _same(first: ToolAnswer, second: ToolAnswer) -> bool:
+def _are_same_answers(first: ToolAnswer, second: ToolAnswer) -> bool:
     """Return whether two answers have the same texts and pictures."""
-    return [_content(part) for part in first.parts] == [_content(part) for part in second.parts]
+    return [_comparable_content(part) for part in first.parts] == [
+        _comparable_content(part) for part in second.parts
+    ]
 
 
-def _content(part: str | Image.Image) -> object:
+def _comparable_content(part: str | Image.Image) -> object:
     """Return what is compared of a part: a text, or the size and pixels of a picture."""
     return part if isinstance(part, str) else (part.size, part.tobytes())
 
 
-def _in_short(answer: ToolAnswer) -> str:
+def _shorten(answer: ToolAnswer) -> str:
     """Return the beginning of the text of an answer, on one line."""
     text = " ".join(answer.calls[0].text.split())
-    return f"{text[:_SHOWN]!r}"
+    return f"{text[:_MAX_SHOWN_CHARS]!r}"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import AdoraWeighting
-from adora_vl.advantage.grpo import deviation, is_constant, stock_advantages
+from adora_vl.advantage.grpo import compute_trl_advantages, is_constant, nan_standard_deviation
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.types import StepContext
@@ -119,9 +119,9 @@ class AdvantageComputer:
             step: optimizer steps that have been made.
         """
         groups = self._groups(facts, group_size, step)
-        trl_advantages_PG = stock_advantages(
+        trl_advantages_PG = compute_trl_advantages(
             facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
-            weights=self.reward_weights_F,
+            weights_F=self.reward_weights_F,
             scale=self.scale_rewards,
             sums_rewards=self.methods.sums_rewards,
         )
@@ -159,11 +159,15 @@ class AdvantageComputer:
         if not self.methods.sums_rewards:
             # TRL divides these advantages by their own standard deviation plus 1e-4, and looks at
             # that standard deviation.
-            spread = deviation(trl_advantages_PG.flatten(), trl_advantages_PG.mean()) / 1e4
+            spread = (
+                nan_standard_deviation(trl_advantages_PG.flatten(), trl_advantages_PG.mean()) / 1e4
+            )
         elif self.scale_rewards == "batch":
-            spread = deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
+            spread = nan_standard_deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
         else:
-            spread = deviation(rewards_PG, torch.nanmean(rewards_PG, dim=1, keepdim=True))
+            spread = nan_standard_deviation(
+                rewards_PG, torch.nanmean(rewards_PG, dim=1, keepdim=True)
+            )
         # One deviation for each group, or one for the whole batch.
         is_equal_P1 = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
         has_reward_P = groups.scored_PG.any(dim=1)

@@ -65,7 +65,9 @@ class BatchBuilder:
     has_engine_logps: bool  # whether the sampler returns log-probabilities
     pad_to_multiple_of: int | None = None  # of the widths of columns; None for any width
     has_tools: bool = False  # whether some tokens may be those of tools
-    has_stale: bool = False  # whether rollouts of a training may be older than their generation
+    allows_stale_rollouts: bool = (
+        False  # whether rollouts of a training may be older than their generation
+    )
     shows_other_images: bool = False  # whether an extension shows the engine other images
 
     def build(
@@ -175,11 +177,11 @@ class BatchBuilder:
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values_by_column: dict[str, list[int]] = {}
-        if self.has_stale or self.shows_other_images:
+        if self.allows_stale_rollouts or self.shows_other_images:
             values_by_column["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
-        if self.has_stale:
+        if self.allows_stale_rollouts:
             # What tools have answered does not count.
             values_by_column["segments"] = [
                 sum(segment.is_sampled for segment in rollout.segments) for rollout in rollouts

@@ -24,7 +24,7 @@ _SplitBatch = dict[str, Any]
 PackedRows = dict[str, Any]
 Nested = TypeVar("Nested")  # tensors in lists, tuples and dicts
 # Their second dimension has nothing to do with tokens, though it may be as wide as one that has.
-_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
+_COLUMNS_WITHOUT_TOKEN_AXIS = ("pixel_values", "image_grid_thw")
 
 
 class RowReader:
@@ -38,16 +38,16 @@ class RowReader:
         """Return a batch of the rows with these numbers; scalars are kept."""
         return _join_images(_take_rows(self._split, rows))
 
-    def pack(self, rows: Sequence[int], banks: ImageBanks) -> PackedRows:
+    def pack(self, rows: Sequence[int], image_banks: ImageBanks) -> PackedRows:
         """Copy rows to the CPU, with the images that they refer to, to send or to save them.
 
         An image that several rows share is included once.
 
         Args:
             rows: numbers of the rows.
-            banks: have the images.
+            image_banks: have the images.
         """
-        return _pack_rows(_take_rows(self._split, rows), banks)
+        return _pack_rows(_take_rows(self._split, rows), image_banks)
 
 
 def _split_images(batch: Batch) -> _SplitBatch:
@@ -64,7 +64,7 @@ def _join_images(split: _SplitBatch) -> Batch:
     return cast("Batch", unsplit_pixel_values_by_grid(split))
 
 
-def _pack_rows(rows: _SplitBatch, banks: ImageBanks) -> PackedRows:
+def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
     """Copy rows to the CPU, with each of their images once.
 
     In a batch `pixel_values` has a reference to each patch of a row's images in an image bank. In
@@ -83,20 +83,20 @@ def _pack_rows(rows: _SplitBatch, banks: ImageBanks) -> PackedRows:
         packed["pixel_values"] = first_patches_by_row
         distinct_images = set(chain.from_iterable(first_patches_by_row))
         packed["images"] = {
-            first_patch: to_cpu(banks.of(first_patch).image(first_patch))
+            first_patch: to_cpu(image_banks.of(first_patch).image(first_patch))
             for first_patch in distinct_images
         }
     return packed
 
 
-def unpack_rows(packed: PackedRows, banks: ImageBanks, device: torch.device) -> Batch:
+def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.device) -> Batch:
     """Return rows that `RowReader.pack` has packed as a batch on the device.
 
     Their images are stored in the image bank of the training batch, and the rows refer to it.
     """
     columns = {name: value for name, value in packed.items() if name != "images"}
     rows: _SplitBatch = send_to_device(columns, device)
-    bank = banks.extend()
+    bank = image_banks.extend()
     if "images" in packed and bank is not None:
         # The images by the numbers that their first patches had in the bank they come from.
         references_by_image = {
@@ -195,7 +195,7 @@ def _token_axis(name: str, value: object, prompt_width: int, completion_width: i
         prompt_width: token columns of prompts in the batch.
         completion_width: token columns of completions in the batch.
     """
-    if not isinstance(value, Tensor) or value.dim() < 2 or name in _WITHOUT_TOKEN_AXIS:
+    if not isinstance(value, Tensor) or value.dim() < 2 or name in _COLUMNS_WITHOUT_TOKEN_AXIS:
         return "none"
     if name in ("prompt_ids", "prompt_mask"):
         return "prompt"
@@ -216,7 +216,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     new_completion_width = max(part["completion_ids"].size(1) for part in batches)
     ratio_is_per_rollout = all(map(_has_one_ratio_per_rollout, batches))
     widened = [
-        _widened(
+        _widen(
             part,
             new_prompt_width=new_prompt_width,
             new_completion_width=new_completion_width,
@@ -262,7 +262,7 @@ def _has_one_ratio_per_rollout(batch: Batch) -> bool:
     return ratio is None or ratio.size(1) == 1
 
 
-def _widened(
+def _widen(
     batch: Batch,
     new_prompt_width: int,
     new_completion_width: int,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from adora_vl.training.generation import Generation
     from adora_vl.types import Batch, StepContext
 
-KEY = "adora_extensions"
+EXTENSIONS_KEY = "adora_extensions"
 
 
 class Extension:
@@ -76,7 +76,7 @@ class Extension:
         """
 
 
-def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
+def configured_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     """Return the entries of the key `adora_extensions`, `FILE.py:NAME`, with their options.
 
     Raises `UserError` for options that are not a mapping.
@@ -85,20 +85,20 @@ def asked_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     for entry, options in config.adora_extensions.items():
         if options is not None and not isinstance(options, Mapping):
             raise UserError(
-                f"{KEY}.{own_name(entry)}: {options!r:.60} is not a mapping of its options"
+                f"{EXTENSIONS_KEY}.{own_name(entry)}: {options!r:.60} is not a mapping of its options"
             )
         entries[entry] = dict(options or {})
     return entries
 
 
-def _loaded(entry: str) -> FromFile:
+def _load_extension_class(entry: str) -> FromFile:
     """Load the class that an entry of the key names, `FILE.py:NAME`."""
 
     def is_extension(value: object) -> bool:
         """Return whether a value in the file is a class of an extension."""
         return isinstance(value, type) and issubclass(value, Extension)
 
-    return from_file(KEY, entry, noun="extension", fits=is_extension)
+    return from_file(EXTENSIONS_KEY, entry, noun="extension", fits=is_extension)
 
 
 def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
@@ -106,11 +106,11 @@ def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
 
     The hash covers the neighbouring files that it imports too.
     """
-    classes = [_loaded(entry) for entry in asked_extensions(config)]
+    classes = [_load_extension_class(entry) for entry in configured_extensions(config)]
     return {loaded_class.file: loaded_class.hash for loaded_class in classes}
 
 
-def chosen_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
+def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
     """Make the run's extensions with their options, and check them against the other keys.
 
     Raises `UserError` for an entry that names no extension, an unknown option or a wrong value.
@@ -119,24 +119,28 @@ def chosen_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
         The extensions by the names of their classes.
     """
     chosen: dict[str, Extension] = {}
-    for entry, options in asked_extensions(config).items():
+    for entry, options in configured_extensions(config).items():
         name = own_name(entry)
         if name in chosen:
-            raise UserError(f"{KEY}: two entries have the name {name!r}; rename one of the classes")
-        extension: Extension = convert(f"{KEY}.{name}", options, _loaded(entry).value)
+            raise UserError(
+                f"{EXTENSIONS_KEY}: two entries have the name {name!r}; rename one of the classes"
+            )
+        extension: Extension = convert(
+            f"{EXTENSIONS_KEY}.{name}", options, _load_extension_class(entry).value
+        )
         if extension.changes_images and not config.use_vllm:
             raise UserError(
-                f"{KEY}: {name} samples some rollouts on other images, which needs use_vllm: true"
+                f"{EXTENSIONS_KEY}: {name} samples some rollouts on other images, which needs use_vllm: true"
             )
         if extension.changes_images and config.adora_rollouts.old_logps == "engine":
             raise UserError(
-                f"{KEY}: {name} samples some rollouts on other images, where the engine's "
+                f"{EXTENSIONS_KEY}: {name} samples some rollouts on other images, where the engine's "
                 "log-probabilities are not the policy's; leave out adora_rollouts.old_logps: engine"
             )
         try:
             extension.check(config)
         except ValueError as error:
-            raise UserError(f"{KEY}.{name}.{error}") from error
+            raise UserError(f"{EXTENSIONS_KEY}.{name}.{error}") from error
         chosen[name] = extension
     return chosen
 
@@ -147,7 +151,7 @@ def check_extensions(chosen: Mapping[str, Extension], model_config: PretrainedCo
         try:
             extension.check_model(model_config)
         except ValueError as error:
-            raise UserError(f"{KEY}.{name}.{error}") from error
+            raise UserError(f"{EXTENSIONS_KEY}.{name}.{error}") from error
 
 
 def extension_costs(chosen: Mapping[str, Extension], config: AdoraGRPOConfig) -> list[str]:

@@ -13,8 +13,8 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Row
 from adora_vl.utils.cli import shown
 
-_SHOWN_ROWS = 5
-_SHOWN_CHARS = 60  # of an answer
+_MAX_EXAMPLES = 5
+_MAX_ANSWER_CHARS = 60  # of an answer
 
 
 class FirstAnswers:
@@ -59,14 +59,14 @@ def warning_lines(rows: Sequence[Row], facts: RolloutFacts) -> list[str]:
     read_by_reference: dict[str, str] = {}
     # Not strict: behind the rollouts of this rank stand those of others, whose rows are not here.
     for row, extracted_answer, reason in zip(rows, extracted_answers, reasons, strict=False):
-        reference_answer = shown(row.get("answer"), _SHOWN_CHARS)
+        reference_answer = shown(row.get("answer"), _MAX_ANSWER_CHARS)
         extracted_text = "no answer"
         if extracted_answer is not None:
-            extracted_text = shown(extracted_answer, _SHOWN_CHARS)
+            extracted_text = shown(extracted_answer, _MAX_ANSWER_CHARS)
         read_by_reference.setdefault(str(reference_answer), f"{extracted_text} ({reason})")
     examples = [
         f"  reference answer {reference_answer}, read {extracted_text}"
-        for reference_answer, extracted_text in list(read_by_reference.items())[:_SHOWN_ROWS]
+        for reference_answer, extracted_text in list(read_by_reference.items())[:_MAX_EXAMPLES]
     ]
     return [
         f"warning: none of the first {len(verdicts)} rollouts is right; see whether these reference "

@@ -24,7 +24,7 @@ class Generation:
     number: int = 0
     """Its index among the generations of a training; 0 where all rollouts are sampled at once."""
 
-    def attempt(self, number: int) -> Generation:
+    def in_round(self, number: int) -> Generation:
         """Return this generation in a later round, in which further problems are sampled.
 
         The number of the round is part of the seeds of its rollouts.
@@ -69,10 +69,10 @@ class ScoredGroups:
     facts: RolloutFacts
     assessment: GroupAssessment
 
-    def exchanged(
+    def exchange_groups(
         self, refill: ScoredGroups, chosen_by_rank: Sequence[Sequence[int]], pad_id: int, rank: int
     ) -> ScoredGroups:
-        """Return the chosen ones of these groups and of those of a refill.
+        """Return the groups that are chosen among these and those of a refill.
 
         Their `assessment` is still that of these groups; the caller replaces it.
 
@@ -99,7 +99,7 @@ class ScoredGroups:
             self,
             groups=[groups_of_rank[number] for number in chosen_by_rank[rank]],
             batch=batch,
-            facts=self.facts.joined(refill.facts).selected(chosen_rollouts),
+            facts=self.facts.append(refill.facts).select(chosen_rollouts),
         )
 
     def _groups_in_joined_facts(

@@ -68,7 +68,7 @@ class GenerationNumbers:
         self._rows = rows
         self._is_numbered = is_numbered
 
-    def at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
+    def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
         """Return the generation that is sampled at a step.
 
         It has a number only where rollouts may be older than the generation that learns from them.
@@ -91,15 +91,15 @@ class GenerationNumbers:
                 "wait are read again (a streamed data set, or a loader of your own); load the "
                 "data set whole, or set budget and ahead off"
             )
-        number = self._number_at(key.step, key.micro)
+        number = self._count_before(key.step, key.micro)
         return Generation(key=key, group_size=group_size, number=number)
 
-    def after(self, generation: Generation, distance: int) -> Generation | None:
+    def generation_after(self, generation: Generation, distance: int) -> Generation | None:
         """Return the generation `distance` after this one; None after the last of the training."""
-        if distance >= self.left(generation):
+        if distance >= self.count_remaining(generation):
             return None
         layout = self._layout
-        number = self._number_at(generation.key.step, generation.key.micro) + distance
+        number = self._count_before(generation.key.step, generation.key.micro) + distance
         if layout.has_one_step:
             # An optimizer step takes one or several whole generations.
             position = self._plan.position_of(number)
@@ -111,12 +111,12 @@ class GenerationNumbers:
         key = StepKey(mode="train", step=step, micro=micro)
         return replace(generation, key=key, number=number)
 
-    def left(self, generation: Generation) -> int:
+    def count_remaining(self, generation: Generation) -> int:
         """Return the number of generations until the end of the training, including this one."""
-        total = self._number_at(int(self._state().max_steps))
-        return total - self._number_at(generation.key.step, generation.key.micro)
+        total_count = self._count_before(int(self._state().max_steps))
+        return total_count - self._count_before(generation.key.step, generation.key.micro)
 
-    def _number_at(self, step: int, micro: int = 0) -> int:
+    def _count_before(self, step: int, micro: int = 0) -> int:
         """Return how many generations begin before micro-batch `micro` of optimizer step `step`.
 
         That is the number of the generation that begins there.

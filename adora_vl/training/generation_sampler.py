@@ -35,28 +35,28 @@ from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, group
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
-from adora_vl.training.group_sampler import GroupSampler, to_the_ends
+from adora_vl.training.group_sampler import GroupSampler, limits_to_the_ends
 from adora_vl.training.guards import GenerationGuard
-from adora_vl.training.pool import Pool, row_numbers
+from adora_vl.training.pool import Pool, list_row_numbers
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
 
 
 @dataclass
-class RowsAhead:
+class UpcomingRows:
     """The rows that the data loader will draw. The trainer fills it when it makes the loader."""
 
     rows: DistinctRows | None = None
     order: EpochRepeatSampler | None = None
 
-    def after(self, numbers: Sequence[int], distance: int) -> list[Row]:
+    def rows_after(self, row_numbers: Sequence[int], distance: int) -> list[Row]:
         """Return the rows that the data loader draws `distance` generations after these rows.
 
-        `numbers`: the row numbers of a generation. Empty where the later rows are not known.
+        `row_numbers`: those of a generation. The result is empty where the later rows are not known.
         """
         assert self.rows is not None
         assert self.order is not None
-        rows: list[Row] = self.rows.rows_after(list(numbers), self.order, distance)
+        rows: list[Row] = self.rows.rows_after(list(row_numbers), self.order, distance)
         return rows
 
 
@@ -150,7 +150,7 @@ class GenerationSampler:
         guard: GenerationGuard,
         phase: Callable[[str], AbstractContextManager[None]],
         environments: Environments | None,
-        rows_ahead: Callable[[Sequence[int], int], list[Row]],
+        upcoming_rows: Callable[[Sequence[int], int], list[Row]],
         drift_check: LateDriftCheck,
     ) -> None:
         """Build a sampler of generations.
@@ -162,7 +162,7 @@ class GenerationSampler:
             guard: ends the run, with a checkpoint, where a row cannot be read or no server is left.
             phase: returns a context in which the seconds count as those of the named phase.
             environments: gives each rollout an environment; None in a run without environments.
-            rows_ahead: returns the rows of a later generation, as `RowsAhead.after` does.
+            upcoming_rows: returns the rows of a later generation, as `UpcomingRows.rows_after` does.
             drift_check: compares the servers' log-probabilities with the policy's. It is used where
                 servers sample generations ahead, so that no rollout is by the present weights.
         """
@@ -174,7 +174,7 @@ class GenerationSampler:
         self.guard = guard
         self.phase = phase
         self.environments = environments
-        self.rows_ahead = rows_ahead
+        self.upcoming_rows = upcoming_rows
         self.drift_check = drift_check
         # How many generations servers sample before the policy learns from the present one.
         self.generations_ahead = pool.generations_ahead
@@ -213,9 +213,9 @@ class GenerationSampler:
             first_row_number=self.accelerator.process_index * len(rows),
             group_size=generation.group_size,
         )
-        return self._in_environments(groups, generation.key.step, begins_generation=True)
+        return self._enter_environments(groups, generation.key.step, begins_generation=True)
 
-    def schedule(self, generation: Generation, drawn: list[RolloutGroup]) -> None:
+    def schedule(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
         """Stage 2: decide which groups begin or go on, and request their rollouts.
 
         Afterwards the present generation is pending: its rollouts are requested. Where servers
@@ -225,31 +225,33 @@ class GenerationSampler:
 
         Args:
             generation: the present one.
-            drawn: groups of the problems that the data loader has drawn for it.
+            drawn_groups: groups of the problems that the data loader has drawn for it.
         """
         if not self.generations_ahead:
-            self.pool.drop_pending()  # a generation that was interrupted may have left one
-            waiting = self.pool.take_waiting()
-            self._request(generation, drawn, waiting, max_pending=1)
+            self.pool.drop_all_pending()  # a generation that was interrupted may have left one
+            waiting_groups = self.pool.take_waiting()
+            self._request_pending(generation, drawn_groups, waiting_groups, max_pending=1)
             return
         # Collective: where a run begins, or resumes with other rows, all ranks request anew.
-        if not all(gather_object([self.pool.pending_is_of(drawn)])):
-            self.pool.drop_pending()
-        self._give_weights(generation, drawn)
+        if not all(gather_object([self.pool.next_pending_is_for(drawn_groups)])):
+            self.pool.drop_all_pending()
+        self._queue_weights(generation, drawn_groups)
         max_pending = 1 if self.pool.samples_in_parts else self.generations_ahead + 1
-        self._request(generation, drawn, [], max_pending)
+        self._request_pending(generation, drawn_groups, earlier_groups=[], max_pending=max_pending)
 
-    def _give_weights(self, generation: Generation, drawn: list[RolloutGroup]) -> None:
+    def _queue_weights(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
         """Queue the present weights for the servers, and request samples that measure their drift.
 
         The samples are not needed where the present generation is sampled by these weights itself.
         """
         assert isinstance(self.sampler, AsyncServerSampler)
         self.sampler.sync_weights()
-        if self.pool.pending_is_older_than(generation.key.step):
-            self.drift_check.request([group.row for group in drawn], generation.key.step)
+        if self.pool.next_pending_is_older_than(generation.key.step):
+            self.drift_check.request([group.row for group in drawn_groups], generation.key.step)
 
-    def sample(self, generation: Generation, drawn: list[RolloutGroup]) -> list[RolloutGroup]:
+    def sample(
+        self, generation: Generation, drawn_groups: list[RolloutGroup]
+    ) -> list[RolloutGroup]:
         """Stage 3: sample the groups of the present generation, and return them, the oldest first.
 
         With a token budget (`adora_rollouts.budget`) some rollouts stay unfinished. Enough groups
@@ -257,19 +259,22 @@ class GenerationSampler:
 
         Args:
             generation: the present one, which `schedule` has made pending.
-            drawn: groups of the problems that the data loader has drawn for it.
+            drawn_groups: groups of the problems that the data loader has drawn for it.
         """
-        groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
-        groups = sorted([*self.pool.take_waiting(), *groups], key=lambda group: group.began)
-        if self.pool.allows_partial:
-            must_end = self.pool.must_end_now(groups, generation)
+        sampled_groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
+        groups = sorted([*self.pool.take_waiting(), *sampled_groups], key=lambda group: group.began)
+        if self.pool.allows_partial_rollouts:
+            numbers = self.pool.groups_that_must_end(groups, generation)
             # Collective: where one rank has such groups, all take part.
-            if any(gather_object([bool(must_end)])):
-                no_limits: TokenLimits = dict.fromkeys(must_end)
-                groups = self.group_sampler.sample(generation, groups, no_limits)
+            if any(gather_object([bool(numbers)])):
+                no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
+                groups = self.group_sampler.sample(generation, groups, no_limit_by_group)
+        # These requests had to wait until the present generation was sampled: `schedule` left them.
         if self.generations_ahead and self.pool.samples_in_parts:
-            groups = self._request(generation, drawn, groups, self.generations_ahead + 1)
-        self.pool.pop()
+            groups = self._request_pending(
+                generation, drawn_groups, groups, max_pending=self.generations_ahead + 1
+            )
+        self.pool.drop_first_pending()
         if isinstance(self.sampler, AsyncServerSampler):
             for name, seconds in self.sampler.pop_seconds_waited().items():
                 self.log(f"adora/{name}_waited_s", max(gather_object([seconds])))
@@ -277,7 +282,7 @@ class GenerationSampler:
 
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups of an evaluation with all rollouts sampled to their ends."""
-        return self.group_sampler.sample(generation, groups, to_the_ends(groups))
+        return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
 
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Sample groups of `count` further problems, to replace groups without signal.
@@ -287,7 +292,7 @@ class GenerationSampler:
         """
         if self.generations_ahead or count <= 0:
             return []
-        groups = self._draw_further(generation, count)
+        groups = self._draw_further_groups(generation, count)
         self.log("adora/further_batches", 1.0)
         limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
@@ -303,11 +308,11 @@ class GenerationSampler:
             with self.phase("rollout"), self.guard.watching():
                 self.drift_check.finish()
 
-    def _request(
+    def _request_pending(
         self,
         generation: Generation,
-        drawn: list[RolloutGroup],
-        groups: list[RolloutGroup],
+        drawn_groups: list[RolloutGroup],
+        earlier_groups: list[RolloutGroup],
         max_pending: int,
     ) -> list[RolloutGroup]:
         """Request rollouts until `max_pending` generations are pending, and return idle groups.
@@ -316,43 +321,46 @@ class GenerationSampler:
 
         Args:
             generation: the present one.
-            drawn: groups of the problems that the data loader has drawn for it.
-            groups: groups of this rank that began earlier. They go along with the first request:
-                all of them without `ahead`, and with it only those with unfinished rollouts.
+            drawn_groups: groups of the problems that the data loader has drawn for it.
+            earlier_groups: groups of this rank that began earlier. They go along with the first
+                request: all of them without `ahead`, and with it only those with unfinished
+                rollouts.
             max_pending: how many generations are pending afterwards.
 
         Returns:
-            Those of `groups` that no request took along.
+            Those of `earlier_groups` that no request took along.
         """
-        idle = list(groups)
-        continued = list(groups)
+        idle_groups = list(earlier_groups)
+        continued_groups = list(earlier_groups)
         if self.generations_ahead:
-            continued = [group for group in groups if not group.complete]
+            continued_groups = [group for group in earlier_groups if not group.complete]
         while len(self.pool.state.pending) < max_pending:
-            target = self._drawn_after(generation, drawn, distance=len(self.pool.state.pending))
+            pending_count = len(self.pool.state.pending)
+            target = self._draw_generation_after(generation, drawn_groups, distance=pending_count)
             if target is None:
                 break
-            begun = self.pool.begin_groups(
+            begun_groups = self.pool.begin_groups(
                 generation,
                 target.groups,
-                waiting=len(idle) + self.pool.groups_ahead,
-                min_begun=self.pool.min_begun_beside(continued),
+                waiting_count=len(idle_groups) + self.pool.groups_requested_ahead,
+                min_new_groups=self.pool.min_new_groups_beside(continued_groups),
             )
-            requested = [*continued, *begun, *self._draw_spare(generation, target.generation)]
-            idle = [group for group in idle if group not in continued]
-            continued = []  # the first request has taken them along
-            limits = self.pool.token_limits(target.generation, requested)
+            spare_groups = self._draw_spare_groups(generation, target.generation)
+            requested_groups = [*continued_groups, *begun_groups, *spare_groups]
+            idle_groups = [group for group in idle_groups if group not in continued_groups]
+            continued_groups = []  # the first request has taken them along
+            limits = self.pool.token_limits(target.generation, requested_groups)
             pending = PendingGeneration(
-                row_numbers=row_numbers(target.groups),
-                groups=tuple(requested),
+                row_numbers=list_row_numbers(target.groups),
+                groups=tuple(requested_groups),
                 token_limits=limits,
-                samples=self.group_sampler.begin(target.generation, requested, limits),
+                samples=self.group_sampler.begin(target.generation, requested_groups, limits),
             )
-            self.pool.push(pending)
-        return idle
+            self.pool.add_pending(pending)
+        return idle_groups
 
-    def _drawn_after(
-        self, generation: Generation, drawn: list[RolloutGroup], distance: int
+    def _draw_generation_after(
+        self, generation: Generation, drawn_groups: list[RolloutGroup], distance: int
     ) -> DrawnGeneration | None:
         """Return the generation that comes `distance` after the present one, and its groups.
 
@@ -361,17 +369,17 @@ class GenerationSampler:
 
         Args:
             generation: the present one, in which all of these groups begin.
-            drawn: groups of the problems that the data loader has drawn for it.
+            drawn_groups: groups of the problems that the data loader has drawn for it.
             distance: how many generations later; 0 for the present one.
         """
         if distance == 0:
-            return DrawnGeneration(generation=generation, groups=drawn)
-        later = self.pool.generations.after(generation, distance)
+            return DrawnGeneration(generation=generation, groups=drawn_groups)
+        later = self.pool.generation_numbers.generation_after(generation, distance)
         if later is None:
             return None
         rows: list[Row] = []
         with suppress(Exception):
-            rows = self.rows_ahead(list(row_numbers(drawn)), distance)
+            rows = self.upcoming_rows(list(list_row_numbers(drawn_groups)), distance)
         is_readable = bool(rows) and not unreadable_rows(rows)
         # Collective: the ranks request the same generations.
         if not all(gather_object([is_readable])):
@@ -385,7 +393,7 @@ class GenerationSampler:
         )
         return DrawnGeneration(generation=later, groups=groups)
 
-    def _draw_spare(self, generation: Generation, later: Generation) -> list[RolloutGroup]:
+    def _draw_spare_groups(self, generation: Generation, later: Generation) -> list[RolloutGroup]:
         """Draw spare groups for a generation that is requested ahead.
 
         They replace its groups without signal, for which there is no time to sample others then.
@@ -394,36 +402,41 @@ class GenerationSampler:
             generation: the present one, in which the groups begin.
             later: the generation that they are requested for.
         """
-        spare: list[RolloutGroup] = []
-        count = self.pool.spare_groups() if self.generations_ahead else 0
+        spare_groups: list[RolloutGroup] = []
+        spare_count = self.pool.count_spare_groups() if self.generations_ahead else 0
         # One round has as many problems as the generation has groups. The number of the round is
         # part of the seed, so that each draws others.
-        problems_per_round = self.pool.slots
-        while len(spare) < count:
-            attempt = later.attempt(1 + len(spare) // problems_per_round)
-            spare += self._draw_further(attempt, min(problems_per_round, count - len(spare)))
-        return [replace(group, began=generation.number) for group in spare]
+        problems_per_round = self.pool.max_groups
+        while len(spare_groups) < spare_count:
+            round_number = 1 + len(spare_groups) // problems_per_round
+            missing_count = spare_count - len(spare_groups)
+            spare_groups += self._draw_further_groups(
+                later.in_round(round_number), min(problems_per_round, missing_count)
+            )
+        return [replace(group, began=generation.number) for group in spare_groups]
 
-    def _draw_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
+    def _draw_further_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Draw `count` further problems from the data set at random, and begin their groups."""
-        numbers = self.pool.further_rows(generation, count)
-        rows: list[Any] = self.pool.rows.__getitems__(numbers)
+        drawn_row_numbers = self.pool.draw_further_rows(generation, count)
+        rows: list[Any] = self.pool.rows.__getitems__(drawn_row_numbers)
         self.guard.check(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
-        # Problems are numbered over all ranks; every rank draws at most `pool.slots`.
-        first_slot = self.accelerator.process_index * self.pool.slots
+        # A problem's slot is its number over all ranks; every rank draws at most `pool.max_groups`.
+        first_slot = self.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(
-                problem=DrawnProblem(row_number=number, key=generation.key, slot=slot),
+                problem=DrawnProblem(row_number=row_number, key=generation.key, slot=slot),
                 row=row,
                 began=generation.number,
                 rollouts=empty_rollouts,
             )
-            for slot, (number, row) in enumerate(zip(numbers, rows, strict=True), first_slot)
+            for slot, (row_number, row) in enumerate(
+                zip(drawn_row_numbers, rows, strict=True), start=first_slot
+            )
         ]
-        return self._in_environments(groups, generation.key.step, begins_generation=False)
+        return self._enter_environments(groups, generation.key.step, begins_generation=False)
 
-    def _in_environments(
+    def _enter_environments(
         self, groups: list[RolloutGroup], step: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
         """Give every rollout an environment of its own, in a run with environments.

@@ -140,22 +140,26 @@ class GroupSampler:
             limits: for each group by its number, how many tokens of each rollout are sampled now;
                 None: up to its end. Groups without an entry stay as they are.
         """
-        turns = self._turns(generation, groups, limits)
-        requests = turns.requests(turns.unfinished)
+        turns = self._turns_of_unfinished(generation, groups, limits)
+        requests = turns.make_requests(turns.unfinished)
         if isinstance(self.sampler, AsyncServerSampler):
             return self.sampler.begin(requests)
-        sample = partial(self.sampler.sample, requests, turns.prompts)
+        sample_now = partial(self.sampler.sample, requests, turns.prompts)
         # Cached: a second call of `join` has to return the same results.
-        return PendingSamples(step=generation.key.step, join=cache(sample))
+        return PendingSamples(step=generation.key.step, join=cache(sample_now))
 
     def finish(self, generation: Generation, pending: PendingGeneration) -> list[RolloutGroup]:
         """Wait for the first turn that `begin` has requested, and sample all further turns.
 
         Returns the groups of the pending generation in their order, with longer rollouts.
         """
-        return self._play(
-            self._turns(generation, pending.groups, pending.token_limits, pending.samples)
+        turns = self._turns_of_unfinished(
+            generation,
+            groups=pending.groups,
+            limits=pending.token_limits,
+            first_samples=pending.samples,
         )
+        return self._sample_turns(turns)
 
     def sample(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
@@ -171,7 +175,7 @@ class GroupSampler:
         Returns:
             All groups in their order.
         """
-        return self._play(self._turns(generation, groups, limits))
+        return self._sample_turns(self._turns_of_unfinished(generation, groups, limits))
 
     def any_rank_continues(self, continues: bool) -> bool:
         """Return whether any rank wants another turn. Collective in a run with tools.
@@ -186,7 +190,7 @@ class GroupSampler:
         continues_1 = torch.tensor([continues], device=self.accelerator.device)
         return bool(self.accelerator.gather(continues_1).any())
 
-    def _turns(
+    def _turns_of_unfinished(
         self,
         generation: Generation,
         groups: Sequence[RolloutGroup],
@@ -204,7 +208,7 @@ class GroupSampler:
             first_samples: the first turn, where it was requested before.
         """
         unfinished = unfinished_rollouts(groups, limits)
-        parts: dict[RolloutKey, RequestParts] = {}
+        parts_by_rollout: dict[RolloutKey, RequestParts] = {}
         prompts = None
         if unfinished:
             group_of_rollout = [groups[key.group] for key in unfinished]
@@ -220,7 +224,7 @@ class GroupSampler:
             for key, prompt_ids, images, replacement in zip(
                 unfinished, prompts.ids, trainer_images, replacements, strict=True
             ):
-                parts[key] = RequestParts(
+                parts_by_rollout[key] = RequestParts(
                     group=groups[key.group],
                     member=key.member,
                     prompt_ids=prompt_ids,
@@ -231,23 +235,23 @@ class GroupSampler:
                     tokens_before=len(unfinished[key].policy_tokens),
                 )
         return GroupTurns(
-            sampler=self,
+            group_sampler=self,
             step=generation.key.step,
             groups=groups,
             unfinished=unfinished,
-            parts=parts,
+            parts_by_rollout=parts_by_rollout,
             prompts=prompts,
             first_samples=first_samples,
         )
 
-    def _play(self, turns: GroupTurns) -> list[RolloutGroup]:
+    def _sample_turns(self, turns: GroupTurns) -> list[RolloutGroup]:
         """Sample all turns, and return all groups with the longer rollouts in their places."""
-        sampled = run_turns(turns.unfinished, turns)
+        sampled_by_key = run_turns(turns.unfinished, turns)
         groups = []
         for number, group in enumerate(turns.groups):
-            # A rollout that had ended before has not been sampled.
+            # A rollout that had ended before has not been sampled, and stays as it is.
             rollouts = tuple(
-                sampled.get(RolloutKey(number, member), rollout)
+                sampled_by_key.get(RolloutKey(group=number, member=member), rollout)
                 for member, rollout in enumerate(group.rollouts)
             )
             groups.append(replace(group, rollouts=rollouts))
@@ -256,14 +260,18 @@ class GroupSampler:
 
 @dataclass(kw_only=True)
 class GroupTurns:
-    """Samples the turns of the unfinished rollouts of groups: the `TurnPlayer` of a training."""
+    """Samples the turns of the unfinished rollouts of groups: the `TurnPlayer` of a training.
 
-    sampler: GroupSampler
+    Each rollout has a key, the number of its group and its own number in the group.
+    """
+
+    group_sampler: GroupSampler
     step: int
     """Optimizer steps that have been made."""
     groups: Sequence[RolloutGroup]
     unfinished: dict[RolloutKey, Rollout]
-    parts: Mapping[RolloutKey, RequestParts]
+    """The rollouts that have not ended, by group and number in it."""
+    parts_by_rollout: Mapping[RolloutKey, RequestParts]
     prompts: PromptBatch | None
     """The prompts of all unfinished rollouts, for a sampler that reads them itself."""
     first_samples: PendingSamples | None
@@ -275,19 +283,19 @@ class GroupTurns:
         Raises `RolloutError`, which names the row, where the engine reads another prompt than the
         trainer.
         """
-        requests = self.requests(rollouts)
-        tool_loop = self.sampler.tool_loop
-        with mismatch_named([self.parts[key].group.row for key in rollouts]):
-            results, step = self._results(requests)
+        requests = self.make_requests(rollouts)
+        tool_loop = self.group_sampler.tool_loop
+        with mismatch_named([self.parts_by_rollout[key].group.row for key in rollouts]):
+            results, step_of_weights = self._sample_or_join(requests)
         return {
             key: append_result(
                 rollout,
                 request,
                 result,
                 max_turn=None if tool_loop is None else tool_loop.turn_tokens,
-                stop=self.sampler.stop_criteria,
-                step=step,
-                saw_trainer_images=self.parts[key].saw_trainer_images,
+                stop=self.group_sampler.stop_criteria,
+                step=step_of_weights,
+                saw_trainer_images=self.parts_by_rollout[key].saw_trainer_images,
             )
             for (key, rollout), request, result in zip(
                 rollouts.items(), requests, results, strict=True
@@ -296,48 +304,56 @@ class GroupTurns:
 
     def answer(self, key: RolloutKey, rollout: Rollout) -> Rollout:
         """Run the tools that the rollout's last turn calls, and return it with their answers."""
-        tool_loop = self.sampler.tool_loop
-        # A turn that did not end by itself was stopped since it repeats itself. It calls nothing.
-        if tool_loop is None or not self.sampler.stop_criteria.has_stopped(
-            rollout.last_turn_tokens
-        ):
+        tool_loop = self.group_sampler.tool_loop
+        if tool_loop is None:
             return rollout
-        parts = self.parts[key]
+        # A turn that did not end by itself was stopped since it repeats itself. It calls nothing.
+        if not self.group_sampler.stop_criteria.has_stopped(rollout.last_turn_tokens):
+            return rollout
+        parts = self.parts_by_rollout[key]
+        config = self.group_sampler.config
         return tool_loop(
             rollout,
             images_of(parts.group.row),
             prompt_length=len(parts.prompt_ids),
-            max_length=self.sampler.config.max_completion_length,
+            max_length=config.max_completion_length,
             step=self.step,
-            seed=parts.group.tool_seed(self.sampler.config.seed, parts.member),
+            seed=parts.group.tool_seed(config.seed, parts.member),
         )
 
     def has_room(self, key: RolloutKey, rollout: Rollout) -> bool:
         """Return whether the rollout may sample more tokens now."""
-        return self._max_tokens(self.parts[key], rollout) > 0
+        return self._max_tokens(self.parts_by_rollout[key], rollout) > 0
 
     def any_rank_continues(self, continues: bool) -> bool:
         """Return whether any rank wants another turn. Collective in a run with tools."""
-        return self.sampler.any_rank_continues(continues)
+        return self.group_sampler.any_rank_continues(continues)
 
-    def requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
+    def make_requests(self, rollouts: Mapping[RolloutKey, Rollout]) -> list[SamplingRequest]:
         """Return the requests for the next turn of the rollouts."""
-        return [self._request(self.parts[key], rollout) for key, rollout in rollouts.items()]
+        return [
+            self._make_request(self.parts_by_rollout[key], rollout)
+            for key, rollout in rollouts.items()
+        ]
 
-    def _results(self, requests: list[SamplingRequest]) -> tuple[list[SamplingResult], int]:
+    def _sample_or_join(self, requests: list[SamplingRequest]) -> tuple[list[SamplingResult], int]:
         """Return the results of a turn, and the optimizer step of the weights that sampled it.
 
-        The first turn may have been requested in an earlier step. Later turns are sampled now.
+        The first turn may have been requested in an earlier step, and is then waited for. Later
+        turns are sampled now.
         """
         first_samples = self.first_samples
         self.first_samples = None
         if first_samples is not None:
             return first_samples.join(), first_samples.step
-        return self.sampler.sampler.sample(requests, self.prompts), self.step
+        return self.group_sampler.sampler.sample(requests, self.prompts), self.step
 
-    def _request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
-        """Return the request for the next turn of a rollout."""
-        config = self.sampler.config
+    def _make_request(self, parts: RequestParts, rollout: Rollout) -> SamplingRequest:
+        """Return the request for the next turn of a rollout.
+
+        `parts` is what the requests of all of its turns have in common.
+        """
+        config = self.group_sampler.config
         tokens = rollout.tokens
         seed = None
         if config.uses("seeded_rollouts"):
@@ -362,18 +378,18 @@ class GroupTurns:
         A completion, a generation (`adora_rollouts.budget`) and a turn (`turn_tokens`) have limits.
         Tokens of tools count in the first one alone.
         """
-        left_in_completion: int = self.sampler.config.max_completion_length - len(rollout.tokens)
-        limits = [left_in_completion]
+        max_completion_length: int = self.group_sampler.config.max_completion_length
+        limits = [max_completion_length - len(rollout.tokens)]
         if parts.token_budget is not None:
             sampled_in_generation = len(rollout.policy_tokens) - parts.tokens_before
             limits.append(parts.token_budget - sampled_in_generation)
-        tool_loop = self.sampler.tool_loop
+        tool_loop = self.group_sampler.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens is not None:
             limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
         return min(limits)
 
 
-def to_the_ends(groups: Sequence[RolloutGroup]) -> TokenLimits:
+def limits_to_the_ends(groups: Sequence[RolloutGroup]) -> TokenLimits:
     """Return token limits by which all rollouts of the groups are sampled to their ends.
 
     Their keys are the numbers of the groups; None stands for no limit.

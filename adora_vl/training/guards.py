@@ -18,7 +18,7 @@ from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
 from adora_vl.training.batch_rows import RowReader
-from adora_vl.types import Batch, PolicyLogps, Row, StepContext, compared_mask, loss_mask
+from adora_vl.types import Batch, PolicyLogps, Row, StepContext, engine_comparison_mask, loss_mask
 from adora_vl.utils.errors import (
     DiskFullError,
     EngineError,
@@ -36,7 +36,7 @@ from adora_vl.utils.stop_message import stopped_before, stopped_in
 
 # Nats per token between a policy and its reference before any update. They are the same weights in
 # the same pass, so float32 gives 0; what is above this is another model.
-START_BOUND = 1e-3
+MAX_START_DISTANCE = 1e-3
 
 
 class GenerationGuard:
@@ -172,7 +172,7 @@ class RewardGuard:
                 safe_call(
                     function,
                     name=name,
-                    timeout=None if _is_bounded(function) else self.timeout,
+                    timeout=None if _limits_its_own_time(function) else self.timeout,
                     failures=self.failures,
                     unscored=unscored,
                 )
@@ -253,7 +253,7 @@ class RewardGuard:
         )
 
 
-def _is_bounded(function: object) -> bool:
+def _limits_its_own_time(function: object) -> bool:
     """Return whether a reward function is one of ours, and so needs no time limit.
 
     Ours bound their work for each completion, or the time of each call of a judge.
@@ -284,7 +284,7 @@ class DriftGuard:
         policy_logps_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
         engine_logps_BC = batch.get("sampling_per_token_logps")
         if policy_logps_BC is not None and engine_logps_BC is not None:
-            self.check(policy_logps_BC, engine_logps_BC, compared_mask(batch), step)
+            self.check(policy_logps_BC, engine_logps_BC, engine_comparison_mask(batch), step)
 
     def check(
         self, policy_logps_BC: Tensor, engine_logps_BC: Tensor, mask_BC: Tensor, step: int
@@ -349,7 +349,7 @@ class ReferenceGuard:
         self.accelerator = context.accelerator
         self.beta = context.config.beta
         self.rows_per_pass = context.config.per_device_train_batch_size
-        self.bound = max(START_BOUND, rounding)
+        self.bound = max(MAX_START_DISTANCE, rounding)
         # Without a KL term there is no reference to check.
         self._is_done = not self.beta
 
@@ -448,7 +448,7 @@ def errors_with_step(
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
-            return _full_disk(error, step(), where_to_go_on())
+            return _full_disk_error(error, step(), where_to_go_on())
         reason = lost_contact(error) or in_one_line(error)
         failed = RunError(stopped_in(step(), reason, where_to_go_on()))
         failed.__cause__ = error
@@ -457,7 +457,7 @@ def errors_with_step(
     return TranslatedErrors(translate)
 
 
-def _full_disk(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
+def _full_disk_error(error: Exception, step: int, where_to_go_on: str) -> DiskFullError:
     """Return the error of a step that found the disk full; it names the file if it is known."""
     file = getattr(error, "filename", None)
     of_file = f" of {str(file)!r}" if file else ""

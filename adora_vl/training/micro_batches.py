@@ -21,14 +21,19 @@ from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
 from adora_vl.training.micro_batch_room import MicroBatchRoom, unit_sizes
-from adora_vl.training.rank_balance import UnitExchange, movable_columns, plan_moves, rebalanced
+from adora_vl.training.rank_balance import (
+    UnitExchange,
+    carry_out_moves,
+    movable_columns,
+    plan_moves,
+)
 from adora_vl.types import Batch, HostRows, StepContext, loss_mask
 from adora_vl.utils.seeding import generator_at
 
 # Losses that take a mean over the rows of a micro-batch. With fewer rows each row would weigh more.
-MEAN_OVER_ROWS = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
+LOSSES_WITH_ROW_MEAN = frozenset({"grpo", "dr_grpo", "sapo", "luspo"})
 # Losses that divide by the tokens of the generation, which TRL is given with each micro-batch.
-MEAN_OVER_TOKENS = frozenset({"dapo", "cispo", "vespo"})
+LOSSES_WITH_TOKEN_MEAN = frozenset({"dapo", "cispo", "vespo"})
 
 # Divides consecutive positions in the order of learning into consecutive micro-batches.
 Cut = Callable[[Sequence[int]], Sequence[Sequence[int]]]
@@ -134,7 +139,7 @@ def tokens_of_units(
     return tokens_by_unit
 
 
-def by_length(
+def order_of_learning(
     units: Sequence[int], tokens_by_unit: Sequence[int], optimizer_steps: int, seed: str
 ) -> list[int]:
     """Return the units in the order of learning: the longest of each optimizer step come first.
@@ -169,7 +174,7 @@ class MicroBatcher:
     def __init__(
         self,
         context: StepContext,
-        banks: ImageBanks,
+        image_banks: ImageBanks,
         *,
         every_row_counts: bool,
         room: MicroBatchRoom | None = None,
@@ -178,7 +183,7 @@ class MicroBatcher:
 
         Args:
             context: what every part of a training step is built from.
-            banks: have the images that rows refer to.
+            image_banks: have the images that rows refer to.
             every_row_counts: whether a row adds to the loss even if its advantage is 0, as with a
                 KL term.
             room: says how many groups fit into the memory that is planned for a micro-batch; None:
@@ -190,12 +195,12 @@ class MicroBatcher:
         self.pad_id = context.pad_id
         self.layout = BatchLayout.of(context.config)
         self.config = context.config
-        self.banks = banks
+        self.image_banks = image_banks
         self._every_row_counts = every_row_counts
         # Weigh micro-batches by their tokens where a loss over tokens has an entropy bonus. TRL's
         # bonus is a mean over the micro-batch's tokens, and it adds the bonus to the loss. So the
         # loss has to be such a mean too, in place of a sum over the tokens of the generation.
-        is_token_mean = context.config.loss_type in MEAN_OVER_TOKENS
+        is_token_mean = context.config.loss_type in LOSSES_WITH_TOKEN_MEAN
         self._weighs_by_tokens = is_token_mean and has_entropy_bonus(context.config)
         self._exchange = UnitExchange()
 
@@ -236,7 +241,7 @@ class MicroBatcher:
         # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
         units = choose_units(has_signal, max(min_units, optimizer_steps), tokens_by_unit)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
-        units = by_length(
+        units = order_of_learning(
             units,
             tokens_by_unit=tokens_by_unit,
             optimizer_steps=optimizer_steps,
@@ -345,12 +350,12 @@ class MicroBatcher:
         """
         if self._weighs_by_tokens:
             return micro.get("share_of_tokens", 1.0)
-        if self.config.loss_type in MEAN_OVER_ROWS:
+        if self.config.loss_type in LOSSES_WITH_ROW_MEAN:
             return micro.get("share_of_rows", 1.0)
         return 1.0
 
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
-        """Move units between ranks where one rank would take longer than the others. Collective.
+        """UnitMove units between ranks where one rank would take longer than the others. Collective.
 
         A unit is a group of rollouts, or a part of one.
 
@@ -379,13 +384,13 @@ class MicroBatcher:
         self.log("adora/moved_groups", len(moves) / max(sum(map(len, tokens_by_rank)), 1))
         if not moves:
             return batch, has_signal
-        return rebalanced(
+        return carry_out_moves(
             batch,
             has_signal=has_signal,
             rows_per_unit=self.layout.rows_per_unit,
             moves=moves,
             rank=self.accelerator.process_index,
-            banks=self.banks,
+            image_banks=self.image_banks,
             pad_id=self.pad_id,
             exchange=self._exchange,
         )

@@ -42,13 +42,13 @@ class Pool:
     Only three fields change: `state`, and `state_before_step` with the `step` that it belongs to.
     """
 
-    def __init__(self, context: StepContext, dataset: Any, *, tools: bool = False) -> None:
+    def __init__(self, context: StepContext, dataset: Any, *, has_tools: bool = False) -> None:
         """Build an empty pool.
 
         Args:
             context: what every part of a training step is built from.
             dataset: the data set that is trained on, or a stand-in with a length and rows.
-            tools: whether rollouts may have several turns.
+            has_tools: whether the run has tools, so that rollouts may have several turns.
         """
         self.context = context
         self.accelerator = context.accelerator
@@ -61,31 +61,32 @@ class Pool:
         self.generations_ahead = self.options.ahead
         # Whether a rollout may stay unfinished and go on in a later generation. Then a generation
         # may begin more groups than it learns from.
-        self.allows_partial = self.options.budget is not None
+        self.allows_partial_rollouts = self.options.budget is not None
         # Whether rollouts may be older than the generation that learns from them.
-        self.has_stale = self.allows_partial or self.generations_ahead > 0
+        self.allows_stale_rollouts = self.allows_partial_rollouts or self.generations_ahead > 0
         # Whether rollouts are sampled in several parts: within a token budget, or turn by turn.
-        self.samples_in_parts = self.allows_partial or tools
+        self.samples_in_parts = self.allows_partial_rollouts or has_tools
         # The most groups that one rank learns from in a generation.
-        self.slots = (
-            self.layout.micro_batch_rows
-            * self.layout.steps_per_generation
-            // self.layout.num_generations
-        )
-        # A batch of less than half the slots would be too noisy.
-        groups_against_noise = self.slots / 2
-        # Each optimizer step of the generation needs at least one unit of rows.
+        rows_per_generation = self.layout.micro_batch_rows * self.layout.steps_per_generation
+        self.max_groups = rows_per_generation // self.layout.num_generations
+        # Gradients of fewer than half of these groups would be too noisy.
+        groups_against_noise = self.max_groups / 2
+        # Each optimizer step of the generation needs at least one unit, the rows that stay together:
+        # a group, or an equal part of one.
         optimizer_steps = self.layout.steps_per_generation // self.layout.micro_batches_per_update
-        rows_for_steps = optimizer_steps * self.layout.rows_per_unit
-        groups_for_steps = rows_for_steps / self.layout.num_generations
+        rows_for_all_steps = optimizer_steps * self.layout.rows_per_unit
+        groups_for_all_steps = rows_for_all_steps / self.layout.num_generations
         # The fewest groups that a rank may learn from.
-        self.min_groups = math.ceil(max(groups_against_noise, groups_for_steps))
-        self.generations = GenerationNumbers(context, self.rows, is_numbered=self.has_stale)
+        self.min_groups = math.ceil(max(groups_against_noise, groups_for_all_steps))
+        self.generation_numbers = GenerationNumbers(
+            context, self.rows, is_numbered=self.allows_stale_rollouts
+        )
         self.state = PoolState()
         # The state before the generations of the present optimizer step. A run that dies before it
         # learns from them samples them again from there.
         self.state_before_step = PoolState()
-        self.step = -1  # optimizer steps that had been made when that state was noted
+        # Optimizer steps that had been made when `state_before_step` was noted; -1 before the first.
+        self.step = -1
 
     # --------------------------------------------------------------- which groups begin and go on
 
@@ -95,8 +96,8 @@ class Pool:
         A run that stops before it has learned from the step's generations resumes from that state.
         """
         is_first_of_run = self.step < 0
-        # Without refill every waiting group needs a slot in one of the remaining generations.
-        if is_first_of_run and self.allows_partial and not self.options.refill:
+        # Without refill every waiting group needs room in one of the remaining generations.
+        if is_first_of_run and self.allows_partial_rollouts and not self.options.refill:
             self._warn_of_lost_groups(generation)
         if generation.key.step != self.step:
             self.state_before_step = self.state
@@ -122,50 +123,50 @@ class Pool:
     def begin_groups(
         self,
         generation: Generation,
-        drawn: Sequence[RolloutGroup],
+        drawn_groups: Sequence[RolloutGroup],
         *,
-        waiting: int,
-        min_begun: int,
+        waiting_count: int,
+        min_new_groups: int,
     ) -> list[RolloutGroup]:
-        """Begin as many groups as `how_many_begin` says, and keep all other problems for later.
+        """Begin the groups of as many problems as the pool needs, and keep all others for later.
 
         Without a token budget all groups begin.
 
         Args:
             generation: the generation in which the groups begin.
-            drawn: groups of the problems that the data loader has drawn.
-            waiting: how many groups have begun and were not learned from yet.
-            min_begun: groups that begin in any case.
+            drawn_groups: groups of the problems that the data loader has drawn.
+            waiting_count: how many groups have begun and were not learned from yet.
+            min_new_groups: groups that begin in any case.
 
         Returns:
             The groups that begin, those of the oldest problems first.
         """
-        if not self.allows_partial:
-            return list(drawn)
-        row_of_problem = {group.problem: group.row for group in drawn}
+        if not self.allows_partial_rollouts:
+            return list(drawn_groups)
+        row_of_problem = {group.problem: group.row for group in drawn_groups}
         # Problems of earlier generations come first. The pool has no rows of them.
         problems = [*self.state.drawn, *row_of_problem]
-        count = schedule.how_many_begin(
-            waiting,
+        begun_count = schedule.count_groups_to_begin(
+            waiting_count,
             complete_groups=self.state.min_complete,
-            slots=self.slots,
-            remaining_generations=self.generations.left(generation),
-            min_begun=min_begun,
+            slots=self.max_groups,
+            remaining_generations=self.generation_numbers.count_remaining(generation),
+            min_new_groups=min_new_groups,
         )
         empty_rollouts = (Rollout(),) * generation.group_size
-        begun = [
+        begun_groups = [
             RolloutGroup(
                 problem=problem,
                 row=row_of_problem.get(problem, Row()),
                 began=generation.number,
                 rollouts=empty_rollouts,
             )
-            for problem in problems[:count]
+            for problem in problems[:begun_count]
         ]
-        self.state = replace(self.state, drawn=tuple(problems[count:]))
-        return self._with_rows(begun)
+        self.state = replace(self.state, drawn=tuple(problems[begun_count:]))
+        return self._read_missing_rows(begun_groups)
 
-    def min_begun_beside(self, continuing: Sequence[RolloutGroup]) -> int:
+    def min_new_groups_beside(self, continuing_groups: Sequence[RolloutGroup]) -> int:
         """Return how many groups begin in any case in a generation that servers sample ahead.
 
         Together with groups that continue in it, the generation has at least `min_groups` groups,
@@ -175,15 +176,15 @@ class Pool:
         Collective with `ahead` and a token budget.
 
         Args:
-            continuing: groups with unfinished rollouts that go on in this generation.
+            continuing_groups: have unfinished rollouts that go on in this generation.
         """
         if not self.generations_ahead:
             return 0
-        if not self.allows_partial:
+        if not self.allows_partial_rollouts:
             return self.min_groups
         # Collective: the ranks may continue unequal numbers, and have to begin equally many.
-        continuing_of_ranks: list[int] = gather_object([len(continuing)])
-        return max(0, self.min_groups - min(continuing_of_ranks))
+        continuing_by_rank: list[int] = gather_object([len(continuing_groups)])
+        return max(0, self.min_groups - min(continuing_by_rank))
 
     def token_limits(self, generation: Generation, groups: Sequence[RolloutGroup]) -> TokenLimits:
         """Return how many tokens of each rollout are sampled now, by the number of its group.
@@ -191,21 +192,24 @@ class Pool:
         None stands for all tokens up to the rollout's end: for a group that is as old as
         `staleness` allows, and for all groups where all of them have to end now.
         """
-        limits: TokenLimits = dict.fromkeys(range(len(groups)))  # None for each group
+        limit_by_group: TokenLimits = dict.fromkeys(range(len(groups)))  # None for each group
         budget = self.token_budget
         if budget is None:
-            return limits
+            return limit_by_group
         # With `ahead` it is known only later how many groups have to end.
         if not self.generations_ahead:
-            all_must_end = self._groups_needed(generation, len(groups)) == len(groups)
+            all_must_end = self._count_groups_needed(generation, len(groups)) == len(groups)
             if all_must_end:
-                return limits
+                return limit_by_group
         for number, group in enumerate(groups):
-            if generation.number - group.began < self.options.staleness:
-                limits[number] = budget
-        return limits
+            age = generation.number - group.began
+            if age < self.options.staleness:
+                limit_by_group[number] = budget
+        return limit_by_group
 
-    def must_end_now(self, groups: Sequence[RolloutGroup], generation: Generation) -> list[int]:
+    def groups_that_must_end(
+        self, groups: Sequence[RolloutGroup], generation: Generation
+    ) -> list[int]:
         """Return the numbers of unfinished groups that are sampled to their ends now.
 
         They are the oldest ones, as many as are missing to learn from. In the first generation of a
@@ -215,71 +219,76 @@ class Pool:
             groups: groups of this rank, the oldest first.
             generation: the present one.
         """
-        needed = min(len(groups), self._groups_needed(generation, len(groups)))
+        needed_count = min(len(groups), self._count_groups_needed(generation, len(groups)))
         # For the last generations all requests are made. No later one continues a group.
-        if self.generations.left(generation) <= self.generations_ahead:
-            needed = len(groups)
-        unfinished = [number for number, group in enumerate(groups) if not group.complete]
-        complete_count = len(groups) - len(unfinished)
-        return unfinished[: max(0, needed - complete_count)]
+        if self.generation_numbers.count_remaining(generation) <= self.generations_ahead:
+            needed_count = len(groups)
+        unfinished_numbers = [number for number, group in enumerate(groups) if not group.complete]
+        complete_count = len(groups) - len(unfinished_numbers)
+        missing_count = max(0, needed_count - complete_count)
+        return unfinished_numbers[:missing_count]
 
-    def _groups_needed(self, generation: Generation, group_count: int) -> int:
+    def _count_groups_needed(self, generation: Generation, group_count: int) -> int:
         """Return how many of this rank's `group_count` groups have to be complete now.
 
         Enough have to be for this generation, and for learning from all before the training ends.
         """
         return schedule.groups_to_complete(
-            group_count + self.groups_ahead,
-            slots=self.slots,
-            remaining_generations=self.generations.left(generation),
+            group_count + self.groups_requested_ahead,
+            slots=self.max_groups,
+            remaining_generations=self.generation_numbers.count_remaining(generation),
             min_groups=self.min_groups,
         )
 
-    def further_rows(self, generation: Generation, count: int) -> list[int]:
-        """Return the row numbers of `count` further problems.
+    def draw_further_rows(self, generation: Generation, count: int) -> list[int]:
+        """Draw `count` further problems at random, and return the numbers of their rows.
 
         The draw is seeded by the position in the run, so a resumed run draws the same problems.
         """
         rank = self.accelerator.process_index
         key = generation.key
         seed = f"{self.config.seed}/{key.position}/{key.attempt}/{rank}"
-        return schedule.further_rows(len(self.rows), count, seed)
+        return schedule.draw_further_rows(len(self.rows), count, seed)
 
-    def spare_groups(self) -> int:
+    def count_spare_groups(self) -> int:
         """Return how many spare groups are requested with a generation that servers sample ahead.
 
         They replace its groups without signal, whose rollouts get equal rewards. There is no time
         to sample others then. It may be below 0, for none.
         """
-        max_groups = self.slots * (1 + self.options.refill)
-        needed_groups = schedule.groups_for(self.slots, self.state.signal_shares, max_groups)
-        return needed_groups - self.slots - self.state.min_complete
+        needed_groups = schedule.count_groups_for_signal(
+            self.max_groups,
+            self.state.signal_shares,
+            max_groups=self.max_groups * (1 + self.options.refill),
+        )
+        # Besides the groups that the generation has anyway, and those that wait complete.
+        return needed_groups - self.max_groups - self.state.min_complete
 
     # ------------------------------------------------------------------------- pending generations
 
-    def pending_is_of(self, drawn: Sequence[RolloutGroup]) -> bool:
-        """Return whether the next pending generation was requested for these rows."""
+    def next_pending_is_for(self, drawn_groups: Sequence[RolloutGroup]) -> bool:
+        """Return whether the next pending generation was requested for the rows of these groups."""
         pending = self.state.pending
-        return bool(pending) and pending[0].row_numbers == row_numbers(drawn)
+        return bool(pending) and pending[0].row_numbers == list_row_numbers(drawn_groups)
 
-    def pending_is_older_than(self, step: int) -> bool:
+    def next_pending_is_older_than(self, step: int) -> bool:
         """Return whether weights of an earlier step than this sample the next pending generation."""
         return bool(self.state.pending) and self.state.pending[0].samples.step != step
 
-    def drop_pending(self) -> None:
+    def drop_all_pending(self) -> None:
         """Forget all pending generations, which were requested for other rows."""
         self.state = replace(self.state, pending=())
 
-    def push(self, pending: PendingGeneration) -> None:
+    def add_pending(self, generation: PendingGeneration) -> None:
         """Add a pending generation behind the others."""
-        self.state = replace(self.state, pending=(*self.state.pending, pending))
+        self.state = replace(self.state, pending=(*self.state.pending, generation))
 
-    def pop(self) -> None:
-        """Forget the next pending generation, which has been sampled."""
+    def drop_first_pending(self) -> None:
+        """Forget the first pending generation, which has been sampled."""
         self.state = replace(self.state, pending=self.state.pending[1:])
 
     @property
-    def groups_ahead(self) -> int:
+    def groups_requested_ahead(self) -> int:
         """Groups of the pending generations after the present one."""
         return sum(len(pending.groups) for pending in self.state.pending[1:])
 
@@ -291,7 +300,9 @@ class Pool:
         self.state = replace(self.state, waiting=())
         return waiting
 
-    def select(self, groups: Sequence[RolloutGroup], max_groups: int) -> list[RolloutGroup]:
+    def select_complete(
+        self, groups: Sequence[RolloutGroup], max_groups: int
+    ) -> list[RolloutGroup]:
         """Select the oldest complete groups, equally many on every rank. All others wait.
 
         A group is complete if all of its rollouts have ended. Collective where some may not have.
@@ -300,7 +311,7 @@ class Pool:
             groups: this rank's groups, the oldest first.
             max_groups: the most groups that are selected.
         """
-        if not self.has_stale:
+        if not self.allows_stale_rollouts:
             # All rollouts were sampled to their ends in this generation.
             self.state = replace(self.state, waiting=(), min_complete=0)
             return list(groups)
@@ -310,10 +321,11 @@ class Pool:
         min_complete = int(self.accelerator.gather(complete_count_1).min())
         selected_count = min(min_complete, max_groups)
         selected_numbers = complete_numbers[:selected_count]
-        selected = set(selected_numbers)
-        waiting = [group for number, group in enumerate(groups) if number not in selected]
+        waiting_groups = [
+            group for number, group in enumerate(groups) if number not in selected_numbers
+        ]
         self.state = replace(
-            self.state, waiting=tuple(waiting), min_complete=min_complete - selected_count
+            self.state, waiting=tuple(waiting_groups), min_complete=min_complete - selected_count
         )
         return [groups[number] for number in selected_numbers]
 
@@ -326,7 +338,7 @@ class Pool:
         missing_by_rank = []
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
-            free_slots = self.slots - len(has_signal) if self.has_stale else 0
+            free_slots = self.max_groups - len(has_signal) if self.allows_stale_rollouts else 0
             missing_by_rank.append(has_signal.count(False) + free_slots)
         return max(missing_by_rank)
 
@@ -343,7 +355,7 @@ class Pool:
             refill: that of further groups, which are numbered from n on.
         """
         # Only a run whose rollouts may wait for a later generation can have free slots.
-        slots = self.slots if self.has_stale else 0
+        slots = self.max_groups if self.allows_stale_rollouts else 0
         return [
             schedule.fill_slots(assessment.signal_of(rank), refill.signal_of(rank), slots)
             for rank in range(assessment.num_ranks)
@@ -360,10 +372,10 @@ class Pool:
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
             shares.append(has_signal.count(True) / len(has_signal))
-        share = float(torch.tensor(shares).mean())
-        remembered = (*self.state.signal_shares, share)[-schedule.REMEMBERED :]
-        self.state = replace(self.state, signal_shares=remembered)
-        return share
+        mean_share = float(torch.tensor(shares).mean())
+        recent_shares = (*self.state.signal_shares, mean_share)[-schedule.REMEMBERED_GENERATIONS :]
+        self.state = replace(self.state, signal_shares=recent_shares)
+        return mean_share
 
     def note_learned(self, batch: Batch, lengths: Sequence[int]) -> None:
         """Log the ages of the rollouts that are learned from, and remember all lengths.
@@ -374,51 +386,55 @@ class Pool:
             batch: what this rank learns from, once no group is replaced any more.
             lengths: tokens of every rollout of all ranks that was scored. `budget: auto` needs them.
         """
-        if self.has_stale:
+        if self.allows_stale_rollouts:
             self._log_ages(batch)
-        if self.allows_partial:
-            remembered = (*self.state.lengths, tuple(lengths))[-schedule.REMEMBERED :]
-            self.state = replace(self.state, lengths=remembered)
+        if self.allows_partial_rollouts:
+            all_lengths = (*self.state.lengths, tuple(lengths))
+            self.state = replace(
+                self.state, lengths=all_lengths[-schedule.REMEMBERED_GENERATIONS :]
+            )
 
     def _warn_of_lost_groups(self, generation: Generation) -> None:
         """Warn that the training ends before it can learn from all groups that have begun.
 
         That happens where a run resumes with a smaller `max_steps`. The first rank warns, once.
         """
-        pending = sum(len(generation.groups) for generation in self.state.pending)
-        waiting = len(self.state.waiting) + pending
-        learnable = self.generations.left(generation) * self.slots
-        if waiting > learnable and self.accelerator.is_main_process:
-            steps_needed = (
-                math.ceil(waiting / self.slots) * self.layout.optimizer_steps_per_generation
-            )
+        pending_count = sum(len(pending.groups) for pending in self.state.pending)
+        begun_count = len(self.state.waiting) + pending_count
+        learnable_count = self.generation_numbers.count_remaining(generation) * self.max_groups
+        if begun_count > learnable_count and self.accelerator.is_main_process:
+            generations_needed = math.ceil(begun_count / self.max_groups)
+            steps_needed = generations_needed * self.layout.optimizer_steps_per_generation
             tqdm.write(
                 f"max_steps: {self.context.state().max_steps} ends the run before "
-                f"{waiting - learnable} of the {waiting} groups per process that the checkpoint has "
-                "set aside (adora_rollouts.budget) can be learned from; "
+                f"{begun_count - learnable_count} of the {begun_count} groups per process that the "
+                "checkpoint has set aside (adora_rollouts.budget) can be learned from; "
                 f"{generation.key.step + steps_needed} is enough for all",
                 file=sys.stderr,
             )
 
     def _log_ages(self, batch: Batch) -> None:
-        """Log how old the rollouts of the batch are, and how many unfinished ones wait. Collective."""
+        """Log how old the rollouts of the batch are, and how many unfinished ones wait. Collective.
+
+        The batch has B rollouts of this rank.
+        """
         ages_B = batch["age"]  # in generations
-        waiting = [*self.state.waiting]
+        waiting_groups = [*self.state.waiting]
         for pending in self.state.pending:
-            waiting += pending.groups
-        unfinished = 0
-        for group in waiting:
+            waiting_groups += pending.groups
+        unfinished_count = 0
+        for group in waiting_groups:
             # Without any segment the group was requested, and nothing has been sampled yet.
             if group.rollouts[0].segments:
-                unfinished += sum(not rollout.has_ended for rollout in group.rollouts)
+                unfinished_count += sum(not rollout.has_ended for rollout in group.rollouts)
         figures_3 = torch.stack(
-            [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished)]
+            [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished_count)]
         )
         # One gather for all figures; each becomes a column with one value per rank (R).
         sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
         self.log("adora/staleness", sums_R.sum().item() / (len(ages_B) * len(sums_R)))
         self.log("adora/staleness_max", maxima_R.max().item())
-        if self.allows_partial:
+        if self.allows_partial_rollouts:
             budget = self.token_budget or self.config.max_completion_length
             self.log("adora/unfinished", unfinished_R.sum().item())
             self.log("adora/rollout_budget", budget)
@@ -431,19 +447,19 @@ class Pool:
         If the present optimizer step has not learned from its generations yet, a resumed run
         samples them again. Then the state from before them is written.
         """
-        if not self.has_stale:
+        if not self.allows_stale_rollouts:
             return  # nothing ever waits
         # `step` is the optimizer step in which the last generation was sampled.
         is_before_update = self.context.state().global_step == self.step
         state = self.state_before_step if is_before_update else self.state
-        arrived = 0
+        arrived_count = 0
         # Rollouts that servers sample are waited for. An error is raised on all ranks alike. The
         # pending generations from there on are left out; a resumed run requests them again.
         with suppress(RolloutError, UserError):
             for pending in state.pending:
                 pending.samples.join()
-                arrived += 1
-        state = replace(state, pending=state.pending[:arrived])
+                arrived_count += 1
+        state = replace(state, pending=state.pending[:arrived_count])
         state.save(folder, self.accelerator.process_index)
 
     def load(self, checkpoint: Path) -> None:
@@ -453,22 +469,24 @@ class Pool:
             UserError: another number of processes wrote unfinished rollouts.
         """
         state = PoolState.load(
-            checkpoint, self.accelerator.process_index, self.accelerator.num_processes
+            checkpoint,
+            rank=self.accelerator.process_index,
+            num_ranks=self.accelerator.num_processes,
         )
         pending = [
-            replace(generation, groups=tuple(self._with_rows(generation.groups)))
+            replace(generation, groups=tuple(self._read_missing_rows(generation.groups)))
             for generation in state.pending
         ]
-        waiting = tuple(self._with_rows(state.waiting))
+        waiting = tuple(self._read_missing_rows(state.waiting))
         self.state = replace(state, waiting=waiting, pending=tuple(pending))
 
-    def _with_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+    def _read_missing_rows(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
         """Return the same groups, each with its row: an empty row is read from the data set."""
-        missing_rows = [group.problem.row_number for group in groups if not group.row]
-        rows: Iterator[Any] = iter(self.rows.__getitems__(missing_rows))
+        missing_numbers = [group.problem.row_number for group in groups if not group.row]
+        rows: Iterator[Any] = iter(self.rows.__getitems__(missing_numbers))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
 
 
-def row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
+def list_row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:
     """Return the number in the data set of each rollout's row."""
     return tuple(group.problem.row_number for group in groups for _ in group.rollouts)

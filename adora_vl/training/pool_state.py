@@ -33,7 +33,16 @@ from adora_vl.rollout.samplers import PendingSamples
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
-FILES = "pool"  # the files' kind in a checkpoint
+POOL_FILE_KIND = "pool"  # the files' kind in a checkpoint
+# Keys of the file whose words are not those of the fields here.
+_MIN_COMPLETE_KEY = "complete"
+_SIGNAL_SHARES_KEY = "signal"
+_WAITING_GROUPS_KEY = "groups"
+_PENDING_GENERATIONS_KEY = "coming"
+_SAMPLES_KEY = "ticket"
+_SEGMENTS_KEY = "spans"
+_SAW_TRAINER_IMAGES_KEY = "compared"
+
 # Tokens per rollout by the number of the group; None: to the rollouts' ends.
 TokenLimits = dict[int, int | None]
 
@@ -48,7 +57,7 @@ class PendingGeneration:
     token_limits: TokenLimits
     samples: PendingSamples  # of the rollouts that have not ended
 
-    def packed(self) -> dict[str, Any]:
+    def pack(self) -> dict[str, Any]:
         """Return the generation as a checkpoint has it, with its samples. Waits for servers."""
         segments = [
             Segment(
@@ -60,27 +69,27 @@ class PendingGeneration:
         ]
         return {
             "numbers": self.row_numbers,
-            "groups": [*map(_packed, self.groups)],
+            "groups": [_pack_group(group) for group in self.groups],
             "limits": self.token_limits,
-            "ticket": (self.samples.step, [_tensors(segment) for segment in segments]),
+            _SAMPLES_KEY: (self.samples.step, [_pack_segment(segment) for segment in segments]),
         }
 
     @classmethod
-    def unpacked(
-        cls, packed: dict[str, Any], images: Mapping[str, Image.Image]
+    def unpack(
+        cls, packed: dict[str, Any], image_by_digest: Mapping[str, Image.Image]
     ) -> PendingGeneration:
-        """Return the generation that `packed` wrote; the rows of its groups are empty.
+        """Return the generation that `pack` wrote; the rows of its groups are empty.
 
-        `images` has the pictures of the checkpoint by their digests.
+        `image_by_digest` has the pictures of the checkpoint.
         """
-        step, tensors_by_rollout = packed["ticket"]
+        step, packed_segments = packed[_SAMPLES_KEY]
         results = [
-            SamplingResult(tokens=tokens.tolist(), logps=list(_unpacked_logps(logps) or ()))
-            for tokens, logps in tensors_by_rollout
+            SamplingResult(tokens=tokens.tolist(), logps=list(_unpack_logps(logps) or ()))
+            for tokens, logps in packed_segments
         ]
         return cls(
             row_numbers=packed["numbers"],
-            groups=tuple(_unpacked(group, images) for group in packed["groups"]),
+            groups=tuple(_unpack_group(group, image_by_digest) for group in packed["groups"]),
             token_limits=packed["limits"],
             samples=PendingSamples(step, lambda: results),
         )
@@ -122,26 +131,25 @@ class PoolState:
             digest: torch.frombuffer(bytearray(png_bytes(image)), dtype=torch.uint8)
             for digest, image in image_by_digest.items()
         }
-        # The keys are those of the file's format.
         content: dict[str, Any] = {
             "drawn": [asdict(problem) for problem in self.drawn],
-            "groups": [*map(_packed, self.waiting)],
-            "complete": self.min_complete,
+            _WAITING_GROUPS_KEY: [_pack_group(group) for group in self.waiting],
+            _MIN_COMPLETE_KEY: self.min_complete,
             "lengths": self.lengths,
-            "signal": self.signal_shares,
+            _SIGNAL_SHARES_KEY: self.signal_shares,
             "images": encoded_by_digest,
-            "coming": [generation.packed() for generation in self.pending],
+            _PENDING_GENERATIONS_KEY: [generation.pack() for generation in self.pending],
         }
-        save_of_rank(folder, kind=FILES, rank=rank, content=content)
+        save_of_rank(folder, kind=POOL_FILE_KIND, rank=rank, content=content)
 
     @classmethod
-    def load(cls, checkpoint: Path, rank: int, ranks: int) -> PoolState:
+    def load(cls, checkpoint: Path, rank: int, num_ranks: int) -> PoolState:
         """Read what `save` wrote; an empty state where it wrote nothing.
 
         Args:
             checkpoint: the folder.
             rank: whose state is read.
-            ranks: number of processes now.
+            num_ranks: number of processes now.
 
         Returns:
             The state; the rows of its groups are empty. Where another number of processes wrote
@@ -151,49 +159,55 @@ class PoolState:
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
         """
-        content_of_first = load_of_rank(checkpoint, FILES, 0)
-        if content_of_first is None:
+        content_of_first_rank = load_of_rank(checkpoint, POOL_FILE_KIND, 0)
+        if content_of_first_rank is None:
             return cls()
-        ranks_before = len(list(checkpoint.glob(f"{FILES}-*.pt")))
-        if ranks_before != ranks and _has_unfinished(content_of_first):
+        ranks_of_file = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))
+        if ranks_of_file != num_ranks and _has_begun_rollouts(content_of_first_rank):
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "
-                f"(adora_rollouts.budget) of {ranks_before} processes, now {ranks}; start as many as "
-                "before"
+                f"(adora_rollouts.budget) of {ranks_of_file} processes, now {num_ranks}; start as "
+                "many as before"
             )
         # A rank that did not write takes what all ranks have in common from the first one.
-        content = load_of_rank(checkpoint, FILES, rank) or content_of_first
-        if ranks_before != ranks:
+        content = load_of_rank(checkpoint, POOL_FILE_KIND, rank) or content_of_first_rank
+        if ranks_of_file != num_ranks:
             # These are divided among the earlier processes. The problems come again in a later
             # epoch.
-            content = {**content, "drawn": (), "coming": ()}
-        images = {digest: _image_in(encoded) for digest, encoded in content["images"].items()}
-        # The names of the keys in the file: "coming" are the pending generations, "complete" is
-        # `min_complete`, and "signal" are the shares of groups with signal.
+            content = {**content, "drawn": (), _PENDING_GENERATIONS_KEY: ()}
+        image_by_digest = {
+            digest: _decode_image(encoded) for digest, encoded in content["images"].items()
+        }
+        waiting = [_unpack_group(group, image_by_digest) for group in content[_WAITING_GROUPS_KEY]]
+        pending = [
+            PendingGeneration.unpack(generation, image_by_digest)
+            for generation in content[_PENDING_GENERATIONS_KEY]
+        ]
         return cls(
-            waiting=tuple(_unpacked(group, images) for group in content["groups"]),
-            drawn=tuple(_problem(problem) for problem in content["drawn"]),
-            pending=tuple(
-                PendingGeneration.unpacked(generation, images) for generation in content["coming"]
-            ),
-            min_complete=content["complete"],
+            waiting=tuple(waiting),
+            drawn=tuple(_unpack_problem(problem) for problem in content["drawn"]),
+            pending=tuple(pending),
+            min_complete=content[_MIN_COMPLETE_KEY],
             lengths=content["lengths"],
-            signal_shares=content["signal"],
+            signal_shares=content[_SIGNAL_SHARES_KEY],
         )
 
 
-def _has_unfinished(content: Mapping[str, Any]) -> bool:
+def _has_begun_rollouts(content: Mapping[str, Any]) -> bool:
     """Return whether a rank's file has rollouts that have begun and were not learned from.
 
     They are those of waiting groups, and of requested generations where they have a segment.
     """
-    if content["groups"]:
+    if content[_WAITING_GROUPS_KEY]:
         return True
-    requested_groups = [group for generation in content["coming"] for group in generation["groups"]]
-    return any(rollout["spans"] for group in requested_groups for rollout in group["rollouts"])
+    for generation in content[_PENDING_GENERATIONS_KEY]:
+        for group in generation["groups"]:
+            if any(rollout[_SEGMENTS_KEY] for rollout in group["rollouts"]):
+                return True
+    return False
 
 
-def _packed(group: RolloutGroup) -> dict[str, Any]:
+def _pack_group(group: RolloutGroup) -> dict[str, Any]:
     """Return a group as a checkpoint has it, without its row.
 
     Tokens and log-probabilities are tensors, of 4 bytes each as engines give them. Pictures are
@@ -201,9 +215,11 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
     """
     rollouts = [
         {
-            "spans": [(*_tensors(segment), segment.step) for segment in rollout.segments],
+            _SEGMENTS_KEY: [
+                (*_pack_segment(segment), segment.step) for segment in rollout.segments
+            ],
             "finish_reason": str(rollout.finish_reason),
-            "compared": rollout.saw_trainer_images,
+            _SAW_TRAINER_IMAGES_KEY: rollout.saw_trainer_images,
             "pictures": [(picture.digest, picture.span) for picture in rollout.pictures],
             "calls": [asdict(call) for call in rollout.calls],
             "environment": rollout.environment,
@@ -213,18 +229,18 @@ def _packed(group: RolloutGroup) -> dict[str, Any]:
     return {"problem": asdict(group.problem), "began": group.began, "rollouts": rollouts}
 
 
-def _problem(packed: Mapping[str, Any]) -> DrawnProblem:
+def _unpack_problem(packed: Mapping[str, Any]) -> DrawnProblem:
     """Return the problem that `asdict` made a mapping of."""
     return DrawnProblem(**{**packed, "key": StepKey(**packed["key"])})
 
 
-def _image_in(encoded: torch.Tensor) -> Image.Image:
+def _decode_image(encoded: torch.Tensor) -> Image.Image:
     """Return the picture whose bytes a checkpoint has as a tensor."""
     image: Image.Image = as_kept_image(open_picture(io.BytesIO(encoded.numpy().tobytes())))
     return image
 
 
-def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _pack_segment(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return tokens and log-probabilities of a segment; NaN stands for an unknown one.
 
     There are no log-probabilities, None, for what a tool has answered.
@@ -236,38 +252,43 @@ def _tensors(segment: Segment) -> tuple[torch.Tensor, torch.Tensor | None]:
     return tokens, torch.tensor(logps, dtype=torch.float32)
 
 
-def _unpacked(packed: dict[str, Any], images: Mapping[str, Image.Image]) -> RolloutGroup:
-    """Return the group that `_packed` wrote, with an empty row; `images`: pictures by digest."""
+def _unpack_group(
+    packed_group: dict[str, Any], image_by_digest: Mapping[str, Image.Image]
+) -> RolloutGroup:
+    """Return the group that `_pack_group` wrote, with an empty row.
+
+    `image_by_digest` has the pictures of the checkpoint.
+    """
     rollouts = []
-    for content in packed["rollouts"]:
+    for packed_rollout in packed_group["rollouts"]:
         segments = tuple(
-            Segment(tokens=tuple(tokens.tolist()), logps=_unpacked_logps(logps), step=step)
-            for tokens, logps, step in content["spans"]
+            Segment(tokens=tuple(tokens.tolist()), logps=_unpack_logps(logps), step=step)
+            for tokens, logps, step in packed_rollout[_SEGMENTS_KEY]
         )
         pictures = tuple(
-            Picture(digest=digest, image=images[digest], span=segment_number)
-            for digest, segment_number in content["pictures"]
+            Picture(digest=digest, image=image_by_digest[digest], span=segment_number)
+            for digest, segment_number in packed_rollout["pictures"]
         )
         rollouts.append(
             Rollout(
                 segments=segments,
-                finish_reason=FinishReason(content["finish_reason"]),
-                saw_trainer_images=content["compared"],
+                finish_reason=FinishReason(packed_rollout["finish_reason"]),
+                saw_trainer_images=packed_rollout[_SAW_TRAINER_IMAGES_KEY],
                 pictures=pictures,
-                calls=tuple(Call(**call) for call in content["calls"]),
-                environment=content["environment"],
+                calls=tuple(Call(**call) for call in packed_rollout["calls"]),
+                environment=packed_rollout["environment"],
             )
         )
     return RolloutGroup(
-        problem=_problem(packed["problem"]),
+        problem=_unpack_problem(packed_group["problem"]),
         row=Row(),
-        began=packed["began"],
+        began=packed_group["began"],
         rollouts=tuple(rollouts),
     )
 
 
-def _unpacked_logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
-    """Return the log-probabilities that `_tensors` wrote: NaN becomes None again."""
+def _unpack_logps(logps: torch.Tensor | None) -> tuple[float | None, ...] | None:
+    """Return the log-probabilities that `_pack_segment` wrote: NaN becomes None again."""
     if logps is None:
         return None
     return tuple(None if math.isnan(logp) else logp for logp in logps.tolist())

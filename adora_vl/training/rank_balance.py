@@ -19,10 +19,10 @@ from adora_vl.types import Batch
 _CPU = torch.device("cpu")
 # A unit with at least this share of another one's tokens may be learned from beside it. A higher share
 # moves more units and saves little (`python -m benchmarks.lockstep`).
-ALIKE = 0.9
+MIN_LENGTH_RATIO = 0.9
 
 
-class Move(NamedTuple):
+class UnitMove(NamedTuple):
     """A unit that goes from one rank to another."""
 
     source: int  # the rank that gives it away
@@ -45,7 +45,7 @@ class SizedUnit(NamedTuple):
         return -self.negative_number
 
 
-def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[Move]:
+def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[UnitMove]:
     """Plan which units go to another rank, so that all ranks take about equally long.
 
     A unit is a group of rollouts or a part of one. Every rank learns from its units in order of
@@ -72,7 +72,7 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
     return moves
 
 
-def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> list[Move]:
+def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> list[UnitMove]:
     """Deal one unit to each rank, all about as long as the longest, and return which of them move.
 
     A rank keeps its own longest unit if that is nearly as long as the longest of this round. If not,
@@ -86,7 +86,7 @@ def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> 
         later_rounds: rounds after this one.
     """
     longest = max((units[0].tokens for units in remaining_by_rank if units), default=0)
-    min_tokens = ALIKE * longest
+    min_tokens = MIN_LENGTH_RATIO * longest
     ranks_with_short_units = []
     ranks_without_units = []
     for rank, units in enumerate(remaining_by_rank):
@@ -108,10 +108,10 @@ def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> 
         # The lower rank gives where two have equal units.
         source = max(ranks_with_units, key=lambda giver: (remaining_by_rank[giver][0], -giver))
         longest_left = remaining_by_rank[source][0].tokens
-        is_much_longer = remaining_by_rank[rank][0].tokens < ALIKE * longest_left
+        is_much_longer = remaining_by_rank[rank][0].tokens < MIN_LENGTH_RATIO * longest_left
         if longest_left >= min_tokens or is_much_longer:
             unit = remaining_by_rank[source].pop(0)
-            moves.append(Move(source=source, unit=unit.number, target=rank))
+            moves.append(UnitMove(source=source, unit=unit.number, target=rank))
         else:
             remaining_by_rank[rank].pop(0)
     for rank in ranks_without_units:
@@ -120,7 +120,7 @@ def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> 
         )
         if len(remaining_by_rank[source]) > later_rounds:
             unit = remaining_by_rank[source].pop(0)
-            moves.append(Move(source=source, unit=unit.number, target=rank))
+            moves.append(UnitMove(source=source, unit=unit.number, target=rank))
     return moves
 
 
@@ -143,10 +143,12 @@ class UnitExchange:
     """
 
     def __init__(self) -> None:
-        # The CPU's own process group. It is made at the first exchange, since that is collective.
-        self._group: distributed.ProcessGroup | None = None
+        # It is made at the first exchange, since making it is collective.
+        self._cpu_process_group: distributed.ProcessGroup | None = None
 
-    def __call__(self, moves: Sequence[Move], packed_units: Sequence[Any], rank: int) -> list[Any]:
+    def __call__(
+        self, moves: Sequence[UnitMove], packed_units: Sequence[Any], rank: int
+    ) -> list[Any]:
         """Send this rank's units by the plan, and return those that arrive.
 
         Args:
@@ -154,33 +156,39 @@ class UnitExchange:
             packed_units: the units that this rank gives away, in the order of the plan.
             rank: the number of this process.
         """
-        if self._group is None:
-            self._group = distributed.new_group(backend="gloo")
+        if self._cpu_process_group is None:
+            self._cpu_process_group = distributed.new_group(backend="gloo")
         unsent_units = list(packed_units)
         received_units = []
         for move in moves:
             if move.source == rank:
                 distributed.send_object_list(
-                    [unsent_units.pop(0)], dst=move.target, group=self._group, device=_CPU
+                    [unsent_units.pop(0)],
+                    dst=move.target,
+                    group=self._cpu_process_group,
+                    device=_CPU,
                 )
             elif move.target == rank:
-                received = [None]  # filled in place
+                received_unit = [None]  # filled in place
                 distributed.recv_object_list(
-                    received, src=move.source, group=self._group, device=_CPU
+                    received_unit,
+                    src=move.source,
+                    group=self._cpu_process_group,
+                    device=_CPU,
                 )
-                received_units += received
+                received_units += received_unit
         return received_units
 
 
-def rebalanced(
+def carry_out_moves(
     batch: Batch,
     has_signal: list[bool],
     rows_per_unit: int,
-    moves: list[Move],
+    moves: list[UnitMove],
     rank: int,
-    banks: ImageBanks,
+    image_banks: ImageBanks,
     pad_id: int,
-    exchange: Callable[[Sequence[Move], Sequence[Any], int], list[Any]],
+    exchange: Callable[[Sequence[UnitMove], Sequence[Any], int], list[Any]],
 ) -> tuple[Batch, list[bool]]:
     """Carry out a plan of `plan_moves`: give units away, and append those that arrive. Collective.
 
@@ -191,11 +199,12 @@ def rebalanced(
         batch: the batch of this rank.
         has_signal: for each of its units, whether it is to be learned from.
         rows_per_unit: rows of a unit.
-        moves: the plan, the same on all ranks.
+        moves: the plan, the same on all ranks: which rank gives which unit to which other rank.
         rank: the number of this process.
-        banks: have the images that the rows refer to.
+        image_banks: have the images that the rows refer to.
         pad_id: the token that fills shorter rows.
-        exchange: sends units, as `UnitExchange` does.
+        exchange: sends the units that this rank gives away, copied to the CPU with their images,
+            and returns those that arrive, as `UnitExchange` does.
 
     Returns:
         The new batch of this rank, and for each of its units whether it is to be learned from.
@@ -209,13 +218,14 @@ def rebalanced(
             has_signal[move.unit] = False
             first_row = move.unit * rows_per_unit
             rows = range(first_row, first_row + rows_per_unit)
-            packed_units.append(reader.pack(rows, banks))
+            packed_units.append(reader.pack(rows, image_banks))
             advantages[rows.start : rows.stop] = 0
     batch = {**batch, "advantages": advantages}
     for packed_unit in exchange(moves, packed_units, rank):
-        batch = concat_rows(batch, unpack_rows(packed_unit, banks, advantages.device), pad_id)
+        arrived_rows = unpack_rows(packed_unit, image_banks, advantages.device)
+        batch = concat_rows(batch, arrived_rows, pad_id)
         has_signal.append(True)
-    # Units that arrive bring images, which go through the vision tower again. With sharded weights
-    # that pass is collective, so a rank that gets nothing has to make it too.
-    banks.extend()
+    # Units that arrive bring images, whose features the vision tower has yet to compute. With
+    # sharded weights that pass is collective, so a rank that gets nothing has to make it too.
+    image_banks.mark_features_due()
     return batch, has_signal

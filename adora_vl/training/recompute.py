@@ -30,10 +30,10 @@ from adora_vl.types import StepContext
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FIGURE = "adora/recomputed_layers"
+RECOMPUTED_LAYERS_FIGURE = "adora/recomputed_layers"
 # Of a card: gradients up to this share are copied before a pass, so that they can be restored when
 # it runs out of memory. Those of an adapter are smaller.
-_COPIED = 0.02
+_MAX_COPIED_SHARE = 0.02
 
 
 class CardBytes(NamedTuple):
@@ -140,7 +140,7 @@ class RecomputedLayers:
             yield
             return
         self.count = count
-        self._log(FIGURE, float(count))
+        self._log(RECOMPUTED_LAYERS_FIGURE, float(count))
         self._announce(size)
         flags_before = [layer.gradient_checkpointing for layer in self._layers]
         for index, layer in enumerate(self._layers):
@@ -197,7 +197,7 @@ class RecomputedLayers:
         self._is_announced = True
         print(
             f"{self.count} of {len(self._layers)} layers are recomputed in the first micro-batch "
-            f"of {size.tokens} tokens (adora_recompute; {FIGURE} has those of each step)",
+            f"of {size.tokens} tokens (adora_recompute; {RECOMPUTED_LAYERS_FIGURE} has those of each step)",
             flush=True,
         )
 
@@ -218,8 +218,8 @@ class RecomputedLayers:
         if self._activation_memory is None or not self._can_retry:
             return train_micro_batch()
         assert self._read_card is not None
-        gradients = GradientsBefore(
-            self._trained, max_copied_bytes=int(_COPIED * self._read_card().total)
+        gradients = GradientSnapshots(
+            self._trained, max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_card().total)
         )
         value_counts = {name: len(values) for name, values in metrics.items()}
         try:
@@ -249,7 +249,7 @@ class RecomputedLayers:
             torch.cuda.empty_cache()
 
 
-class _GradientBefore(NamedTuple):
+class _GradientSnapshot(NamedTuple):
     """The gradient of a parameter before a backward pass."""
 
     gradient: Tensor | None
@@ -257,7 +257,7 @@ class _GradientBefore(NamedTuple):
     copy: Tensor | None  # of the gradient's values; None where they were not copied
 
 
-class GradientsBefore:
+class GradientSnapshots:
     """The gradients of parameters before a backward pass that may run out of memory."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], max_copied_bytes: int) -> None:
@@ -273,7 +273,7 @@ class GradientsBefore:
             if gradient is not None:
                 version = gradient._version
                 copy = gradient.clone() if copies_values else None
-            self._before.append(_GradientBefore(gradient=gradient, version=version, copy=copy))
+            self._before.append(_GradientSnapshot(gradient=gradient, version=version, copy=copy))
 
     def restore(self) -> bool:
         """Undo what a pass has added to the gradients, and return whether that was possible.

@@ -14,9 +14,13 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from adora_vl.advantage.groups import lacking_scores, rollouts_that_leave, rollouts_without_reward
+from adora_vl.advantage.groups import (
+    find_missing_scores,
+    rollouts_that_leave,
+    rollouts_without_reward,
+)
 
-_LEFT_ALONE = "no other rollout of its group has a reward"
+_ALONE_IN_GROUP = "no other rollout of its group has a reward"
 
 
 def rows_of_rank(values_N: Tensor, accelerator: Accelerator) -> Tensor:
@@ -94,6 +98,7 @@ class RolloutFacts:
         """
         if accelerator.num_processes == 1:
             return measured
+        # All facts but the rewards, which have F columns.
         names = [spec.name for spec in fields(cls) if spec.name.endswith("_N")]
         columns = [getattr(measured, name).float()[:, None] for name in names]
         packed_BK = torch.cat([measured.rewards_NF, *columns], dim=1)
@@ -108,10 +113,10 @@ class RolloutFacts:
 
     def without_unrewarded(
         self,
-        failed: Mapping[tuple[int, int], str],
+        reason_by_failed_call: Mapping[tuple[int, int], str],
         weights_F: Tensor,
         names: Sequence[str],
-        generations: int,
+        group_size: int,
     ) -> RolloutFacts:
         """Take rollouts that lack a reward out of their groups, and note why they lack it.
 
@@ -121,18 +126,18 @@ class RolloutFacts:
         remains in its group, that one leaves too.
 
         Args:
-            failed: the reason of each call that failed, by the number of the rollout over all ranks
-                and the number of the reward function.
+            reason_by_failed_call: why each call of a reward function failed that did, by the number
+                of the rollout over all ranks and the number of the function.
             weights_F: weights of the reward functions.
             names: names of the reward functions.
-            generations: rollouts of a group.
+            group_size: rollouts of a group.
         """
         weights_F = weights_F.to(self.rewards_NF.device)
         has_failed_NF = torch.zeros_like(self.rewards_NF, dtype=torch.bool)
-        for rollout, function in failed:
+        for rollout, function in reason_by_failed_call:
             has_failed_NF[rollout, function] = True
-        lacks_score_NF = lacking_scores(
-            self.rewards_NF, failed_BF=has_failed_NF, weights_F=weights_F, generations=generations
+        lacks_score_NF = find_missing_scores(
+            self.rewards_NF, has_failed_NF, weights_F=weights_F, group_size=group_size
         )
         is_unrewarded_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
         missing_reasons: list[str | None] = [None] * len(self.rewards_NF)
@@ -140,17 +145,17 @@ class RolloutFacts:
             reasons = []
             for function in lacks_score_NF[rollout].nonzero().flatten().tolist():
                 # A function that has not failed has returned None.
-                reason = failed.get((rollout, function), "None")
+                reason = reason_by_failed_call.get((rollout, function), "None")
                 reasons.append(f"{names[function]}: {reason}")
             missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
-        leaves_group_N = rollouts_that_leave(is_unrewarded_N, generations)
+        leaves_group_N = rollouts_that_leave(is_unrewarded_N, group_size)
         return replace(
             self,
             counted_rewards_NF=torch.where(leaves_group_N[:, None], torch.nan, self.rewards_NF),
             missing_reasons=tuple(missing_reasons),
         )
 
-    def selected(self, rollouts: Sequence[int]) -> RolloutFacts:
+    def select(self, rollouts: Sequence[int]) -> RolloutFacts:
         """Return the facts of the rollouts with these numbers, without extra columns and metrics."""
         selected_tensors: dict[str, Any] = {
             name: values[list(rollouts)] for name, values in self._tensors().items()
@@ -163,7 +168,7 @@ class RolloutFacts:
             logged_metrics={},
         )
 
-    def joined(self, appended: RolloutFacts) -> RolloutFacts:
+    def append(self, appended: RolloutFacts) -> RolloutFacts:
         """Return the facts of these rollouts followed by those of the appended ones."""
         appended_tensors = appended._tensors()
         joined_tensors: dict[str, Any] = {
@@ -182,14 +187,14 @@ class RolloutFacts:
         return {name: getattr(self, name) for name in names}
 
     @property
-    def why_left(self) -> list[str | None]:
+    def leaving_reasons(self) -> list[str | None]:
         """Why each rollout has left its group; None where it has not.
 
         A rollout with a reward leaves where no other rollout of its group has one.
         """
         has_left_N = torch.isnan(self.counted_rewards_NF).all(dim=1).tolist()
         return [
-            _LEFT_ALONE if has_left and reason is None else reason
+            _ALONE_IN_GROUP if has_left and reason is None else reason
             for reason, has_left in zip(self.missing_reasons, has_left_N, strict=True)
         ]
 

@@ -14,21 +14,21 @@ from adora_vl.utils.seeding import generator_at
 # The automatic budget is this quantile of the completions' lengths: nine of ten end within it.
 BUDGET_QUANTILE = 0.9
 # Generations whose lengths and shares of groups with signal are remembered.
-REMEMBERED = 4
+REMEMBERED_GENERATIONS = 4
 # The longest completion of a generation must exceed the budget by this factor on average. Otherwise
 # there is no budget.
-MIN_TAIL = 1.5
+MIN_TAIL_RATIO = 1.5
 # So many times as many further groups are sampled as are missing. With 1.5 one round is enough
 # about as often as with a further group for every slot.
-OVERSAMPLE = 1.5
+OVERSAMPLING_FACTOR = 1.5
 
 
-def how_many_begin(
+def count_groups_to_begin(
     waiting_groups: int,
     complete_groups: int,
     slots: int,
     remaining_generations: int,
-    min_begun: int = 0,
+    min_new_groups: int = 0,
 ) -> int:
     """Return how many groups begin in a generation.
 
@@ -40,13 +40,13 @@ def how_many_begin(
         complete_groups: how many of them have no unfinished rollout.
         slots: groups that a generation learns from.
         remaining_generations: generations until the end of the training, including this one.
-        min_begun: groups that begin in any case. A generation that is requested ahead needs them:
+        min_new_groups: groups that begin in any case. A generation that is requested ahead needs them:
             the complete groups may be used up before its turn, and unfinished groups may go on with
             a later generation.
     """
     superfluous_groups = max(0, complete_groups - slots // 2)
     learnable_groups = remaining_generations * slots - waiting_groups
-    return max(min_begun, min(slots - superfluous_groups, learnable_groups))
+    return max(min_new_groups, min(slots - superfluous_groups, learnable_groups))
 
 
 def groups_to_complete(
@@ -82,12 +82,12 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
     quantile_index = math.ceil(BUDGET_QUANTILE * len(ascending)) - 1
     budget = max(min_budget, ascending[quantile_index])
     mean_longest = sum(map(max, lengths)) / len(lengths)
-    if budget * MIN_TAIL > mean_longest:
+    if budget * MIN_TAIL_RATIO > mean_longest:
         return None
     return budget
 
 
-def further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
+def draw_further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
     """Draw the row numbers of `group_count` further problems from a data set of `row_count` rows.
 
     They are drawn without repetition until all rows are used. The `seed` names the position in the
@@ -98,7 +98,9 @@ def further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
     return [drawn_rows[index % len(drawn_rows)] for index in range(group_count)]
 
 
-def groups_for(groups_with_signal: float, signal_shares: Sequence[float], max_groups: int) -> int:
+def count_groups_for_signal(
+    groups_with_signal: float, signal_shares: Sequence[float], max_groups: int
+) -> int:
     """Return how many groups to begin, so that on average `groups_with_signal` of them have signal.
 
     A group has signal if its rollouts' rewards differ.

@@ -23,7 +23,7 @@ from adora_vl.types import Batch, Row, StepContext, loss_mask
 
 # Columns of a row that functions do not get: `prompts`, `completions` and `completion_ids` of the
 # rollouts take their place.
-_RENAMED = ("prompt", "completion", "completion_ids")
+_REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 
 
 @dataclass(frozen=True)
@@ -79,14 +79,14 @@ class RewardFunctions:
             "completion_ids": completion_ids,
         }
         for name in rows[0]:
-            if name not in _RENAMED:
+            if name not in _REPLACED_COLUMNS:
                 arguments[name] = [row.get(name) for row in rows]
         # Behind the columns of the rows, so that these arguments win over columns of their names.
         arguments["thinking_opened"] = thinking_opened
         arguments["trainer_state"] = state
         arguments["log_extra"] = lambda column, values: extra_columns[column].extend(values)
         arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
-        rewards_by_function = self._call_all(arguments, prompts, completions)
+        rewards_by_function = self._call_functions(arguments, prompts, completions)
         rewards_FB = [
             [torch.nan if reward is None else reward for reward in rewards]
             for rewards in rewards_by_function
@@ -97,7 +97,7 @@ class RewardFunctions:
             logged_metrics=logged_metrics,
         )
 
-    def _call_all(
+    def _call_functions(
         self, arguments: Mapping[str, Any], prompts: list[Any], completions: list[Any]
     ) -> list[list[float | None]]:
         """Call each function with the same keyword arguments, and return its rewards.
@@ -109,7 +109,7 @@ class RewardFunctions:
         coroutine_numbers = []
         for number, function in enumerate(self.functions):
             if isinstance(function, nn.Module):
-                rewards_by_number[number] = self._of_model(
+                rewards_by_number[number] = self._score_by_model(
                     function,
                     tokenizer=self.tokenizers[number],
                     prompts=prompts,
@@ -129,7 +129,7 @@ class RewardFunctions:
             rewards_by_number.update(zip(coroutine_numbers, results, strict=True))
         return [rewards_by_number[number] for number in range(len(self.functions))]
 
-    def _of_model(
+    def _score_by_model(
         self, model: nn.Module, tokenizer: Any, prompts: list[Any], completions: list[Any]
     ) -> list[float]:
         """Return the rewards of a reward model: its first logit for each prompt and completion.
@@ -200,10 +200,10 @@ class Scorer:
         """
         self.guard.check(step)
         # A function may also have failed for single completions. Those have no reward.
-        failed_calls = self.guard.take_failed_calls(len(built.rollouts))
+        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built.rollouts))
         measured = measured_facts(built, scores.rewards_BF)
         facts = RolloutFacts.gathered(measured, self.accelerator).without_unrewarded(
-            failed_calls, weights_F=self.weights_F, names=self.names, generations=group_size
+            failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)
         extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built.rollouts))

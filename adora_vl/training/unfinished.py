@@ -15,7 +15,7 @@ from adora_vl.training.batch_rows import to_cpu
 from adora_vl.types import Batch, StepContext
 from adora_vl.utils.errors import UserError
 
-FILES = "generation"  # in a checkpoint, one of each rank
+GENERATION_FILE_KIND = "generation"  # in a checkpoint, one of each rank
 _MANIFEST_KEY = "unfinished_generation"  # the key in the manifest of such a checkpoint
 
 
@@ -42,9 +42,9 @@ class UnfinishedGeneration:
     would sample a new generation, and its steps would be out of phase.
     """
 
-    def __init__(self, context: StepContext, banks: ImageBanks) -> None:
+    def __init__(self, context: StepContext, image_banks: ImageBanks) -> None:
         self.accelerator = context.accelerator
-        self.banks = banks
+        self.image_banks = image_banks
         self.layout = BatchLayout.of(context.config)
         self.state = context.state
         self._before: StepBegin | None = None  # of the present optimizer step
@@ -110,11 +110,13 @@ class UnfinishedGeneration:
             "images": [],
             "table": table,
         }
-        bank = self.banks.of_training()
+        bank = self.image_banks.of_training()
         if bank is not None:
             content["first"] = bank.first
             content["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        save_of_rank(folder, kind=FILES, rank=self.accelerator.process_index, content=content)
+        save_of_rank(
+            folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
+        )
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
 
     def load(self, checkpoint: Path) -> RestoredGeneration | None:
@@ -134,8 +136,8 @@ class UnfinishedGeneration:
                     "a checkpoint between two generations"
                 )
         device = self.accelerator.device
-        content = load_of_rank(checkpoint, FILES, self.accelerator.process_index)
-        bank = self.banks.new("train")
+        content = load_of_rank(checkpoint, GENERATION_FILE_KIND, self.accelerator.process_index)
+        bank = self.image_banks.new("train")
         for key, patches, grid in content["images"]:
             bank.store(key, patches.to(device), grid)
         micro_batches: list[Batch] = send_to_device(content["micro_batches"], device)

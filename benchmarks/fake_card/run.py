@@ -34,7 +34,7 @@ from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import WHOLE, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import SHAPES, model_shape
+from adora_vl.models.shape import SHAPES_FOLDER, model_shape
 from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
@@ -274,7 +274,7 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
 
     Its config gets the special tokens of the tiny model.
     """
-    config = json.loads((SHAPES / published / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((SHAPES_FOLDER / published / "config.json").read_text(encoding="utf-8"))
     processor = AutoProcessor.from_pretrained(PRETRAINED)
     tokenizer = processor.tokenizer
     named = {

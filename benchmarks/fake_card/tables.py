@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from adora_vl.models.shape import SHAPES
+from adora_vl.models.shape import SHAPES_FOLDER
 from benchmarks.step import answer_lengths
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def flops_cells(figures: Figures) -> list[str]:
 def layers_of(config: str) -> int:
     """Return the layers of the language model that a recipe trains."""
     keys = yaml.safe_load(Path(config).read_text(encoding="utf-8"))
-    published = SHAPES / keys["model_name_or_path"].split("/")[-1] / "config.json"
+    published = SHAPES_FOLDER / keys["model_name_or_path"].split("/")[-1] / "config.json"
     shape = json.loads(published.read_text(encoding="utf-8"))
     return int(shape.get("text_config", shape)["num_hidden_layers"])
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForImageTextToText, PretrainedConfig
 
 from adora_vl.models.load import load_config
-from adora_vl.models.shape import SHAPES
+from adora_vl.models.shape import SHAPES_FOLDER
 from adora_vl.packing.split_attention import disable_cudnn_attention
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.table import CheckLine, failed_line, one_line, skipped_line
@@ -48,7 +48,7 @@ class Setting:
         self, size: str, *, layers: int, eye_layers: int = 1, vocabulary: int | None = None
     ) -> PretrainedConfig:
         """Return the config of Qwen2.5-VL-`size` with so many text and vision layers."""
-        config = load_config(str(SHAPES / f"Qwen2.5-VL-{size}-Instruct"))
+        config = load_config(str(SHAPES_FOLDER / f"Qwen2.5-VL-{size}-Instruct"))
         text = config.text_config
         vision = config.vision_config
         if not self.full:

@@ -122,14 +122,14 @@ def _reward(patches: Any, due: Callable[[], bool]) -> None:
     """Make a reward function that raises."""
     from adora_vl.rewards import safe_call
 
-    stock = safe_call.checked
+    stock = safe_call.check_returned_rewards
 
-    def checked(*args: Any) -> Any:
+    def check_or_raise(*args: Any) -> Any:
         if due():
             raise ZeroDivisionError("the reward's own mistake")
         return stock(*args)
 
-    patches.setattr(safe_call, "checked", checked)
+    patches.setattr(safe_call, "check_returned_rewards", check_or_raise)
 
 
 KNOWN: dict[str, Fault] = {

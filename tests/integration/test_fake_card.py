@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from adora_vl.models.shape import SHAPES
+from adora_vl.models.shape import SHAPES_FOLDER
 
 pytestmark = pytest.mark.slow
 CONFIGS = Path("configs/train")
@@ -23,7 +23,9 @@ ONE_UPDATE = ["--updates", "2", "--updates-per-generation", "1"]  # whatever the
 
 def _published(config: Path) -> bool:
     keys = yaml.safe_load(config.read_text(encoding="utf-8"))
-    return (SHAPES / str(keys.get("model_name_or_path")).split("/")[-1] / "config.json").is_file()
+    return (
+        SHAPES_FOLDER / str(keys.get("model_name_or_path")).split("/")[-1] / "config.json"
+    ).is_file()
 
 
 def _figures(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:

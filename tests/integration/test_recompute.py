@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.training.recompute import FIGURE
+from adora_vl.training.recompute import RECOMPUTED_LAYERS_FIGURE
 from tests.support.tiny_run import train
 
 KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
@@ -22,7 +22,11 @@ def figures_of(run: Path) -> list[dict[str, Any]]:
 
 def numbers_of(run: Path) -> list[float | None]:
     """Return the recomputed layers of each training step."""
-    return [line.get(FIGURE) for line in read_metrics(run / METRICS) if "reward" in line]
+    return [
+        line.get(RECOMPUTED_LAYERS_FIGURE)
+        for line in read_metrics(run / METRICS)
+        if "reward" in line
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -44,5 +44,5 @@ def counted_facts(
     weights_F = torch.ones(rewards_NF.size(1)) if weights is None else torch.tensor(weights)
     facts = rollout_facts(rewards_NF, **columns)
     return facts.without_unrewarded(
-        failed or {}, weights_F=weights_F, names=["accuracy", "judge"], generations=generations
+        failed or {}, weights_F=weights_F, names=["accuracy", "judge"], group_size=generations
     )

@@ -122,7 +122,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     from adora_vl.data.prompt_lengths import resize_limits_of
     from adora_vl.data.prompts import control_tokens
     from adora_vl.tools.room import ConversationLimits, refuse_no_room
-    from adora_vl.tools.run import Toolbox, choose_tools, view_of
+    from adora_vl.tools.run import Toolbox, build_view, choose_tools
     from adora_vl.tools.tries import unsteady_tools
 
     chosen = choose_tools(options.tools)
@@ -133,7 +133,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
         min_pixels=settings.min_pixels,
         max_pixels=settings.max_pixels,
     )
-    view = view_of(chat.config, pixels)
+    view = build_view(chat.config, pixels)
     limits = options.tool_options or ToolOptions()
     toolbox = Toolbox(
         chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
@@ -143,7 +143,10 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
         completion_key="max_tokens", max_completion=settings.max_tokens
     )
     refuse_no_room(
-        toolbox, processor=chat.processor, template=settings.template, limits=conversation
+        toolbox,
+        processor=chat.processor,
+        template_arguments=settings.template,
+        limits=conversation,
     )
     for line in unsteady_tools(toolbox):
         print(f"warning: {line}", file=sys.stderr)

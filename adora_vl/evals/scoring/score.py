@@ -25,7 +25,7 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
 from adora_vl.evals.scoring.steps import step_figures
-from adora_vl.rewards.completion import REFLECTIVE, reflective_words
+from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
 
 
@@ -62,7 +62,7 @@ def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
     n_reflective = sum(bool(counts) for counts in counts_of_responses)
     total = len(responses)
     per_1000_answers = {}
-    for word in REFLECTIVE:
+    for word in REFLECTIVE_WORD_REGEX:
         count = sum(counts.get(word, 0) for counts in counts_of_responses)
         if count:
             per_1000_answers[word] = 1000 * count / total

@@ -12,7 +12,7 @@ from typing import Any
 
 from adora_vl.evals.records import Graded, Prediction
 from adora_vl.evals.scoring.statistics import bootstrap, wilson
-from adora_vl.rewards.steps import ResponseWork, measured_work
+from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
 def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
@@ -28,7 +28,7 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
     """
     answers: list[tuple[Graded, ResponseWork]] = []
     for row, item in zip(rows, graded, strict=True):
-        work = measured_work(row["response"], row.get("figure"))
+        work = check_claims_if_possible(row["response"], row.get("figure"))
         if work is not None:
             answers.append((item, work))
     if not answers:

@@ -23,19 +23,19 @@ from adora_vl.advantage import (
     group_advantages,
 )
 from adora_vl.advantage.adora import Adora
-from adora_vl.advantage.daro import OUTSIDE, Daro, DaroWeights, bin_losses, bins_of
+from adora_vl.advantage.daro import OUTSIDE_ALL_BINS, Daro, DaroWeights, assign_bins, losses_by_bin
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
-from tests.support.examples import example
+from tests.support.examples import load_example
 from tests.support.reward_groups import (
+    apply_method,
     float64,  # noqa: F401
     groups_of_rewards,
     random_groups,
-    weighed_by,
 )
 
 NAN = float("nan")
-Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
+Ngrpo = load_example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
 def apply_alone(method, rewards, advantages=None, lengths=None):
@@ -115,9 +115,9 @@ def test_adora_amplifies_with_dapos_pieces():
 
 def test_daro_by_hand():
     pass_rates = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0])
-    assert bins_of(pass_rates, 4).tolist() == [OUTSIDE, 0, 1, 2, OUTSIDE]
+    assert assign_bins(pass_rates, 4).tolist() == [OUTSIDE_ALL_BINS, 0, 1, 2, OUTSIDE_ALL_BINS]
     # one of three scored is right: between 1/4 and 2/4, nearer the former
-    assert bins_of(torch.tensor([1 / 3]), 4).tolist() == [0]
+    assert assign_bins(torch.tensor([1 / 3]), 4).tolist() == [0]
     advantages = torch.tensor(
         [
             [1.5, -0.5, -0.5, -0.5],
@@ -132,10 +132,10 @@ def test_daro_by_hand():
             [9, 9, 9, 9],
         ]
     )
-    bins = torch.tensor([0, 1, OUTSIDE])
-    magnitudes = bin_losses(advantages, tokens, bins, 3, "magnitude")
+    bins = torch.tensor([0, 1, OUTSIDE_ALL_BINS])
+    magnitudes = losses_by_bin(advantages, tokens, bins, 3, "magnitude")
     assert magnitudes.tolist() == [30 / 40, 8 / 8, 0.0]
-    surrogates = bin_losses(advantages, tokens, bins, 3, "surrogate")
+    surrogates = losses_by_bin(advantages, tokens, bins, 3, "surrogate")
     assert surrogates.tolist() == [0.0, 4 / 8, 0.0]
 
 
@@ -158,9 +158,9 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
     """
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
-    bins_P = bins_of(right / 8, 8)
+    bins_P = assign_bins(right / 8, 8)
     tokens_PG = torch.full((3, 8), 30.0)
-    losses_M = bin_losses(group_advantages(rewards_PG), tokens_PG, bins_P, 7, "magnitude")
+    losses_M = losses_by_bin(group_advantages(rewards_PG), tokens_PG, bins_P, 7, "magnitude")
     weights = DaroWeights(7, learning_rate=0.05)
     present_M = torch.isin(torch.arange(7), bins_P)
     for _ in range(2000):
@@ -173,7 +173,7 @@ def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_
 
 
 def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one():
-    weights = DaroWeights(2, learning_rate=0.1, floor=0.1)
+    weights = DaroWeights(2, learning_rate=0.1, min_loss=0.1)
     for _ in range(300):
         weights.update(torch.tensor([0.0, 0.5]), torch.tensor([True, False]))
     assert weights.weights_M.tolist() == pytest.approx([10.0, 1.0], rel=1e-2)
@@ -198,7 +198,7 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
         ratio = torch.exp(logps - logps.detach())
         return -(torch.min(ratio * values, ratio.clamp(0.8, 1.2) * values) * mask).sum(dim=1)
 
-    bins = bins_of(rates, 4)
+    bins = assign_bins(rates, 4)
     weighed = (
         Daro().weigh_advantages(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
     )
@@ -323,10 +323,10 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                neutral = weighed_by(name, groups, options, scale)
+                neutral = apply_method(name, groups, options, scale)
                 assert torch.equal(neutral, stock)
                 if name not in BY_SETTINGS:
-                    default = weighed_by(name, groups, None, scale)
+                    default = apply_method(name, groups, None, scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
@@ -383,8 +383,8 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
             moved = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
             torch.testing.assert_close(
-                weighed_by(name, moved, options),
-                weighed_by(name, groups, options)[:, order],
+                apply_method(name, moved, options),
+                apply_method(name, groups, options)[:, order],
                 rtol=0,
                 atol=1e-9,
             )
@@ -397,7 +397,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
             groups = random_groups()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
             torch.testing.assert_close(
-                weighed_by(name, shifted), weighed_by(name, groups), rtol=0, atol=1e-9
+                apply_method(name, shifted), apply_method(name, groups), rtol=0, atol=1e-9
             )
 
 
@@ -408,10 +408,10 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            expected = weighed_by(name, groups, scale=scale) * (4 if undivided else 1)
+            expected = apply_method(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
-                weighed_by(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
+                apply_method(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
             )
 
 
@@ -434,7 +434,7 @@ def test_everything_stays_finite(subtests):
     for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
             groups = groups_of_rewards(DEGENERATE[case])
-            result = weighed_by(name, groups)
+            result = apply_method(name, groups)
             assert result.shape == groups.rewards_PG.shape
             assert result.isfinite().all()
             assert (result[groups.rewards_PG.isnan()] == 0).all()
@@ -449,7 +449,7 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
-            result = weighed_by(name, groups)
+            result = apply_method(name, groups)
             rewards = groups.rewards_PG
             best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)
             worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(

@@ -3,8 +3,9 @@ value and range.
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from pathlib import Path
 from types import NoneType
@@ -397,6 +398,36 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
         UserError, match=r"^adora_mixture: 2 is not a number above 0 and at most 1$"
     ):
         AdoraScriptArguments(adora_mixture=[2])
+
+
+# Values as YAML reads them: `1e-3` is a text there, and so is what stands in quotes.
+SPELLINGS_IN_YAML = (0, 1, 2, 3.0, 0.5, -1, "1e-3", "4e0", "2", "true", "none", None, True, "auto")
+# Keys of TRL whose values this project converts. Without an `output_dir` Python code gets TRL's.
+KEYS_OF_BOTH_WAYS = sorted(
+    (RANGES.keys() | {"max_tool_calling_iterations", "vllm_server_host"})
+    & set(annotations_of_keys(AdoraGRPOConfig)) - {"output_dir"}
+)
+
+
+def value_or_error(build: Callable[[], AdoraGRPOConfig], key: str) -> str:
+    """Return a key's value in the config that `build` makes, 1 told from 1.0; else the error."""
+    try:
+        return repr(getattr(build(), key))
+    except (UserError, ValueError) as error:
+        return " ".join(str(error).split())
+
+
+@pytest.mark.parametrize("key", KEYS_OF_BOTH_WAYS)
+def test_python_code_gets_the_value_and_type_that_a_config_file_gets(key, tmp_path):
+    """A config that Python code reads from a YAML file is the one that `--config` reads from it."""
+    path = tmp_path / "c.yaml"
+    settings = {"use_cpu": True, "bf16": False, "output_dir": "nowhere"}
+    for written in SPELLINGS_IN_YAML:
+        values: dict[str, Any] = {**settings, key: written}
+        path.write_text(yaml.safe_dump(values), encoding="utf-8")
+        from_file = value_or_error(lambda: parse(["--config", str(path)])[1], key)
+        from_python = value_or_error(partial(AdoraGRPOConfig, **values), key)
+        assert from_python == from_file, written
 
 
 @given(

@@ -17,7 +17,7 @@ from adora_vl.data.dataset import stored_rows
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.rewards.grade import grade
-from adora_vl.rewards.steps import measured_work
+from adora_vl.rewards.steps import check_claims_if_possible
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
 from adora_vl.synthetic.drawn_form import DrawnForm
 from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
@@ -238,8 +238,12 @@ def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
     for row in arcs:
         answer = int(row["answer"])
         assert row["facts"].splitlines()[-1] == "find arc AC"
-        true_step = measured_work(f"angle AOC = {answer}. \\boxed{{{answer}}}", row["figure"])
-        false_step = measured_work(f"angle AOC = {answer + 1}. \\boxed{{5}}", row["figure"])
+        true_step = check_claims_if_possible(
+            f"angle AOC = {answer}. \\boxed{{{answer}}}", row["figure"]
+        )
+        false_step = check_claims_if_possible(
+            f"angle AOC = {answer + 1}. \\boxed{{5}}", row["figure"]
+        )
         assert true_step is not None
         assert false_step is not None
         assert true_step.false == 0

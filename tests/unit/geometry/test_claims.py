@@ -16,7 +16,7 @@ from adora_vl.geometry.figure import written
 from adora_vl.geometry.judgement import is_equal
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
-from adora_vl.rewards.steps import work_of
+from adora_vl.rewards.steps import check_claims
 from tests.unit.geometry.claims_support import reading_of
 
 HERE = Path(__file__).parent
@@ -168,7 +168,7 @@ FARMED = json.loads((HERE / "farming_texts.json").read_text(encoding="utf-8"))
 def test_texts_that_try_to_earn_steps_earn_no_more_than_they_say(number: int) -> None:
     """The counts are by hand; what is hidden behind a box or in a drawing is not read at all."""
     text = FARMED["texts"][number]
-    work = work_of(text["text"], stored(FARMED["figures"][text["figure"]]))
+    work = check_claims(text["text"], stored(FARMED["figures"][text["figure"]]))
     assert work.new <= text["new"], [claim.claim.words for claim in work.claims if claim.is_step]
     assert 0 <= work.share <= 1
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from transformers import AutoTokenizer, Qwen2Config
 
-from adora_vl.rewards.steps import work_of
+from adora_vl.rewards.steps import check_claims
 from benchmarks import working
 from benchmarks.angles import (
     KINDS,
@@ -38,14 +38,14 @@ def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
     rng = random.Random(0)
     for problem in islice(problems_of(kind_name), 3):
         figure = solved_row(problem, "angles/0", "train")["figure"]
-        right = work_of(right_working(rng, problem), figure)
+        right = check_claims(right_working(rng, problem), figure)
         assert right.new >= 1
         assert (right.false, right.unread) == (0, 0)
         assert right.share == 1
-        bare = work_of(guess(rng, problem), figure)
+        bare = check_claims(guess(rng, problem), figure)
         assert (bare.new, bare.unread) == (0, 0)
         assert bare.measure == 0
-        slipped = work_of(slipped_working(rng, problem), figure)
+        slipped = check_claims(slipped_working(rng, problem), figure)
         assert slipped.false >= 1
         assert slipped.is_luck
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from adora_vl.rewards import canonical_gold, compare, grade, reward_function, verify_gold
 from adora_vl.rewards.answer import Answer
 from adora_vl.rewards.brackets import MAX_PARTS
-from adora_vl.rewards.compare_values import Compared
+from adora_vl.rewards.compare_values import ComparisonResult
 from adora_vl.rewards.completion import boxes_in_a_row
-from adora_vl.rewards.explain import RULES, explanation
+from adora_vl.rewards.explain import RULE_IN_WORDS, explain_grade
 from benchmarks.grading_corpus import cases
 
 CASES = [case for case in cases() if case.kind in ("forms", "guesses")]
@@ -51,6 +51,22 @@ def test_the_order_of_a_list_and_its_separators_do_not_matter(
         == verdict(rf"\{{{', '.join(shuffled)}\}}", gold)
         == "correct"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold"),
+    [
+        ("5i + 3j", r"(5\%, 3)"),  # a percentage is no coordinate
+        ("i + 2j + 3k", "(1, a, 2, 3)"),
+        ("i + 2j + 3k", "(1, 2, 3, a)"),
+    ],
+)
+def test_a_sum_of_unit_vectors_answers_only_a_point_of_two_or_three_numbers(
+    answer: str, gold: str
+) -> None:
+    assert verify_gold(gold) is None
+    assert verdict(answer, gold) == "wrong"
+    assert verdict("i + 2j + 3k", "(1, 2, 3)") == "correct"
 
 
 @QUICK
@@ -287,7 +303,7 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     original = compare._compare_structured
 
-    def counted(answer: Answer, reference: Answer, *, rounding: bool) -> Compared:
+    def counted(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
         compared.append(1)
         return original(answer, reference, rounding=rounding)
 
@@ -340,10 +356,10 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
 
 
 def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
-    lines = "\n".join(explanation(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
+    lines = "\n".join(explain_grade(r"\boxed{CD = 5, AB = 4.1}", "AB = 4, CD = 5"))
     assert "CD=5 against CD=5: same_part" in lines
     assert "AB=4.1 against -: different_part" in lines
-    assert "3 against 3: same_number" in "\n".join(explanation(r"\boxed{(3, -4)}", "(3, -4)"))
+    assert "3 against 3: same_number" in "\n".join(explain_grade(r"\boxed{(3, -4)}", "(3, -4)"))
     reasons = {grade(case.response, case.gold).reason for case in CASES}
-    assert reasons <= RULES.keys()
+    assert reasons <= RULE_IN_WORDS.keys()
     assert {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons

@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 
 from adora_vl.rewards import explain
-from adora_vl.rewards.answer import NO_VALUE, UNREAD
-from adora_vl.rewards.explain import explanation
+from adora_vl.rewards.answer import NO_VALUE_REASONS, UNREAD_REASONS
+from adora_vl.rewards.explain import explain_grade
 from adora_vl.rewards.numeric import Comparison
 from benchmarks.grading_corpus import cases
 
@@ -106,7 +106,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     """Reasons stand behind a verdict, as the first word of an error, or come from the grammar and
     its values.
     """
-    reasons: set[Any] = {*get_args(Comparison), *NO_VALUE, *UNREAD}
+    reasons: set[Any] = {*get_args(Comparison), *NO_VALUE_REASONS, *UNREAD_REASONS}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
         code = (REWARDS / f"{name}.py").read_text()
         for node in ast.walk(ast.parse(code)):
@@ -115,7 +115,7 @@ def test_every_reason_in_the_code_is_explained() -> None:
     reasons -= {"equal", "different", "beyond", *VERDICTS}
     assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons, "they were found"
     explained = {reason.removeprefix("gold_") for reason in reasons}
-    assert explained <= explain.RULES.keys()
+    assert explained <= explain.RULE_IN_WORDS.keys()
 
 
 def reasons_in(node: ast.AST) -> set[object]:
@@ -138,7 +138,7 @@ def test_what_is_right_is_never_explained_as_never_right() -> None:
     never_right = re.compile(r" against -:|: (?!same_|rounded|letter)")
     correct_cases = [case for case in cases() if case.label == "correct"]
     for case in correct_cases:
-        lines = explanation(case.response, case.gold, case.choices, rounding=case.rounding)
+        lines = explain_grade(case.response, case.gold, case.choices, rounding=case.rounding)
         sides = [line for line in lines if line.startswith(("answer ", "gold "))]
         parts = [line for line in lines if line.startswith("part ")]
         unread_sides = [line for line in sides if "[unreadable" in line]

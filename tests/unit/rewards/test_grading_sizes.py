@@ -14,9 +14,9 @@ import pytest
 
 from adora_vl.rewards import answer as answers
 from adora_vl.rewards import ball, grade, verify_gold
-from adora_vl.rewards.ball import MAX_BITS, PRECISION
+from adora_vl.rewards.ball import MAX_BITS, PRECISION_BITS
 from adora_vl.rewards.canonical import MAX_CHARS
-from adora_vl.rewards.grammar import MAX_FUNCTIONS
+from adora_vl.rewards.grammar import MAX_COSTLY_TOKENS
 from benchmarks.grading_corpus import cases
 
 ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
@@ -34,7 +34,7 @@ def filled(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
     """Fill an answer with as many pieces as it has room for, or as many functions."""
     count = (chars + len(separator)) // (len(piece) + len(separator))
     costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
-    return separator.join([piece] * (min(count, MAX_FUNCTIONS // costly) if costly else count))
+    return separator.join([piece] * (min(count, MAX_COSTLY_TOKENS // costly) if costly else count))
 
 
 LARGE = {
@@ -132,7 +132,7 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
             is_bounded = [
                 len(work.digits) <= max_operations,
                 # A product of two capped numbers, before it is capped itself.
-                max(work.digits, default=0) <= 2 * (MAX_BITS + PRECISION),
+                max(work.digits, default=0) <= 2 * (MAX_BITS + PRECISION_BITS),
                 max(work.powers, default=0) <= 10 * MAX_BITS,
                 max(work.sizes, default=0) < 2.0**MAX_BITS,
             ]
@@ -144,7 +144,7 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
 def test_what_is_counted_is_what_is_computed(work: Work) -> None:
     grade(boxed(LARGE["a huge sum of irrationals"]), "x")
     assert len(work.powers) > 240
-    assert PRECISION - 8 <= max(work.digits) <= PRECISION
+    assert PRECISION_BITS - 8 <= max(work.digits) <= PRECISION_BITS
 
 
 def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +154,7 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         texts.append(text)
         return text, ""
 
-    monkeypatch.setattr(answers, "canonical", counted)
+    monkeypatch.setattr(answers, "canonical_value_and_unit", counted)
     assert answers.read_value("5" + "%" * 490).reason == "percentage"
     assert answers.read_value(r"5\%").kind == "percentage"
     assert len(texts) <= 4
@@ -162,7 +162,7 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_functions_are_capped() -> None:
     grades = []
-    for count in (MAX_FUNCTIONS, MAX_FUNCTIONS + 1):
+    for count in (MAX_COSTLY_TOKENS, MAX_COSTLY_TOKENS + 1):
         graded = grade(boxed("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
         grades.append((graded.verdict, graded.reason))
     assert grades == [("correct", "same_value"), ("unparseable", "too_large")]

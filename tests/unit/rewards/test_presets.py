@@ -13,7 +13,12 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer
 from adora_vl.prepare import prepare
 from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
 from adora_vl.rewards.choose import reward_range
-from adora_vl.rewards.completion import _PATTERNS, REFLECTIVE, last_boxed, reflective_words
+from adora_vl.rewards.completion import (
+    REFLECTIVE_WORD_PATTERN,
+    REFLECTIVE_WORD_REGEX,
+    last_boxed,
+    reflective_words,
+)
 from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
 from tests.support.tiny_run import arguments
@@ -305,7 +310,7 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
     words=st.lists(
         st.sampled_from(
             [
-                *REFLECTIVE,
+                *REFLECTIVE_WORD_REGEX,
                 "checking",
                 "re-checked",
                 "Wa\u0130t",
@@ -322,7 +327,9 @@ def test_a_run_grades_the_tags_where_its_format_has_them(tmp_path: Path) -> None
 def test_words_of_reflection_are_those_that_every_pattern_finds_by_itself(words, spell) -> None:
     """Looking for a word's stem first may skip patterns, and no occurrence."""
     text = spell(" ".join(words))
-    everywhere = {word: len(pattern.findall(text)) for word, pattern in _PATTERNS.items()}
+    everywhere = {
+        word: len(pattern.findall(text)) for word, pattern in REFLECTIVE_WORD_PATTERN.items()
+    }
     assert reflective_words(text) == {word: n for word, n in everywhere.items() if n}
 
 

@@ -17,9 +17,9 @@ from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT, load_run
-from adora_vl.rewards.choose import check_sums, choose_rewards, reward_range
+from adora_vl.rewards.choose import check_reward_sums, choose_rewards, reward_range
 from adora_vl.rewards.explain import main
-from adora_vl.rewards.steps import StepsReward, work_of, worked_part
+from adora_vl.rewards.steps import StepsReward, check_claims, text_up_to_answer
 from adora_vl.utils.errors import UserError
 from tests.support.recorded_runs import write_run
 
@@ -124,9 +124,9 @@ def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
 
 
 def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
-    assert work_of(GOOD, drawn).measure == 2
-    assert work_of(FALSE, drawn).measure == 0
-    assert work_of("AD = 6. ∠BAC = 20. AD = 7.", drawn).measure == 0
+    assert check_claims(GOOD, drawn).measure == 2
+    assert check_claims(FALSE, drawn).measure == 0
+    assert check_claims("AD = 6. ∠BAC = 20. AD = 7.", drawn).measure == 0
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
     ],
 )
 def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> None:
-    assert worked_part(text) == part
+    assert text_up_to_answer(text) == part
 
 
 def test_a_figure_that_its_values_settle_counts_as_none() -> None:
@@ -153,7 +153,7 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
 @pytest.mark.parametrize("text", [GOOD, FALSE, BARE])
 def test_length_earns_nothing(drawn: str, text: str, padding: str) -> None:
-    assert work_of(padding + text, drawn).share == work_of(text, drawn).share
+    assert check_claims(padding + text, drawn).share == check_claims(text, drawn).share
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -163,18 +163,18 @@ def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
 ) -> None:
     """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
     text = ". ".join(lines)
-    work = work_of(text, drawn)
+    work = check_claims(text, drawn)
     assert 0 <= work.share <= 1
-    assert work_of(f"{text}. {text}", drawn).share == work.share
+    assert check_claims(f"{text}. {text}", drawn).share == work.share
 
 
 def test_mistakes_are_refused_with_a_remedy(drawn: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward({})(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):
-        work_of(GOOD, '{"at": {}}')
+        check_claims(GOOD, '{"at": {}}')
     with pytest.raises(UserError, match="does not fulfil its facts"):
-        work_of(GOOD, drawn.replace("13", "14"))
+        check_claims(GOOD, drawn.replace("13", "14"))
     with pytest.raises(UserError, match="no column 'answer'"):
         scores(StepsReward({"gate": True}), [GOOD], [drawn])
     with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
@@ -191,7 +191,7 @@ def test_a_run_knows_its_range_and_its_column() -> None:
         "steps_reward",
     ]
     assert reward_range(["accuracy", "steps"], [1.0, 0.2]) == (0.0, 1.2)
-    check_sums(["accuracy", "steps"], [1.0, 0.2], 0.5)
+    check_reward_sums(["accuracy", "steps"], [1.0, 0.2], 0.5)
     with pytest.raises(UserError, match="needs the column 'figure'"):
         chosen.check_columns({"answer", "problem"})
     chosen.check_columns({"answer", "problem", "figure"})
@@ -262,12 +262,12 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
 ) -> None:
     """JavaScript counts a smiley as two characters."""
     text = f"😀 {FALSE}"
-    work = work_of(text, drawn)
+    work = check_claims(text, drawn)
     texts: dict[str, Any] = {
         "completion": text,
         "new": work.new,
         "false": work.false,
-        "steps": work.spans(),
+        "steps": work.verdicts_as_json(),
     }
     view = load_run(write_run(tmp_path / "run", 1, **texts), 100)
     names = list(ROLLOUT)

@@ -9,7 +9,7 @@ import pytest
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.rewards import explain, grade, reward_functions
 from adora_vl.rewards.choose import choose_rewards
-from adora_vl.rewards.judge import score_in
+from adora_vl.rewards.judge import read_score
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
@@ -144,7 +144,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
     assert "It is 5." in questions[0]
     for reply in ("<think><score>1</score></think> I cannot say.", "<think><score>1</score>"):
         with pytest.raises(EndpointError, match="no <score>"):
-            score_in(reply)
+            read_score(reply)
 
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:

@@ -10,7 +10,7 @@ from PIL import Image
 
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
-from adora_vl.tools.environments import environments_of
+from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
 from adora_vl.types import Row
@@ -74,7 +74,7 @@ def opens(toolbox, rollout, door):
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
     Doors.count = 0
     state = random.getstate()
-    environments = environments_of(Doors, 10.0)
+    environments = build_environments(Doors, 10.0)
     toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
     parts = [
@@ -160,7 +160,7 @@ def like(**methods):
 )
 def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
-        environments_of(entry, 10.0).enter([group(0, "Which?")], 7, begins_generation=True)
+        build_environments(entry, 10.0).enter([group(0, "Which?")], 7, begins_generation=True)
 
 
 def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
@@ -169,7 +169,7 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
             """Throw."""
             return float(np.random.default_rng().random())
 
-    environments = environments_of(Dice, 10.0)
+    environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
     [entered] = environments.enter([group(0, "Which?")], 7, begins_generation=True)
     inside = [rollout.environment for rollout in entered.rollouts]

@@ -359,7 +359,7 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
     names = [*BUILT_IN_TOOLS, "anything"]
     for _ in range(3000):
         name = draw.choice(names)
-        parameters = toolbox._by_name[name]["function"]["parameters"]["properties"]
+        parameters = toolbox._schema_by_name[name]["function"]["parameters"]["properties"]
         chosen = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
         arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
         text = json.dumps({"name": name, "arguments": arguments})

@@ -19,14 +19,14 @@ from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult, StepKey
 from adora_vl.rollout.turns import append_result
 from adora_vl.training.extensions import (
+    build_extensions,
     check_extensions,
-    chosen_extensions,
     extension_costs,
     extension_hashes,
 )
 from adora_vl.training.generation import Generation
 from adora_vl.training.guards import DriftGuard
-from adora_vl.types import Batch, compared_mask
+from adora_vl.types import Batch, engine_comparison_mask
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
@@ -70,7 +70,7 @@ def config(extensions: str, *words: str) -> Any:
 
 def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user_folder):
     keys = config("{mine.py:Plain: {strength: 3}}")
-    chosen = chosen_extensions(keys)
+    chosen = build_extensions(keys)
     assert [*chosen] == ["Plain"]
     assert chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
     check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED))
@@ -80,7 +80,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user
     assert hashes_before.keys() == {"mine.py"}
     assert extension_hashes(keys) != hashes_before
     keys_without_extension = parse(CPU)[1]
-    assert chosen_extensions(keys_without_extension) == {}
+    assert build_extensions(keys_without_extension) == {}
     assert extension_hashes(keys_without_extension) == {}
     assert extension_costs({}, keys_without_extension) == []
 
@@ -91,7 +91,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     _, code = page.split("```python\n# my_extensions.py\n")
     (user_folder / "my_extensions.py").write_text(code.partition("```")[0])
     keys = config("{my_extensions.py:NothingFromTheLongest: {share: 0.3}}")
-    (extension,) = chosen_extensions(keys).values()
+    (extension,) = build_extensions(keys).values()
     log: dict[str, float] = {}
     extension.start(step_context(log), None)
     mask = torch.arange(9) < torch.tensor([2, 9, 4, 5])[:, None]
@@ -124,14 +124,14 @@ def test_what_does_not_fit_is_named_in_one_line(user_folder):
     wrong = {}
     for extensions, words, expected in WRONG:
         with pytest.raises(UserError) as refused:
-            chosen_extensions(config(extensions, *words))
+            build_extensions(config(extensions, *words))
         if not refused.match(expected) or "\n" in str(refused.value):
             wrong[extensions] = str(refused.value)
     assert wrong == {}
-    assert chosen_extensions(config("{mine.py:Elsewhere: {}}", *VLLM))
+    assert build_extensions(config("{mine.py:Elsewhere: {}}", *VLLM))
     with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
         model = AutoConfig.from_pretrained(PRETRAINED)
-        check_extensions(chosen_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
+        check_extensions(build_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
 
 
 def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
@@ -189,7 +189,9 @@ def measure(saw_other_images: list[bool]) -> Measured:
         "sampling_per_token_logps": engine_logps_BC,
         "stale_tokens": torch.tensor([2 if other else 0 for other in saw_other_images]),
     }
-    DriftGuard(context).check(policy_logps_BC, engine_logps_BC, compared_mask(micro), step=0)
+    DriftGuard(context).check(
+        policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
+    )
     figures = ImportanceRatio(context).complete(micro, policy_logps_BC)
     return Measured(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 

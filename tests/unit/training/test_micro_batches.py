@@ -19,14 +19,14 @@ from adora_vl.training import batch_rows
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 from adora_vl.training.micro_batches import (
     MicroBatcher,
-    by_length,
     choose_units,
     cut_by_count,
+    order_of_learning,
     plan_micro_batches,
     split_evenly,
     tokens_of_units,
 )
-from adora_vl.training.rank_balance import Move, plan_moves, rebalanced
+from adora_vl.training.rank_balance import UnitMove, carry_out_moves, plan_moves
 from adora_vl.training.schedule import fill_slots
 from adora_vl.types import Batch
 from benchmarks.lockstep import (
@@ -159,7 +159,7 @@ def test_ranks_find_units_of_the_same_place_by_length_in_each_micro_batch(
     for _ in range(3):  # ranks, whose units have other lengths
         tokens = rng.sample(range(1000), count)
         longest_first = sorted(range(count), key=lambda unit: -tokens[unit])
-        units = by_length(range(count), tokens, optimizer_steps=steps, seed="seed/12")
+        units = order_of_learning(range(count), tokens, optimizer_steps=steps, seed="seed/12")
         assert sorted(units) == list(range(count))
         places_by_rank.append([longest_first.index(unit) for unit in units])
     first_rank, *other_ranks = places_by_rank
@@ -172,7 +172,7 @@ def test_the_steps_on_a_generation_see_units_of_all_lengths():
     """Unit 7 of eight is the longest."""
     orders = set()
     for step in range(20):
-        order = by_length(range(8), range(8), optimizer_steps=4, seed=f"0/{step}")
+        order = order_of_learning(range(8), range(8), optimizer_steps=4, seed=f"0/{step}")
         orders.add(tuple(order))
     assert len(orders) > 10
     first_units = {order[0] for order in orders}
@@ -500,8 +500,8 @@ def test_a_long_unit_moves_to_where_it_meets_another_long_one():
     """The tokens of each rank's units, by their numbers."""
     long_ones_on_one_rank = [{0: 90, 1: 100}, {0: 10, 1: 11}]
     assert plan_moves(long_ones_on_one_rank) == [
-        Move(source=0, unit=0, target=1),
-        Move(source=1, unit=0, target=0),
+        UnitMove(source=0, unit=0, target=1),
+        UnitMove(source=1, unit=0, target=0),
     ]
     in_order_of_length_they_meet = [{0: 90, 1: 10}, {0: 100, 1: 11}]
     assert plan_moves(in_order_of_length_they_meet) == []
@@ -513,8 +513,8 @@ def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
     """None is as long as 100, but with 60 beside it the long units are learned from in two rounds."""
     one_rank_has_the_long_ones = [{0: 100, 1: 60, 2: 60}, {0: 30, 1: 30, 2: 30}]
     assert plan_moves(one_rank_has_the_long_ones) == [
-        Move(source=0, unit=1, target=1),
-        Move(source=1, unit=2, target=0),
+        UnitMove(source=0, unit=1, target=1),
+        UnitMove(source=1, unit=2, target=0),
     ]
 
 
@@ -563,14 +563,14 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
     banks = ImageBanks()
     batch = rank_batch(banks, "abab", 2, 0)
     banks.of_training().features_due = False
-    moves_between_others = [Move(source=1, unit=0, target=2)]
-    rebalanced(
+    moves_between_others = [UnitMove(source=1, unit=0, target=2)]
+    carry_out_moves(
         batch,
         [True, True],
         rows_per_unit=2,
         moves=moves_between_others,
         rank=0,
-        banks=banks,
+        image_banks=banks,
         pad_id=99,
         exchange=receive_nothing,
     )
@@ -608,13 +608,13 @@ def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_unit
         return [packed_unit for target, packed_unit in sent if target == rank]
 
     def rebalance_rank(rank, banks_of_rank, exchange):
-        return rebalanced(
+        return carry_out_moves(
             batches[rank],
             ranks[rank],
             rows_per_unit=1,
             moves=moves,
             rank=rank,
-            banks=banks_of_rank,
+            image_banks=banks_of_rank,
             pad_id=99,
             exchange=exchange,
         )
@@ -652,18 +652,18 @@ def test_all_that_is_a_row_s_goes_with_it_and_no_image_is_held_twice():
         "pad_id": 99,
         "exchange": send_to_rank_0,
     }
-    rebalanced(
+    carry_out_moves(
         batches[1],
         [True, True],
         rank=1,
-        banks=banks[1],
+        image_banks=banks[1],
         **settings,
     )
-    batch, has_signal = rebalanced(
+    batch, has_signal = carry_out_moves(
         batches[0],
         [False, False],
         rank=0,
-        banks=banks[0],
+        image_banks=banks[0],
         **settings,
     )
     assert has_signal == [False, False, True]

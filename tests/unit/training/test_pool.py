@@ -50,9 +50,9 @@ from adora_vl.training.pool_state import PoolState
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
     automatic_budget,
-    further_rows,
+    count_groups_to_begin,
+    draw_further_rows,
     groups_to_complete,
-    how_many_begin,
 )
 from adora_vl.types import Row, StepContext
 from adora_vl.utils.errors import UserError
@@ -398,7 +398,7 @@ class Run:
         if tools:
             self.engine = TurnsEngine()
         tool_loop: Any = PictureTools() if tools else None
-        self.pool = Pool(context, rows, tools=tools)
+        self.pool = Pool(context, rows, has_tools=tools)
         groups = GroupSampler(
             context=context,
             prompt_reader=PromptReader(images),
@@ -421,7 +421,7 @@ class Run:
             guard=guard,
             phase=lambda _: nullcontext(),
             environments=None,
-            rows_ahead=rows_after,
+            upcoming_rows=rows_after,
             drift_check=LateDriftCheck(pair, check=lambda *_: None),
         )
         self.trainer = staged_trainer(self, context, scorer)
@@ -773,8 +773,8 @@ def test_how_many_begin_and_have_to_be_complete():
             "slots": 8,
             "remaining_generations": remaining,
         }
-        assert how_many_begin(**arguments) == begun
-        assert how_many_begin(**arguments, min_begun=4) == max(4, begun)
+        assert count_groups_to_begin(**arguments) == begun
+        assert count_groups_to_begin(**arguments, min_new_groups=4) == max(4, begun)
     # groups, and remaining generations; then how many have to be complete now
     complete_cases = {(8, 9): 2, (8, 1): 8, (11, 2): 3, (16, 2): 8, (1, 9): 1}
     for (groups, remaining), to_complete in complete_cases.items():
@@ -807,9 +807,11 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
     )
     keys = [StepKey(mode="train", step=step, micro=micro) for step, micro in positions]
     ahead = [Generation(key=key, group_size=GROUP_SIZE) for key in keys]
-    assert [generations.left(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
+    assert [generations.count_remaining(generation) for generation in ahead] == [6, 5, 4, 3, 2, 1]
     for first, generation in enumerate(ahead):
-        later = [generations.after(generation, distance) for distance in range(7 - first)]
+        later = [
+            generations.generation_after(generation, distance) for distance in range(7 - first)
+        ]
         assert later.pop() is None
         for number, following in enumerate(later, start=first):
             assert following is not None
@@ -978,7 +980,7 @@ def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_p
         ),
     )
     PoolState(waiting=(group,)).save(tmp_path, rank=0)
-    (loaded,) = PoolState.load(tmp_path, rank=0, ranks=1).waiting
+    (loaded,) = PoolState.load(tmp_path, rank=0, num_ranks=1).waiting
     assert loaded == group
     assert not loaded.complete
     whole, part = loaded.rollouts
@@ -1042,7 +1044,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(
         assert len(run.engine.requests_of_calls[1]) == groups_of_first_round * GROUP_SIZE
         assert signal_share < 0.5 or groups_of_first_round < SLOTS
         seed = "7/0/0/1/0"  # of the run, step, micro-batch, round and rank
-        drawn_rows = further_rows(len(run.pool.rows), groups_of_first_round, seed)
+        drawn_rows = draw_further_rows(len(run.pool.rows), groups_of_first_round, seed)
         assert {*row_numbers} & {*drawn_rows}
         row_ids = [row["id"] for row in learned.rows[::GROUP_SIZE]]
         assert row_ids == [f"0/{number}" for number in row_numbers]

@@ -14,13 +14,13 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.training.recompute import (
-    FIGURE,
+    RECOMPUTED_LAYERS_FIGURE,
     CardBytes,
-    GradientsBefore,
+    GradientSnapshots,
     RecomputedLayers,
     language_layers,
 )
-from tests.support.small_models import TEXT, small_model
+from tests.support.small_models import TEXT_CONFIG, small_model
 from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 
@@ -38,7 +38,7 @@ GIB = 2**30
 def language_model(**keys: Any) -> Any:
     """Return a policy that reads text, with gradient checkpointing."""
     torch.manual_seed(1)
-    config = Qwen2Config(**{**TEXT, "num_hidden_layers": LAYERS}, use_cache=False, **keys)
+    config = Qwen2Config(**{**TEXT_CONFIG, "num_hidden_layers": LAYERS}, use_cache=False, **keys)
     model = Qwen2ForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -79,7 +79,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
     """Return the gradients of a pass with `adora_recompute: number`."""
     model.zero_grad()
     torch.manual_seed(5)
-    ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+    ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
     switch = recomputed_layers(model, adora_recompute=number)
     with switch.switched(SIZE):
         loss = model(input_ids=ids, labels=ids).loss
@@ -189,7 +189,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
             flags = [layer.gradient_checkpointing for layer in language_layers(model)]
         assert flags.count(True) == count
         assert switch.count == count
-        assert log[FIGURE] == count
+        assert log[RECOMPUTED_LAYERS_FIGURE] == count
     free_bytes = bytes_for(2)
     with switch.switched(PassSize(rows=1, row_length=240, scored_tokens=187)):
         assert switch.count == 0, "fewer tokens keep less"
@@ -244,7 +244,7 @@ class OutOfMemory(nn.Module):
     def train_micro_batch(self) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss."""
         self.passes += 1
-        ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+        ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
         with self.switch.switched(SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         self.figures["loss"].append(loss.item())
@@ -315,11 +315,11 @@ def test_gradients_too_large_to_copy_end_the_run_rather_than_count_twice():
 def test_gradients_that_no_pass_has_added_to_need_no_copy():
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
-    before = GradientsBefore([weight], max_copied_bytes=0)
+    before = GradientSnapshots([weight], max_copied_bytes=0)
     assert before.restore()
     weight.grad += 1
     assert not before.restore()
-    later = GradientsBefore([weight], max_copied_bytes=12)
+    later = GradientSnapshots([weight], max_copied_bytes=12)
     weight.grad += 1
     assert later.restore()
     assert weight.grad.tolist() == [2, 2, 2]

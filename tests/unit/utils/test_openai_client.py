@@ -28,7 +28,7 @@ from PIL import Image
 
 from adora_vl.data.dataset import write_split
 from adora_vl.rewards import choose_rewards, try_rewards
-from adora_vl.rewards.judge import KEY_VARIABLE, score_in
+from adora_vl.rewards.judge import KEY_VARIABLE, read_score
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
@@ -631,7 +631,7 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
 def test_what_is_no_score_is_a_failure():
     for text in ("1", "<score>", "<score>yes</score>", "<score>1.5</score>", "<score>nan</score>"):
         with pytest.raises(EndpointError):
-            score_in(text)
+            read_score(text)
 
 
 def test_the_judge_is_tried_before_the_run(tmp_path, serve):
