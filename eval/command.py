@@ -16,7 +16,7 @@ from adora_vl.evals.asking import (
     problems_to_ask,
 )
 from adora_vl.evals.inference.engines import tool_options_of
-from adora_vl.evals.inference.predictions import PREDICTIONS
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
 from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
 from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
@@ -280,6 +280,6 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
         )
         # Rank 0 has gathered the answers of all ranks into one file.
         if command.score is not None and processes.rank == 0:
-            write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
+            write_score(benchmark, command.ask.output / PREDICTIONS_FILE, command.score)
 
     return exit_code_of(run, "what was answered is kept, and the same command goes on from there")

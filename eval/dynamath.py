@@ -15,7 +15,7 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields
+    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
@@ -29,15 +29,15 @@ with imports():
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
         correct_by_problem,
-        extraction_item,
+        describe_extracted_answer,
         verdict_of,
     )
 
 # Each split has one variant of every problem.
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 # The columns that each row has, and what their values have to be.
-COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
-check = partial(fault_of_fields, kinds=COLUMNS)
+COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT_VALUE)
+check = partial(find_field_fault, kinds=COLUMNS)
 _TOLERANCE = 0.001  # by which the official score lets a number differ
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
@@ -190,7 +190,7 @@ BENCHMARK = Benchmark(
     fingerprint=("data_revision",),
     id_column="id",
     summary=_summary,
-    item=extraction_item,
+    item=describe_extracted_answer,
 )
 if __name__ == "__main__":
     with imports():

@@ -12,7 +12,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of
+    from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         Benchmark,
@@ -24,11 +24,11 @@ with imports():
         RowGrade,
     )
     from adora_vl.evals.scoring.judge import (
+        AnswerKind,
         ExtractionOptions,
-        Kind,
         Question,
-        extraction_rules,
-        with_extractions,
+        describe_extraction,
+        extract_answers,
     )
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
@@ -268,13 +268,13 @@ ID_OOD = (
 )
 # The columns that each row has, and what their values have to be.
 COLUMNS = {
-    "question": TEXT,
+    "question": TEXT_VALUE,
     "question_type": one_of("multi_choice", "free_form"),
     "answer_type": one_of("text", "integer", "float", "list"),
-    "precision": ANY,
-    "choices": ANY,
-    "answer": TEXT,
-    "metadata": ANY,
+    "precision": ANY_VALUE,
+    "choices": ANY_VALUE,
+    "answer": TEXT_VALUE,
+    "metadata": ANY_VALUE,
 }
 _MOST_PLACES = 15  # decimal places that a float holds
 
@@ -285,7 +285,7 @@ def check(row: Prediction) -> str | None:
     Beside the columns that each row needs, a multiple-choice question needs choices, and an answer
     of the type `float` a number of decimal places.
     """
-    fault = fault_of_fields(row, COLUMNS)
+    fault = find_field_fault(row, COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":
@@ -305,7 +305,7 @@ def check(row: Prediction) -> str | None:
 def question_of(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model."""
     is_choice = row["question_type"] == "multi_choice"
-    kind: Kind = "choice" if is_choice else row["answer_type"]
+    kind: AnswerKind = "choice" if is_choice else row["answer_type"]
     return Question(
         kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
     )
@@ -379,7 +379,7 @@ def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     return {
         "rules": options.rules,
         "ignore_empty_extractions": options.ignore_empty_extractions,
-        **extraction_rules(options),
+        **describe_extraction(options),
     }
 
 
@@ -437,7 +437,7 @@ BENCHMARK = Benchmark(
     data_options=HubDataOptions,
     check=check,
     fingerprint=("data_revision",),
-    prepare=partial(with_extractions, question_of=question_of),
+    prepare=partial(extract_answers, question_of=question_of),
     summary=_summary,
     item=_item,
     published=_PUBLISHED,

@@ -22,7 +22,7 @@ with imports():
     )
     from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
-    from adora_vl.evals.inference.predictions import PREDICTIONS
+    from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
     from adora_vl.evals.inference.ranks import join_ranks
     from adora_vl.evals.inference.runner import with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
@@ -151,7 +151,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
             build=lambda _: shared_engine(),
         )
         if processes.rank == 0:
-            predictions_file = task.ask_options.output / PREDICTIONS
+            predictions_file = task.ask_options.output / PREDICTIONS_FILE
             write_score(task.benchmark, predictions_file, task.score_options)
     if processes.rank == 0:
         runs = [

@@ -13,15 +13,15 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields, matching
+    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
         correct_by_problem,
+        describe_rule_set,
         mean_with_interval,
-        rule_set,
         verdict_of,
     )
     from adora_vl.evals.scoring.table import percent_with_interval
@@ -38,16 +38,16 @@ Regarding the format, please answer following the template below, and be sure to
 _OPTION_MARK = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
 _UNKNOWN_OPTIONS = [""] * 5  # of a question whose options have no text; no question has more
 COLUMNS = {
-    "ID": TEXT,
-    "key": matching(
+    "ID": TEXT_VALUE,
+    "key": matching_text(
         "2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"
     ),
-    "knowledge concept": TEXT,
-    "question": TEXT,
-    "option": TEXT,
-    "answer": matching("[A-H]", "a letter from A to H"),
+    "knowledge concept": TEXT_VALUE,
+    "question": TEXT_VALUE,
+    "option": TEXT_VALUE,
+    "answer": matching_text("[A-H]", "a letter from A to H"),
 }
-check = partial(fault_of_fields, kinds=COLUMNS)
+check = partial(find_field_fault, kinds=COLUMNS)
 # The brackets of the official form of an answer; its group is what stands inside them.
 _TEMPLATE_BRACKETS = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
@@ -258,7 +258,7 @@ BENCHMARK = Benchmark(
     split="testmini",
     load=load,
     grade=grade,
-    rules=rule_set,
+    rules=describe_rule_set,
     score_options=WeMathScoreOptions,
     data_options=HubDataOptions,
     check=check,

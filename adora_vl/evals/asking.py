@@ -14,7 +14,7 @@ from typing import NamedTuple
 from adora_vl.evals.benchmark import load_checked_problems
 from adora_vl.evals.checklist import DESCRIPTION, VIEW, checklist
 from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
-from adora_vl.evals.inference.predictions import PREDICTIONS
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
 from adora_vl.evals.inference.provenance import Fields
 from adora_vl.evals.inference.ranks import Ranks
 from adora_vl.evals.inference.requests import (
@@ -175,7 +175,9 @@ def answer_problems(
         ranks=processes,
     )
     if processes.rank == 0:
-        _report(summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS)
+        _report(
+            summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS_FILE
+        )
 
 
 def _fingerprint(

@@ -17,7 +17,7 @@ from adora_vl.evals.score_differences import (
 )
 from adora_vl.evals.score_files import ScoreFile, fingerprint_part
 from adora_vl.evals.scoring.score import mean_with_interval
-from adora_vl.evals.scoring.statistics import bootstrap_ratio
+from adora_vl.evals.scoring.statistics import bootstrap_ratio_interval
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
 
@@ -138,7 +138,7 @@ def _ratio_text(parts: Sequence[float], wholes: Sequence[float]) -> str:
     """Format sum(parts) / sum(wholes) in percent, with its bootstrap interval over the pairs."""
     if not sum(wholes):
         return "nothing of nothing,"
-    interval = list(bootstrap_ratio(parts, wholes))
+    interval = list(bootstrap_ratio_interval(parts, wholes))
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 

@@ -17,7 +17,7 @@ from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import Graded, LoadedProblems, Problem
 from adora_vl.evals.scoring.score import accuracy_cell
-from adora_vl.evals.scoring.statistics import bootstrap
+from adora_vl.evals.scoring.statistics import bootstrap_interval
 from adora_vl.utils.errors import UserError
 
 VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
@@ -108,7 +108,7 @@ def variant_lines(graded: Sequence[Graded]) -> list[str]:
         original_share - variant_share
         for original_share, variant_share in zip(original_shares, variant_shares, strict=True)
     ]
-    low, high = bootstrap(differences)
+    low, high = bootstrap_interval(differences)
     n_variants = sum(len(graded_variants[pid]) for pid in pids)
     mean_difference = sum(differences) / len(pids)
     return [

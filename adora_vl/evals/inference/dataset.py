@@ -15,7 +15,11 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
-from adora_vl.evals.inference.predictions import fault_of_row, missing_fields, refuse_rows
+from adora_vl.evals.inference.predictions import (
+    describe_missing_fields,
+    find_row_fault,
+    refuse_rows,
+)
 from adora_vl.evals.inference.requests import HUB_ID
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
@@ -137,8 +141,8 @@ def load_problems(
         """Return the first thing that is wrong with a row; None where nothing is."""
         answered_row = _as_answered(row, id_column)
         return (
-            missing_fields(row, needed)
-            or fault_of_row(answered_row)
+            describe_missing_fields(row, needed)
+            or find_row_fault(answered_row)
             or check(answered_row)
             or unaskable(prompt(row), has_image=has_image)
             or _path_fault(row, image_columns, loaded.folder)

@@ -22,7 +22,7 @@ from adora_vl.evals.inference.provenance import (
 )
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
-from adora_vl.evals.scoring.score import cells_of_benchmark, score
+from adora_vl.evals.scoring.score import find_benchmark_cells, score
 from adora_vl.evals.scoring.table import table
 from adora_vl.utils.files import check_json, make_folder, written_to
 
@@ -108,7 +108,7 @@ def figures_in_training(
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
         if content[key]:
             figures[name] = content[key]["share"]
-    for cells in cells_of_benchmark(content).values():
+    for cells in find_benchmark_cells(content).values():
         for name, cell in cells.items():
             figures[f"accuracy_{name}"] = cell["accuracy"]
     for kind, cell in content["groups"].get("kind", {}).items():  # of drawn problems

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adora_vl.evals.records import Graded, Prediction
-from adora_vl.evals.scoring.statistics import bootstrap, wilson
+from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_interval
 from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
@@ -47,7 +47,7 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
             "count": count,
             "total": total,
             "value": count / total,
-            "interval_95": list(wilson(count, total)),
+            "interval_95": list(wilson_interval(count, total)),
         }
     return figures
 
@@ -65,7 +65,7 @@ def _mean_over_problems(
     for item, work in answers:
         counts_by_problem[item.pid].append(float(getattr(work, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
-    return {"value": sum(means) / len(means), "interval_95": list(bootstrap(means))}
+    return {"value": sum(means) / len(means), "interval_95": list(bootstrap_interval(means))}
 
 
 def step_lines(figures: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from adora_vl.evals.inference.views import VIEWS
 from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
 from adora_vl.evals.scoring.coverage import partial_notes
-from adora_vl.evals.scoring.score import cells_of_benchmark
+from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
@@ -41,7 +41,7 @@ def table(scored: Scored) -> str:
         rows += _rows(kind, first_groups)
         if len(cell_by_group) > _MOST_GROUPS:
             shortened.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
-    for key, cells in cells_of_benchmark(score).items():
+    for key, cells in find_benchmark_cells(score).items():
         rows += _rows(key, cells)
     lines = [made_with(score, summary), "", *_aligned_rows(rows)]
     if shortened:

@@ -13,7 +13,12 @@ from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages, report_in
+from adora_vl.evals.scoring.judge import (
+    Question,
+    build_extraction_messages,
+    extract_by_rules,
+    read_report,
+)
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import table
@@ -120,7 +125,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
     assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
-        report_in("<think><answer>15</answer></think>")
+        read_report("<think><answer>15</answer></think>")
 
 
 def test_every_reader_takes_a_whole_response() -> None:
@@ -134,7 +139,7 @@ def test_every_reader_takes_a_whole_response() -> None:
     assert letters_answer.text == "C, D"
     question = Question("integer", "?", (), "<think>12</think>15")
     assert extract_by_rules(question).text == "15"
-    assert "12" not in extraction_messages(question)[1]["content"]
+    assert "12" not in build_extraction_messages(question)[1]["content"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,9 +18,9 @@ from adora_vl.data.dataset import data_hash, load_split, write_split
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
     PredictionLog,
-    key,
-    part_path,
+    rank_file_path,
     read_predictions,
+    row_key,
 )
 from adora_vl.evals.inference.provenance import Fields
 from adora_vl.evals.inference.ranks import ALONE, Ranks, join_ranks, take_gpu
@@ -170,7 +170,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     assert ask_for(grown, samples=3).resumed == 5
     uninterrupted_rows = read_predictions(whole / "predictions.jsonl")
     grown_rows = read_predictions(grown / "predictions.jsonl")
-    assert [key(row) for row in grown_rows] == [key(row) for row in uninterrupted_rows]
+    assert [row_key(row) for row in grown_rows] == [row_key(row) for row in uninterrupted_rows]
     fingerprint_before = (grown / "fingerprint.json").read_bytes()
     message = "samples: the predictions in .* were made with 3, this run has 2"
     with pytest.raises(UserError, match=message):
@@ -370,9 +370,9 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     old_row = rows[0]
     rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}
     for rank, rows_of_rank in rows_by_rank.items():
-        with PredictionLog(part_path(output, rank)) as log:
+        with PredictionLog(rank_file_path(output, rank)) as log:
             log.append(rows_of_rank)
-    with part_path(output, 1).open("a") as file:
+    with rank_file_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = Echo()
     assert ask_as(output, engine, ALONE).resumed == 6

@@ -22,8 +22,13 @@ from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import Graded, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_file
-from adora_vl.evals.scoring.score import aggregate, grade_row, verdict_of
-from adora_vl.evals.scoring.statistics import bootstrap, mcnemar, pass_at, wilson
+from adora_vl.evals.scoring.score import count_right_answers, grade_row, verdict_of
+from adora_vl.evals.scoring.statistics import (
+    bootstrap_interval,
+    mcnemar_p,
+    pass_at,
+    wilson_interval,
+)
 from adora_vl.evals.scoring.table import table
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -88,24 +93,24 @@ def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> 
     ]
     for correct, total, low, high in cases:
         with subtests.test(f"{correct}"):
-            assert wilson(correct, total) == pytest.approx((low, high), abs=5e-5)
+            assert wilson_interval(correct, total) == pytest.approx((low, high), abs=5e-5)
     # exact at the ends
-    assert wilson(0, 7)[0] == 0.0
-    assert wilson(7, 7)[1] == 1.0
-    low, high = wilson(3, 10)
-    assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
+    assert wilson_interval(0, 7)[0] == 0.0
+    assert wilson_interval(7, 7)[1] == 1.0
+    low, high = wilson_interval(3, 10)
+    assert wilson_interval(7, 10) == pytest.approx((1 - high, 1 - low))
 
 
 def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     # McNemar's test is the exact binomial one.
-    assert mcnemar(5, 5) == mcnemar(0, 0) == 1.0
-    assert mcnemar(0, 10) == pytest.approx(2 / 1024)
-    assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
+    assert mcnemar_p(5, 5) == mcnemar_p(0, 0) == 1.0
+    assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
+    assert mcnemar_p(1, 8) == mcnemar_p(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
     assert sign_flips([0.1, 0.2, -0.3]) == 1.0
     assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
-    assert 0 < mcnemar(2000, 2400) < 1e-8
+    assert 0 < mcnemar_p(2000, 2400) < 1e-8
     # pass@k is the unbiased estimate.
     assert pass_at(1, 4, 1) == pytest.approx(0.25)
     assert pass_at(2, 4, 1) == pytest.approx(0.5)
@@ -114,7 +119,11 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     assert pass_at(3, 4, 0) == 0.0
     # The bootstrap repeats; the normal approximation gives 0.3 -+ 0.09.
     values = [0.0] * 70 + [1.0] * 30
-    assert bootstrap(values) == bootstrap(values) == pytest.approx((0.21, 0.39), abs=0.02)
+    assert (
+        bootstrap_interval(values)
+        == bootstrap_interval(values)
+        == pytest.approx((0.21, 0.39), abs=0.02)
+    )
 
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
@@ -125,7 +134,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
         for sample, digit in enumerate(digits):
             grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
             graded.append(Graded(pid, grade, sample=sample))
-    score = aggregate(graded)
+    score = count_right_answers(graded)
     assert score["correct"] == 6
     assert score["total"] == 12
     samples = score["samples"]
@@ -140,7 +149,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["avg@4"]["interval_95"] == [0.0, 1.0]
     # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
     assert samples["pass@4"]["interval"] == "wilson"
-    assert samples["pass@4"]["interval_95"] == list(wilson(2, 3))
+    assert samples["pass@4"]["interval_95"] == list(wilson_interval(2, 3))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7
@@ -181,14 +190,19 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
         Graded("e", RowGrade("failed", None, "broken", angle)),
         Graded("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
-    score = aggregate(graded)
+    score = count_right_answers(graded)
     assert score["correct"] == 2
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
-    assert score["wilson_95"] == list(wilson(2, 6))
+    assert score["wilson_95"] == list(wilson_interval(2, 6))
     assert counts(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
-        "circle": {"correct": 1, "total": 1, "accuracy": 1.0, "wilson_95": list(wilson(1, 1))}
+        "circle": {
+            "correct": 1,
+            "total": 1,
+            "accuracy": 1.0,
+            "wilson_95": list(wilson_interval(1, 1)),
+        }
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
 
