@@ -19,9 +19,9 @@ with imports():
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         Problem,
         RowGrade,
@@ -120,8 +120,8 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ScoreOptions
+) -> BenchmarkFigures:
     """Compute the worst case and the robustness.
 
     The worst case is the share of problems whose variants are all right. The robustness is the
@@ -145,7 +145,7 @@ def _summary(
         warnings.append(
             f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
         )
-    return OwnFigures(
+    return BenchmarkFigures(
         {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
     )
 

@@ -24,10 +24,10 @@ with imports():
     from adora_vl.evals.records import (
         JUDGE_FAILED,
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         Problem,
         RowGrade,
@@ -384,8 +384,8 @@ def _rules(options: ExtractionOptions) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ExtractionOptions
+) -> BenchmarkFigures:
     """Compute the figure that papers quote: the accuracy over the five versions with images.
 
     A note says that the score is not the official one. A warning counts the reference answers with
@@ -405,7 +405,9 @@ def _summary(
         note = (
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
         )
-    return OwnFigures({"overall": {"five_versions": overall}}, lines=[note], warnings=warnings)
+    return BenchmarkFigures(
+        {"overall": {"five_versions": overall}}, lines=[note], warnings=warnings
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

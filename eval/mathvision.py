@@ -26,11 +26,11 @@ with imports():
     from adora_vl.evals.records import (
         CORRECT,
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
-        OwnFigures,
+        GradedAnswer,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.judge import (
@@ -398,8 +398,8 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVisionScoreOptions
+) -> BenchmarkFigures:
     """Count the questions that number several images, though each row has one picture.
 
     Their images are parts of that picture.
@@ -411,7 +411,7 @@ def _summary(
             f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
             "one picture"
         )
-    return OwnFigures(notes={"several_parts": len(pids)}, lines=lines)
+    return BenchmarkFigures(notes={"several_parts": len(pids)}, lines=lines)
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
@@ -438,7 +438,7 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     return "the quoted rows are by the rules `official`"
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     rows={
         "Gemini-Pro": {"all": 17.66},

@@ -16,11 +16,11 @@ with imports():
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
-        OwnFigures,
+        GradedAnswer,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.judge import (
@@ -334,7 +334,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     )
 
 
-def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+def _item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, before and after it was brought into form."""
     return {
         "verdict": graded.grade.verdict,
@@ -347,8 +347,8 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVistaScoreOptions
+) -> BenchmarkFigures:
     """Compute the accuracies ID and OOD of the table in ADORA's paper.
 
     ID (in distribution) is over geometry problems, like those of the training, and OOD (out of
@@ -371,7 +371,9 @@ def _summary(
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
     ood_cell = cell_from_counts(ood_correct, ood_total, n_samples)
-    return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
+    return BenchmarkFigures(
+        figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}}
+    )
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
@@ -415,7 +417,7 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     return _BY_OTHER_RULES
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 67.3, "ID": 69.6, "OOD": 65.5},

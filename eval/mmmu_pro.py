@@ -21,9 +21,9 @@ with imports():
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         RowGrade,
     )
@@ -167,8 +167,8 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMMUProScoreOptions
+) -> BenchmarkFigures:
     """Count the answers without a letter, for which the official score draws one at random."""
     n_drawn = sum(item.grade.reason == "drawn" for item in graded)
     lines: list[str] = []
@@ -177,7 +177,7 @@ def _summary(
             f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
             "draws one at random"
         )
-    return OwnFigures(notes={"drawn": n_drawn}, lines=lines)
+    return BenchmarkFigures(notes={"drawn": n_drawn}, lines=lines)
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:

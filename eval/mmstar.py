@@ -22,11 +22,11 @@ with imports():
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
@@ -130,8 +130,8 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
+) -> BenchmarkFigures:
     """Compute the multi-modal gain MG and the leakage ML (see `_leakage`).
 
     Both need other runs to compare with, and are None without one.
@@ -146,11 +146,11 @@ def _summary(
         if "ML" in leakage:
             leaked = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
             lines.append(f"leakage ML: {leaked}, S_t {leakage['S_t']:.3f}")
-    return OwnFigures(notes={"leakage": leakage}, lines=lines)
+    return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
 
 
 def _leakage(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
     """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
@@ -233,7 +233,7 @@ def _shares_of_run(
     return _shares(graded)
 
 
-def _shares(graded: Sequence[Graded]) -> list[float]:
+def _shares(graded: Sequence[GradedAnswer]) -> list[float]:
     """Return the share of right answers to each problem, which may have several answers."""
     are_right_of_problems = correct_by_problem(graded).values()
     return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
@@ -261,7 +261,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     )
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 63.9},

@@ -18,7 +18,7 @@ with imports():
         answer_problems,
         check_options,
         check_output,
-        problems_to_ask,
+        load_asked_problems,
     )
     from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
@@ -132,7 +132,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0].ask_options
     settings = check_options(first_options)
-    selections = [problems_to_ask(task.benchmark, task.ask_options) for task in tasks]
+    selections = [load_asked_problems(task.benchmark, task.ask_options) for task in tasks]
     all_problems = [problem for selection in selections for problem in selection.problems]
     system_prompt = settings.with_tool_prompt(first_options.system_prompt)
     # The engine has to fit the longest text and the most images of all benchmarks. It is built at

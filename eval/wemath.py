@@ -15,7 +15,13 @@ with imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
+    from adora_vl.evals.records import (
+        Benchmark,
+        BenchmarkFigures,
+        GradedAnswer,
+        Prediction,
+        RowGrade,
+    )
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
@@ -147,8 +153,8 @@ _DEFINITION = (
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: WeMathScoreOptions
+) -> BenchmarkFigures:
     """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
     A problem is diagnosed by the answers to its steps and to the whole (see `diagnosis`). Problems
@@ -170,7 +176,7 @@ def _summary(
         )
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
-        return OwnFigures(figures={"score": no_score}, warnings=warnings)
+        return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
     n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
@@ -189,7 +195,7 @@ def _summary(
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
-    return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+    return BenchmarkFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
 class _ProblemSample(NamedTuple):
@@ -200,7 +206,7 @@ class _ProblemSample(NamedTuple):
 
 
 def _answers_by_problem(
-    rows: Sequence[Prediction], graded: Sequence[Graded]
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
 ) -> dict[_ProblemSample, dict[str, bool]]:
     """Collect whether the answers to the parts of each problem are right.
 

@@ -92,14 +92,14 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     """Raise `UserError` if the runs are of different benchmarks."""
     first = runs[0]
     for run in runs:
-        if _grader(run) != _grader(first):
+        if _name_of_rules(run) != _name_of_rules(first):
             raise UserError(
                 f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of "
                 f"{first.score['benchmark']}; compare runs of one benchmark"
             )
 
 
-def _grader(run: ScoreFile) -> str:
+def _name_of_rules(run: ScoreFile) -> str:
     """Name the rules of a score; `geometry3k` and `problems` are two names of one benchmark."""
     name = str(run.score["benchmark"])
     return "geometry3k" if name == "problems" else name

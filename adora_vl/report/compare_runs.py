@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from adora_vl.evals.compare import caution_lines, shortened
+from adora_vl.evals.compare import caution_lines, shorten_middle
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
 from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
@@ -249,8 +249,8 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
         "",
     ]
     for difference in differences:
-        value_of_a = shortened(difference.value_of_a)
-        value_of_b = shortened(difference.value_of_b)
+        value_of_a = shorten_middle(difference.value_of_a)
+        value_of_b = shorten_middle(difference.value_of_b)
         lines.append(f"differs: {difference.key}: {value_of_a} -> {value_of_b}")
     return [*lines, *_caution_lines(a, b)]
 

@@ -23,7 +23,7 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
-from adora_vl.evals.benchmark import NAMES
+from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from adora_vl.geometry.figure import written
 from adora_vl.geometry.text import form_of_text
 from adora_vl.geometry.verdict import verdict
@@ -366,7 +366,7 @@ WRONG: list[
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean "
+        f"adora_eval: 'mathvist' is not one of {', '.join(BENCHMARK_NAMES)}, or FILE.py:NAME; did you mean "
         "'mathvista'",
     ),
     (

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from adora_vl.evals.inference.prediction_tables import is_table, rows_of_table
+from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
@@ -191,7 +191,7 @@ def _read_objects(path: Path) -> Iterator[Prediction | str]:
     Where one is no object, a text that says so is yielded in its place.
     """
     if is_table(path):
-        yield from rows_of_table(path)
+        yield from read_table_rows(path)
         return
     try:
         content = path.read_bytes()

@@ -30,12 +30,12 @@ from adora_vl.evals.inference.predictions import (
 )
 from adora_vl.evals.inference.provenance import (
     FINGERPRINT_FILE,
-    Fields,
+    FingerprintFields,
     read_fingerprint,
     write_json,
     write_or_check_fingerprint,
 )
-from adora_vl.evals.inference.ranks import ALONE, Ranks
+from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
@@ -134,7 +134,7 @@ class _Answerer:
                 missing = [sample for sample in batch if sample.key not in log.done]
                 if not missing:
                     continue
-                rows = answer(
+                rows = answer_batch(
                     engine, missing, seed=self.settings.seed, system_prompt=self.system_prompt
                 )
                 log.append(rows)
@@ -159,13 +159,13 @@ def infer(
     problems: Sequence[Problem],
     output: Path,
     settings: AnswerEngineSettings,
-    fingerprint: Fields,
+    fingerprint: FingerprintFields,
     *,
     system_prompt: str | None,
     build: Callable[[AnswerEngineSettings], AnswerEngine],
     samples: int = 1,
     problems_in_data: int | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Summary:
     """Get every answer to the problems that the folder `output` does not have yet.
 
@@ -222,7 +222,7 @@ def infer(
             n_answers=len(answer_samples),
             n_resumed=resumed,
         )
-        _print_size(len(problems), samples, resumed=resumed, pending=pending)
+        _print_counts(len(problems), samples, resumed=resumed, pending=pending)
         # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
@@ -290,7 +290,7 @@ def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) 
     )
 
 
-def _print_size(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
+def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
     """Print on stderr how many answers a run has already, and how many it asks for.
 
     `samples` is the number of answers to each of the problems.
@@ -347,7 +347,7 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
         raise
 
 
-def answer(
+def answer_batch(
     engine: AnswerEngine, batch: Sequence[AnswerSample], *, seed: int, system_prompt: str | None
 ) -> list[Prediction]:
     """Get a batch of answers from an engine, as rows of the file of predictions.

@@ -16,10 +16,10 @@ from adora_vl.evals.records import (
     FAILED,
     JUDGE_FAILED,
     WRONG,
+    AccuracyCell,
     Benchmark,
-    Cell,
-    Graded,
-    OwnFigures,
+    BenchmarkFigures,
+    GradedAnswer,
     Prediction,
     Scored,
 )
@@ -102,7 +102,7 @@ def score(
     """
     options = replace(options, answer_tags=answer_tags)
     prepared_rows, graded = grade_rows(benchmark, rows, options)
-    summary = OwnFigures()
+    summary = BenchmarkFigures()
     if benchmark.summary is not None:
         summary = benchmark.summary(prepared_rows, graded, options)
     rules = benchmark.rules(options)
@@ -129,7 +129,7 @@ def score(
     return Scored(content, summary)
 
 
-def _figures_as_cells(summary: OwnFigures) -> dict[str, dict[str, Any]]:
+def _figures_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
     """Return a benchmark's own figures in the form of a score file, by key and then by name.
 
     A figure that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
@@ -144,7 +144,7 @@ def _figures_as_cells(summary: OwnFigures) -> dict[str, dict[str, Any]]:
     return cells_by_key
 
 
-def _extraction_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+def _extraction_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count how answers were extracted, and how often the judge failed.
 
     There are no figures for a benchmark whose answers are not extracted in a step of its own.
@@ -162,7 +162,7 @@ def _extraction_figures(graded: Sequence[Graded]) -> dict[str, Any]:
 
 def grade_rows(
     benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
-) -> tuple[Sequence[Prediction], list[Graded]]:
+) -> tuple[Sequence[Prediction], list[GradedAnswer]]:
     """Grade all rows by a benchmark, without their blocks of thinking.
 
     A response is replaced by its final part (`final_part`), since a block of thinking is no answer.
@@ -175,7 +175,7 @@ def grade_rows(
     prepared_rows: Sequence[Prediction] = [_remove_thinking(row, opens_thinking) for row in rows]
     if benchmark.prepare is not None:
         prepared_rows = benchmark.prepare(prepared_rows, options)
-    graded: list[Graded] = []
+    graded: list[GradedAnswer] = []
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
         item = grade_row(benchmark, prepared_row, options)
         if prepared_row["response"] != row["response"]:
@@ -213,7 +213,7 @@ def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
     return {**row, "response": final_part(row["response"], thinking_opened)}
 
 
-def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
+def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> GradedAnswer:
     """Grade one row by a benchmark, and add the groups that every benchmark has.
 
     The verdict is `FAILED` where the problem was never asked, or where the judge failed.
@@ -227,7 +227,7 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
         failure = row.get("error") or row["finish_reason"]
     if failure is not None:
         grade = grade._replace(verdict=FAILED, extracted=None, reason=failure)
-    return Graded(
+    return GradedAnswer(
         pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
     )
 
@@ -251,7 +251,7 @@ def verdict_of(is_right: bool) -> str:
     return CORRECT if is_right else WRONG
 
 
-def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyCell]]:
     """Return the cells of a benchmark's own figures in a score, by the key of the score and by name.
 
     A cell is a mapping with an `accuracy`. Nothing else says which keys are a benchmark's own, so
@@ -267,7 +267,7 @@ def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]
     return cells_by_key
 
 
-def describe_extracted_answer(row: Prediction, graded: Graded) -> dict[str, Any]:
+def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, for benchmarks that extract it and then compare it."""
     return {
         "verdict": graded.grade.verdict,
@@ -278,7 +278,7 @@ def describe_extracted_answer(row: Prediction, graded: Graded) -> dict[str, Any]
     }
 
 
-def _describe_answer(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, in the benchmark's own way if it has one.
 
     The number of a sample is left out for the first answer to a problem.
@@ -329,18 +329,18 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
     return groups
 
 
-def count_right_answers(graded: Sequence[Graded]) -> dict[str, Any]:
+def count_right_answers(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count right answers over all (at least one) and by group, and the verdicts of each kind.
 
     Problems that were not asked are counted too.
     """
     # The answers by the kind of group, such as `image_size`, and by the group.
-    members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
+    members: dict[str, dict[str, list[GradedAnswer]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
         for kind, groups in item.grade.groups.items():
             for group in groups:
                 members[kind][group].append(item)
-    cells_by_kind: dict[str, dict[str, Cell]] = {}
+    cells_by_kind: dict[str, dict[str, AccuracyCell]] = {}
     for kind, members_by_group in members.items():
         cells_by_kind[kind] = {
             group: accuracy_cell(members_by_group[group]) for group in sorted(members_by_group)
@@ -360,7 +360,7 @@ def count_right_answers(graded: Sequence[Graded]) -> dict[str, Any]:
     return counts | _sample_figures(graded)
 
 
-def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
+def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute the figures on the answers themselves, over the problems that were asked.
 
     They are the lengths of right and of wrong answers, the share that was cut off, reflective words
@@ -401,7 +401,7 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict
     }
 
 
-def accuracy_cell(items: Sequence[Graded]) -> Cell:
+def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
     """Compute the accuracy of answers, with its counts and its Wilson interval.
 
     Several answers to one problem are not independent. The interval is therefore that of as many
@@ -418,7 +418,7 @@ def accuracy_cell(items: Sequence[Graded]) -> Cell:
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> Cell | None:
+def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> AccuracyCell | None:
     """Compute an accuracy from counts, with its Wilson interval over the problems.
 
     None if there is nothing to count, or the counts contradict each other.
@@ -430,7 +430,7 @@ def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> 
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+def correct_by_problem(items: Iterable[GradedAnswer]) -> dict[str, list[bool]]:
     """Return whether each answer to a problem is right, by the id of the problem."""
     correct: dict[str, list[bool]] = {}
     for item in items:
@@ -438,7 +438,7 @@ def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
     return correct
 
 
-def _sample_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
     k is the largest number of answers to a problem. Problems with fewer answers are counted as

@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adora_vl.evals.records import Graded, Prediction
+from adora_vl.evals.records import GradedAnswer, Prediction
 from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_interval
 from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
-def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
+def step_figures(
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
+) -> dict[str, Any] | None:
     """Compute the figures on the claims of answers; None where no problem has a solved figure.
 
     The figures are:
@@ -26,7 +28,7 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
     - `lucky`: the right answers that err or claim nothing new, with the Wilson interval of their
       share; None without a right answer.
     """
-    answers: list[tuple[Graded, ResponseWork]] = []
+    answers: list[tuple[GradedAnswer, ResponseWork]] = []
     for row, item in zip(rows, graded, strict=True):
         work = check_claims_if_possible(row["response"], row.get("figure"))
         if work is not None:
@@ -53,7 +55,7 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
 
 
 def _mean_over_problems(
-    answers: Sequence[tuple[Graded, ResponseWork]], field: str
+    answers: Sequence[tuple[GradedAnswer, ResponseWork]], field: str
 ) -> dict[str, Any]:
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.score import count_right_answers, verdict_of
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.figures import PASS
@@ -69,11 +69,11 @@ def write_run(folder: Path, rates: Rates) -> Path:
 
 def write_score(file: Path, digits: str, **fields: Any) -> None:
     """Write a score file with an answer per digit, which is right where the digit is 1."""
-    graded: list[Graded] = []
+    graded: list[GradedAnswer] = []
     for number, digit in enumerate(digits):
         is_right = digit == "1"
         grade = RowGrade(verdict_of(is_right), None, "r")
-        graded.append(Graded(f"mine/{number}", grade))
+        graded.append(GradedAnswer(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {
         **count_right_answers(graded),

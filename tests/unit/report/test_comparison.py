@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.score import count_right_answers, verdict_of
 from adora_vl.evals.scoring.statistics import (
     bootstrap_interval,
@@ -66,7 +66,9 @@ def run(
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
-        graded = [Graded(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)]
+        graded = [
+            GradedAnswer(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)
+        ]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
         score = count_right_answers(graded) | {
             "benchmark": "geometry3k",
@@ -295,7 +297,7 @@ def score_file(path: Path, right: str, **fields: Any) -> str:
     answer.
     """
     graded = [
-        Graded(
+        GradedAnswer(
             str(number),
             RowGrade(
                 verdict_of(hit == "1"),
