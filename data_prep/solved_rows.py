@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
 SOLVED = "geometry3k, solved"  # the source of such rows
 ROUND = "Round to the nearest hundredth."
-_FIRST_TEST = 2401  # Geometry3K's numbers from here on are its test split
+# The number of the first problem in each split of Geometry3K, the last split first.
+_FIRST_NUMBERS = (("test", 2401), ("validation", 2101))
 # A label may differ from the computed value by so much, or by this share of it.
 _ROUNDING = 0.06
 _ROUNDING_SHARE = 0.006
@@ -148,9 +149,19 @@ def _own_question(number: str, form: Form) -> LabelledQuestion | None:
     problem = question_in_words(form)
     if problem is None:
         return None
-    is_test = number.isdecimal() and int(number) >= _FIRST_TEST
-    split = "test" if is_test else "train"
-    return LabelledQuestion(number=number, split=split, problem=problem, answer="")
+    return LabelledQuestion(number=number, split=_split_of(number), problem=problem, answer="")
+
+
+def _split_of(number: str) -> str:
+    """Return the split that Geometry3K's authors gave the problem of this number.
+
+    A form without a number, which is not theirs, is a training problem.
+    """
+    if number.isdecimal():
+        for split, first_number in _FIRST_NUMBERS:
+            if int(number) >= first_number:
+                return split
+    return "train"
 
 
 def _solved_row(question: LabelledQuestion, form: Form, solution: Verdict) -> RawProblem:

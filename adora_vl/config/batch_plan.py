@@ -131,6 +131,16 @@ class BatchLayout:
         """The number of prompts, and so of groups, in one generation."""
         return self.generation_batch // self.num_generations
 
+    def optimizer_steps_per_epoch(self, rows: int) -> int:
+        """Return the number of optimizer steps of an epoch with so many rows.
+
+        Rows at the end that fill no generation are left out. The last step of an epoch may have
+        fewer micro-batches than the others: Transformers counts it too.
+        """
+        generations = rows // self.prompts_per_generation
+        micro_batches = generations * self.micro_batches_per_generation
+        return max(1, math.ceil(micro_batches / self.gradient_accumulation_steps))
+
     @property
     def updates_per_generation(self) -> float:
         """The number of optimizer steps that learn from one generation; it may be below 1."""

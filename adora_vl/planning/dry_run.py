@@ -170,9 +170,7 @@ def optimizer_steps_of(plan: Plan) -> OptimizerSteps:
     max_steps = config.max_steps if config.max_steps > 0 else None
     if plan.rows is None:
         return OptimizerSteps(per_epoch=None, total=max_steps)
-    generations = plan.rows // batches.prompts_per_generation
-    micro_batches = generations * batches.micro_batches_per_generation
-    per_epoch = max(1, micro_batches // batches.gradient_accumulation_steps)
+    per_epoch = batches.optimizer_steps_per_epoch(plan.rows)
     total = max_steps or math.ceil(config.num_train_epochs * per_epoch)
     return OptimizerSteps(per_epoch=per_epoch, total=total)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ from adora_vl.models.four_bit import (
 )
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import sampling_overheads
+from adora_vl.preflight.python_inputs import system_text_of
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
 from adora_vl.utils.cli import amount
@@ -200,13 +202,7 @@ class ResolvedRun:
         if self.script is not None:
             return self.prompts.system_prompt
         assert self.data.train is not None, "Python code passes its rows"
-        prompt = next(iter(self.data.train))["prompt"]
-        if not prompt or isinstance(prompt, str):
-            return None
-        first_message = prompt[0]
-        if first_message.get("role") != "system":
-            return None
-        return str(first_message["content"])
+        return system_text_of(next(iter(self.data.train))["prompt"])
 
     def policy(self) -> Any:
         """Return the model argument for TRL's trainer: a name, or a model that is loaded here.
@@ -276,10 +272,24 @@ class ResolvedRun:
         if self.output.start.checkpoint is None:
             return None
         checkpoint = Path(self.output.start.checkpoint)
-        # Without max_steps, -1, the last step depends on the number of epochs.
-        max_steps = self.config.max_steps
-        is_last = 0 < max_steps <= manifest_of(checkpoint)["step"]
+        total_steps = self._total_steps
+        is_last = total_steps is not None and manifest_of(checkpoint)["step"] >= total_steps
         return checkpoint if is_last else None
+
+    @property
+    def _total_steps(self) -> int | None:
+        """The optimizer steps of the whole run, as Transformers counts them.
+
+        None for a stream without `max_steps`, which Transformers refuses.
+        """
+        config = self.config
+        if config.max_steps > 0:
+            return int(config.max_steps)
+        # -1: the number of epochs decides.
+        if self.data.rows is None:
+            return None
+        steps_per_epoch = self.layout.optimizer_steps_per_epoch(self.data.rows)
+        return math.ceil(float(config.num_train_epochs) * steps_per_epoch)
 
     def first_lines(self) -> list[str]:
         """Return the lines that model_shape the run before it starts."""

@@ -162,6 +162,9 @@ def with_tool_descriptions(dataset: Any, schemas: Sequence[Mapping[str, Any]]) -
     # `map` would decode all images of a table. So only its prompts are read here.
     rows = dataset.select_columns("prompt").with_format(None)
     prompts = [_describe_tools(row["prompt"], schemas) for row in rows]
+    if dataset.column_names == ["prompt"]:
+        # Without a column a table has no rows either, to which one could be added.
+        return Dataset.from_dict({"prompt": prompts})
     return dataset.remove_columns("prompt").add_column("prompt", prompts)
 
 
@@ -178,10 +181,8 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
             '"content": "..."}]'
         )
     first_content = first_message["content"]
-    has_system_message = first_message["role"] == "system"
-    system_text = first_content if has_system_message else None
-    if has_system_message and not isinstance(first_content, str):
-        system_text = "".join(part.get("text") or "" for part in first_content)
+    system_text = system_text_of(prompt)
+    has_system_message = system_text is not None
     content: Any = with_tools(system_text, schemas)
     if not isinstance(first_content, str):
         # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages.
@@ -189,6 +190,20 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
         content = [{**empty_part, "type": "text", "text": content}]
     remaining_messages = prompt[1:] if has_system_message else prompt
     return [{"role": "system", "content": content}, *remaining_messages]
+
+
+def system_text_of(prompt: str | Sequence[Mapping[str, Any]]) -> str | None:
+    """Return the text of a prompt's system message; None for a prompt without one.
+
+    The message's content is a text, or a list of parts as chat templates take it. `prompt`: a list
+    of messages, or a text.
+    """
+    if not prompt or isinstance(prompt, str) or prompt[0].get("role") != "system":
+        return None
+    content = prompt[0]["content"]
+    if isinstance(content, str):
+        return content
+    return "".join(part.get("text") or "" for part in content)
 
 
 def check_prompts(dataset: Dataset) -> bool:

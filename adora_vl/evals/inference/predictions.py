@@ -63,18 +63,24 @@ def read_predictions(
 
     Returns the rows in the order of the file, with numbers as ids turned into texts and null
     responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
-    has a fault (`find_row_fault`), or has the key of an earlier row.
+    has a fault (`find_row_fault`), or has the key of an earlier row, and for a name in `columns` that
+    no row has.
     """
     if not path.is_file():
         raise UserError(f"predictions: no file {str(path)!r}; make it with the `infer` verb")
     numbered_row_by_key: dict[RowKey, tuple[int, Prediction]] = {}
     faults: list[str] = []
+    columns = columns or {}
+    unseen_names = set(columns.values())
     for number, parsed in enumerate(_read_objects(path), start=1):
         if isinstance(parsed, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {parsed}")
             continue
-        row = _rename_fields(parsed, id_column, columns or {})
-        fault = find_row_fault(row)
+        unseen_names -= {name for name in unseen_names if _find_values(parsed, name)}
+        fault = _find_column_fault(parsed, columns)
+        row = _rename_fields(parsed, id_column, columns)
+        if fault is None:
+            fault = find_row_fault(row)
         if fault is None and check is not None:
             fault = check(row)
         if fault is None:
@@ -88,6 +94,9 @@ def read_predictions(
     refuse_rows(f"predictions: {path}", faults)
     if not numbered_row_by_key:
         raise UserError(f"predictions: {path} has no rows")
+    if unseen_names:
+        names = ", ".join(repr(name) for name in sorted(unseen_names))
+        raise UserError(f"columns: no row of {path} has the field {names}; correct the name")
     return [row for _, row in numbered_row_by_key.values()]
 
 
@@ -227,14 +236,32 @@ def _parse_line(line: bytes) -> Prediction | str:
     return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
 
 
+def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | None:
+    """Say which field that `columns` names a row lacks, while it has another field of our name.
+
+    That other field would else be taken in its place: the answer of the model, say, as the
+    reference answer. None where nothing is wrong.
+    """
+    for our_name, path in columns.items():
+        if our_name in row and not _find_values(row, path):
+            return (
+                f"has no {path!r}, which --columns names for {our_name!r}, but a field "
+                f"{our_name!r} of its own; correct the name"
+            )
+    return None
+
+
 def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
     """Give a row our names of its fields, its id as a text, and a response that is a text.
 
     The arguments are those of `read_predictions`. The row itself is changed.
     """
+    # All are read before any is written: `answer=gold response=answer` names the row's own answer.
+    renamed_fields: dict[str, Any] = {}
     for our_name, path in columns.items():
         for value in _find_values(row, path):
-            row[our_name] = value
+            renamed_fields[our_name] = value
+    row.update(renamed_fields)
     if "pid" not in row and id_column in row:
         row["pid"] = row[id_column]
     # A truth value is an `int` too, and no id.

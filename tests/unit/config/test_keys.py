@@ -423,7 +423,7 @@ def test_python_code_gets_the_value_and_type_that_a_config_file_gets(key, tmp_pa
     path = tmp_path / "c.yaml"
     settings = {"use_cpu": True, "bf16": False, "output_dir": "nowhere"}
     for written in SPELLINGS_IN_YAML:
-        values = {**settings, key: written}
+        values: dict[str, Any] = {**settings, key: written}
         path.write_text(yaml.safe_dump(values), encoding="utf-8")
         from_file = value_or_error(lambda: parse(["--config", str(path)])[1], key)
         from_python = value_or_error(partial(AdoraGRPOConfig, **values), key)

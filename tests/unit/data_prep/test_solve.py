@@ -21,6 +21,7 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
+from data_prep.solved_rows import solved_problems
 from data_prep.variants import Original, variants_of
 from tests.support.geometry_forms import form
 
@@ -174,6 +175,19 @@ def test_solved_problems_become_rows_with_their_figures(
         assert residual_of(figure_from(row["figure"])) < 1e-6
         assert row["figure"] not in row["problem"]
         assert "figure" not in row["problem"]
+
+
+def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path) -> None:
+    places = {"A": 0j, "B": 300 + 0j, "C": 190j}
+    number_by_split = {"train": "2100", "validation": "2101", "test": "2401"}
+    right_triangle = form(places, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
+    splits = solved_problems(
+        dict.fromkeys(number_by_split.values(), right_triangle), questions=None
+    )
+    ids = {split: [read().id for read in rows.begin_reading()] for split, rows in splits.items()}
+    assert ids == {
+        split: [f"geometry3k/{split}/{number}"] for split, number in number_by_split.items()
+    }
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:

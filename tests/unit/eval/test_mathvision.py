@@ -24,10 +24,10 @@ from eval.mathvision import (
 from eval.mathvision_value import latex_value
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
-from tests.support.paths import SHARED
+from tests.support.paths import SHARED_FOLDER
 
 scored = partial(benchmark_data.scored, BENCHMARK)
-DATA = SHARED / "data" / "mathvision"
+DATA = SHARED_FOLDER / "data" / "mathvision"
 real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
 )

@@ -13,7 +13,7 @@ import pytest
 
 from adora_vl import evaluation
 from adora_vl.evals import asking
-from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
+from adora_vl.evals.inference.predictions import IMAGE_FAILED, parse_columns, read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
@@ -334,6 +334,21 @@ def test_published_forms_of_predictions_are_read(tmp_path: Path) -> None:
     assert [row["pid"] for row in predictions] == ["0", "1", "2"]
     assert [row["response"] for row in predictions] == ["0", "1", "2"]
     assert [row["choices"] for row in predictions] == [None, None, None]
+
+
+def test_fields_change_their_names_in_any_order_and_a_wrong_name_is_refused(
+    tmp_path: Path,
+) -> None:
+    rows = [{"pid": "1", "answer": "said", "gold": "right"}]
+    path = write_lines(tmp_path / "other.jsonl", rows)
+    for words in (["answer=gold", "response=answer"], ["response=answer", "answer=gold"]):
+        (row,) = read_predictions(path, columns=parse_columns(words))
+        assert (row["answer"], row["response"]) == ("right", "said"), words
+    with pytest.raises(UserError, match="row 1 has no 'golt', which --columns names for 'answer'"):
+        read_predictions(path, columns=parse_columns(["answer=golt", "response=answer"]))
+    with pytest.raises(UserError, match="no row of .* has the field 'n'; correct the name"):
+        columns = parse_columns(["answer=gold", "response=answer", "n_tokens=n"])
+        read_predictions(path, columns=columns)
 
 
 def test_missing_empty_and_broken_files_are_the_users_mistake(tmp_path: Path) -> None:

@@ -4,14 +4,22 @@ from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from adora_vl.data.prompts import with_tools
 from adora_vl.models.shape import refuse_embedding_adapters
-from adora_vl.preflight.python_inputs import identity_of_model, rewards_from_python
+from adora_vl.preflight.facts import ResolvedRun
+from adora_vl.preflight.python_inputs import (
+    identity_of_model,
+    rewards_from_python,
+    with_tool_descriptions,
+)
 from adora_vl.utils.errors import UserError
 
 
@@ -77,3 +85,31 @@ def test_a_peft_model_with_an_adapter_on_its_head_is_refused(model):
         peft_model = get_peft_model(deepcopy(untied), LoraConfig(r=2, target_modules=[target]))
         with pytest.raises(UserError, match="'lm_head' would never") if refused else nullcontext():
             refuse_embedding_adapters(peft_model)
+
+
+def run_from_python(rows: Dataset) -> ResolvedRun:
+    """Return a run that Python code has started on these rows, without its other parts."""
+    run = object.__new__(ResolvedRun)
+    vars(run).update(request=Mock(script=None), data=Mock(train=rows))
+    return run
+
+
+@pytest.mark.parametrize("tools", [[], [{"type": "function", "function": {"name": "zoom"}}]])
+def test_an_evaluation_on_the_way_asks_with_the_system_prompt_of_python_s_rows(tools):
+    """A message's content may be a text or a list of parts, and both say the same."""
+    as_parts = [{"type": "text", "text": "Think, "}, {"type": "text", "text": "then box."}]
+    question = [{"type": "image", "text": None}, {"type": "text", "text": "How long is AB?"}]
+    system_prompts = set[str | None]()
+    for contents in (("Think, then box.", "How long is AB?"), (as_parts, question)):
+        messages = [
+            {"role": role, "content": content}
+            for role, content in zip(("system", "user"), contents, strict=True)
+        ]
+        rows = with_tool_descriptions(Dataset.from_list([{"prompt": messages}]), tools)
+        system_prompts.add(run_from_python(rows).system_prompt)
+    assert system_prompts == {with_tools("Think, then box.", tools)}
+
+
+def test_rows_of_python_without_a_system_message_have_no_system_prompt():
+    for prompt in ("How long is AB?", [{"role": "user", "content": "How long is AB?"}]):
+        assert run_from_python(Dataset.from_list([{"prompt": prompt}])).system_prompt is None

@@ -35,7 +35,7 @@ from adora_vl.utils.errors import (
     engine_call,
 )
 from adora_vl.utils.files import disk_is_full
-from tests.support.disk import disk_of
+from tests.support.disk import limit_file_size
 from tests.support.step_context import step_context
 
 
@@ -394,7 +394,7 @@ def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp
 
 def save_on_a_full_disk(folder: Path) -> None:
     """Let torch write a file that is larger than the disk."""
-    with disk_of(5000):
+    with limit_file_size(5000):
         torch.save({"weights": torch.zeros(10_000)}, folder / "model.pt")
 
 
