@@ -32,11 +32,13 @@ from safetensors.torch import load_file
 from adora_vl.record.rollouts import ROLLOUTS, parts, read_parts
 
 REPOSITORY = Path(__file__).parents[1]
-PHASES = ("rollout", "grading", "backward", "saving")
-NOISE = 3.0  # so many distances of two references a killed run may be away
-CHILD = "--child"
-KILL = "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
-UNTIMED = (
+KILL_PHASES = ("rollout", "grading", "backward", "saving")
+ALLOWED_NOISE_MULTIPLE = 3.0  # so many distances of two references a killed run may be away
+CHILD_FLAG = "--child"
+KILL_VARIABLE = (
+    "ADORA_KILL"  # phase:step:delay in seconds, for the child; with :rank that rank alone dies
+)
+TIMING_FIGURE_PREFIXES = (
     "step_time",
     "train_runtime",
     "train_samples_per_second",
@@ -52,7 +54,7 @@ UNTIMED = (
 )
 
 
-def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
+def smaller_demo_arguments(folder: Path, steps: int, extra: list[str]) -> list[str]:
     """Return the demo's command, smaller, with every step logged."""
     keys = {
         "config": "configs/train/smoke_cpu.yaml",
@@ -69,7 +71,7 @@ def settings(folder: Path, steps: int, extra: list[str]) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))] + extra
 
 
-def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
+def run_training_command(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     """Run the training command in a session of its own. Returns 0, or -9 where it was killed."""
     zero3 = [
         "-m",
@@ -82,10 +84,10 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
         *(zero3 if options.processes == 2 else []),
         "-m",
         "benchmarks.kill_and_resume",
-        CHILD,
+        CHILD_FLAG,
     ]
-    command += settings(folder, options.steps, options.extra)
-    environment = {**os.environ, KILL: kill, "TOKENIZERS_PARALLELISM": "false"}
+    command += smaller_demo_arguments(folder, options.steps, options.extra)
+    environment = {**os.environ, KILL_VARIABLE: kill, "TOKENIZERS_PARALLELISM": "false"}
     # Several threads of a busy machine add numbers in another order from run to run.
     environment.setdefault("OMP_NUM_THREADS", "1")
     log = folder.with_suffix(".log")
@@ -107,16 +109,16 @@ def launch(folder: Path, options: argparse.Namespace, kill: str = "") -> int:
     return code
 
 
-def child(arguments: list[str]) -> int:
+def train_until_killed(arguments: list[str]) -> int:
     """Return the training command with a timer that kills it once a phase of a step has begun."""
     from adora_vl.train import main
 
-    if os.environ.get(KILL):
-        arm(*os.environ[KILL].split(":"))
+    if os.environ.get(KILL_VARIABLE):
+        kill_in_phase(*os.environ[KILL_VARIABLE].split(":"))
     return main(arguments)
 
 
-def place_of(phase: str) -> tuple[Any, Any, str]:
+def patched_place_of_phase(phase: str) -> tuple[Any, Any, str]:
     """Return the trainer's class, and what is patched for this phase: owner and name."""
     from adora_vl.checkpoint import store
     from adora_vl.trainer import AdoraGRPOTrainer
@@ -131,12 +133,12 @@ def place_of(phase: str) -> tuple[Any, Any, str]:
     return AdoraGRPOTrainer, *places[phase]
 
 
-def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
+def kill_in_phase(phase: str, step: str, delay: str, rank: str = "") -> None:
     """Patch the place where `phase` begins."""
     if rank and os.environ.get("RANK") != rank:
         return
     die = (os.kill, (os.getpid(), signal.SIGKILL)) if rank else (os.killpg, (0, signal.SIGKILL))
-    trainer_class, owner, name = place_of(phase)
+    trainer_class, owner, name = patched_place_of_phase(phase)
     original = getattr(owner, name)
     state: dict[str, int] = {"step": 0}
     stock_step = trainer_class.training_step
@@ -154,10 +156,10 @@ def arm(phase: str, step: str, delay: str, rank: str = "") -> None:
     setattr(owner, name, entered)
 
 
-_TABLE = ("step", "prompt", "completion", "advantage", "adora_weight")
+_COMPARED_TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "adora_weight")
 
 
-def facts(folder: Path) -> dict[str, Any]:
+def comparable_results(folder: Path) -> dict[str, Any]:
     """Return what has to be equal in two runs.
 
     That is the figures and rollouts of each step, TRL's tables of completions where the run writes
@@ -169,24 +171,28 @@ def facts(folder: Path) -> dict[str, Any]:
     steps: dict[int, dict[str, Any]] = {}
     for entry in history:
         if not entry.keys().isdisjoint({"loss", "train_loss"}):
-            timeless = {key: value for key, value in entry.items() if not key.startswith(UNTIMED)}
+            timeless = {
+                key: value
+                for key, value in entry.items()
+                if not key.startswith(TIMING_FIGURE_PREFIXES)
+            }
             steps.setdefault(entry["step"], {}).update(timeless)
     tables = {}
     for path in sorted((folder / "completions").glob("*.parquet")):
-        table = pd.read_parquet(path, columns=list(_TABLE))
+        table = pd.read_parquet(path, columns=list(_COMPARED_TABLE_COLUMNS))
         tables[path.stem] = hashlib.sha256(table.to_json().encode()).hexdigest()
     weights = hashlib.sha256()
     for file in sorted({*folder.glob("*.safetensors"), *folder.glob("ref/*.safetensors")}):
         weights.update(file.read_bytes())
     return {
         "steps": steps,
-        "rollouts": recorded(folder),
+        "rollouts": hash_recorded_rollouts(folder),
         "tables": tables,
         "weights": weights.hexdigest(),
     }
 
 
-def recorded(folder: Path) -> dict[str, str]:
+def hash_recorded_rollouts(folder: Path) -> dict[str, str]:
     """Return a hash of each file of rollouts that a run has recorded.
 
     The seconds that tools took do not count. Empty where nothing was recorded.
@@ -201,7 +207,7 @@ def recorded(folder: Path) -> dict[str, str]:
     return {step: digest.hexdigest() for step, digest in digests.items()}
 
 
-def compare(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
+def describe_differences(reference: dict[str, Any], killed: dict[str, Any]) -> list[str]:
     """Return one line per difference."""
     lines = []
     for step, figures in reference["steps"].items():
@@ -246,10 +252,10 @@ def judge_by_noise(killed: Path, references: Sequence[Path]) -> bool:
     first, second = references
     noise = weight_distance(second, first)
     distance = weight_distance(killed, first)
-    is_noise = distance <= NOISE * noise
+    is_noise = distance <= ALLOWED_NOISE_MULTIPLE * noise
     print(
         f"Of the weights' norm the references are {noise:.2e} apart, the killed run {distance:.2e}: "
-        f"{'within' if is_noise else 'more than'} {NOISE:g} times the noise"
+        f"{'within' if is_noise else 'more than'} {ALLOWED_NOISE_MULTIPLE:g} times the noise"
     )
     return is_noise
 
@@ -264,7 +270,7 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
         before = sorted(
             (int(p.name.split("-")[1]) for p in folder.glob("checkpoint-*")), reverse=True
         )
-        code = launch(folder, options, f"{kill}:{delay:.3f}" if kill else "")
+        code = run_training_command(folder, options, f"{kill}:{delay:.3f}" if kill else "")
         assert bool(code) == bool(kill), (
             f"start {number} was to be killed in {kill!r} and ended with {code}"
         )
@@ -277,8 +283,8 @@ def killed_run(folder: Path, options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    if sys.argv[1:2] == [CHILD]:
-        return child(sys.argv[2:])
+    if sys.argv[1:2] == [CHILD_FLAG]:
+        return train_until_killed(sys.argv[2:])
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -298,12 +304,12 @@ def main() -> int:
     options = parser.parse_args()
     out = options.output.resolve() / time.strftime("%Y%m%d-%H%M%S")
     out.mkdir(parents=True)
-    launch(out / "whole", options)
+    run_training_command(out / "whole", options)
     if options.references == 2:
-        launch(out / "again", options)
+        run_training_command(out / "again", options)
     killed_run(out / "killed", options)
-    reference = facts(out / "whole")
-    differences = compare(reference, facts(out / "killed"))
+    reference = comparable_results(out / "whole")
+    differences = describe_differences(reference, comparable_results(out / "killed"))
     print(
         f"{len(reference['steps'])} steps, the rollouts of {len(reference['rollouts'])}, weights: ",
         end="",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.paths import REPOSITORY, SHARED
+from tests.support.paths import REPOSITORY, SHARED_FOLDER
 
 # a machine under load may be slow, and no test is about seconds
 settings.register_profile("patient", deadline=None)
@@ -40,7 +40,7 @@ def repository() -> Path:
 @pytest.fixture(scope="session")
 def geometry3k_raw() -> Path:
     """The six real Geometry3K problems beside the checkout."""
-    folder = SHARED / "data" / "geometry3k_raw"
+    folder = SHARED_FOLDER / "data" / "geometry3k_raw"
     if not folder.is_dir():
         pytest.skip(
             f"the real Geometry3K problems are not beside this checkout ({folder.name} in "

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.store import STAGING, checkpoints, problem_of
 from data_prep.cli import main as data_prep
-from tests.support.launch import processes_with, run
+from tests.support.launch import command_lines_marked_with, run
 from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def after(tmp_path_factory):
     parts = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
     assert parts[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    return out, parts[::2], processes_with(mark)
+    return out, parts[::2], command_lines_marked_with(mark)
 
 
 ENDS = [

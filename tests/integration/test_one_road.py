@@ -42,7 +42,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from tests.support.adapters import sft_adapter
 from tests.support.checkpoints import write_checkpoint
-from tests.support.examples import entry
+from tests.support.examples import example_entry
 from tests.support.recipes import CONFIGS, PAIRS
 
 CPU = ["--use_cpu", "true", "--bf16", "false"]
@@ -170,8 +170,8 @@ WAYS: dict[str, Callable[[list[str]], Any]] = {
     "P": from_python,
 }
 ALL = "CDKP"
-NOISY = entry("noisy_rollouts.py:NoisyRollouts")
-VISUAL = entry("visual_tokens.py:VisualTokens")
+NOISY = example_entry("noisy_rollouts.py:NoisyRollouts")
+VISUAL = example_entry("visual_tokens.py:VisualTokens")
 WRONG: list[
     tuple[str, ...]
 ] = [  # the words, how the line begins, and the ways if these are not all
@@ -215,8 +215,8 @@ WRONG: list[
         "adora_method: 'nowhere.py:f': there is no file 'nowhere.py' in '",
     ),
     (
-        f"--adora_method dapo+{entry('ngrpo.py:Ngrpo')}",
-        f"adora_method: dapo+{entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
+        f"--adora_method dapo+{example_entry('ngrpo.py:Ngrpo')}",
+        f"adora_method: dapo+{example_entry('ngrpo.py:Ngrpo')}: Ngrpo starts from the rewards",
     ),
     (" ".join(["--tools zom", *VLLM]), "tools: 'zom' is none of zoom, mark, line, measure"),
     ("--tools zoom", "tools does not go with use_vllm: false"),

@@ -20,7 +20,11 @@ from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
-from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
+from tests.support.async_servers import (
+    assert_equal_end_after_kill,
+    read_step_metrics,
+    server_arguments,
+)
 from tests.support.user_tables import truncate_image
 
 pytestmark = pytest.mark.slow
@@ -47,7 +51,12 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     drift = _groups_by_weights(server, max_tokens=8)
     assert rollouts == [8, 4, 4, 0]
     assert drift == [0, 2, 2, 2]
-    assert [step["adora/staleness"] for step in step_metrics(tmp_path / "ahead")] == [0, 1, 1, 1]
+    assert [step["adora/staleness"] for step in read_step_metrics(tmp_path / "ahead")] == [
+        0,
+        1,
+        1,
+        1,
+    ]
     server.asked.clear()
     assert main(server_arguments(tmp_path / "after", server, adora_rollouts="{ahead: 0}")) == 0
     ahead = pq.read_table(tmp_path / "ahead" / "rollouts").to_pylist()
@@ -111,13 +120,19 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
     # Four groups a step: those of steps 0 to 2 by the first weights, of 3 and 4 by the next two.
     assert _groups_by_weights(server, max_tokens=32) == [12, 4, 4, 0, 0]
-    assert [step["adora/staleness"] for step in step_metrics(tmp_path / "one")] == [0, 1, 2, 2, 2]
+    assert [step["adora/staleness"] for step in read_step_metrics(tmp_path / "one")] == [
+        0,
+        1,
+        2,
+        2,
+        2,
+    ]
     server.asked.clear()
     server.seconds_per_token = 0.01
     assert main(server_arguments(tmp_path / "two", server, **keys)) == 0
     expected = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert (tmp_path / "two" / "model.safetensors").read_bytes() == expected
-    goes_on_after_a_kill(
+    assert_equal_end_after_kill(
         tmp_path / "one",
         tmp_path / "killed",
         server,
@@ -245,7 +260,7 @@ def fails(completions, trainer_state, **kwargs):
 
 def test_a_killed_run_goes_on_to_the_bit(tmp_path, server):
     assert main(server_arguments(tmp_path / "whole", server)) == 0
-    goes_on_after_a_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
+    assert_equal_end_after_kill(tmp_path / "whole", tmp_path / "killed", server, after=2)
     assert _groups_by_weights(server, max_tokens=32) == [4, 0], (
         "of generations 3 and 4 the first was in the checkpoint"
     )

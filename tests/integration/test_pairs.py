@@ -14,8 +14,12 @@ from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
-from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
-from tests.support.examples import entry
+from tests.support.async_servers import (
+    assert_equal_end_after_kill,
+    read_step_metrics,
+    server_arguments,
+)
+from tests.support.examples import example_entry
 from tests.support.launch import run
 
 pytestmark = pytest.mark.slow
@@ -30,7 +34,7 @@ FOUR_UPDATES = {
     "adora_synthetic_rows": 24,
 }
 TWICE = {**FOUR_UPDATES, "steps_per_generation": 2, "num_iterations": 2}
-NOISY = f"{{{entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
+NOISY = f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
 LOOKING = {
     "model_name_or_path": "tiny_zoom",
     "adora_system_prompt": "Look with zoom.",
@@ -134,7 +138,9 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         **changed,
     }
     assert main(server_arguments(tmp_path / "whole", server, **keys)) == 0
-    assert all(any(step.get(name) for step in step_metrics(tmp_path / "whole")) for name in figures)
+    assert all(
+        any(step.get(name) for step in read_step_metrics(tmp_path / "whole")) for name in figures
+    )
     if pair == "tools + ahead":
         assert asked_in_steps(server)[0] == "first later first", (
             "later turns do not wait for those of the next one"
@@ -142,7 +148,7 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
         assert all(step.endswith("later first") for step in asked_in_steps(server)[:-1])
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
-    goes_on_after_a_kill(
+    assert_equal_end_after_kill(
         tmp_path / "whole",
         tmp_path / "killed",
         server,
@@ -233,9 +239,9 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
     assert "checkpoint-3" in done.stdout
     assert "weights: all equal" in done.stdout
     (uninterrupted,) = tmp_path.glob("runs/*/whole")
-    assert max(step["adora/refilled_groups"] for step in step_metrics(uninterrupted)) > 0
+    assert max(step["adora/refilled_groups"] for step in read_step_metrics(uninterrupted)) > 0
     assert all(
-        step["adora/called"] > (0 if servers else 0.3) for step in step_metrics(uninterrupted)
+        step["adora/called"] > (0 if servers else 0.3) for step in read_step_metrics(uninterrupted)
     )
     if not servers:
         for row in pq.read_table(uninterrupted / "rollouts").to_pylist():

@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from benchmarks.kill_and_resume import facts
+from benchmarks.kill_and_resume import comparable_results
 from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def logged(folder: Path, name: str) -> list[float]:
 
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
     def known(folder: Path) -> dict[str, Any]:
-        run_facts = facts(folder)
+        run_facts = comparable_results(folder)
         own_figures = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
         steps = run_facts["steps"].items()
         del run_facts[

@@ -20,10 +20,10 @@ from adora_vl.checkpoint.stop import EXIT_STOPPED
 from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED
-from benchmarks.kill_and_resume import settings
+from benchmarks.kill_and_resume import smaller_demo_arguments
 from tests.support.adapters import sft_adapter
-from tests.support.examples import entry
-from tests.support.launch import processes_with, run
+from tests.support.examples import example_entry
+from tests.support.launch import command_lines_marked_with, run
 from tests.support.paths import REPOSITORY
 from tests.support.user_tables import convert, write_jsonl
 from tests.support.vllm_server import vllm_server
@@ -77,8 +77,8 @@ def test_a_killed_run_ends_with_the_same_losses_rollouts_and_weights(tmp_path):
             "--adora_method",
             "daro+adora",
             "--adora_extensions",
-            f"{{{entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}, "
-            f"{entry('visual_tokens.py:VisualTokens')}: {{share: 0.5}}}}",
+            f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}, "
+            f"{example_entry('visual_tokens.py:VisualTokens')}: {{share: 0.5}}}}",
             "--dataset_name",
             "synthetic",
             str(tmp_path / "own"),
@@ -224,14 +224,14 @@ def test_when_one_rank_dies_the_others_stop_and_nothing_is_left_running(tmp_path
     mark = uuid.uuid4().hex
     command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
     command += ["configs/accelerate/cpu_zero3.yaml", "-m", "benchmarks.kill_and_resume", "--child"]
-    command += settings(tmp_path / "out", 100_000, [])
+    command += smaller_demo_arguments(tmp_path / "out", 100_000, [])
     environment = {**os.environ, "ADORA_KILL": "backward:4:0:1", "TEST_MARK": mark}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 1
     assert "exitcode  : -9" in done.stderr, done.stderr[-2000:]
-    assert processes_with(mark) == []
+    assert command_lines_marked_with(mark) == []
     (checkpoint,) = checkpoints(tmp_path / "out")
     assert checkpoint.name == "checkpoint-3"
     assert problem_of(checkpoint) is None

@@ -26,8 +26,8 @@ from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from eval.command import main
 from eval.geometry3k import BENCHMARK
-from tests.support.launch import launch, processes_with, run
-from tests.support.parity import Draws
+from tests.support.launch import command_lines_marked_with, launch, run
+from tests.support.parity import DrawnPictureTools
 from tests.support.stand_ins import config_of
 from tests.support.tiny_run import arguments, train
 from tests.support.vllm_server import vllm_server
@@ -112,7 +112,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, monkeypatch):
     monkeypatch.setattr(turns, "CALL", "")
-    monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := Draws())
+    monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := DrawnPictureTools())
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     out = train(tmp_path / "out", **by_file(served, **longer))
     assert len(drifts(out)) == 3
@@ -213,7 +213,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
     }
     run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
     assert max(drifts(tmp_path / "out")) < ROUNDING
-    assert processes_with(mark) == []
+    assert command_lines_marked_with(mark) == []
 
 
 @pytest.mark.parametrize("trained", [{}, LORA], ids=["all", "adapter"])

@@ -25,7 +25,7 @@ from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
 from tests.support.launch import launch, run
 from tests.support.paths import REPOSITORY
-from tests.support.tiny_run import training_log
+from tests.support.tiny_run import read_training_log
 
 pytestmark = pytest.mark.slow
 SMOKE = [
@@ -90,7 +90,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert examples
     assert all(line.startswith("  reference answer '") for line in examples)
     assert "Loading" in (out / ".startup.log").read_text()
-    steps = training_log(out)
+    steps = read_training_log(out)
     assert [step["step"] for step in steps] == [1, 2]
     for step in steps:
         assert step["sampling/sampling_logp_difference/max"] < 1e-2
@@ -186,7 +186,7 @@ def test_lora_reaches_the_engine(tmp_path):
         "--beta",
         "0.01",
     )
-    steps = training_log(out)
+    steps = read_training_log(out)
     assert len(steps) == 4
     assert all(step["adora/drift"] < 1e-3 for step in steps), "scored without LoRA's dropout"
     assert max(step["kl"] for step in steps) > 1e-3, "the adapter did not move the policy"

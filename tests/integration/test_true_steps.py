@@ -19,7 +19,11 @@ from adora_vl.geometry.verdict import verdict
 from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
-from tests.support.async_servers import goes_on_after_a_kill, server_arguments, step_metrics
+from tests.support.async_servers import (
+    assert_equal_end_after_kill,
+    read_step_metrics,
+    server_arguments,
+)
 from tests.support.pictures import drawing
 
 pytestmark = pytest.mark.slow
@@ -80,7 +84,7 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     killed = tmp_path / "killed"
     assert main(server_arguments(uninterrupted, server, **keys)) == 0
 
-    metrics = step_metrics(uninterrupted)
+    metrics = read_step_metrics(uninterrupted)
     assert any(step["steps/new"] > 0 for step in metrics)
     assert any(step["steps/false"] > 0 for step in metrics)
     assert any(0 < step.get("steps/lucky", 0) < 1 for step in metrics)
@@ -89,7 +93,7 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     assert set(rows["new"].dropna()) >= {0, 1, 2}
     assert rows[rows["id"].isin(["triangles/3", "triangles/7"])]["new"].isna().all()
 
-    goes_on_after_a_kill(
+    assert_equal_end_after_kill(
         uninterrupted,
         killed,
         server,
@@ -109,6 +113,6 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     ]
     again = pq.read_table(killed / "rollouts").to_pandas()
     pd.testing.assert_frame_equal(again[columns], rows[columns])
-    for before, after in zip(metrics, step_metrics(killed), strict=True):
+    for before, after in zip(metrics, read_step_metrics(killed), strict=True):
         measured = {name for name in before if name.startswith("steps/") and name != "steps/ms"}
         assert {name: after[name] for name in measured} == {name: before[name] for name in measured}

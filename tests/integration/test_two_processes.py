@@ -22,15 +22,15 @@ from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, p
 from adora_vl.checkpoint.trl_state import REFERENCE
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
-from benchmarks.kill_and_resume import facts
+from benchmarks.kill_and_resume import comparable_results
 from tests.support.endpoint_server import Answer, Reply, Server, completion
-from tests.support.launch import launch, processes_with, run
+from tests.support.launch import command_lines_marked_with, launch, run
 from tests.support.parity import run_parity
-from tests.support.tiny_run import training_log
+from tests.support.tiny_run import read_training_log
 from tests.support.weights import mean_difference
 
 pytestmark = pytest.mark.slow
-RUN = [
+SMOKE_RUN_ARGUMENTS = [
     "--config",
     "configs/train/smoke_cpu.yaml",
     "--adora_synthetic_rows",
@@ -50,15 +50,16 @@ RUN = [
     "--ref_model_sync_steps",
     "1",
 ]
-TWO = ["--per_device_train_batch_size", "8"]
-ONE = ["--per_device_train_batch_size", "16"]
+BATCH_OF_TWO_PROCESSES = ["--per_device_train_batch_size", "8"]
+BATCH_OF_ONE_PROCESS = ["--per_device_train_batch_size", "16"]
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory):
-    """Step 2 has a NaN on one rank, and before step 3 one rank's engine has lost the weights.
+def drift_stopped_run(tmp_path_factory):
+    """Train on two processes until a guard stops the run before step 3.
 
-    What came of it.
+    Step 2 has a NaN on one rank, and at step 3 one rank's engine has lost the weights. Returns the
+    output folder, the finished process, and the command lines of the processes that still run.
     """
     out = tmp_path_factory.mktemp("two") / "out"
     mark = uuid.uuid4().hex
@@ -66,8 +67,8 @@ def stopped(tmp_path_factory):
         "cpu_zero3",
         "-m",
         "tests.integration.faulty",
-        *RUN,
-        *TWO,
+        *SMOKE_RUN_ARGUMENTS,
+        *BATCH_OF_TWO_PROCESSES,
         "--output_dir",
         str(out),
         "--max_steps",
@@ -76,12 +77,15 @@ def stopped(tmp_path_factory):
         check=False,
     )
     assert done.returncode == 1, done.stderr[-3000:]
-    return out, done, processes_with(mark)
+    return out, done, command_lines_marked_with(mark)
 
 
-def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
-    out, _, _ = stopped
-    assert [entry["adora/skipped_steps"] for entry in training_log(out / "checkpoint-2")] == [0, 1]
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_run):
+    out, _, _ = drift_stopped_run
+    assert [entry["adora/skipped_steps"] for entry in read_training_log(out / "checkpoint-2")] == [
+        0,
+        1,
+    ]
     first = load_file(out / "checkpoint-1" / "model.safetensors")
     second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -89,8 +93,8 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(stopped):
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
-def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
-    out, done, processes = stopped
+def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stopped_run):
+    out, done, processes = drift_stopped_run
     assert done.stderr.count("error: step 3: the engine's log-probabilities are") == 1
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
@@ -100,88 +104,105 @@ def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(stopped):
 
 
 @pytest.fixture(scope="module")
-def resumed(stopped):
-    """The same command again, to the end of step 3, and then once more."""
-    out, _, _ = stopped
-    words = ["-m", "adora_vl.train", *RUN, *TWO, "--output_dir", str(out), "--max_steps", "3"]
-    launch("cpu_zero3", *words)
-    before = (out / "model.safetensors").read_bytes()
+def resumed_folder(drift_stopped_run):
+    """Give the same command again, to the end of step 3, and then once more.
+
+    The second time nothing is left to train, and the final weights are written again. Returns the
+    output folder.
+    """
+    out, _, _ = drift_stopped_run
+    command = ["-m", "adora_vl.train", *SMOKE_RUN_ARGUMENTS, *BATCH_OF_TWO_PROCESSES]
+    command += ["--output_dir", str(out), "--max_steps", "3"]
+    launch("cpu_zero3", *command)
+    final_weights = (out / "model.safetensors").read_bytes()
     (out / "model.safetensors").unlink()  # as if the run had been killed after its last checkpoint
-    done = launch("cpu_zero3", *words)
+    done = launch("cpu_zero3", *command)
     assert "checkpoint-3 is the last step: nothing left to train" in done.stdout
-    assert (out / "model.safetensors").read_bytes() == before
+    assert (out / "model.safetensors").read_bytes() == final_weights
     return out
 
 
 @pytest.mark.core
-def test_a_second_start_goes_on_where_the_first_one_ended(resumed):
-    steps = training_log(resumed)
+def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
+    """Step 3 follows, and the reference goes on from where checkpoint-2 has it.
+
+    After each step TRL mixes 0.6 of the policy into the reference (its default).
+    """
+    steps = read_training_log(resumed_folder)
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert all(step["adora/drift"] < 1e-3 for step in steps)
     with (
-        safe_open(resumed / "model.safetensors", framework="pt") as saved,
-        safe_open(PRETRAINED / "model.safetensors", "pt") as shipped,
+        safe_open(resumed_folder / "model.safetensors", framework="pt") as saved,
+        safe_open(PRETRAINED / "model.safetensors", framework="pt") as shipped,
     ):
-        shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
-        assert shapes == {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
-        before = load_file(resumed / "checkpoint-2" / REFERENCE / "model-00001.safetensors")[
-            "lm_head.weight"
-        ]
-        now = load_file(resumed / "checkpoint-3" / REFERENCE / "model-00001.safetensors")[
-            "lm_head.weight"
-        ]
-        moved = 0.4 * before + 0.6 * saved.get_tensor("lm_head.weight")  # TRL's default mixup
-        assert not torch.equal(before, shipped.get_tensor("lm_head.weight")), (
-            "the reference has not moved before"
-        )
-        assert torch.allclose(now, moved, rtol=0, atol=1e-7)  # a rounding of weights below 1
+        saved_shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
+        shipped_shapes = {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
+        policy_head = saved.get_tensor("lm_head.weight")
+        shipped_head = shipped.get_tensor("lm_head.weight")
+    assert saved_shapes == shipped_shapes
+    reference_at_2 = load_reference_head(resumed_folder / "checkpoint-2")
+    reference_at_3 = load_reference_head(resumed_folder / "checkpoint-3")
+    assert not torch.equal(reference_at_2, shipped_head), "the reference has not moved before"
+    mixup = 0.6
+    expected = (1 - mixup) * reference_at_2 + mixup * policy_head
+    # a rounding of weights below 1
+    assert torch.allclose(reference_at_3, expected, rtol=0, atol=1e-7)
+
+
+def load_reference_head(checkpoint: Path) -> torch.Tensor:
+    """Load the head's weight of the reference model that a checkpoint has."""
+    return load_file(checkpoint / REFERENCE / "model-00001.safetensors")["lm_head.weight"]
 
 
 @pytest.mark.core
-def test_one_process_goes_on_with_the_steps_of_two(resumed, tmp_path):
-    """Same rollouts, and weights that differ by the order of sums only; a wrong Adam step would
-    show.
+def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
+    """The rollouts of step 3 are the same, and the weights differ by the order of sums alone.
+
+    A wrong step of Adam would show: it is compared with how far step 3 moved the weights.
     """
-    second = resumed / "checkpoint-2"
-    words = ["-m", "adora_vl.train", *RUN, *ONE, "--max_steps", "3"]
+    checkpoint = resumed_folder / "checkpoint-2"
+    words = [
+        "-m",
+        "adora_vl.train",
+        *SMOKE_RUN_ARGUMENTS,
+        *BATCH_OF_ONE_PROCESS,
+        "--max_steps",
+        "3",
+    ]
     words += ["--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint"]
-    assert export([str(second), str(tmp_path / "whole"), "--universal"]) == 0
+    assert export([str(checkpoint), str(tmp_path / "whole"), "--universal"]) == 0
     launch("cpu_zero3", "--num_processes", "1", *words, str(tmp_path / "whole"))
-    ours = training_log(tmp_path / "out")[-1]
-    theirs = training_log(resumed)[-1]
+    step_of_one_process = read_training_log(tmp_path / "out")[-1]
+    step_of_two_processes = read_training_log(resumed_folder)[-1]
     for name in ("reward", "completions/mean_length", "adora/weight_mean"):
-        assert ours[name] == pytest.approx(theirs[name])
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-3)
-    of_one_process = load_file(tmp_path / "out" / "model.safetensors")
-    of_two_processes = load_file(resumed / "model.safetensors")
-    before = load_file(second / "model.safetensors")
-    assert mean_difference(of_one_process, of_two_processes) < 1e-4 * mean_difference(
-        of_two_processes, before
+        assert step_of_one_process[name] == pytest.approx(step_of_two_processes[name])
+    assert step_of_one_process["grad_norm"] == pytest.approx(
+        step_of_two_processes["grad_norm"], rel=1e-3
     )
+    weights_of_one_process = load_file(tmp_path / "out" / "model.safetensors")
+    weights_of_two_processes = load_file(resumed_folder / "model.safetensors")
+    weights_at_2 = load_file(checkpoint / "model.safetensors")
+    movement_of_step_3 = mean_difference(weights_of_two_processes, weights_at_2)
+    difference = mean_difference(weights_of_one_process, weights_of_two_processes)
+    assert difference < 1e-4 * movement_of_step_3
 
 
 @pytest.mark.core
-def test_shards_alone_are_gathered_into_the_same_weights(resumed, tmp_path):
+def test_shards_alone_are_gathered_into_the_same_weights(resumed_folder, tmp_path):
     """ZeRO-3 saves no model.safetensors where zero3_save_16bit_model is off; shards suffice."""
     bare = tmp_path / "staged" / "checkpoint-3"
     ignored = shutil.ignore_patterns(MANIFEST, MARK, "model.safetensors")
-    shutil.copytree(resumed / "checkpoint-3", bare, ignore=ignored)
+    shutil.copytree(resumed_folder / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
     gathered = load_file(tmp_path / "model" / "model.safetensors")
-    saved = load_file(resumed / "checkpoint-3" / "model.safetensors")
+    saved = load_file(resumed_folder / "checkpoint-3" / "model.safetensors")
     assert gathered.keys() == saved.keys()
     assert all(torch.equal(gathered[name], saved[name]) for name in saved)
     assert (tmp_path / "model" / "processor_config.json").is_file()
 
 
-WITHIN = {
-    "save_steps": 1,
-    "max_steps": 3,
-    "per_device_train_batch_size": 4,
-    "steps_per_generation": 4,
-}
-WITHIN_RUN = {
+KEYS_OF_THREE_STEPS_A_GENERATION = {
     "config": "configs/train/smoke_cpu.yaml",
     "use_vllm": "false",
     "logging_steps": 1,
@@ -190,49 +211,59 @@ WITHIN_RUN = {
     "max_completion_length": 28,
     "adora_synthetic_rows": 32,
     "learning_rate": 1e-3,
-    **WITHIN,
+    "save_steps": 1,
+    "max_steps": 3,
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 4,
 }
 
 
-def trained(folder: Path) -> dict:
+def train_and_read_results(folder: Path) -> dict:
+    """Train three steps from one generation on two processes, or go on where the folder's run is.
+
+    Returns what two equal runs have in common: figures, rollouts, tables and weights.
+    """
     words = [
         word
-        for key, value in {**WITHIN_RUN, "output_dir": folder}.items()
+        for key, value in {**KEYS_OF_THREE_STEPS_A_GENERATION, "output_dir": folder}.items()
         for word in (f"--{key}", str(value))
     ]
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
-    return facts(folder)
+    return comparable_results(folder)
 
 
 def test_each_rank_goes_on_with_its_own_rollouts(tmp_path):
-    uninterrupted = trained(tmp_path / "run")
+    uninterrupted = train_and_read_results(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run" / "checkpoint-2").glob("generation-*")} == {
         "generation-00000.pt",
         "generation-00001.pt",
     }
     shutil.rmtree(tmp_path / "run" / "checkpoint-3")
-    again = trained(tmp_path / "run")
+    resumed = train_and_read_results(tmp_path / "run")
     # One generation serves all three steps: its record stands once, TRL's table once a step.
     assert list(uninterrupted["steps"]) == [1, 2, 3]
     assert list(uninterrupted["rollouts"]) == ["step 1"]
     assert len(uninterrupted["tables"]) == 3
-    assert again == uninterrupted
+    assert resumed == uninterrupted
 
 
 # One call of each process before the run, 16 in the first step where no two replies are alike, and
 # some of the second
-ANSWERED = 25
+ANSWERS_BEFORE_REFUSAL = 25
 
 
-def ends(_: dict[str, Any], call: int) -> Reply:
-    return completion("<score>0.5</score>") if call <= ANSWERED else (401, b"the key has ended")
+def refuse_key_after_some_answers(_: dict[str, Any], call: int) -> Reply:
+    """Answer as a judge until the key ends. `call`: the number of the request, from 1."""
+    if call <= ANSWERS_BEFORE_REFUSAL:
+        return completion("<score>0.5</score>")
+    return 401, b"the key has ended"
 
 
 def test_a_key_that_ends_stops_all_processes_with_one_line(
     tmp_path: Path, serve: Callable[[Answer], Server]
 ) -> None:
     """Chance decides which of the two processes meets the refusal first."""
-    server = serve(ends)
+    server = serve(refuse_key_after_some_answers)
     options = json.dumps({"judge": {"base_url": server.url, "model": "j", "concurrency": 1}})
     done = launch(
         "cpu_zero3",
@@ -279,10 +310,10 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
 
 
 @pytest.fixture(scope="module")
-def four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shipped model has three attention heads, which two processes cannot share.
+def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with random weights and four attention heads, which two processes can share.
 
-    This one is not trained.
+    The shipped one has three.
     """
     folder = tmp_path_factory.mktemp("model")
     config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
@@ -307,8 +338,8 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "2",
         "-m",
         "adora_vl.train",
-        *RUN,
-        *TWO,
+        *SMOKE_RUN_ARGUMENTS,
+        *BATCH_OF_TWO_PROCESSES,
         "--output_dir",
         str(out),
         "--use_vllm",
@@ -324,18 +355,22 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
         "--max_completion_length",
         "24",
     )
-    assert max(entry["grad_norm"] for entry in training_log(out)) > 0
-    trained = load_file(out / "model.safetensors")
-    start = load_file(PRETRAINED / "model.safetensors")
-    assert {weights.dtype for weights in trained.values()} == {torch.bfloat16}
-    moved = [name for name in start if not torch.equal(trained[name], start[name].bfloat16())]
-    assert len(moved) > len(start) / 2
+    assert max(entry["grad_norm"] for entry in read_training_log(out)) > 0
+    trained_weights = load_file(out / "model.safetensors")
+    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    assert {weight.dtype for weight in trained_weights.values()} == {torch.bfloat16}
+    moved_names = [
+        name
+        for name, weight in shipped_weights.items()
+        if not torch.equal(trained_weights[name], weight.bfloat16())
+    ]
+    assert len(moved_names) > len(shipped_weights) / 2
 
 
-def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path):
-    samples = []
-    shared = [set(Path("/dev/shm").glob("*cpushm*"))]
-    for config, parts in (("cpu", 1), ("cpu_zero3", 2)):
+def test_a_divided_engine_samples_what_a_whole_one_samples(model_with_four_heads, tmp_path):
+    completions_by_run = []
+    shared_memory_before = set(Path("/dev/shm").glob("*cpushm*"))
+    for config, processes in (("cpu", 1), ("cpu_zero3", 2)):
         out = tmp_path / config
         launch(
             config,
@@ -344,13 +379,13 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
             "--config",
             "configs/train/smoke_cpu.yaml",
             "--model_name_or_path",
-            str(four_heads),
+            str(model_with_four_heads),
             "--output_dir",
             str(out),
             "--adora_synthetic_rows",
             "64",
             "--per_device_train_batch_size",
-            str(32 // parts),
+            str(32 // processes),
             "--max_steps",
             "1",
             "--logging_steps",
@@ -358,29 +393,35 @@ def test_a_divided_engine_samples_what_a_whole_one_samples(four_heads, tmp_path)
             "--save_strategy",
             "no",
             "--vllm_tensor_parallel_size",
-            str(parts),
+            str(processes),
         )
-        rows = pq.read_table(out / "rollouts").to_pylist()
-        samples.append(
-            {(row["group"], row["rollout"]): (row["id"], row["completion"]) for row in rows}
+        rollouts = pq.read_table(out / "rollouts").to_pylist()
+        completions_by_run.append(
+            {
+                (rollout["group"], rollout["rollout"]): (rollout["id"], rollout["completion"])
+                for rollout in rollouts
+            }
         )
-        first = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        first_step = json.loads((out / "metrics.jsonl").read_text().splitlines()[0])
+        assert first_step["step"] == 1
         # 2e-7 was measured; processors round differently by small factors, not by 50
-        assert first["step"] == 1
-        assert first["adora/drift"] < 1e-5
-    assert samples[0] == samples[1]
-    assert len(samples[0]) == 32
-    assert len(set(samples[0].values())) > 16, "the rollouts of a problem differ"
-    shared.append(set(Path("/dev/shm").glob("*cpushm*")))
-    assert shared[0] == shared[1], "what a run leaves there keeps the next from starting"
+        assert first_step["adora/drift"] < 1e-5
+    of_whole_engine, of_divided_engine = completions_by_run
+    assert of_whole_engine == of_divided_engine
+    assert len(of_whole_engine) == 32
+    assert len(set(of_whole_engine.values())) > 16, "the rollouts of a problem differ"
+    shared_memory_after = set(Path("/dev/shm").glob("*cpushm*"))
+    assert shared_memory_before == shared_memory_after, (
+        "what a run leaves there keeps the next from starting"
+    )
 
 
 def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turns(
-    four_heads, tmp_path
+    model_with_four_heads, tmp_path
 ):
     keys = [
         "--model_name_or_path",
-        str(four_heads),
+        str(model_with_four_heads),
         "--vllm_tensor_parallel_size",
         "2",
         "--adora_rollouts.budget",
@@ -407,6 +448,8 @@ def test_a_divided_engine_goes_on_with_paused_answers_after_a_kill_and_with_turn
         "max_steps=2",
         "vllm_tensor_parallel_size=2",
     ]
-    result = run_parity(tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=four_heads)
+    result = run_parity(
+        tmp_path, "cpu_zero3", "--mixed", "--tools", *words, model=model_with_four_heads
+    )
     assert max(result["gaps"]) < 1e-5
     assert max(result["turns"]) > 1

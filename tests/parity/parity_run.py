@@ -32,16 +32,16 @@ from adora_vl.rollout import llm as llm_module  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from tests.support.parity import (  # noqa: E402
-    AFTER,
-    BEFORE,
-    TURNS,
-    WITH_ENGINE,
-    Draws,
-    data_set,
+    INSPECTIONS_AFTER_TRAINING,
+    INSPECTIONS_BEFORE_TRAINING,
+    KEYS_FOR_DRAWN_TOOLS,
+    KEYS_WITH_ENGINE,
+    DrawnPictureTools,
+    training_data_set,
 )
 
 SETTINGS: dict[str, Any] = {
-    **WITH_ENGINE,
+    **KEYS_WITH_ENGINE,
     "num_generations": 4,
     "adora_self_check": False,  # what it would find, the steps themselves are to find
     "max_steps": 6,
@@ -164,7 +164,11 @@ def main() -> None:
     )
     parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
     parser.add_argument(
-        "--look", choices={**BEFORE, **AFTER}, action="append", default=[], help="at this too"
+        "--look",
+        choices={**INSPECTIONS_BEFORE_TRAINING, **INSPECTIONS_AFTER_TRAINING},
+        action="append",
+        default=[],
+        help="at this too",
     )
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
@@ -174,8 +178,8 @@ def main() -> None:
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     if options.tools:
-        Recorder.toolbox = Draws.of_process()
-        settings = {**TURNS, **settings}
+        Recorder.toolbox = DrawnPictureTools.of_process()
+        settings = {**KEYS_FOR_DRAWN_TOOLS, **settings}
     args = AdoraGRPOConfig(
         output_dir=str(options.output.parent / "run"), **{**SETTINGS, **settings}
     )
@@ -187,7 +191,7 @@ def main() -> None:
             {**row, "images": row["images"] * count}
             for row, count in zip(rows, (1, 0, 2, 0), strict=True)
         ]
-    dataset = data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
+    dataset = training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
     trainer = Recorder(
         model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset
     )
@@ -197,7 +201,9 @@ def main() -> None:
         if component_of(n) == "vision_tower"
     }
     looks = {
-        name: look(trainer, list(dataset)) for name, look in BEFORE.items() if name in options.look
+        name: look(trainer, list(dataset))
+        for name, look in INSPECTIONS_BEFORE_TRAINING.items()
+        if name in options.look
     }
     trainer.train()
     vision_moved = max(
@@ -216,7 +222,9 @@ def main() -> None:
     # before an adapter adds some
     tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())
     looks |= {
-        name: look(trainer, list(dataset)) for name, look in AFTER.items() if name in options.look
+        name: look(trainer, list(dataset))
+        for name, look in INSPECTIONS_AFTER_TRAINING.items()
+        if name in options.look
     }
     if trainer.accelerator.is_main_process:
         result = {

@@ -43,11 +43,11 @@ from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training import micro_batches as batcher_module  # noqa: E402
 from adora_vl.training.generation import Generation  # noqa: E402
 from tests.support.parity import (  # noqa: E402
-    TURNS,
-    WITH_ENGINE,
-    Draws,
+    KEYS_FOR_DRAWN_TOOLS,
+    KEYS_WITH_ENGINE,
+    DrawnPictureTools,
     Gradients,
-    data_set,
+    training_data_set,
 )
 
 PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
@@ -126,7 +126,7 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        log_scored = self.generation_log.log_scored
+        log_scored = self.metrics_logger.log_scored
 
         def noted(generation: Generation, built: Any, scored: Any) -> None:
             log_scored(generation, built, scored)
@@ -137,7 +137,7 @@ class SameAgain(AdoraGRPOTrainer):
                 )
                 self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.generation_log.log_scored = noted  # type: ignore[method-assign]
+        self.metrics_logger.log_scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):
@@ -214,13 +214,13 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
     if options.tools:
-        SameAgain.toolbox = Draws.of_process()
+        SameAgain.toolbox = DrawnPictureTools.of_process()
     changed = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     settings: dict[str, Any] = {
-        **WITH_ENGINE,
+        **KEYS_WITH_ENGINE,
         "adora_vllm_dtype": "float32",
         "vllm_importance_sampling_mode": "token_truncate",
         "per_device_train_batch_size": 16,
@@ -232,7 +232,7 @@ def main() -> None:
         "weight_decay": 0.0,
         "shuffle_dataset": False,
         "adora_self_check": False,  # its images would be in the cache before the first step
-        **(TURNS if options.tools else {}),
+        **(KEYS_FOR_DRAWN_TOOLS if options.tools else {}),
         **changed,
     }
     args = AdoraGRPOConfig(output_dir=str(options.output.parent / "run"), **settings)
@@ -247,7 +247,7 @@ def main() -> None:
         model=model,
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
         args=args,
-        train_dataset=data_set(rows),
+        train_dataset=training_data_set(rows),
         callbacks=[switches, gradients],
     )
     trainer.work = []

@@ -20,7 +20,7 @@ from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.rollout_facts import RolloutFacts
-from tests.support.parity import Gradients, data_set
+from tests.support.parity import Gradients, training_data_set
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
 
@@ -78,7 +78,7 @@ def two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict[str, 
         model=str(PRETRAINED),
         reward_funcs=reward_with_a_constant_group,
         args=args,
-        train_dataset=data_set(list(generate(16, seed=6))),
+        train_dataset=training_data_set(list(generate(16, seed=6))),
         processing_class=processor,
         callbacks=[gradients],
     )

@@ -15,7 +15,7 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.types import Batch
-from tests.support.parity import data_set
+from tests.support.parity import training_data_set
 
 pytestmark = pytest.mark.slow
 # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
@@ -136,7 +136,7 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
         model=str(PRETRAINED),
         reward_funcs=reward,
         args=args,
-        train_dataset=data_set(list(generate(16, seed=6))),
+        train_dataset=training_data_set(list(generate(16, seed=6))),
         processing_class=load_processor(str(PRETRAINED)),
         callbacks=[compare],
     )

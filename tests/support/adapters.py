@@ -14,7 +14,7 @@ from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
 from adora_vl.models.load import PRETRAINED
 
-TEXT = r".*language_model\..*(q_proj|up_proj)"
+TEXT_MODULES_PATTERN = r".*language_model\..*(q_proj|up_proj)"
 
 
 def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Path:
@@ -26,7 +26,7 @@ def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Pa
         **{
             "r": 4,
             "lora_alpha": 8,
-            "target_modules": TEXT,
+            "target_modules": TEXT_MODULES_PATTERN,
             "modules_to_save": ["lm_head"],
             **options,
         }
@@ -42,7 +42,7 @@ def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Pa
     return folder
 
 
-LORA: dict[str, dict[str, Any]] = {
+LORA_OPTIONS_BY_KIND: dict[str, dict[str, Any]] = {
     "plain": {},
     "rslora": {"use_rslora": True, "rank_pattern": {"up_proj": 2}},
     "dora": {"use_dora": True},
@@ -62,7 +62,7 @@ def float64_model() -> Any:
     return build_model(build_processor(["Find x."]).tokenizer).double()
 
 
-def adapted(base, config, second: str | None = None):
+def policy_with_adapter(base, config, second: str | None = None):
     """A policy with this adapter, and a `second` one of the same kind, where all that is trained
     has moved.
     """

@@ -7,7 +7,7 @@ from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.utils.seeding import rollout_seed
 
 
-def asks_of(
+def sampling_requests(
     ids: Sequence[list[int]],
     images: Sequence[list[Any] | None] | None = None,
     *,

@@ -31,11 +31,11 @@ def server_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
     )
 
 
-def step_metrics(folder: Any) -> list[dict[str, Any]]:
+def read_step_metrics(folder: Any) -> list[dict[str, Any]]:
     return [step for step in read_metrics(folder / METRICS) if "reward" in step]
 
 
-def goes_on_after_a_kill(
+def assert_equal_end_after_kill(
     uninterrupted: Path, killed: Path, server: StandIn, *, after: int, **keys: Any
 ) -> None:
     """Assert that a run killed after a step ends as one that was not, to the bit.
@@ -54,7 +54,7 @@ def goes_on_after_a_kill(
         uninterrupted / "model.safetensors"
     ).read_bytes()
     ages = [
-        [step.get("adora/staleness") for step in step_metrics(folder)]
+        [step.get("adora/staleness") for step in read_step_metrics(folder)]
         for folder in (uninterrupted, killed)
     ]
     assert ages[0] == ages[1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @contextmanager
-def disk_of(size: int) -> Iterator[None]:
+def limit_file_size(size: int) -> Iterator[None]:
     """Let no file get longer than `size` bytes inside the block, as on a full disk.
 
     The kernel refuses the bytes after that (RLIMIT_FSIZE), whichever library writes them.

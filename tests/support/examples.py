@@ -14,14 +14,14 @@ from tests.support.step_context import step_context
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
 
-def entry(name: str) -> str:
+def example_entry(name: str) -> str:
     """Return `ngrpo.py:Ngrpo` as a key of a run says it, wherever the run starts."""
     return str(EXAMPLES / name)
 
 
-def example(name: str) -> Any:
+def load_example(name: str) -> Any:
     """Load the class or function that an entry such as `ngrpo.py:Ngrpo` names."""
-    return from_file("adora_method", entry(name), fits=callable).value
+    return from_file("adora_method", example_entry(name), fits=callable).value
 
 
 def started_extension(
@@ -36,7 +36,7 @@ def started_extension(
     `log` gets its figures, `images` are the run's images (by default without a processor), `keys`
     are attributes of the context, and `options` are the extension's own.
     """
-    extension = example(name)(**options)
+    extension = load_example(name)(**options)
     run_images = images or SimpleNamespace(image_processor=None)
     extension.start(step_context(log, **(keys or {})), run_images)
     return extension
@@ -47,7 +47,7 @@ def generation_of_step(step: int) -> Generation:
     return Generation(key=StepKey(mode="train", step=step, micro=0), group_size=4)
 
 
-def loaded(file: Path) -> Any:
+def load_module(file: Path) -> Any:
     """Return a file that belongs to no package, as a module."""
     spec = spec_from_file_location(f"_{file.stem}", file)
     assert spec is not None

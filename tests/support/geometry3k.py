@@ -18,7 +18,7 @@ from tests.support.pictures import drawing, encoded
 HUB_FEATURES = Features(
     {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
 )
-GOOD = {
+GOOD_PROBLEM = {
     "problem_text": "Find m \\widehat A B.",
     "choices": ["5", "5 \\sqrt { 3 }"],
     "answer": "B",
@@ -27,7 +27,7 @@ GOOD = {
 }
 
 
-def problem_folder(
+def write_problem_folder(
     root: Path, split: str = "train", number: int = 7, image: bytes | None = None, **changed: Any
 ) -> Path:
     """One problem in the authors' layout, with a drawing of its own; a key with the value None is
@@ -35,13 +35,13 @@ def problem_folder(
     """
     folder = root / split / str(number)
     folder.mkdir(parents=True)
-    data = {key: value for key, value in {**GOOD, **changed}.items() if value is not None}
+    data = {key: value for key, value in {**GOOD_PROBLEM, **changed}.items() if value is not None}
     (folder / "data.json").write_text(json.dumps(data))
     (folder / "img_diagram.png").write_bytes(image or encoded(drawing(number)))
     return folder
 
 
-def write_table(
+def write_hub_table(
     folder: Path,
     rows: list[dict[str, Any]],
     split: str = "train",
@@ -53,7 +53,7 @@ def write_table(
     )
 
 
-def prepare(source: str, location: Path | str, output: Path, *options: str) -> int:
+def prepare_geometry3k(source: str, location: Path | str, output: Path, *options: str) -> int:
     return main(
         [
             "geometry3k",
@@ -68,11 +68,11 @@ def prepare(source: str, location: Path | str, output: Path, *options: str) -> i
     )
 
 
-def quarantined(folder: Path) -> list[dict[str, Any]]:
+def read_quarantine(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "quarantine.jsonl").read_text().splitlines()]
 
 
-def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def assert_refusal(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """The error, after checking that it is one line (more where rows were refused), that the exit
     code is 2, and that there is no output.
     """
@@ -86,12 +86,12 @@ def refused(code: int, output: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return error
 
 
-def only_row(output: Path, split: str = "train") -> Row:
+def read_only_row(output: Path, split: str = "train") -> Row:
     (row,) = stored_rows(output, split)
     return row
 
 
-def stored_image(row: Row) -> Image.Image:
+def open_stored_image(row: Row) -> Image.Image:
     return Image.open(io.BytesIO(row["images"][0]["bytes"]))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.support.paths import REPOSITORY
 
-ROWS = REPOSITORY / "tests" / "unit" / "rewards" / "cases"
+GRADING_CASES_FOLDER = REPOSITORY / "tests" / "unit" / "rewards" / "cases"
 
 
 def boxed(answer: str) -> str:
@@ -17,10 +17,10 @@ def expanded(text: Any) -> str:
     return text if isinstance(text, str) else "".join(piece * count for piece, count in text)
 
 
-def rows(name: str) -> list[tuple[str, dict[str, Any]]]:
+def read_grading_rows(name: str) -> list[tuple[str, dict[str, Any]]]:
     """Each row with its place, as `answers.jsonl:12`."""
-    lines = (ROWS / name).read_text(encoding="utf-8").splitlines()
+    lines = (GRADING_CASES_FOLDER / name).read_text(encoding="utf-8").splitlines()
     return [(f"{name}:{number}", json.loads(line)) for number, line in enumerate(lines, 1)]
 
 
-ANSWERS = rows("answers.jsonl")
+ANSWER_ROWS = read_grading_rows("answers.jsonl")

@@ -16,11 +16,11 @@ from tests.support.paths import REPOSITORY
 
 # Processes of Python are forked from one that has the libraries, whose import takes longer than
 # most runs.
-_READY = multiprocessing.get_context("forkserver")
-_READY.set_forkserver_preload(["adora_vl.trainer"])
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+_FORK_SERVER.set_forkserver_preload(["adora_vl.trainer"])
 
 
-def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+def _run_python(words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
     """Run `python words...` in this process, with its output in two files."""
     os.chdir(REPOSITORY)
     os.environ.clear()
@@ -37,15 +37,15 @@ def _begin(words: list[str], environment: dict[str, str], outputs: list[str]) ->
         atexit._run_exitfuncs()
 
 
-def _forked(
+def _run_in_fork(
     words: list[str], environment: dict[str, str], timeout: int
 ) -> subprocess.CompletedProcess[str]:
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("out", "err")]
         for file in files:
             file.touch()
-        process = _READY.Process(
-            target=_begin, args=(words, environment, [str(file) for file in files])
+        process = _FORK_SERVER.Process(
+            target=_run_python, args=(words, environment, [str(file) for file in files])
         )
         process.start()
         try:
@@ -75,7 +75,7 @@ def run(
     }
     environment = {**os.environ, **ours, **(environment or {})}
     if command[0] == sys.executable:
-        done = _forked(command[1:], environment, timeout)
+        done = _run_in_fork(command[1:], environment, timeout)
     else:
         done = subprocess.run(
             command,
@@ -110,7 +110,7 @@ def launch(config: str, *arguments: str, **options: Any) -> subprocess.Completed
     return run([sys.executable, "-m", "accelerate.commands.launch", *file, *arguments], **options)
 
 
-def pids_with(mark: str) -> list[int]:
+def pids_marked_with(mark: str) -> list[int]:
     """The processes that inherited `mark` in their environment; none that have ended."""
     pids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -120,11 +120,11 @@ def pids_with(mark: str) -> list[int]:
     return pids
 
 
-def processes_with(mark: str) -> list[str]:
+def command_lines_marked_with(mark: str) -> list[str]:
     """The command lines of the processes that inherited `mark`; they may take a moment to end."""
     for _ in range(50):
         command_lines = []
-        for pid in pids_with(mark):
+        for pid in pids_marked_with(mark):
             with contextlib.suppress(OSError):
                 command_lines.append(Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " "))
         if not command_lines:

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.support.launch import pids_with
+from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 600  # for anything that a run does
@@ -174,6 +174,6 @@ class TwoMachines:
     @staticmethod
     def kill(mark: str) -> None:
         """SIGKILL for every process that has this mark in its environment."""
-        for pid in pids_with(mark):
+        for pid in pids_marked_with(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from adora_vl.trainer import AdoraGRPOTrainer
 
 Rows = Sequence[dict[str, Any]]
-WITH_ENGINE: dict[str, Any] = {
+KEYS_WITH_ENGINE: dict[str, Any] = {
     "use_cpu": True,
     "bf16": False,
     "gradient_checkpointing": False,
@@ -51,7 +51,7 @@ WITH_ENGINE: dict[str, Any] = {
 }
 
 
-def data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
+def training_data_set(rows: Rows, system_prompt: str = SYSTEM_PROMPT) -> Dataset:
     """Build a data set of rows with the prompts of a training."""
     prompts = [conversation(row["problem"], system_prompt) for row in rows]
     return Dataset.from_list(list(rows), features=schema()).add_column("prompt", prompts)
@@ -77,7 +77,7 @@ def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
     return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role)
 
 
-def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
+def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     """The lines of the doctor's table that need an engine.
 
     It looks closer at the first rows, so here the second one comes first: of mixed rows that is one
@@ -88,7 +88,7 @@ def doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     return as_json(examine(examination, merge))
 
 
-def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
+def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     """Greedy answers of the trainer's own vLLM, and of Transformers to the saved model, with the
     same tools.
     """
@@ -106,7 +106,7 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     )
     engine = SamplerEngine(
         trainer.engine_pair,
-        trainer.rollouts.group_sampler,
+        trainer.generation_sampler.group_sampler,
         ChatProcessor(folder),
         end_tokens=trainer.eos_token_ids,
     )
@@ -117,7 +117,7 @@ def answers(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     }
 
 
-def lora(trainer: Any, rows: Rows) -> dict[str, float]:
+def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
     """Measure how far an adapter moves the policy, and how far the engine is from it then.
 
     Both are in nats, and the adapter is in all parts of the model. The trainer keeps it.
@@ -144,13 +144,13 @@ def lora(trainer: Any, rows: Rows) -> dict[str, float]:
     return {"moved": moved.mean, "gap": gap.largest}
 
 
-class Draws:
+class DrawnPictureTools:
     """Tools that answer most turns, whatever they say: with a picture of a drawn size, two, or a
     text alone.
     """
 
     @classmethod
-    def of_process(cls) -> Draws:
+    def of_process(cls) -> DrawnPictureTools:
         mock.patch.object(turns, "CALL", "").start()
         return cls()
 
@@ -183,13 +183,19 @@ class Draws:
 
 
 # Of runs with such tools
-TURNS: dict[str, Any] = {"max_completion_length": 256, "max_tool_calling_iterations": 2}
+KEYS_FOR_DRAWN_TOOLS: dict[str, Any] = {
+    "max_completion_length": 256,
+    "max_tool_calling_iterations": 2,
+}
 
 
-Look = Callable[[Any, Rows], Any]
-BEFORE: dict[str, Look] = {"doctor": doctor, "answers": answers}  # the updates; they change nothing
-AFTER: dict[str, Look] = {"lora": lora}
-SCRIPT = ("-m", "tests.parity.parity_run")
+Inspection = Callable[[Any, Rows], Any]
+INSPECTIONS_BEFORE_TRAINING: dict[str, Inspection] = {
+    "doctor": examine_with_doctor,
+    "answers": answer_by_both_engines,
+}  # the updates; they change nothing
+INSPECTIONS_AFTER_TRAINING: dict[str, Inspection] = {"lora": measure_adapter_drift}
+PARITY_RUN_COMMAND = ("-m", "tests.parity.parity_run")
 
 
 def run_parity(
@@ -197,7 +203,14 @@ def run_parity(
 ) -> dict[str, Any]:
     output = tmp_path / "result.json"
     done = launch(
-        config, *SCRIPT, "--model", str(model), "--output", str(output), *words, check=check
+        config,
+        *PARITY_RUN_COMMAND,
+        "--model",
+        str(model),
+        "--output",
+        str(output),
+        *words,
+        check=check,
     )
     result: dict[str, Any] = json.loads(output.read_text()) if output.is_file() else {}
     return {**result, "returncode": done.returncode, "stderr": done.stderr}

@@ -3,4 +3,4 @@
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[2]
-SHARED = REPOSITORY.parent / "shared"
+SHARED_FOLDER = REPOSITORY.parent / "shared"

@@ -10,20 +10,20 @@ from PIL import Image
 from adora_vl.record.rollouts import Record
 from adora_vl.report.__main__ import main
 
-ATTACK = (
+ATTACKING_HTML = (
     "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
     "</script></p></article><iframe "
     "src='javascript:parent.document.title=`owned`'></iframe>'\">{{SCRIPT}}<svg "
     "onload='document.title=`owned`'>"
 )
-SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
+ADORA_SETTINGS = {"adora_method": {"adora": {"mode": "attenuation", "factor": 0.1}}}
 
 
 # What a model sees of a picture of 60 x 40: all of it, in steps of 20 pixels
-VIEW = {"low": 400, "high": 4000, "unit": 20, "relative": False}
+VIEW_LIMITS = {"low": 400, "high": 4000, "unit": 20, "relative": False}
 
 
-def looked_turns() -> list[dict[str, Any]]:
+def turns_with_one_zoom() -> list[dict[str, Any]]:
     """The turns of a rollout that zooms once into the lower left of its picture, and answers."""
     arguments = '{"x1": 0, "y1": 20, "x2": 30, "y2": 40}'
     call = f'<tool_call>{{"name": "zoom", "arguments": {arguments}}}</tool_call>'
@@ -42,7 +42,7 @@ def write_run(
     *,
     groups: int = 2,
     rollouts: int = 4,
-    settings: Mapping[str, object] = SETTINGS,
+    settings: Mapping[str, object] = ADORA_SETTINGS,
     **texts: object,
 ) -> Path:
     """A run whose step s, group g has g right rollouts of length 10 s; group 1 is attenuated."""
@@ -91,20 +91,28 @@ def write_run(
     return folder
 
 
-def make_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
+def write_page(output: Path, *runs: Path, words: tuple[str, ...] = ()) -> Path:
     assert main([*map(str, runs), "--output", str(output), *words]) == 0
     return output
 
 
-def attacked_page(folder: Path) -> Path:
+def write_attacked_page(folder: Path) -> Path:
     """A page of a run that attacks in every text that it has."""
     texts: Any = dict.fromkeys(
-        ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACK
+        ("id", "problem", "answer", "completion", "verdict", "extracted", "reason"), ATTACKING_HTML
     )
-    run = write_run(folder / ATTACK.replace("/", "_")[:100], 2, **texts)
+    run = write_run(folder / ATTACKING_HTML.replace("/", "_")[:100], 2, **texts)
     with (run / "metrics.jsonl").open("a") as stream:
         stream.write(
-            json.dumps({"step": 3, "kind": "train", "reward": 1.0, ATTACK: 2.0, "note": ATTACK})
+            json.dumps(
+                {
+                    "step": 3,
+                    "kind": "train",
+                    "reward": 1.0,
+                    ATTACKING_HTML: 2.0,
+                    "note": ATTACKING_HTML,
+                }
+            )
             + "\n"
         )
-    return make_page(folder / "page.html", run)
+    return write_page(folder / "page.html", run)

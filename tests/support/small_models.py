@@ -15,13 +15,13 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 
-BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
+FLOAT64_BOUND = 1e-9  # relative; float64 rounds at 2e-16, so no processor comes near
 VISION_BOUND = 1e-6  # the vision tower rotates in float32, and so rounds each copy's gradient there
 # image tokens are never sampled
-IMAGE = 7
-VOCABULARY = 40
-TEXT = {
-    "vocab_size": VOCABULARY,
+IMAGE_TOKEN = 7
+SMALL_VOCABULARY = 40
+TEXT_CONFIG = {
+    "vocab_size": SMALL_VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -31,8 +31,14 @@ TEXT = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-VISION = {"depth": 1, "num_heads": 2, "patch_size": 4, "in_channels": 1, "temporal_patch_size": 1}
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+VISION_CONFIG = {
+    "depth": 1,
+    "num_heads": 2,
+    "patch_size": 4,
+    "in_channels": 1,
+    "temporal_patch_size": 1,
+}
+ROPE_PARAMETERS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 
 
 class Rotary(nn.Module):
@@ -50,7 +56,7 @@ class Rotary(nn.Module):
         return angles.cos(), angles.sin()
 
 
-def in_float64(model: Any) -> Any:
+def compute_in_float64(model: Any) -> Any:
     """Compute in float64 also where Transformers uses float32 whatever the model's dtype is."""
     model = model.double().train()
     for module in list(model.modules()):
@@ -69,7 +75,7 @@ def in_float64(model: Any) -> Any:
 def small_model(kind: str, attention: str = "sdpa") -> Any:
     torch.manual_seed(0)
     if kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**TEXT))
+        model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG))
     else:
         families: dict[str, tuple[Any, Any, dict[str, Any]]] = {
             "qwen2_vl": (
@@ -101,9 +107,9 @@ def small_model(kind: str, attention: str = "sdpa") -> Any:
         }
         config_class, model_class, vision = families[kind]
         config = config_class(
-            text_config={**TEXT, "rope_parameters": ROPE},
-            vision_config={**VISION, **vision},
-            image_token_id=IMAGE,
+            text_config={**TEXT_CONFIG, "rope_parameters": ROPE_PARAMETERS},
+            vision_config={**VISION_CONFIG, **vision},
+            image_token_id=IMAGE_TOKEN,
             vision_start_token_id=8,
             vision_end_token_id=9,
             video_token_id=6,
@@ -112,4 +118,4 @@ def small_model(kind: str, attention: str = "sdpa") -> Any:
     for parameter in model.parameters():  # large enough that attention is far from uniform
         nn.init.normal_(parameter, std=0.3)
     model.set_attn_implementation(attention)
-    return in_float64(model)
+    return compute_in_float64(model)

@@ -20,10 +20,10 @@ from adora_vl.training.old_logps import OldLogps
 from adora_vl.types import Batch
 from tests.support.step_context import step_context
 
-VOCABULARY = 7
+TABLE_VOCABULARY = 7
 
 
-class Table(nn.Module):
+class LogitsTable(nn.Module):
     """A policy whose logits are its parameters: one distribution for each token of each row.
 
     `rows` rows of at most `tokens` tokens. Of every other row's logits a row has the part
@@ -36,7 +36,7 @@ class Table(nn.Module):
         super().__init__()
         self.shared = shared
         draw = torch.Generator().manual_seed(3)
-        shape = (rows, tokens, VOCABULARY)
+        shape = (rows, tokens, TABLE_VOCABULARY)
         logits = torch.randn(shape, generator=draw, dtype=torch.float64)
         self.logits = nn.Parameter(3 * logits)
 
@@ -48,21 +48,26 @@ class Table(nn.Module):
         return logp_BCV.gather(2, ids_BC[..., None]).squeeze(2), entropy_BC
 
 
-class OfATable(AdoraGRPOTrainer):
+class TableTrainer(AdoraGRPOTrainer):
     """The loss of our trainer alone; a prompt is the number of its row."""
 
     def _get_per_token_logps_and_entropies(
-        self, model: Table, ids_BS: Tensor, *rest: Any, **_: object
+        self, model: LogitsTable, ids_BS: Tensor, *rest: Any, **_: object
     ) -> Any:
         def scored(
-            model: Table, ids_BS: Tensor, mask_BS: Tensor, answer: int, *_: object, **__: object
+            model: LogitsTable,
+            ids_BS: Tensor,
+            mask_BS: Tensor,
+            answer: int,
+            *_: object,
+            **__: object,
         ) -> tuple[Tensor, Tensor, None]:
             return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
 
         return self.policy_pass(scored, model, ids_BS, *rest)
 
 
-class Alone:
+class OneProcess:
     """An accelerator of one process."""
 
     num_processes = 1
@@ -92,7 +97,7 @@ class NoRecord:
         self.measured_rows += micro["rollout_number"].tolist()
 
 
-def trainer_of(policy: Table, **keys: object) -> Any:
+def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     """A trainer with what `_compute_loss` needs, whose config has these keys.
 
     With a KL term the reference is the policy as it is now.
@@ -101,10 +106,10 @@ def trainer_of(policy: Table, **keys: object) -> Any:
     settings: dict[str, Any] = {"adora_max_ratio": None, "adora_stock_step": ["share_prompt"]}
     settings |= keys
     context = step_context(
-        lambda name, value: figures[name].append(value), accelerator=Alone(), **settings
+        lambda name, value: figures[name].append(value), accelerator=OneProcess(), **settings
     )
     args = context.config
-    trainer: Any = object.__new__(OfATable)
+    trainer: Any = object.__new__(TableTrainer)
     adaptive = args.use_adaptive_entropy
     trainer.__dict__.update(
         args=args,
@@ -137,17 +142,17 @@ def trainer_of(policy: Table, **keys: object) -> Any:
     )
     trainer.layout = BatchLayout.of(args)
     trainer.old_logps = OldLogps(context, has_dropout=False)
-    trainer.ratio = ImportanceRatio(context)
+    trainer.importance_ratio = ImportanceRatio(context)
     trainer.policy_pass = PolicyPass(context.accelerator, args)
     trainer.drift_guard = DriftGuard(context)
     trainer.ratio_guard = RatioGuard(context)
     trainer.reference_guard = ReferenceGuard(context, rounding=0.0)
     trainer.reference_guard.is_due = lambda step: False  # it would score rows that tests count
     trainer.recorder = NoRecord()
-    trainer.batcher = MicroBatcher(
+    trainer.micro_batcher = MicroBatcher(
         context,
         ImageBanks(),
         every_row_counts=trainer._entropy_bonus_enabled or args.beta != 0.0,
     )
-    trainer.entropy_bonus = EntropyBonus(args, trainer.batcher)
+    trainer.entropy_bonus = EntropyBonus(args, trainer.micro_batcher)
     return trainer

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS, read_metrics
-from tests.support.launch import pids_with
+from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 300  # for anything that a run does; a run that hangs fails the test after it
@@ -54,7 +54,7 @@ class Running:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for pid in pids_with(self._mark):
+        for pid in pids_marked_with(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.launcher.wait()
@@ -95,13 +95,13 @@ class Running:
     def wait_for_the_end(self) -> int:
         """Wait for the end of all processes, not of the launcher alone; return the exit code."""
         self.wait_until(
-            lambda: self.launcher.poll() is not None and not pids_with(self._mark), "end"
+            lambda: self.launcher.poll() is not None and not pids_marked_with(self._mark), "end"
         )
         return self.launcher.wait()
 
     def signal_everybody(self, number: int) -> None:
         """Send a signal to every process, as Slurm and systemd do."""
-        for pid in pids_with(self._mark):
+        for pid in pids_marked_with(self._mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 

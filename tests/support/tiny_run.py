@@ -14,11 +14,11 @@ import pytest
 
 from adora_vl.train import main
 
-STEPS = 4
-SETTINGS = {
+TINY_RUN_STEPS = 4
+TINY_RUN_KEYS = {
     "config": "configs/train/smoke_cpu.yaml",
     "use_vllm": "false",
-    "max_steps": STEPS,
+    "max_steps": TINY_RUN_STEPS,
     "logging_steps": 1,
     "save_steps": 2,
     "save_total_limit": 9,
@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 def arguments(output_dir: object, **changed: object) -> list[str]:
-    settings = {**SETTINGS, "output_dir": output_dir, **changed}
+    settings = {**TINY_RUN_KEYS, "output_dir": output_dir, **changed}
     settings["config"] = Path(__file__).parents[2] / str(settings["config"])
     return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
@@ -54,24 +54,24 @@ def grpo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True)
-class Resumed:
+class ResumedRun:
     folder: Path
     printed: str
 
 
 @pytest.fixture(scope="session")
-def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+def resumed_run(adora_run: Path, tmp_path_factory: pytest.TempPathFactory) -> ResumedRun:
     """`adora_run` as if it had been killed after checkpoint-2 with steps 3 and 4 written, and
     started again.
     """
     folder = shutil.copytree(adora_run, tmp_path_factory.mktemp("resumed") / "adora")
-    shutil.rmtree(folder / f"checkpoint-{STEPS}")
+    shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
     with contextlib.redirect_stdout(io.StringIO()) as stream:
         train(folder)
-    return Resumed(folder, stream.getvalue())
+    return ResumedRun(folder, stream.getvalue())
 
 
-def training_log(folder: Path) -> list[dict[str, Any]]:
+def read_training_log(folder: Path) -> list[dict[str, Any]]:
     """The lines of its log that are of training steps."""
     entries = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry for entry in entries if "reward" in entry]

@@ -19,7 +19,12 @@ from adora_vl.config.methods import build_pipeline, check_methods
 from adora_vl.config.schema import parse
 from adora_vl.training.optimizer_steps import ScaledRate
 from adora_vl.utils.errors import UserError
-from tests.support.reward_groups import adora_weights, groups_of_rewards, random_groups, weighed_by
+from tests.support.reward_groups import (
+    adora_weights,
+    apply_method,
+    groups_of_rewards,
+    random_groups,
+)
 from tests.support.tiny_run import train
 
 NAN = float("nan")
@@ -412,7 +417,7 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     rewards = [[1.0, 1.0, 0.0, 0.0]]
     base = group_advantages(torch.tensor([[1.0, 1.0, 0.0, 0.0]]))
     weights = [
-        (weighed_by("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
+        (apply_method("adora", groups_of_rewards(rewards, step=step), options) / base)[0, 0].item()
         for step in (0, 2, 4, 5, 6, 9, 10)
     ]
     # TDS while tau is below one half, that is up to step 5

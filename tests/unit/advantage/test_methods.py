@@ -26,16 +26,16 @@ from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import OUTSIDE_ALL_BINS, Daro, DaroWeights, assign_bins, losses_by_bin
 from adora_vl.advantage.grpo import Dapo, DrGrpo, Grpo, overlong_penalty
 from adora_vl.utils.launch import free_port
-from tests.support.examples import example
+from tests.support.examples import load_example
 from tests.support.reward_groups import (
+    apply_method,
     float64,  # noqa: F401
     groups_of_rewards,
     random_groups,
-    weighed_by,
 )
 
 NAN = float("nan")
-Ngrpo = example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
+Ngrpo = load_example("ngrpo.py:Ngrpo")  # it gives a signal to groups that have none under GRPO
 
 
 def apply_alone(method, rewards, advantages=None, lengths=None):
@@ -323,10 +323,10 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
-                neutral = weighed_by(name, groups, options, scale)
+                neutral = apply_method(name, groups, options, scale)
                 assert torch.equal(neutral, stock)
                 if name not in BY_SETTINGS:
-                    default = weighed_by(name, groups, None, scale)
+                    default = apply_method(name, groups, None, scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
@@ -383,8 +383,8 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
             moved = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
             torch.testing.assert_close(
-                weighed_by(name, moved, options),
-                weighed_by(name, groups, options)[:, order],
+                apply_method(name, moved, options),
+                apply_method(name, groups, options)[:, order],
                 rtol=0,
                 atol=1e-9,
             )
@@ -397,7 +397,7 @@ def test_a_shift_of_all_rewards_changes_nothing(subtests):
             groups = random_groups()
             shifted = replace(groups, rewards_PG=groups.rewards_PG + 2, correct_above=2.5)
             torch.testing.assert_close(
-                weighed_by(name, shifted), weighed_by(name, groups), rtol=0, atol=1e-9
+                apply_method(name, shifted), apply_method(name, groups), rtol=0, atol=1e-9
             )
 
 
@@ -408,10 +408,10 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
             undivided = METHODS[name].settings.get("scale_rewards") == "none"
             scale = "none" if undivided else "group"
-            expected = weighed_by(name, groups, scale=scale) * (4 if undivided else 1)
+            expected = apply_method(name, groups, scale=scale) * (4 if undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
-                weighed_by(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
+                apply_method(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
             )
 
 
@@ -434,7 +434,7 @@ def test_everything_stays_finite(subtests):
     for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
             groups = groups_of_rewards(DEGENERATE[case])
-            result = weighed_by(name, groups)
+            result = apply_method(name, groups)
             assert result.shape == groups.rewards_PG.shape
             assert result.isfinite().all()
             assert (result[groups.rewards_PG.isnan()] == 0).all()
@@ -449,7 +449,7 @@ def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(su
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
-            result = weighed_by(name, groups)
+            result = apply_method(name, groups)
             rewards = groups.rewards_PG
             best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)
             worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(

@@ -23,7 +23,7 @@ from adora_vl.checkpoint.trl_state import (
 from adora_vl.checkpoint.writer import run_entries
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
-from tests.support.adapters import LORA, adapted, float64_model
+from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_with_adapter
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +37,14 @@ def resumed(model: Any, folder: Any) -> None:
     trainer._load_from_checkpoint(str(folder))
 
 
-@pytest.mark.parametrize("form", [form for form in LORA if form != "biases of the base"])
+@pytest.mark.parametrize(
+    "form", [form for form in LORA_OPTIONS_BY_KIND if form != "biases of the base"]
+)
 def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form, tmp_path):
-    config = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]})
-    start = adapted(base, config, "ref")
+    config = LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[form]}
+    )
+    start = policy_with_adapter(base, config, "ref")
     trained = deepcopy(start)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -65,7 +69,7 @@ def test_every_adapter_is_read_back_the_trained_one_and_the_reference(base, form
 
 
 def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
-    model = adapted(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
+    model = policy_with_adapter(base, LoraConfig(r=4, target_modules=["q_proj"]), "ref")
     model.save_pretrained(tmp_path)
     file = tmp_path / "adapter_model.safetensors"
     tensors = load_file(file)

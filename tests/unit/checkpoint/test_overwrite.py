@@ -37,7 +37,7 @@ from adora_vl.utils.errors import UserError
 from tests.support.checkpoints import FINGERPRINT, write_checkpoint
 from tests.support.disk import folder_contents
 from tests.support.stand_ins import Processes, config_of
-from tests.support.tiny_run import STEPS, arguments, train
+from tests.support.tiny_run import TINY_RUN_STEPS, arguments, train
 
 MANIFEST_OF_RUN = '{"made_by": "adora_vl.train"}'
 METRICS_OF_OLD_RUN = '{"step": 8, "kind": "train", "time": null}\n'
@@ -262,7 +262,7 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
         "TRL's folder is there for the new run"
     )
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
-    assert STEPS > 2
+    assert TINY_RUN_STEPS > 2
     assert not (run / ASIDE).exists()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
@@ -477,14 +477,17 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
-    mark_stopped(run, STEPS)
+    mark_stopped(run, TINY_RUN_STEPS)
     before = {
         path: content
         for path, content in folder_contents(run).items()
         if path.endswith((".safetensors", ".parquet"))
     }
     assert main(arguments(run)) == 0
-    assert f"checkpoint-{STEPS} is the last step: nothing left to train" in capsys.readouterr().out
+    assert (
+        f"checkpoint-{TINY_RUN_STEPS} is the last step: nothing left to train"
+        in capsys.readouterr().out
+    )
     assert not (run / "stopped.json").exists()
     assert before.items() <= folder_contents(run).items()
 

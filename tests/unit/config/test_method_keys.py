@@ -18,7 +18,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.methods import build_pipeline, check_methods, method_overheads
 from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
-from tests.support.examples import entry
+from tests.support.examples import example_entry
 
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
 
@@ -129,11 +129,26 @@ WRONG: list[tuple[str, str, dict[str, object], str]] = [
         {},
         "lite_ppo is in TRL's own keys; set scale_rewards: batch, loss_type: dapo, and adora_method",
     ),
-    (entry("ngrpo.py:Ngrpo"), '{"virtual": -1}', {}, "^adora_method.Ngrpo.virtual: -1 must"),
-    (entry("canon.py:Canon"), '{"inter": 2}', {}, r"inter: \(2.0, 2.0\) must lie between 0 and 1"),
-    (entry("canon.py:Canon"), "", {}, "^adora_method.Canon.measure: entropy needs use_vllm"),
     (
-        entry("ngrpo.py:Ngrpo"),
+        example_entry("ngrpo.py:Ngrpo"),
+        '{"virtual": -1}',
+        {},
+        "^adora_method.Ngrpo.virtual: -1 must",
+    ),
+    (
+        example_entry("canon.py:Canon"),
+        '{"inter": 2}',
+        {},
+        r"inter: \(2.0, 2.0\) must lie between 0 and 1",
+    ),
+    (
+        example_entry("canon.py:Canon"),
+        "",
+        {},
+        "^adora_method.Canon.measure: entropy needs use_vllm",
+    ),
+    (
+        example_entry("ngrpo.py:Ngrpo"),
         "",
         {"multi_objective_aggregation": "normalize_then_sum"},
         "Ngrpo needs multi_",

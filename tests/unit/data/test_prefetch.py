@@ -31,7 +31,7 @@ from adora_vl.data.loading import mark_unreadable, only_decodes
 from adora_vl.packing.images import DistinctImages
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.stand_ins import config_of
-from tests.support.tiny_run import STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train
 
 
 class Stored:
@@ -275,7 +275,7 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     monkeypatch.setattr(Qwen2VLImageProcessor, "preprocess", counted)
     monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", Patient)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
-    shutil.rmtree(folder / f"checkpoint-{STEPS}")
+    shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
     monkeypatch.setattr("adora_vl.packing.images.reads_ahead", lambda device: True)
     train(folder)
     assert recorded(folder) == recorded(adora_run)

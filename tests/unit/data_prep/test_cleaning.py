@@ -17,7 +17,12 @@ from adora_vl.conversion.quarantine import Quarantine
 from adora_vl.data.dataset import read_manifest, stored_rows
 from adora_vl.data.images import MAX_DECODED_PIXELS, UnreadableImageError, clean_image
 from tests.support.disk import file_contents
-from tests.support.geometry3k import Damage, prepare, problem_folder, quarantined
+from tests.support.geometry3k import (
+    Damage,
+    prepare_geometry3k,
+    read_quarantine,
+    write_problem_folder,
+)
 from tests.support.pictures import drawing, encoded
 
 
@@ -128,12 +133,12 @@ def _make_broken_folder(root: Path, kind: str, number: int) -> tuple[Path, str]:
     """Write a folder that is broken in one way, and return it with the reason to expect."""
     if kind in PICTURES:
         content, reason = PICTURES[kind]
-        return problem_folder(root, number=number, image=content), reason
+        return write_problem_folder(root, number=number, image=content), reason
     if kind in TEXTS:
         changed, reason = TEXTS[kind]
-        return problem_folder(root, number=number, **changed), reason
+        return write_problem_folder(root, number=number, **changed), reason
     damage, reason = FOLDERS[kind]
-    folder = problem_folder(root, number=number)
+    folder = write_problem_folder(root, number=number)
     damage(folder)
     return folder, reason
 
@@ -152,8 +157,10 @@ def prepared_broken_folders(
     for number, kind in enumerate(KINDS):
         folders[kind], reasons[kind] = _make_broken_folder(root / "raw", kind, number)
     for number in (500, 501):
-        problem_folder(root / "raw", number=number)
-    assert prepare("intergps", root / "raw", root / "out", "--allow-quarantined", "1") == 0
+        write_problem_folder(root / "raw", number=number)
+    assert (
+        prepare_geometry3k("intergps", root / "raw", root / "out", "--allow-quarantined", "1") == 0
+    )
     return root / "raw", root / "out", folders, reasons
 
 
@@ -166,7 +173,7 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
             _, output, folders, reasons = prepared_broken_folders
 
             row_id = f"geometry3k/train/{folders[kind].name}"
-            (line,) = [line for line in quarantined(output) if line["id"] == row_id]
+            (line,) = [line for line in read_quarantine(output) if line["id"] == row_id]
             assert line["reason"] == reasons[kind], line["detail"]
             assert WORDS.get(kind, "") in line["detail"], line["detail"]
             assert line["detail"].startswith(f"{row_id}: ")
@@ -193,7 +200,7 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
     assert manifest["counts"] == {"train": 2}
     assert len(KINDS) >= 25
     assert manifest["quarantined"]["rows"] == len(KINDS)
-    assert len(quarantined(output)) == len(KINDS)
+    assert len(read_quarantine(output)) == len(KINDS)
     assert sum(manifest["quarantined"]["reasons"].values()) == len(KINDS)
     assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
     assert set(manifest["files"]) | {"manifest.json"} == set(file_contents(output))
@@ -205,7 +212,7 @@ def test_broken_rows_give_the_same_bytes_again_and_with_workers(
     """The output does not depend on the number of processes."""
     raw, output, _, _ = prepared_broken_folders
     options = ("--allow-quarantined", "1", "--workers", "4")
-    code = prepare("intergps", raw, tmp_path / "again", *options)
+    code = prepare_geometry3k("intergps", raw, tmp_path / "again", *options)
     assert code == 0
     assert file_contents(tmp_path / "again") == file_contents(output)
 
@@ -216,20 +223,22 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     The error counts each kind, and names the report and the option that accepts such rows.
     """
     for number in range(70):
-        problem_folder(tmp_path / "raw", number=number)
+        write_problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / "3" / "img_diagram.png").write_bytes(b"x")
 
     # One row of 70 is under the 2 % that are allowed.
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0, "2 % are allowed"
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0, (
+        "2 % are allowed"
+    )
     before = file_contents(tmp_path / "out")
-    assert len(quarantined(tmp_path / "out")) == 1
+    assert len(read_quarantine(tmp_path / "out")) == 1
 
     # Three are over it, and nothing is written but the report.
     for number in (3, 4):
         (tmp_path / "raw" / "train" / str(number) / "img_diagram.png").write_bytes(b"x")
     (tmp_path / "raw" / "train" / "5" / "data.json").write_text("{")
     capsys.readouterr()
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
     error = capsys.readouterr().err
     assert error.startswith("error: input: 3 of 70 rows (4.3%) cannot be used")
     assert error.count("\n") == 4
@@ -239,27 +248,30 @@ def test_too_many_broken_rows_are_an_error_that_says_where_to_look(tmp_path, cap
     assert file_contents(tmp_path / "out") == before, "the old output has to stay"
     report = tmp_path / "out.quarantine"
     assert str(report / "quarantine.jsonl") in error
-    report_lines = quarantined(report)
+    report_lines = read_quarantine(report)
     assert len(report_lines) == 3
     for line in report_lines:
         for name in line["files"]:
             assert (report / name).is_file()
 
     assert (
-        prepare("intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05") == 0
+        prepare_geometry3k(
+            "intergps", tmp_path / "raw", tmp_path / "out", "--allow-quarantined", "0.05"
+        )
+        == 0
     )
     assert not report.exists(), "the report of the earlier try is out of date"
-    assert len(quarantined(tmp_path / "out")) == 3
+    assert len(read_quarantine(tmp_path / "out")) == 3
     assert len(list(stored_rows(tmp_path / "out", "train"))) == 67
     assert "quarantined: 3 rows" in capsys.readouterr().out
 
 
 def test_a_foreign_folder_at_the_place_of_the_report_is_kept(tmp_path, capsys):
     """What somebody else keeps under the report's name is never removed."""
-    problem_folder(tmp_path / "raw", answer="Z")
+    write_problem_folder(tmp_path / "raw", answer="Z")
     (tmp_path / "out.quarantine").mkdir()
     (tmp_path / "out.quarantine" / "thesis.tex").write_text("years of work")
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 2
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 2
     assert "out.quarantine" in capsys.readouterr().err
     assert file_contents(tmp_path / "out.quarantine") == {"thesis.tex": b"years of work"}
 
@@ -290,19 +302,19 @@ def folders_with_leaks(tmp_path: Path) -> Path:
     """Write problems of three splits, some of which are a held-out one seen again."""
     raw = tmp_path / "raw"
     figure = drawing(1, 300)
-    problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
-    problem_folder(raw, "val", 800, encoded(drawing(2)))
+    write_problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
+    write_problem_folder(raw, "val", 800, encoded(drawing(2)))
     # the very pixels
-    problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
+    write_problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
     # seen again by a camera
-    problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
+    write_problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
     # another question
-    problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
+    write_problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
     # the same figure, another number
-    problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
-    problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
-    problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
-    problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split
+    write_problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
+    write_problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
+    write_problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
+    write_problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split
     return raw
 
 
@@ -311,7 +323,7 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
 
     The same figure with another question or another answer is none.
     """
-    assert prepare("intergps", folders_with_leaks, tmp_path / "out") == 0
+    assert prepare_geometry3k("intergps", folders_with_leaks, tmp_path / "out") == 0
     assert _stored_ids(tmp_path / "out", "train") == ["train/3", "train/4", "train/5", "train/6"]
     assert _stored_ids(tmp_path / "out", "test") == ["test/900"]
     assert _stored_ids(tmp_path / "out", "validation") == ["validation/800"]
@@ -328,7 +340,7 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
         ],
     }
     assert "leaks: 3 rows" in capsys.readouterr().out
-    lines = quarantined(tmp_path / "out")
+    lines = read_quarantine(tmp_path / "out")
     assert [(line["id"][-1], line["reason"]) for line in lines] == [
         ("1", "leak"),
         ("2", "leak"),
@@ -342,13 +354,13 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
     folders_with_leaks: Path, tmp_path: Path
 ) -> None:
     """Leaks are kept by --keep-leaks, or where both splits are held out."""
-    problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
-    problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
+    write_problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
+    write_problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
     for raw, options, leak_count in (
         (folders_with_leaks, ("--keep-leaks",), 3),
         (tmp_path / "held", (), 1),
     ):
-        assert prepare("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
+        assert prepare_geometry3k("intergps", raw, tmp_path / "out", "--overwrite", *options) == 0
         manifest = read_manifest(tmp_path / "out")
         assert manifest is not None
         assert manifest["leaks"]["found"] == leak_count
@@ -359,10 +371,10 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     """One of the two golds is wrong: no reason to train on the test question."""
-    problem_folder(tmp_path / "raw", "test", 1, encoded(drawing(1)))
-    problem_folder(tmp_path / "raw", "train", 2, encoded(drawing(1)), answer="A")
-    problem_folder(tmp_path / "raw", "train", 3)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    write_problem_folder(tmp_path / "raw", "test", 1, encoded(drawing(1)))
+    write_problem_folder(tmp_path / "raw", "train", 2, encoded(drawing(1)), answer="A")
+    write_problem_folder(tmp_path / "raw", "train", 3)
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     assert _stored_ids(tmp_path / "out", "train") == ["train/3"]
 
 

@@ -27,7 +27,7 @@ from adora_vl.data.prompts import conversation_with_images, conversations
 from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
 from tests.support.cases import Case
-from tests.support.geometry3k import quarantined, refused, stored_image
+from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
 from tests.support.pictures import drawing, encoded
 from tests.support.user_tables import (
     COLUMNS,
@@ -50,7 +50,7 @@ def test_every_format_gives_the_same_problems(case: Case) -> None:
             assert convert(source, folder / "out") == 0
             assert fields_by_id(folder / "out") == EXPECTED
             rows = list(stored_rows(folder / "out", "train"))
-            assert [stored_image(row).tobytes() for row in rows] == [
+            assert [open_stored_image(row).tobytes() for row in rows] == [
                 drawing(n, 60).tobytes() for n in (0, 1, 3)
             ]
             assert all(problem_with_row(row) is None for row in rows)
@@ -79,7 +79,7 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
     assert convert(folder, tmp_path / "out", "--name", "mine") == 0
     assert fields_by_id(tmp_path / "out", "test").keys() == {"mine/test/a"}
     assert fields_by_id(tmp_path / "out").keys() == {"mine/train/b", "mine/train/c", "mine/train/3"}
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["leak"]
+    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["leak"]
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
@@ -333,17 +333,19 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
             ]
             reasons = {
                 name: line["reason"]
-                for name, line in zip(bad, quarantined(folder / "out"), strict=True)
+                for name, line in zip(bad, read_quarantine(folder / "out"), strict=True)
             }
             assert reasons == {name: reason for name, (_, reason) in bad.items()}
-            details = [line["detail"] for line in quarantined(folder / "out")]
+            details = [line["detail"] for line in read_quarantine(folder / "out")]
             assert all("\n" not in line and len(line) < 600 and "; " in line for line in details)
 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     """The user is told of the first bad row and of how many there are."""
     source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
-    error = refused(convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys)
+    error = assert_refusal(
+        convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys
+    )
     assert "1 of 2 rows" in error
     assert "leads out of the input's folder" in error
     assert "--allow-quarantined" in error
@@ -362,7 +364,7 @@ def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, 
     source.write_text("\n".join(rows) if form == "jsonl" else f"[{', '.join(rows)}]")
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", "--allow-quarantined", "1", columns=columns) == 0
-    lines = quarantined(tmp_path / "out")
+    lines = read_quarantine(tmp_path / "out")
     assert [line["reason"] for line in lines] == ["given_twice", "given_twice", "field_type"]
     for at, line in zip((4, 5, 6), lines, strict=True):
         assert f"{'line' if form == 'jsonl' else 'item'} {at} of t.{form}" in line["detail"]
@@ -393,7 +395,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
             for name, (damage, message) in BAD_FILES.items():
                 source = write(folder / name.replace(" ", "_"), form, [GOOD])
                 damage(source)
-                error = refused(
+                error = assert_refusal(
                     convert(source, folder / "out", columns=SHORT), folder / "out", capsys
                 )
                 assert any(part in error for part in message.split("|")) or message == ".", (
@@ -434,7 +436,7 @@ def test_a_file_of_another_form_says_which_form_it_needs(
     ]:
         (tmp_path / name).write_bytes(content)
         code = convert(tmp_path / name, tmp_path / "out", columns=("problem=q", "answer=a"))
-        assert message in refused(code, tmp_path / "out", capsys), name
+        assert message in assert_refusal(code, tmp_path / "out", capsys), name
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest(
@@ -443,7 +445,7 @@ def test_a_column_that_is_not_there_is_named_with_the_nearest(
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
             source = write(folder, form, [{"quesiton": "Find x.", "a": "5"}])
-            error = refused(
+            error = assert_refusal(
                 convert(source, folder / "out", columns=("problem=question", "answer=a")),
                 folder / "out",
                 capsys,
@@ -464,7 +466,7 @@ def test_very_many_columns_are_read_past(capsys: pytest.CaptureFixture[str], cas
                 source.write_text(",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n")
             assert convert(source, folder / "out", columns=("problem=q", "answer=a")) == 0
             capsys.readouterr()
-            error = refused(
+            error = assert_refusal(
                 convert(source, folder / "no", columns=("problem=q", "answer=b")),
                 folder / "no",
                 capsys,
@@ -480,7 +482,7 @@ def test_a_line_with_another_number_of_cells_is_refused_alone(tmp_path: Path) ->
     options = ("--allow-quarantined", "1")
     assert convert(source, tmp_path / "out", *options, columns=("problem=q", "answer=a")) == 0
     assert [row["answer"] for row in stored_rows(tmp_path / "out", "train")] == ["5", "7"]
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_a_row"] * 2
+    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["not_a_row"] * 2
 
 
 def test_a_folder_whose_tables_are_not_clear_is_one_line(
@@ -495,12 +497,14 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
             (folder / "in").mkdir()
             for name in files:
                 (folder / "in" / name).write_text("q,a\nx,1\n")
-            assert message in refused(
+            assert message in assert_refusal(
                 convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys
             )
             for path in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
-                refused(convert(path, folder / "out", columns=SHORT[:2]), folder / "out", capsys)
+                assert_refusal(
+                    convert(path, folder / "out", columns=SHORT[:2]), folder / "out", capsys
+                )
 
 
 def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
@@ -508,7 +512,7 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     (tmp_path / "in").mkdir()
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
-    error = refused(
+    error = assert_refusal(
         convert(tmp_path / "in", tmp_path / "out", columns=SHORT[:2]), tmp_path / "out", capsys
     )
     assert "leads out of" in error
@@ -606,4 +610,4 @@ def test_columns_and_options_that_do_not_fit_are_one_line(
         with case((columns, options)) as folder:
             source = write(folder, "jsonl", [GOOD])
             code = convert(source, folder / "out", *options, columns=tuple(columns))
-            assert message in refused(code, folder / "out", capsys)
+            assert message in assert_refusal(code, folder / "out", capsys)

@@ -28,7 +28,7 @@ from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
 from tests.support.cases import Case
-from tests.support.geometry3k import prepare, quarantined
+from tests.support.geometry3k import prepare_geometry3k, read_quarantine
 from tests.support.pictures import drawing, encoded
 
 pytestmark = pytest.mark.slow
@@ -101,13 +101,15 @@ def test_a_column_of_a_table(capsys: pytest.CaptureFixture[str], case: Case) -> 
         with case((column, kind)) as folder:
             source = folder / "raw" / "data" / "train-00000-of-00001.parquet"
             table(column, VALUES[kind], source)
-            code = prepare("parquet", folder / "raw", folder / "out", "--allow-quarantined", "1")
+            code = prepare_geometry3k(
+                "parquet", folder / "raw", folder / "out", "--allow-quarantined", "1"
+            )
             said_in_lines(code, capsys)
             sound = not (kind in NEVER_SOUND and column in ("images", "problem", "answer"))
             sound = sound or (column, kind) == ("answer", "control token")  # no model reads a gold
             if code == 0:
                 has_quarantine = (folder / "out" / "quarantine.jsonl").exists()
-                refused = quarantined(folder / "out") if has_quarantine else []
+                refused = read_quarantine(folder / "out") if has_quarantine else []
                 assert sum(1 for _ in stored_rows(folder / "out", "train")) + len(refused) == 2
                 assert sound or refused, "a row that ends a run got through"
                 assert data_prep(["inspect", str(folder / "out"), "--text-only"]) == 0

@@ -22,24 +22,24 @@ from data_prep.redraw import can_be_drawn, draw_form
 from tests.support.cases import Case
 from tests.support.geometry3k import (
     HUB_FEATURES,
-    only_row,
-    prepare,
-    problem_folder,
-    quarantined,
-    refused,
-    stored_image,
-    write_table,
+    assert_refusal,
+    open_stored_image,
+    prepare_geometry3k,
+    read_only_row,
+    read_quarantine,
+    write_hub_table,
+    write_problem_folder,
 )
 from tests.support.pictures import drawing, encoded, half_black_picture
 
 
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
     """One problem whose picture is half transparent."""
-    return problem_folder(root, split, number, encoded(half_black_picture()), **changed)
+    return write_problem_folder(root, split, number, encoded(half_black_picture()), **changed)
 
 
 def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
-    assert prepare("intergps", geometry3k_raw, tmp_path / "out") == 0
+    assert prepare_geometry3k("intergps", geometry3k_raw, tmp_path / "out") == 0
     dataset = load_split(tmp_path / "out", "train")
     columns = {"facts": Value("string"), "figure": Value("string")}
     assert dataset.features == {**schema(), **columns}
@@ -142,15 +142,15 @@ def test_problems_are_redrawn_from_logic_forms(
         for at in ("test/2401", "test/2402", "train/7")
     ]
     texts.write_text("\n".join(map(json.dumps, rows)))
-    assert prepare("logic-forms", forms, tmp_path / "out", "--texts", str(texts)) == 0
+    assert prepare_geometry3k("logic-forms", forms, tmp_path / "out", "--texts", str(texts)) == 0
     assert "1 problem of" in capsys.readouterr().out
     for split, number in (("test", 2401), ("train", 7)):
-        row = only_row(tmp_path / "out", split)
+        row = read_only_row(tmp_path / "out", split)
         assert row["id"] == f"geometry3k/{split}/{number}"
         assert row["source"] == "geometry3k, redrawn"
         assert row["answer"] == "5"
         assert "AB = 5\\sqrt{2}." in row["facts"]
-        assert 300 < max(stored_image(row).size) <= 480
+        assert 300 < max(open_stored_image(row).size) <= 480
     output = tmp_path / "no"
     with_texts = ("--texts", str(texts))
     for location, words, message in (
@@ -159,13 +159,15 @@ def test_problems_are_redrawn_from_logic_forms(
         (forms, (*with_texts, "--diagram", "plain"), "diagram: "),
         (texts, with_texts, "has no logic forms"),
     ):
-        assert message in refused(prepare("logic-forms", location, output, *words), output, capsys)
+        assert message in assert_refusal(
+            prepare_geometry3k("logic-forms", location, output, *words), output, capsys
+        )
 
 
 def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path: Path) -> None:
     _problem_folder(tmp_path / "raw", "val", 2101)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out") == 0
-    row = only_row(tmp_path / "out", "validation")
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
+    row = read_only_row(tmp_path / "out", "validation")
     assert row["id"] == "geometry3k/validation/2101"
     assert row["split"] == "validation"
     assert row["answer"] == "5\\sqrt{3}"
@@ -174,17 +176,17 @@ def test_the_gold_is_the_value_of_the_letter_and_transparency_is_white(tmp_path:
     assert row["meta"]["shapes"] == ["Circle", "Triangle"]
     # `D` would be read as the letter of a choice
     _problem_folder(tmp_path / "points", choices=["C", "D"])
-    assert prepare("intergps", tmp_path / "points", tmp_path / "out2") == 0
-    assert only_row(tmp_path / "out2")["answer"] == "B"
-    assert stored_image(row).getpixel((2, 2)) == (0, 0, 0)
-    assert stored_image(row).getpixel((28, 2)) == (255, 255, 255)
+    assert prepare_geometry3k("intergps", tmp_path / "points", tmp_path / "out2") == 0
+    assert read_only_row(tmp_path / "out2")["answer"] == "B"
+    assert open_stored_image(row).getpixel((2, 2)) == (0, 0, 0)
+    assert open_stored_image(row).getpixel((28, 2)) == (255, 255, 255)
 
 
 def test_problems_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for number in (10, 9, 100):
         _problem_folder(tmp_path / "raw", number=number)
     (tmp_path / "raw" / "train" / ".DS_Store").touch()
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--limit", "2") == 0
     assert [row["id"][-2:] for row in stored_rows(tmp_path / "out", "train")] == ["/9", "10"]
 
 
@@ -193,8 +195,11 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
     drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000") == 0
-    assert stored_image(only_row(tmp_path / "out")).size == (
+    assert (
+        prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000")
+        == 0
+    )
+    assert open_stored_image(read_only_row(tmp_path / "out")).size == (
         84,
         196,
     )  # what the model's processor would choose
@@ -245,11 +250,11 @@ def _hub_rows() -> list[dict[str, Any]]:
 
 
 def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
-    write_table(tmp_path / "table" / "data", _hub_rows())
-    write_table(
+    write_hub_table(tmp_path / "table" / "data", _hub_rows())
+    write_hub_table(
         tmp_path / "table" / "data", [{**_hub_rows()[0], "problem": "Find y."}], "validation"
     )
-    assert prepare("parquet", tmp_path / "table", tmp_path / "out") == 0
+    assert prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "out") == 0
     first, second = stored_rows(tmp_path / "out", "train")
     assert first["id"] == "geometry3k/train/0"
     assert second["id"] == "geometry3k/train/1"
@@ -260,13 +265,13 @@ def test_parquet_files_in_the_hubs_format(tmp_path: Path) -> None:
     assert second["answer"] == "1000"
     assert len(second["images"]) == 2
     assert second["choices"] is None
-    assert stored_image(first).mode == "RGB"
-    assert stored_image(first).getpixel((28, 2)) == (
+    assert open_stored_image(first).mode == "RGB"
+    assert open_stored_image(first).getpixel((28, 2)) == (
         255,
         255,
         255,
     )
-    assert only_row(tmp_path / "out", "validation")["split"] == "validation"
+    assert read_only_row(tmp_path / "out", "validation")["split"] == "validation"
     assert not list(Path(f"{tmp_path}-cache").glob("**/*.arrow")), (
         "a second copy of the data stays in the cache"
     )
@@ -277,31 +282,37 @@ def test_a_table_that_is_not_in_the_format_is_refused(
 ) -> None:
     table = tmp_path / "table"
     output = tmp_path / "out"
-    assert "there is no file or folder" in refused(
-        prepare("parquet", table, output), output, capsys
+    assert "there is no file or folder" in assert_refusal(
+        prepare_geometry3k("parquet", table, output), output, capsys
     )
     table.mkdir()
     (table / "train.parquet").write_text("not Parquet")
-    assert "cannot be read" in refused(prepare("parquet", table, output), output, capsys)
+    assert "cannot be read" in assert_refusal(
+        prepare_geometry3k("parquet", table, output), output, capsys
+    )
     Dataset.from_list([{"image": "x", "problem": "p", "answer": "1"}]).to_parquet(
         table / "train.parquet"
     )
-    error = refused(prepare("parquet", table, output), output, capsys)
+    error = assert_refusal(prepare_geometry3k("parquet", table, output), output, capsys)
     assert "has no column 'images'; did you mean 'image'?" in error
     Dataset.from_list([{"images": ["x"], "problem": "p", "answer": "1"}]).to_parquet(
         table / "train.parquet"
     )
-    assert "where there is no file" in refused(prepare("parquet", table, output), output, capsys)
+    assert "where there is no file" in assert_refusal(
+        prepare_geometry3k("parquet", table, output), output, capsys
+    )
     (table / "train.parquet").unlink()
     (table / "mine.csv").write_text("images,problem,answer\nx,p,1\n")
-    assert "is no Parquet but csv" in refused(prepare("parquet", table, output), output, capsys)
+    assert "is no Parquet but csv" in assert_refusal(
+        prepare_geometry3k("parquet", table, output), output, capsys
+    )
 
 
 def test_the_preset_of_convert_gives_the_same_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_table(tmp_path / "table" / "data", _hub_rows())
-    code = prepare(
+    write_hub_table(tmp_path / "table" / "data", _hub_rows())
+    code = prepare_geometry3k(
         "parquet",
         tmp_path / "table",
         tmp_path / "one",
@@ -339,8 +350,8 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
     A damaged member is a refused row.
     """
     for number in range(60):
-        problem_folder(tmp_path / "raw", number=number)
-    problem_folder(tmp_path / "raw", "val", 100)
+        write_problem_folder(tmp_path / "raw", number=number)
+    write_problem_folder(tmp_path / "raw", "val", 100)
     (tmp_path / "zips").mkdir()
     with zipfile.ZipFile(tmp_path / "zips" / "train.zip", "w") as archive:
         for path in sorted((tmp_path / "raw" / "train").rglob("*.*")):
@@ -350,8 +361,11 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
     with zipfile.ZipFile(tmp_path / "zips" / "val.zip", "w") as archive:
         for path in (tmp_path / "raw" / "val").rglob("*.*"):
             archive.write(path, path.relative_to(tmp_path / "raw" / "val"))
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "folders") == 0
-    assert prepare("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2") == 0
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "folders") == 0
+    assert (
+        prepare_geometry3k("intergps", tmp_path / "zips", tmp_path / "zipped", "--workers", "2")
+        == 0
+    )
     for split in ("train", "validation"):
         assert list(stored_rows(tmp_path / "folders", split)) == list(
             stored_rows(tmp_path / "zipped", split)
@@ -362,8 +376,8 @@ def test_the_authors_zip_files_give_the_rows_of_the_folders(tmp_path: Path) -> N
         offset = archive.getinfo("train/5/img_diagram.png").header_offset
     damaged[offset + 200] ^= 0xFF
     (tmp_path / "train.zip").write_bytes(damaged)
-    assert prepare("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
-    (line,) = quarantined(tmp_path / "out")
+    assert prepare_geometry3k("intergps", tmp_path / "train.zip", tmp_path / "out") == 0
+    (line,) = read_quarantine(tmp_path / "out")
     assert line["id"] == "geometry3k/train/5"
     assert line["reason"] == "file_missing"
     assert "CRC" in line["detail"]
@@ -374,13 +388,16 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
         ("plain", "img_diagram.png"),
         ("point", "img_diagram_point.png"),
     ):
-        assert prepare("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram) == 0
+        assert (
+            prepare_geometry3k("intergps", geometry3k_raw, tmp_path / diagram, "--diagram", diagram)
+            == 0
+        )
         for row, folder in zip(
             stored_rows(tmp_path / diagram, "train"),
             sorted(geometry3k_raw.glob("train/*")),
             strict=True,
         ):
-            assert stored_image(row).size == Image.open(folder / name).size
+            assert open_stored_image(row).size == Image.open(folder / name).size
     assert [row["images"] for row in stored_rows(tmp_path / "plain", "train")] != [
         row["images"] for row in stored_rows(tmp_path / "point", "train")
     ]
@@ -388,7 +405,7 @@ def test_the_diagram_with_lettered_points(geometry3k_raw: Path, tmp_path: Path) 
 
 def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> None:
     for number in range(30):
-        problem_folder(tmp_path / "raw", number=number)
+        write_problem_folder(tmp_path / "raw", number=number)
     ids = {}
     for name, options in {
         "first": (),
@@ -396,13 +413,21 @@ def test_limit_takes_the_first_rows_and_with_a_seed_a_sample(tmp_path: Path) -> 
         "again": ("--seed", "1"),
         "b": ("--seed", "2"),
     }.items():
-        assert prepare("intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options) == 0
+        assert (
+            prepare_geometry3k(
+                "intergps", tmp_path / "raw", tmp_path / name, "--limit", "5", *options
+            )
+            == 0
+        )
         ids[name] = [
             int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / name, "train")
         ]
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "all") == 0
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "all") == 0
     assert (
-        prepare("parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1") == 0
+        prepare_geometry3k(
+            "parquet", tmp_path / "all", tmp_path / "table", "--limit", "5", "--seed", "1"
+        )
+        == 0
     )
     sample = [int(row["id"].rsplit("/")[-1]) for row in stored_rows(tmp_path / "table", "train")]
     assert sample == ids["a"], "of a table as of folders"
@@ -424,18 +449,18 @@ def test_wrong_options_are_one_line(capsys: pytest.CaptureFixture[str], case: Ca
     ]
     for options, expected in cases:
         with case(f"{options!r:.80}") as folder:
-            problem_folder(folder / "raw")
-            code = prepare("intergps", folder / "raw", folder / "out", *options)
-            assert expected in refused(code, folder / "out", capsys)
+            write_problem_folder(folder / "raw")
+            code = prepare_geometry3k("intergps", folder / "raw", folder / "out", *options)
+            assert expected in assert_refusal(code, folder / "out", capsys)
 
 
 def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
     """A prepared folder that is prepared again keeps both."""
-    problem_folder(tmp_path / "raw", number=12)
-    assert prepare("intergps", tmp_path / "raw", tmp_path / "first") == 0
-    assert prepare("parquet", tmp_path / "first", tmp_path / "second") == 0
-    first = only_row(tmp_path / "first")
-    second = only_row(tmp_path / "second")
+    write_problem_folder(tmp_path / "raw", number=12)
+    assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "first") == 0
+    assert prepare_geometry3k("parquet", tmp_path / "first", tmp_path / "second") == 0
+    first = read_only_row(tmp_path / "first")
+    second = read_only_row(tmp_path / "second")
     for name in ("id", "choices", "problem", "answer", "images"):
         assert first[name] == second[name]
     features = Features({**HUB_FEATURES, "choices": [Value("string")]})
@@ -445,14 +470,14 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
         "answer": "B",
         "choices": ["1", "2 \\sqrt { 2 }"],
     }
-    write_table(tmp_path / "table", [row], features=features)
-    assert prepare("parquet", tmp_path / "table", tmp_path / "third") == 0
-    third = only_row(tmp_path / "third")
+    write_hub_table(tmp_path / "table", [row], features=features)
+    assert prepare_geometry3k("parquet", tmp_path / "table", tmp_path / "third") == 0
+    third = read_only_row(tmp_path / "third")
     assert third["answer"] == "2\\sqrt{2}"
 
 
 def _zip(path: Path, folders: list[str], tmp_path: Path) -> None:
-    problem = problem_folder(
+    problem = write_problem_folder(
         tmp_path / "one", number=len(list((tmp_path / "one" / "train").glob("*"))) + 1
     )
     with zipfile.ZipFile(path, "w") as archive:
@@ -490,8 +515,8 @@ def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_p
     _zip(tmp_path / "val.zip", ["5"], tmp_path)
     assert sizes(tmp_path / "val.zip") == {"validation": 1}
     _zip(tmp_path / "some.zip", ["5"], tmp_path)
-    code = prepare("intergps", tmp_path / "some.zip", tmp_path / "out")
-    assert "are in no folder train, val, test" in refused(code, tmp_path / "out", capsys)
+    code = prepare_geometry3k("intergps", tmp_path / "some.zip", tmp_path / "out")
+    assert "are in no folder train, val, test" in assert_refusal(code, tmp_path / "out", capsys)
     (tmp_path / "train.zip").write_bytes(b"PK\x03\x04 and no more")
     (tmp_path / "raw" / "train").mkdir(parents=True)
     for name, words in {
@@ -499,5 +524,5 @@ def test_a_zip_is_named_after_its_split_only_where_nothing_inside_says_one(tmp_p
         "train.zip": "is not a readable zip file",
         "raw": "has no problem folder",
     }.items():
-        code = prepare("intergps", tmp_path / name, tmp_path / "out")
-        assert words in refused(code, tmp_path / "out", capsys)
+        code = prepare_geometry3k("intergps", tmp_path / name, tmp_path / "out")
+        assert words in assert_refusal(code, tmp_path / "out", capsys)

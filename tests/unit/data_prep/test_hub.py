@@ -27,7 +27,7 @@ from datasets import Image as ImageFeature
 from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
-from tests.support.geometry3k import prepare, refused
+from tests.support.geometry3k import assert_refusal, prepare_geometry3k
 from tests.support.user_tables import EXPECTED, convert, fields_by_id, parquet_hub
 
 REPOSITORY = Path(__file__).parents[3]
@@ -241,7 +241,7 @@ def test_a_data_set_of_the_hub_without_a_table_is_one_line(tmp_path, monkeypatch
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda *names, **options: str(tmp_path / "nothing")
     )
-    error = refused(
-        prepare("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys
+    error = assert_refusal(
+        prepare_geometry3k("hub", "hiyouga/geometry3k", tmp_path / "out"), tmp_path / "out", capsys
     )
     assert "has no Parquet file on the hub" in error

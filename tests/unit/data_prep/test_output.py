@@ -31,7 +31,7 @@ from data_prep.cli import main
 from data_prep.survey import survey
 from tests.support.cases import Case
 from tests.support.disk import file_contents
-from tests.support.geometry3k import prepare, problem_folder
+from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
 
 
 def _prepare(output: Path, rows: int = 3, *options: str) -> int:
@@ -215,8 +215,8 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
     tmp_path: Path,
 ) -> None:
     output = tmp_path / "out"
-    problem_folder(tmp_path / "raw")
-    assert prepare("intergps", tmp_path / "raw", output) == 0
+    write_problem_folder(tmp_path / "raw")
+    assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     before = file_contents(output)
     process = subprocess.Popen(
         _synthetic(output, 100_000), cwd=REPOSITORY, stderr=subprocess.DEVNULL
@@ -227,7 +227,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
             process,
         )
         (partial,) = _partials(output)
-        assert prepare("intergps", tmp_path / "raw", output) == 0, (
+        assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0, (
             "another preparation at the same time"
         )
         assert partial.is_dir(), "a living process was robbed of its folder"
@@ -236,7 +236,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
         process.wait()
     assert file_contents(output) == before
     assert partial.is_dir()  # nobody could remove it yet
-    assert prepare("intergps", tmp_path / "raw", output) == 0
+    assert prepare_geometry3k("intergps", tmp_path / "raw", output) == 0
     assert not _partials(output)
     assert file_contents(output) == before
 
@@ -244,7 +244,7 @@ def test_kill_9_in_the_middle_leaves_the_old_output_and_the_next_run_clears_up(
 @pytest.mark.slow
 def test_kill_9_of_a_preparation_ends_its_workers(tmp_path: Path) -> None:
     for number in range(400):
-        problem_folder(tmp_path / "raw", number=number)
+        write_problem_folder(tmp_path / "raw", number=number)
     command = [
         sys.executable,
         "-m",

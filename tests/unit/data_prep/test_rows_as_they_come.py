@@ -17,7 +17,7 @@ from adora_vl.conversion.placeholders import Placed, place_images
 from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
 from tests.support.cases import Case
-from tests.support.geometry3k import quarantined, refused
+from tests.support.geometry3k import assert_refusal, read_quarantine
 from tests.support.pictures import drawing, encoded
 from tests.support.user_tables import PICTURES, convert, rows_of, write_cells, write_jsonl
 
@@ -86,7 +86,7 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
         "image 2",
         "image 3",
     ]
-    (line,) = quarantined(tmp_path / "out")
+    (line,) = read_quarantine(tmp_path / "out")
     assert line["reason"] == "placeholder"
     assert "<image1> and the row no image" in line["detail"]
     assert "line 7 of mine.jsonl" in line["detail"], "its lines have an empty one between them"
@@ -156,7 +156,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
         tmp_path / "mine.csv", tmp_path / "out", "--allow-quarantined", "1", columns=COLUMNS[:2]
     )
     assert code == 0
-    assert "line 5 of mine.csv" in quarantined(tmp_path / "out")[0]["detail"]
+    assert "line 5 of mine.csv" in read_quarantine(tmp_path / "out")[0]["detail"]
     pq.write_table(
         pa.Table.from_pylist([{"q": "1?", "a": "1"}, {"q": "2?", "a": "nan"}]),
         tmp_path / "mine.parquet",
@@ -170,7 +170,7 @@ def test_a_line_is_counted_as_the_file_does(tmp_path: Path) -> None:
             tmp_path / f"mine.{name}", output, "--allow-quarantined", "1", columns=COLUMNS[:2]
         )
         assert code == 0
-        assert f"{position} of mine.{name}" in quarantined(output)[0]["detail"]
+        assert f"{position} of mine.{name}" in read_quarantine(output)[0]["detail"]
 
 
 SAID = "Reason first, in <think> </think> tags. Put the final answer in \\boxed{}."
@@ -386,7 +386,7 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
             source = write_jsonl(folder / "in", [{"query": "1 + 1?", "solution": "2"}, row])
             words = ["--preset", "swift", "--input", str(source), "--allow-quarantined", "0.5"]
             assert main(["convert", *words, "--output", str(folder / "out")]) == 0
-            (line,) = quarantined(folder / "out")
+            (line,) = read_quarantine(folder / "out")
             assert line["reason"] == reason, line
             assert message in line["detail"], line
 
@@ -518,9 +518,9 @@ def test_a_column_inside_another_is_named_with_a_dot(
             assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
             capsys.readouterr()
             code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
-            assert "has no column 's.g'" in refused(code, folder / "no", capsys)
+            assert "has no column 's.g'" in assert_refusal(code, folder / "no", capsys)
             code = convert(source, folder / "no", columns=("problem=m", "answer=r.x"))
-            assert "'r.x' is missing" in refused(code, folder / "no", capsys)
+            assert "'r.x' is missing" in assert_refusal(code, folder / "no", capsys)
 
 
 def test_a_conversation_of_several_questions_is_refused(
@@ -529,7 +529,7 @@ def test_a_conversation_of_several_questions_is_refused(
     turns = [{"role": role, "content": "What?"} for role in ("user", "assistant", "user")]
     source = write_jsonl(tmp_path / "in", [{"q": turns, "a": "5"}])
     code = convert(source, tmp_path / "out", columns=COLUMNS[:2])
-    assert "make it a text, or a conversation with one question, in line 1" in refused(
+    assert "make it a text, or a conversation with one question, in line 1" in assert_refusal(
         code, tmp_path / "out", capsys
     )
 
@@ -571,7 +571,7 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
     assert (
         noted(tmp_path / "out")["repeats"] == 3
     )  # one of them is left out with those that contradict it
-    lines = quarantined(tmp_path / "out")
+    lines = read_quarantine(tmp_path / "out")
     assert [(line["id"], line["reason"]) for line in lines] == [
         (f"mine/train/{n}", "contradiction") for n in range(3)
     ]
@@ -608,7 +608,7 @@ def test_a_file_called_test_may_be_named_another_split(
 ) -> None:
     rows = [{"q": f"What is {n}?", "a": n} for n in range(10)]
     source = write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "test.jsonl")
-    message = refused(
+    message = assert_refusal(
         convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:2]),
         tmp_path / "out",
         capsys,
@@ -621,4 +621,4 @@ def test_a_file_called_test_may_be_named_another_split(
     assert len(rows_of(tmp_path / "out", "test")) == 2
     write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
     code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
-    assert "is for one table" in refused(code, tmp_path / "no", capsys)
+    assert "is for one table" in assert_refusal(code, tmp_path / "no", capsys)

@@ -20,7 +20,7 @@ from adora_vl.conversion import json_tables
 from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
 from tests.support.cases import Case
-from tests.support.geometry3k import quarantined, refused, stored_image
+from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
 from tests.support.pictures import drawing, encoded
 from tests.support.user_tables import PICTURES, convert, rows_of, write_jsonl
 
@@ -171,7 +171,7 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 == 0
             )
             assert [row["answer"] for row in rows_of(folder / "out")] == [*golds, "x"]
-            refused_rows = quarantined(folder / "out") if len(golds) < 3 else []
+            refused_rows = read_quarantine(folder / "out") if len(golds) < 3 else []
             assert meaning or all(
                 "--answer-is value, index" in line["detail"] for line in refused_rows
             )
@@ -203,7 +203,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
     assert [row["answer"] for row in rows_of(tmp_path / "out")] == [
         gold for gold in golds.values() if gold
     ]
-    reasons = [line["reason"] for line in quarantined(tmp_path / "out")]
+    reasons = [line["reason"] for line in read_quarantine(tmp_path / "out")]
     assert reasons == ["gold_signs"] * 4 + ["gold_currency"]
 
 
@@ -258,7 +258,7 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             columns = ("problem=q", "answer=a", "images=i")
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
             assert [row["images"][0]["bytes"] for row in rows_of(folder / "out")] == [PICTURES[0]]
-            outside, missing = quarantined(folder / "out")
+            outside, missing = read_quarantine(folder / "out")
             assert outside["reason"] == "file_missing"
             assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
             words = ("--image-dir", str(folder / "in" / "Fotos"), "--allow-quarantined", "1")
@@ -293,8 +293,11 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
         == 0
     )
-    assert [stored_image(row).size for row in rows_of(tmp_path / "out")] == [(64, 64), (24, 24)]
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == [
+    assert [open_stored_image(row).size for row in rows_of(tmp_path / "out")] == [
+        (64, 64),
+        (24, 24),
+    ]
+    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == [
         f"image_{word}" for word in broken
     ]
 
@@ -306,7 +309,7 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
         {"q": "4?", "a": None, "i": "pics/0.png"}
     ]
     source = write_jsonl(tmp_path / "in", rows)
-    message = refused(
+    message = assert_refusal(
         convert(source, tmp_path / "out", columns=("problem=q", "answer=a", "images=i")),
         tmp_path / "out",
         capsys,
@@ -319,7 +322,7 @@ def test_all_faults_of_a_table_are_said_in_one_pass(
         assert f"error: {kind}" in message
     assert "--decimal-comma" in message
     code = convert(source, tmp_path / "out", columns=("problem=p", "answer=b"))
-    assert "no column 'p', and none 'b'; it has" in refused(code, tmp_path / "out", capsys)
+    assert "no column 'p', and none 'b'; it has" in assert_refusal(code, tmp_path / "out", capsys)
 
 
 @pytest.mark.slow
@@ -385,7 +388,7 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "out")
     assert [row["answer"] for row in rows] == ["50", "65", "72"]
     assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
-    assert [line["reason"] for line in quarantined(tmp_path / "out")] == ["not_json"]
+    assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["not_json"]
 
 
 def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
@@ -418,7 +421,7 @@ def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
     assert [row["answer"] for row in rows_of(tmp_path / "o")] == golds[1:]
-    assert [line["reason"] for line in quarantined(tmp_path / "o")] == ["gold_sentence"]
+    assert [line["reason"] for line in read_quarantine(tmp_path / "o")] == ["gold_sentence"]
     assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
     assert [row["answer"] for row in rows_of(tmp_path / "texts")] == golds
 

@@ -12,7 +12,7 @@ import pytest
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.scoring.files import figures_in_training as figures
-from adora_vl.evaluation import _load as task
+from adora_vl.evaluation import _load_tasks as task
 from eval.command import main
 from eval.mathvision import (
     BENCHMARK,
@@ -24,10 +24,10 @@ from eval.mathvision import (
 from eval.mathvision_value import latex_value
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
-from tests.support.paths import SHARED
+from tests.support.paths import SHARED_FOLDER
 
 scored = partial(benchmark_data.scored, BENCHMARK)
-DATA = SHARED / "data" / "mathvision"
+DATA = SHARED_FOLDER / "data" / "mathvision"
 real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
 )

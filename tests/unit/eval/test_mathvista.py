@@ -25,9 +25,9 @@ from eval.mathvista import (
 )
 from tests.support import benchmark_data
 from tests.support.cases import Case
-from tests.support.paths import SHARED
+from tests.support.paths import SHARED_FOLDER
 
-DATA = SHARED / "data" / "mathvista"
+DATA = SHARED_FOLDER / "data" / "mathvista"
 MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")
 real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MathVista's published outputs are not beside this checkout"

@@ -16,9 +16,9 @@ from eval.command import main
 from eval.mmstar import BENCHMARK, choices_of, is_officially_right
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
-from tests.support.paths import SHARED
+from tests.support.paths import SHARED_FOLDER
 
-DATA = SHARED / "data" / "mmstar"
+DATA = SHARED_FOLDER / "data" / "mmstar"
 real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout"
 )

@@ -14,10 +14,10 @@ import pytest
 
 from adora_vl.geometry.forms import form_of
 from adora_vl.geometry.verdict import verdict
-from tests.support.paths import SHARED
+from tests.support.paths import SHARED_FOLDER
 
 STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
-FORMS = SHARED / "data" / "geometry3k_logic_forms.json.gz"
+FORMS = SHARED_FOLDER / "data" / "geometry3k_logic_forms.json.gz"
 # So many take about a minute; 1,000 raised nothing either, in eight.
 BROKEN = 150
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.train import main
-from tests.support.adapters import TEXT, sft_adapter
+from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
 from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
@@ -205,7 +205,7 @@ def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
     monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
-    assert config["target_modules"] == TEXT
+    assert config["target_modules"] == TEXT_MODULES_PATTERN
     if change is None:
         (folder / "adapter_model.safetensors").unlink()
     else:

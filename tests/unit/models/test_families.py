@@ -24,12 +24,12 @@ from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
-from tests.support.families import SEEING, family_config, on_meta
+from tests.support.families import FAMILIES_WITH_VISION, family_config, on_meta
 from tests.support.tiny_run import train
 
 
 def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
-    for kind in SEEING:
+    for kind in FAMILIES_WITH_VISION:
         with subtests.test(kind):
             vision = families.FAMILIES[kind].vision
             config = AutoConfig.for_model(kind).vision_config
@@ -53,7 +53,7 @@ PROJECTORS = {
 
 def test_every_parameter_is_in_its_part(subtests):
     """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
-    for kind in SEEING:
+    for kind in FAMILIES_WITH_VISION:
         with subtests.test(kind):
             model = on_meta(family_config(kind)).model
             parts: set[str] = set()

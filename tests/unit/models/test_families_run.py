@@ -24,7 +24,7 @@ from adora_vl.builtin.tiny_vl import build_tiny_model
 from adora_vl.checkpoint.writer import list_users_files
 from adora_vl.export import main as export
 from adora_vl.models.families import COMPONENTS, FAMILIES, component_of
-from benchmarks.kill_and_resume import facts
+from benchmarks.kill_and_resume import comparable_results
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
@@ -117,7 +117,7 @@ def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
     shutil.rmtree(again / f"checkpoint-{STEPS}")
     (again / "model.safetensors").unlink()
     train(again, model_name_or_path=trained.model, **SETTINGS)
-    assert facts(again) == facts(trained.run)
+    assert comparable_results(again) == comparable_results(trained.run)
 
 
 def score(model: Path, data: Path, output: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from adora_vl.models.four_bit import (
 from adora_vl.models.load import PRETRAINED, load_processor
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
-from tests.support.adapters import TEXT, sft_adapter
+from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
 from tests.support.launch import run as in_a_process
 from tests.support.tiny_run import arguments, train
 
@@ -137,7 +137,7 @@ def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
         **FOUR,
         "use_peft": "true",
         "lora_dropout": 0,
-        "lora_target_modules": TEXT,
+        "lora_target_modules": TEXT_MODULES_PATTERN,
         "bnb_4bit_quant_type": "fp4",
     }
     uninterrupted = train(tmp_path / "a", max_steps=2, save_steps=1, **new)

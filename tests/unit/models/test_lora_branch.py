@@ -12,11 +12,11 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models import lora_branch
 from adora_vl.models.lora_branch import compute_branches_first
-from tests.support.small_models import TEXT
+from tests.support.small_models import TEXT_CONFIG
 
-IDS = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+IDS = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
 RANK = 4
-SHAPE = {**TEXT, "num_hidden_layers": 3}
+SHAPE = {**TEXT_CONFIG, "num_hidden_layers": 3}
 
 
 def policy(dtype: torch.dtype = torch.float64, **options: Any) -> Any:

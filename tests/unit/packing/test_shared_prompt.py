@@ -46,11 +46,11 @@ from adora_vl.packing.split_attention import (
     install_split_attention,
 )
 from tests.support.small_models import (
-    BOUND,
-    IMAGE,
-    TEXT,
+    FLOAT64_BOUND,
+    IMAGE_TOKEN,
+    SMALL_VOCABULARY,
+    TEXT_CONFIG,
     VISION_BOUND,
-    VOCABULARY,
     small_model,
 )
 from tests.support.varlen import varlen_attn
@@ -74,7 +74,7 @@ Batch = dict[str, Any]
 
 # One image of 2 x 3 tokens, each of 2 x 2 patches; its tokens are between a start and an end token.
 IMAGE_GRID = torch.tensor([[1, 4, 6]])
-IMAGE_IDS = torch.tensor([8, *[IMAGE] * 6, 9])
+IMAGE_IDS = torch.tensor([8, *[IMAGE_TOKEN] * 6, 9])
 
 
 def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
@@ -98,7 +98,7 @@ def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     groups: list[list[int]] = []
     patches: list[Tensor] = []
     for prompt_length, rollout_lengths in lengths:
-        prompt_ids = torch.randint(10, VOCABULARY, (prompt_length,), generator=generator)
+        prompt_ids = torch.randint(10, SMALL_VOCABULARY, (prompt_length,), generator=generator)
         if images:
             prompt_ids = torch.cat([IMAGE_IDS, prompt_ids])
             patches.append(torch.randn(24, 16, dtype=torch.float64, generator=generator))
@@ -106,7 +106,7 @@ def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
         first_row = len(ids)
         groups.append(list(range(first_row, first_row + len(rollout_lengths))))
         for length in rollout_lengths:
-            completion_ids = torch.randint(10, VOCABULARY, (completion,), generator=generator)
+            completion_ids = torch.randint(10, SMALL_VOCABULARY, (completion,), generator=generator)
             completion_ids[length:] = 0
             ids.append(torch.cat([prompt_ids.new_zeros(padding), prompt_ids, completion_ids]))
             mask = torch.zeros(longest_prompt + completion, dtype=torch.long)
@@ -121,7 +121,7 @@ def random_rows(lengths: list[tuple[int, list[int]]], images: bool) -> Batch:
     if images:
         rows["patches"] = patches
         rows["grid"] = IMAGE_GRID
-        rows["types"] = (rows["ids"] == IMAGE).long()
+        rows["types"] = (rows["ids"] == IMAGE_TOKEN).long()
     return rows
 
 
@@ -219,11 +219,11 @@ def assert_packed_is_as_padded(model: Any, rows: Batch) -> None:
     expected_gradients = gradients(model, expected_logps)
     logps = packed_logps(model, rows)
     logps_scale = max(float(expected_logps.abs().max()), 1.0)
-    assert (logps - expected_logps).abs().max() <= BOUND * logps_scale
+    assert (logps - expected_logps).abs().max() <= FLOAT64_BOUND * logps_scale
     gradient_scale = max(gradient.norm() for gradient in expected_gradients.values())
     shared_gradients = gradients(model, logps)
     for name, expected in expected_gradients.items():
-        bound = VISION_BOUND if "visual" in name else BOUND
+        bound = VISION_BOUND if "visual" in name else FLOAT64_BOUND
         # A gradient that is next to nothing is compared with a thousandth of the largest.
         scale = max(expected.norm(), 1e-3 * gradient_scale)
         assert (shared_gradients[name] - expected).norm() <= bound * scale, name
@@ -261,7 +261,7 @@ def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch)
         dtypes.append(query.dtype)
 
     monkeypatch.setattr(split_attention, "_supports_lower_right_mask", note_dtype)
-    model = Qwen2ForCausalLM(Qwen2Config(**TEXT, use_cache=False))
+    model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, use_cache=False))
     rows = random_rows(TWO_GROUPS, images=False)
     with torch.autocast("cpu", torch.bfloat16):
         packed_logps(model, rows)
@@ -515,7 +515,7 @@ def test_flash_attention_gets_each_span_with_its_prompt(monkeypatch):
     model.get_decoder().config._attn_implementation = "flash_attention_2"
     expected_logps = padded_logps(reference, rows)
     logps = packed_logps(model, rows)
-    assert (logps - expected_logps).abs().max() <= BOUND * expected_logps.abs().max()
+    assert (logps - expected_logps).abs().max() <= FLOAT64_BOUND * expected_logps.abs().max()
     expected_gradients = gradients(reference, expected_logps)
     flash_gradients = gradients(model, logps)
     scale = max(gradient.norm() for gradient in expected_gradients.values())
@@ -677,8 +677,8 @@ def test_dropout_is_found_in_the_attention_and_in_an_adapter():
 
     So the policy's own pass does not stand for the one that sampled.
     """
-    plain = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.0))
-    attending = Qwen2ForCausalLM(Qwen2Config(**TEXT, attention_dropout=0.1))
+    plain = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.0))
+    attending = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, attention_dropout=0.1))
     assert not has_dropout(plain)
     assert has_dropout(attending)
     adapted = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1))

@@ -38,12 +38,12 @@ from adora_vl.packing.vision_windows import (
 from adora_vl.utils.launch import free_port
 from tests.support.paths import REPOSITORY
 from tests.support.small_models import (
-    BOUND,
-    IMAGE,
-    TEXT,
-    VISION,
+    FLOAT64_BOUND,
+    IMAGE_TOKEN,
+    SMALL_VOCABULARY,
+    TEXT_CONFIG,
     VISION_BOUND,
-    VOCABULARY,
+    VISION_CONFIG,
     small_model,
 )
 
@@ -93,13 +93,13 @@ def small_model_of(kind: str) -> Any:
     }
     config = Qwen3_5Config(
         text_config={
-            **TEXT,
+            **TEXT_CONFIG,
             **heads,
             **layers,
             "rope_parameters": {**rope, "mrope_interleaved": True},
         },
-        vision_config={**VISION, **vision},
-        image_token_id=IMAGE,
+        vision_config={**VISION_CONFIG, **vision},
+        image_token_id=IMAGE_TOKEN,
         vision_start_token_id=8,
         vision_end_token_id=9,
         video_token_id=6,
@@ -118,7 +118,7 @@ def gradient_bound(kind: str, name: str) -> float:
     """
     if kind == "qwen3_5":
         return DECAY_BOUND if "linear_attn" in name else 10 * LINEAR_BOUND
-    return VISION_BOUND if "visual." in name else BOUND
+    return VISION_BOUND if "visual." in name else FLOAT64_BOUND
 
 
 def token_ids(pictures_of_row: list[int]) -> Tensor:
@@ -127,8 +127,8 @@ def token_ids(pictures_of_row: list[int]) -> Tensor:
     image_ids: list[int] = []
     for number in pictures_of_row:
         token_count = int(GRIDS[number].prod() // 4)
-        image_ids += [8, *[IMAGE] * token_count, 9]  # between a start and an end token
-    words = torch.randint(10, VOCABULARY, (7,), generator=generator)
+        image_ids += [8, *[IMAGE_TOKEN] * token_count, 9]  # between a start and an end token
+    words = torch.randint(10, SMALL_VOCABULARY, (7,), generator=generator)
     return torch.cat([torch.tensor(image_ids).long(), words])
 
 
@@ -139,7 +139,7 @@ def logps(model: Any, ids_BT: Tensor, mask_BT: Tensor, **images: Any) -> Tensor:
     """
     image_columns = {}
     if images:
-        image_columns = {"mm_token_type_ids": (ids_BT == IMAGE).long(), **images}
+        image_columns = {"mm_token_type_ids": (ids_BT == IMAGE_TOKEN).long(), **images}
     output = model(input_ids=ids_BT, attention_mask=mask_BT, use_cache=False, **image_columns)
     all_logps = output.logits[:, :-1].log_softmax(-1)
     next_tokens = ids_BT[:, 1:, None]
@@ -230,7 +230,7 @@ def assert_as_separate_rows(kind: str, frozen: bool) -> None:
         vision.image_passes = 0
         row_logps = logps_of_shared_batch(model, vision, PICTURES_OF_ROWS)
         assert vision.image_passes == image_passes, "of eleven pictures three are distinct"
-        logps_bound = LINEAR_BOUND if kind == "qwen3_5" else BOUND
+        logps_bound = LINEAR_BOUND if kind == "qwen3_5" else FLOAT64_BOUND
         assert (row_logps - expected).abs().max() <= logps_bound * expected.abs().max()
         shared_gradients = gradients(model, row_logps)
         assert shared_gradients.keys() == reference.keys()
@@ -420,7 +420,7 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
             row_logps = logps_of_shared_batch(model, vision, rows)
             assert len(calls) == 4
             assert row_logps.shape == expected.shape
-            assert (row_logps - expected).abs().max() <= BOUND * expected.abs().max()
+            assert (row_logps - expected).abs().max() <= FLOAT64_BOUND * expected.abs().max()
 
 
 class Reader(SimpleNamespace):

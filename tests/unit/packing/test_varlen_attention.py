@@ -22,7 +22,7 @@ from adora_vl.packing.varlen_attention import (
     keys_of_spans,
     probe_error,
 )
-from tests.support.small_models import BOUND
+from tests.support.small_models import FLOAT64_BOUND
 from tests.support.varlen import varlen_attn
 
 SIZE = 8  # of a head
@@ -90,7 +90,7 @@ def test_one_call_is_the_attention_in_parts(groups, heads):
     names = ("output", "queries", "keys", "values")
     for name, one_call, parts in zip(names, one_call_results, parts_results, strict=True):
         gap = (one_call - parts).abs().max()
-        assert gap <= BOUND * parts.abs().max(), name
+        assert gap <= FLOAT64_BOUND * parts.abs().max(), name
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():

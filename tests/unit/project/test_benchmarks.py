@@ -22,7 +22,13 @@ from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
 from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
 from benchmarks.attenuation.task import draw
-from benchmarks.kill_and_resume import PHASES, compare, judge_by_noise, place_of, recorded
+from benchmarks.kill_and_resume import (
+    KILL_PHASES,
+    describe_differences,
+    hash_recorded_rollouts,
+    judge_by_noise,
+    patched_place_of_phase,
+)
 from benchmarks.step import answer_lengths
 
 
@@ -220,27 +226,29 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
             "turns": [None, [turn]],
         }
         write_part(tmp_path / ROLLOUTS, as_table(columns, {}), 1, 1)
-        return recorded(tmp_path)
+        return hash_recorded_rollouts(tmp_path)
 
-    assert recorded(tmp_path) == {}
+    assert hash_recorded_rollouts(tmp_path) == {}
     (tmp_path / ROLLOUTS).mkdir()
     facts = digest(0.5, "7")
     assert list(facts) == ["step 1"]
     assert digest(0.6, "7") == facts, "how long a tool takes depends on the machine"
     assert digest(0.5, "8") != facts
     nothing = {**FACTS, "rollouts": {}}
-    assert compare(nothing, nothing)[0].startswith("no rollouts, because none were recorded")
+    assert describe_differences(nothing, nothing)[0].startswith(
+        "no rollouts, because none were recorded"
+    )
 
 
 def test_a_killed_run_is_compared_figure_by_figure():
-    assert compare(FACTS, copy.deepcopy(FACTS)) == []
+    assert describe_differences(FACTS, copy.deepcopy(FACTS)) == []
     differences = []
     for change, _ in CHANGES:
         changed: dict[str, Any] = copy.deepcopy(FACTS)
         change(changed)
-        differences.append(compare(FACTS, changed))
+        differences.append(describe_differences(FACTS, changed))
     assert differences == [[line] for _, line in CHANGES]
-    for _, owner, name in map(place_of, PHASES):
+    for _, owner, name in map(patched_place_of_phase, KILL_PHASES):
         assert callable(getattr(owner, name)), "every phase has a place to be killed in"
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from adora_vl.advantage import AdvantagePipeline, Groups, Schedule, group_advantages
-from tests.support.examples import example
-from tests.support.reward_groups import random_groups, weighed_by
+from tests.support.examples import load_example
+from tests.support.reward_groups import apply_method, random_groups
 
 
 def advantages_of(method, rewards, lengths=None):
@@ -18,7 +18,7 @@ def advantages_of(method, rewards, lengths=None):
 
 
 def test_canon_compares_a_rollout_with_one_half_of_its_group():
-    canon = example("canon.py:Canon")
+    canon = load_example("canon.py:Canon")
     rewards = torch.tensor([[1.0, 0.0, 1.0, 1.0]])
     lengths = torch.tensor([[1, 2, 3, 4]])
     # The mean of the short ones is 1/2, that of the long ones 1.
@@ -29,7 +29,7 @@ def test_canon_compares_a_rollout_with_one_half_of_its_group():
 
 
 def test_canon_halves_a_group_also_where_values_are_equal_or_missing():
-    upper_half = example("canon.py:upper_half")
+    upper_half = load_example("canon.py:upper_half")
     tied = torch.tensor([[5.0, 5.0, 9.0, 1.0]])
     assert upper_half(tied).tolist() == [[0.5, 0.5, 1.0, 0.0]]
     missing = torch.tensor([[1.0, 2.0, math.nan]])
@@ -37,17 +37,17 @@ def test_canon_halves_a_group_also_where_values_are_equal_or_missing():
 
 
 def test_canon_between_both_comparisons_is_stock():
-    canon = example("canon.py:Canon")
+    canon = load_example("canon.py:Canon")
     neutral = canon(inter=Schedule(0.5))
     groups = random_groups()
     stock = group_advantages(groups.rewards_PG, scale="none")
-    assert torch.equal(weighed_by("canon", groups, neutral, "none"), stock)
-    assert not torch.equal(weighed_by("canon", groups, canon(), "none"), stock)
+    assert torch.equal(apply_method("canon", groups, neutral, "none"), stock)
+    assert not torch.equal(apply_method("canon", groups, canon(), "none"), stock)
 
 
 def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     """The paper's own case: one right of eight gets 2.47 from GRPO, and 1.76 from NGRPO."""
-    ngrpo = example("ngrpo.py:Ngrpo")
+    ngrpo = load_example("ngrpo.py:Ngrpo")
     one_right = torch.tensor([[1.0] + [0.0] * 7])
     stock = group_advantages(one_right)[0]
     assert stock[:2].tolist() == pytest.approx([2.474, -0.354], abs=2e-3)
@@ -60,4 +60,6 @@ def test_ngrpo_gives_groups_that_are_wrong_throughout_negative_advantages():
     all_right = torch.ones(1, 4)
     assert advantages_of(ngrpo(), all_right).tolist() == [[0.0] * 4]
     groups = random_groups()
-    assert torch.equal(weighed_by("ngrpo", groups, ngrpo(virtual=0)), weighed_by("grpo", groups))
+    assert torch.equal(
+        apply_method("ngrpo", groups, ngrpo(virtual=0)), apply_method("grpo", groups)
+    )

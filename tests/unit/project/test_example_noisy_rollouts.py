@@ -16,7 +16,7 @@ from adora_vl.config.schema import parse
 from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, StepKey
 from adora_vl.training.extensions import build_extensions
 from adora_vl.types import Row
-from tests.support.examples import EXAMPLES, example, generation_of_step, started_extension
+from tests.support.examples import EXAMPLES, generation_of_step, load_example, started_extension
 from tests.support.pictures import noise_picture
 from tests.support.step_context import step_context
 
@@ -45,7 +45,7 @@ def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> Rollou
 
 def test_noisy_rollouts_fade_as_in_the_authors_repository():
     """Their Geometry3K run has 60 generations, half of the strength at the 40th, and steepness 30."""
-    annealing = example("noisy_rollouts.py:sigmoid_annealing")
+    annealing = load_example("noisy_rollouts.py:sigmoid_annealing")
     for generation, share in (
         (0, 1.0),
         (40, 0.5),
@@ -61,8 +61,8 @@ def test_noisy_rollouts_fade_as_in_the_authors_repository():
 
 
 def test_noise_has_the_share_of_a_picture_that_its_level_says():
-    signal_share = example("noisy_rollouts.py:signal_share")
-    distorted = example("noisy_rollouts.py:distorted")
+    signal_share = load_example("noisy_rollouts.py:signal_share")
+    distorted = load_example("noisy_rollouts.py:distorted")
     first_variance = 1e-5 + (5e-3 - 1e-5) / (1 + math.exp(6))
     assert signal_share(0) == pytest.approx(math.sqrt(1 - first_variance))
     grey = Image.new("RGB", (200, 200), (128, 128, 128))
@@ -107,8 +107,8 @@ def test_the_level_of_the_noise_is_logged():
 
 
 def test_a_noisy_picture_has_the_patches_of_the_clean_one():
-    distorted = example("noisy_rollouts.py:distorted")
-    as_seen = example("noisy_rollouts.py:as_seen")
+    distorted = load_example("noisy_rollouts.py:distorted")
+    as_seen = load_example("noisy_rollouts.py:as_seen")
     processor = Qwen2VLImageProcessor(min_pixels=12544, max_pixels=50176)
     for size, mode in product([(40, 30), (300, 200), (900, 33)], ["RGB", "L", "P", "RGBA"]):
         image = noise_picture(0, size).convert(mode)

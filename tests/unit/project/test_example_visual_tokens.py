@@ -11,10 +11,15 @@ from PIL import Image
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from adora_vl.packing.image_store import ImageBanks
-from tests.support.examples import entry, example, generation_of_step, started_extension
+from tests.support.examples import (
+    example_entry,
+    generation_of_step,
+    load_example,
+    started_extension,
+)
 from tests.support.pictures import noise_picture
 from tests.support.stand_ins import Processes
-from tests.support.tiny_run import STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train
 
 
 def test_visual_tokens_weigh_a_batch_by_hand():
@@ -60,7 +65,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
 
 
 def test_a_rollout_is_scaled_by_its_place_among_those_with_an_image():
-    scale = example("visual_tokens.py:rollout_scale")
+    scale = load_example("visual_tokens.py:rollout_scale")
     dependencies = torch.tensor([math.nan, 0.1, 0.3])
     assert scale(dependencies, dependencies, 0.5).tolist() == pytest.approx([1.0, 0.5, 1.5])
     far = torch.full((200,), 0.02)
@@ -69,9 +74,9 @@ def test_a_rollout_is_scaled_by_its_place_among_those_with_an_image():
 
 
 def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
-    half_black = example("visual_tokens.py:half_black")
-    blackened = example("visual_tokens.py:blackened")
-    black_patch = example("visual_tokens.py:black_patch")
+    half_black = load_example("visual_tokens.py:half_black")
+    blackened = load_example("visual_tokens.py:blackened")
+    black_patch = load_example("visual_tokens.py:black_patch")
     processor = Qwen2VLImageProcessor(min_pixels=28 * 28, max_pixels=56 * 84)
     first_inputs = processor([noise_picture(0, (84, 56))], return_tensors="pt")
     second_inputs = processor([noise_picture(1, (84, 56))], return_tensors="pt")
@@ -115,12 +120,12 @@ def test_half_of_every_image_is_black_alike_for_the_rollouts_of_a_group():
 
 @pytest.mark.slow
 def test_a_run_learns_from_the_tokens_that_depend_on_the_image(tmp_path):
-    extension = f"{{{entry('visual_tokens.py:VisualTokens')}: {{share: 0.4}}}}"
+    extension = f"{{{example_entry('visual_tokens.py:VisualTokens')}: {{share: 0.4}}}}"
     keys = {"adora_extensions": extension, "save_strategy": "no"}
     folder = train(tmp_path / "run", **keys)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "visual_tokens/share" in line]
-    assert len(steps) == STEPS
+    assert len(steps) == TINY_RUN_STEPS
     for line in steps:
         assert 0.4 <= line["visual_tokens/share"] < 0.45
         assert line["visual_tokens/dependency"] > 0

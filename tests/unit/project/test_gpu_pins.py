@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.support.examples import loaded
+from tests.support.examples import load_module
 from tests.support.paths import REPOSITORY
 
-check = loaded(REPOSITORY / "setup" / "check_gpu_pins.py")
+check = load_module(REPOSITORY / "setup" / "check_gpu_pins.py")
 PINNED = check.pins(check.CONSTRAINTS.read_text())
 
 

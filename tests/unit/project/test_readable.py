@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.examples import loaded
+from tests.support.examples import load_module
 from tests.support.paths import REPOSITORY
 
-readable = loaded(REPOSITORY / "setup" / "readable.py")
+readable = load_module(REPOSITORY / "setup" / "readable.py")
 # What a kind is, and what is close to it.
 KINDS: dict[str, tuple[str, str]] = {
     "tuple_assign": ("a, b = x, y", "a, b = b, a"),

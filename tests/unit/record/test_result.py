@@ -16,7 +16,7 @@ from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_
 from adora_vl.record.rollouts import Record
 from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
-from tests.support.recorded_runs import SETTINGS
+from tests.support.recorded_runs import ADORA_SETTINGS
 
 Rates = list[list[float]]
 
@@ -50,7 +50,7 @@ def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
 
 def write_run(folder: Path, rates: Rates) -> Path:
     """A run whose step s has groups of two rollouts with these pass rates and rewards."""
-    record = Record(folder, 1, SETTINGS)
+    record = Record(folder, 1, ADORA_SETTINGS)
     record.start(0)
     metrics_text = ""
     for step, pass_rates in enumerate(rates, 1):

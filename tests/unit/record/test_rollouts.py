@@ -30,7 +30,7 @@ from adora_vl.training.rollout_facts import weighted_sum
 from tests.support.facts import counted_facts, rollout_facts
 from tests.support.stand_ins import Processes, state_of
 from tests.support.step_context import step_context
-from tests.support.tiny_run import STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train
 
 NAN = float("nan")
 
@@ -450,7 +450,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
     for line in read_metrics(adora_run / "metrics.jsonl"):
         if line["kind"] == "train":
             line_by_step[line["step"]] = line
-    all_steps = list(range(1, STEPS + 1))
+    all_steps = list(range(1, TINY_RUN_STEPS + 1))
     assert table["step"].is_monotonic_increasing
     assert table["step"].unique().tolist() == all_steps
     assert sorted(line_by_step) == all_steps
@@ -524,9 +524,9 @@ def test_a_run_that_went_on_has_every_step_once(adora_run, resumed_run, tmp_path
     pd.testing.assert_frame_equal(by_pandas, uninterrupted)
     assert figures_of_steps(resumed_run.folder) == figures_of_steps(adora_run)
     longer = shutil.copytree(resumed_run.folder, tmp_path / "out")
-    train(longer, max_steps=STEPS + 2, adora_record_gb=1)
+    train(longer, max_steps=TINY_RUN_STEPS + 2, adora_record_gb=1)
     assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6]
-    train(longer, max_steps=STEPS + 4, adora_record_gb=0)
+    train(longer, max_steps=TINY_RUN_STEPS + 4, adora_record_gb=0)
     assert sorted(set(recorded_steps(longer / "rollouts"))) == [1, 2, 3, 4, 5, 6], (
         "0 records nothing"
     )

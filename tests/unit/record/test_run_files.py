@@ -44,7 +44,7 @@ from adora_vl.record.rollout_figures import TieNotice, adora_metrics
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
 from tests.support.stand_ins import config_of, state_of
-from tests.support.tiny_run import STEPS, arguments
+from tests.support.tiny_run import TINY_RUN_STEPS, arguments
 
 
 class Clock:
@@ -539,7 +539,7 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     manifest = read_manifest(adora_run)
     assert manifest["status"] == "finished"
-    assert manifest["steps"] == STEPS
+    assert manifest["steps"] == TINY_RUN_STEPS
     assert manifest["finished"]
     assert manifest["config"]["adora_method"]["adora"]["mode"] == "attenuation"
     assert manifest["config"]["learning_rate"] == 1e-3
@@ -553,7 +553,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     assert manifest["starts"][0]["checkpoint"] is None
     facts = facts_of_run(manifest)
     assert facts["recipe"] == "ADORA attenuation, factor 0.1"
-    assert facts["status"] == f"finished at step {STEPS}"
+    assert facts["status"] == f"finished at step {TINY_RUN_STEPS}"
 
     starts = read_manifest(resumed_run.folder)["starts"]
     assert [start["checkpoint"] for start in starts] == [
@@ -663,7 +663,7 @@ def test_the_summary_of_a_real_run_names_files_and_commands_that_exist(resumed_r
     folder = re.search(r"--data (\S+)", words["Evaluate it"])
     assert folder
     assert json.loads((Path(folder[1]) / "manifest.json").read_text())["made_by"] == "data_prep"
-    expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * STEPS}"
+    expected = " ".join(arguments(resumed_run.folder)) + f" --max_steps {2 * TINY_RUN_STEPS}"
     assert words["Train longer"] == f"{interpreter()} -m adora_vl.train {expected}"
 
 

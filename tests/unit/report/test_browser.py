@@ -12,15 +12,15 @@ import pytest
 from adora_vl.record.metrics import read_metrics
 from tests.support.browser import assert_that_it_runs
 from tests.support.recorded_runs import (
-    ATTACK,
-    SETTINGS,
-    VIEW,
-    attacked_page,
-    looked_turns,
-    make_page,
+    ADORA_SETTINGS,
+    ATTACKING_HTML,
+    VIEW_LIMITS,
+    turns_with_one_zoom,
+    write_attacked_page,
+    write_page,
     write_run,
 )
-from tests.support.tiny_run import STEPS
+from tests.support.tiny_run import TINY_RUN_STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    return make_page(
+    return write_page(
         folder / "page.html",
         write_run(folder / "adora", 12),
         write_run(folder / "grpo", 60, groups=1),
@@ -37,23 +37,23 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return attacked_page(tmp_path_factory.mktemp("attacked"))
+    return write_attacked_page(tmp_path_factory.mktemp("attacked"))
 
 
 def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     """A page that would run them says so in its title, and a plain page with the same text does."""
-    assert_that_it_runs(ATTACK, browser, tmp_path)
+    assert_that_it_runs(ATTACKING_HTML, browser, tmp_path)
     browser.open(attacked)
     assert (
         browser.text(".rollout .text")
-        == ATTACK
+        == ATTACKING_HTML
         == browser.text(".problem .text")
         == browser.text("h3 code")
     )
-    assert ATTACK in browser.texts("#other-figure option")
-    browser.put("#other-figure", ATTACK)
+    assert ATTACKING_HTML in browser.texts("#other-figure option")
+    browser.put("#other-figure", ATTACKING_HTML)
     browser.click("#follow")
-    assert browser.text("#charts figcaption") == ATTACK
+    assert browser.text("#charts figcaption") == ATTACKING_HTML
     assert "training report" in browser.js("document.title")
     assert browser.errors == []
     assert (
@@ -68,7 +68,7 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
 def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp_path):
     forgotten = tmp_path / "forgotten.html"
     forgotten.write_text(
-        attacked.read_text().replace("</h1>", f"</h1>{ATTACK.replace('{{SCRIPT}}', '')}", 1)
+        attacked.read_text().replace("</h1>", f"</h1>{ATTACKING_HTML.replace('{{SCRIPT}}', '')}", 1)
     )
     browser.open(forgotten)
     browser.wait_for_error("Content Security Policy")
@@ -179,7 +179,7 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
         {"step": step, "kind": "eval", "eval_geometry3k_accuracy": 0.02 * step} for step in (5, 20)
     ]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, *evaluations])))
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert (
         browser.text(".result")
         == "Held-out accuracy, geometry3k 10 % → 40 % (first and last evaluation)"
@@ -208,7 +208,7 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
         evaluations = [{"step": step, "kind": "eval", **views} for step in (1, 3)]
         file = folder / "metrics.jsonl"
         file.write_text("\n".join(map(json.dumps, [*read_metrics(file), *evaluations])))
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert "Held-out accuracy, geometry3k_image 60 %" in browser.text(".result")
     titles = browser.texts("#charts figcaption")
     assert [title for title in titles if title.startswith("Held-out")] == [
@@ -224,7 +224,7 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
         "n.getAttribute('class'))).size"
     )
     assert browser.js(colours) == 4
-    browser.open(make_page(tmp_path / "two.html", run, other_run))
+    browser.open(write_page(tmp_path / "two.html", run, other_run))
     assert (
         sum(title.startswith("Held-out") for title in browser.texts("#charts figcaption")) == 4
     ), "one of each view"
@@ -243,14 +243,14 @@ def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(brow
     ]
     (ahead / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     expected = {"Age of the rollouts in generations", "Seconds waited"}
-    browser.open(make_page(tmp_path / "ahead.html", ahead))
+    browser.open(write_page(tmp_path / "ahead.html", ahead))
     titles = browser.texts("#charts figcaption")
     assert expected <= set(titles)
     waits = f"#charts figure:nth-child({titles.index('Seconds waited') + 1})"
     browser.js(f"document.querySelector('{waits} .plot').focus()")
     browser.press("ArrowLeft")
     assert browser.text(f"{waits} .reading") == "step 3: by the trainer 1.5 s, by the servers 0.5 s"
-    browser.open(make_page(tmp_path / "other.html", other_run))
+    browser.open(write_page(tmp_path / "other.html", other_run))
     assert not expected & set(browser.texts("#charts figcaption"))
     assert not any(title in browser.text("#charts > .missing") for title in expected)
 
@@ -262,7 +262,7 @@ def test_shares_go_from_0_to_100_percent_also_where_all_are_0(browser, tmp_path)
     for key in keys:  # equal charts are drawn once
         lines = [{"step": step, "kind": "train", key: 0.0} for step in (1, 2, 3)]
         (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        browser.open(make_page(tmp_path / "page.html", run))
+        browser.open(write_page(tmp_path / "page.html", run))
         ticks = "[...document.querySelectorAll('#charts .tick[text-anchor=end]')]"
         title = browser.text("#charts figcaption")
         axis[title] = browser.js(f"{ticks}.map(node => node.textContent)")
@@ -283,7 +283,7 @@ def test_formulas_are_printed_and_their_source_is_a_click_away(browser, tmp_path
         "completion": long,
     }
     browser.look()
-    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
+    browser.open(write_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **texts)))
     sources = "[...document.querySelectorAll('{} .formula')].map(node => node.title)"
     assert browser.js(sources.format(".problem .text")) == [
         r"$\frac{x}{2} < 5$",
@@ -320,10 +320,10 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     script = "document.title='owned'"
     attacks = [
         rf"$\href{{javascript:{script}}}{{CLICK}}$",
-        rf"$\text{{{ATTACK}}}$",
-        rf"\boxed{{{ATTACK}}}",
+        rf"$\text{{{ATTACKING_HTML}}}$",
+        rf"\boxed{{{ATTACKING_HTML}}}",
         r"$\style{background:url(http://127.0.0.1:9/x)}{x}$",
-        rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACK}}}\]",
+        rf"\(\class{{skip}}{{x}}\) \[\mbox{{{ATTACKING_HTML}}}\]",
         r"$\def\a{\a\a}\a$",
         r"$\operatorname{<script>}$",
     ]
@@ -331,7 +331,7 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     answers = {"answer": attacks[0][1:-1], "extracted": attacks[1]}
     fields: dict[str, Any] = dict.fromkeys(("problem", "completion"), text) | answers
     browser.look()
-    browser.open(make_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
+    browser.open(write_page(tmp_path / "page.html", write_run(tmp_path / "adora", 1, **fields)))
     assert browser.js("document.querySelectorAll('.formula').length") > 4, (
         "some of it is a formula, and harmless"
     )
@@ -365,7 +365,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
     """The rollouts come before the curves, and a name is not repeated."""
     run = write_run(tmp_path / "lonely", 20)
     browser.look(width=1400, height=900)
-    browser.open(make_page(tmp_path / "one.html", run))
+    browser.open(write_page(tmp_path / "one.html", run))
     assert browser.text("h1") == "lonely"
     assert "lonely" not in browser.text("#runs")
     assert browser.texts(".story li") == [
@@ -392,7 +392,7 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
     figures = {"grading/correct": 0.5, "adora/length_correct": 20.0, "adora/length_wrong": 30.0}
     lines = [{**line, **figures} for line in read_metrics(file)]
     file.write_text("\n".join(map(json.dumps, lines)))
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     titles = browser.texts("#charts figcaption")
     assert "Pass rate" in titles
     assert "Accuracy in training" not in titles
@@ -403,7 +403,7 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
     assert legends == ["rightwrong"], "a single line needs no legend"
     lines[-1]["grading/correct"] = 0.6
     file.write_text("\n".join(map(json.dumps, lines)))
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert "Accuracy in training" in browser.texts("#charts figcaption")
     assert browser.texts("#charts .equal") == []
 
@@ -411,7 +411,7 @@ def test_a_chart_says_how_to_read_it_and_none_is_equal_to_another(browser, tmp_p
 def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(browser, tmp_path):
     problem = "<image>Find the length of the side AB of it."
     run = write_run(tmp_path / "adora", 3, problem=problem)
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert browser.text("#list .line2") == "Find the length of the side…"
     assert browser.js("document.querySelector('#list img').naturalWidth") == 60
     assert browser.text(".problem .text") == problem.removeprefix("<image>")
@@ -437,10 +437,13 @@ def test_the_list_shows_pictures_and_words_and_is_sorted_by_what_one_asks_for(br
 
 def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, tmp_path):
     run = write_run(
-        tmp_path / "looked", 2, settings={**SETTINGS, "view": VIEW}, turns=looked_turns()
+        tmp_path / "looked",
+        2,
+        settings={**ADORA_SETTINGS, "view": VIEW_LIMITS},
+        turns=turns_with_one_zoom(),
     )
     write_run(tmp_path / "blind", 2)
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert browser.text(".call code") == "zoom(0, 20, 30, 40)"
     assert browser.text(".turns .tool .hint") == "tool, 0.44 ms"
     detail = browser.text("#detail")
@@ -460,7 +463,7 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     ):
         browser.put("#filter-calls", choice)
         assert browser.text("#count").startswith(f"{expected} of 4"), choice
-    browser.open(make_page(tmp_path / "blind.html", tmp_path / "blind"))
+    browser.open(write_page(tmp_path / "blind.html", tmp_path / "blind"))
     assert not browser.js("document.querySelector('#filter-calls').getClientRects().length")
 
 
@@ -474,7 +477,7 @@ def test_an_address_leads_back_to_its_group(browser, page):
 def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
     browser, page, tmp_path
 ):
-    browser.open(make_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
+    browser.open(write_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
     assert browser.js("document.querySelector('#table').open"), "no curve has anything to see"
     browser.open(page)
     browser.page.emulate_media(media="print")
@@ -541,13 +544,15 @@ def contrast(text_color: str, background: str) -> float:
 
 def test_two_real_runs_over_each_other(browser, adora_run, grpo_run, tmp_path):
     """The page shows what the runs' own files say."""
-    path = make_page(tmp_path / "page.html", adora_run, grpo_run)
+    path = write_page(tmp_path / "page.html", adora_run, grpo_run)
     browser.look()
     browser.open(path)
-    assert browser.text("#count") == f"{2 * 4 * STEPS} of {2 * 4 * STEPS} groups."
+    assert browser.text("#count") == f"{2 * 4 * TINY_RUN_STEPS} of {2 * 4 * TINY_RUN_STEPS} groups."
     browser.js("document.querySelector('.plot').focus()")
     browser.press("ArrowLeft")
-    last = [read_metrics(run / "metrics.jsonl")[STEPS - 1] for run in (adora_run, grpo_run)]
+    last = [
+        read_metrics(run / "metrics.jsonl")[TINY_RUN_STEPS - 1] for run in (adora_run, grpo_run)
+    ]
     rewards = [
         float(text) for text in re.findall(r"(?:adora|grpo) ([\d.]+)", browser.text(".reading"))
     ]
@@ -582,10 +587,10 @@ def test_claims_are_coloured_and_a_legend_says_what_the_colours_mean(browser, tm
         "steps": json.dumps(claims),
     }
     run = write_run(tmp_path / "run", 1, **texts)
-    browser.open(make_page(tmp_path / "page.html", run))
+    browser.open(write_page(tmp_path / "page.html", run))
     assert browser.texts(".rollout .claim")[:3] == ["AD = 6", "BD = 12", "the area is 60"]
     legend = ["false", "true and new", "the answer itself, true"]
     assert browser.texts(".legend .claim") == legend
-    browser.open(make_page(tmp_path / "plain.html", write_run(tmp_path / "without", 1)))
+    browser.open(write_page(tmp_path / "plain.html", write_run(tmp_path / "without", 1)))
     assert browser.texts(".legend .claim") == []
     assert browser.errors == []

@@ -20,7 +20,13 @@ from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
 from adora_vl.report.run_view import ROLLOUT, load_run, weight_reason
 from tests.support.browser import Tags
-from tests.support.recorded_runs import ATTACK, SETTINGS, attacked_page, make_page, write_run
+from tests.support.recorded_runs import (
+    ADORA_SETTINGS,
+    ATTACKING_HTML,
+    write_attacked_page,
+    write_page,
+    write_run,
+)
 
 GROUP = {
     "step": 6,
@@ -169,7 +175,7 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 def test_why_a_group_has_its_weight():
     sentences = [
-        weight_reason({**GROUP, **group}, {**SETTINGS, **settings})
+        weight_reason({**GROUP, **group}, {**ADORA_SETTINGS, **settings})
         for group, settings, _ in REASONS
     ]
     assert sentences == [sentence for _, _, sentence in REASONS]
@@ -262,7 +268,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
         (rollout,) = view.groups[0]["rollouts"]
         assert rollout[ROLLOUT.index("compared")] == expected, texts
         build_page([view], {})
-    style = make_page(tmp_path / "page.html", tmp_path / "0").read_text()
+    style = write_page(tmp_path / "page.html", tmp_path / "0").read_text()
     assert "part by part" in style
 
 
@@ -282,12 +288,12 @@ def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
 
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     run = write_run(tmp_path / "run", 1)
-    make_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
+    write_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
     assert "1 diagrams are left out" in capsys.readouterr().out
     (tmp_path / "secret.png").write_bytes(b"secret")
     stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
-        unpacked(make_page(tmp_path / "s.html", stranger))
+        unpacked(write_page(tmp_path / "s.html", stranger))
     )
 
 
@@ -300,16 +306,16 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     stored = picture.read_bytes()
     picture.unlink()
     picture.symlink_to(tmp_path / "secret.png")
-    page = make_page(tmp_path / "page.html", run)
+    page = write_page(tmp_path / "page.html", run)
     assert secret not in json.dumps(unpacked(page))
     assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
     picture.unlink()
     (run / "kept.png").write_bytes(stored)
     picture.symlink_to(run / "kept.png")
-    page = make_page(tmp_path / "within.html", run)
+    page = write_page(tmp_path / "within.html", run)
     assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link within it"
     (tmp_path / "alias").symlink_to(run)
-    page = make_page(tmp_path / "alias.html", tmp_path / "alias")
+    page = write_page(tmp_path / "alias.html", tmp_path / "alias")
     assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link to the run"
     picture.unlink()
     picture.write_bytes(stored)
@@ -317,7 +323,7 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     images.rename(tmp_path / "moved")
     images.symlink_to(tmp_path / "moved")
     assert base64.b64encode(stored).decode() not in json.dumps(
-        unpacked(make_page(tmp_path / "folder.html", run))
+        unpacked(write_page(tmp_path / "folder.html", run))
     )
     for name in ("metrics.jsonl", "manifest.json", "rollouts"):
         stranger = write_run(tmp_path / name.partition(".")[0], 1)
@@ -347,7 +353,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
     page = (EXAMPLE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
     runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
-    made_today = make_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
+    made_today = write_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
     assert EXAMPLE.stat().st_size < 1_500_000
     example = unpacked(EXAMPLE)
     today = unpacked(made_today)
@@ -364,13 +370,13 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
 
 
 def test_the_page_is_self_contained(tmp_path):
-    attacked = attacked_page(tmp_path)
+    attacked = write_attacked_page(tmp_path)
     text = attacked.read_text()
     for _, attributes in Tags(text).tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")
-    assert ATTACK not in text
+    assert ATTACKING_HTML not in text
     assert "<script>document" not in text
     assert "<img" not in text
     # names, which nothing fetches
@@ -379,7 +385,7 @@ def test_the_page_is_self_contained(tmp_path):
         "http://www.w3.org/1998/Math/MathML",
     }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
-    assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACK
+    assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACKING_HTML
     for name in _SCRIPTS:
         script = (_VIEWER / name).read_text()
         assert not re.search(
@@ -439,9 +445,9 @@ MARKUP = [
     r"\style{color:red}{x}",
     r"\class{result}{x}",
     r"\color{red}{x}",
-    rf"\text{{{ATTACK}}}",
-    rf"\mbox{{{ATTACK}}}",
-    rf"\href{{{ATTACK}}}{{{ATTACK}}}",
+    rf"\text{{{ATTACKING_HTML}}}",
+    rf"\mbox{{{ATTACKING_HTML}}}",
+    rf"\href{{{ATTACKING_HTML}}}{{{ATTACKING_HTML}}}",
     r"\operatorname{<script>}",
     r"\text{&lt;script&gt;}",
     r"\unicode{60}",

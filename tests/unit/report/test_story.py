@@ -10,12 +10,12 @@ from adora_vl.record.rollouts import Diagrams, Record, parts, picture_size
 from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
 from adora_vl.report.story import story_of
-from tests.support.recorded_runs import SETTINGS, VIEW, looked_turns, write_run
+from tests.support.recorded_runs import ADORA_SETTINGS, VIEW_LIMITS, turns_with_one_zoom, write_run
 
 
 def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
     """The story of a run with these groups of two rollouts in each step."""
-    record = Record(folder, 1, SETTINGS)
+    record = Record(folder, 1, ADORA_SETTINGS)
     record.start(0)
     for step, groups in enumerate(steps, 1):
         columns: dict[str, list[Any]] = {}
@@ -186,9 +186,13 @@ def tool_calls(reader: TurnReader, row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def test_a_page_has_no_placeholder_and_no_raw_call(tmp_path: Path) -> None:
-    settings = {**SETTINGS, "view": VIEW}
+    settings = {**ADORA_SETTINGS, "view": VIEW_LIMITS}
     run = write_run(
-        tmp_path / "run", 1, settings=settings, turns=looked_turns(), problem="<image>\nFind x."
+        tmp_path / "run",
+        1,
+        settings=settings,
+        turns=turns_with_one_zoom(),
+        problem="<image>\nFind x.",
     )
     view = load_run(run, 100)
     assert {problem["problem"] for problem in view.problems.values()} == {"Find x."}

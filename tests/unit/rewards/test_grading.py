@@ -19,13 +19,13 @@ from adora_vl.rewards.explain import RULE_IN_WORDS
 from adora_vl.rewards.grammar import NotReadError, read_tree
 from adora_vl.rewards.numeric import evaluate_closed_form
 from benchmarks.grading_corpus import LABELS, Case, cases
-from tests.support.grading_rows import ANSWERS, boxed, expanded, rows
+from tests.support.grading_rows import ANSWER_ROWS, boxed, expanded, read_grading_rows
 
 CORPUS = cases()
 
 
-REFERENCES = rows("references.jsonl")
-KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWERS))
+REFERENCES = read_grading_rows("references.jsonl")
+KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWER_ROWS))
 
 
 def options(row: dict[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def options(row: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
     failing = []
-    for line, row in ANSWERS:
+    for line, row in ANSWER_ROWS:
         if row["kind"] == kind:
             response = (
                 expanded(row["response"]) if "response" in row else boxed(expanded(row["answer"]))
@@ -74,7 +74,7 @@ def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
 def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
     """A key that is misspelled would else make a row that proves nothing."""
     answer = {"kind", "reference", "verdict", "reason"}
-    for line, row in ANSWERS:
+    for line, row in ANSWER_ROWS:
         assert (
             answer
             < row.keys()
@@ -86,7 +86,7 @@ def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
         assert "reference" in row, line
         assert row.keys() <= {"reference", "choices", "stored", "refused"}, line
         assert "stored" in row or "refused" in row, line
-    for every in (ANSWERS, REFERENCES):
+    for every in (ANSWER_ROWS, REFERENCES):
         repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
         assert [row for row, count in repeated.items() if count > 1] == []
 
@@ -160,7 +160,7 @@ def test_the_last_complete_box_is_the_answer() -> None:
 
 def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() -> None:
     assert grade(r"The answer is 5, \boxed{5", "5").extracted is None
-    for line, row in ANSWERS:
+    for line, row in ANSWER_ROWS:
         # the reward presets count such a box
         if row["verdict"] == "unparseable" and "answer" in row:
             assert grade(boxed(expanded(row["answer"])), row["reference"]).extracted is not None, (

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import pytest
 
 from adora_vl.rewards import PRESETS, Grade, grade, reward_function
-from tests.support.grading_rows import ANSWERS, boxed, expanded
+from tests.support.grading_rows import ANSWER_ROWS, boxed, expanded
 
 GOLDS = ["12", "0.5", r"5\sqrt{3}", r"100\pi", r"\frac{39}{4}"]
 CHOICES = ["11", "12", "13", "14"]
@@ -112,7 +112,7 @@ def test_no_box_earns_nothing_under_any_preset() -> None:
 
 
 UNREADABLE = [
-    (line, row) for line, row in ANSWERS if row["verdict"] == "unparseable" and "answer" in row
+    (line, row) for line, row in ANSWER_ROWS if row["verdict"] == "unparseable" and "answer" in row
 ]
 ATTACKS = {
     "boxes nested 10,000 deep": r"\boxed{" * 10_000 + "5" + "}" * 10_000,

@@ -24,7 +24,7 @@ from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingRes
 from adora_vl.rollout.server import sampled_logps
 from adora_vl.utils.errors import RolloutError, UserError
 from adora_vl.utils.launch import prepare_engine_environment
-from tests.support.asks import asks_of
+from tests.support.asks import sampling_requests
 
 prepare_engine_environment()
 
@@ -285,12 +285,12 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     ]  # of another process
     shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
-    asks = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
+    asks = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
     assert [len(request) for request in merge_requests(asks)] == [2, 2, 1, 1, 1]
     assert [
         len(request) for request in merge_requests([replace(ask, group=0) for ask in asks])
     ] == [4, 1, 2]
-    alone = asks_of([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
+    alone = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
     found = [engine_of(monkeypatch, [], ["stop"] * 7).sample(each) for each in (asks, alone)]
     assert (
         found[0]
@@ -346,8 +346,8 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
     """They may ask for different numbers."""
-    parts = [asks_of([[5]] * 4, generations=4, limit=1), []]
-    parts[1] = asks_of([[6]] * 3, first=4, generations=4, limit=1)
+    parts = [sampling_requests([[5]] * 4, generations=4, limit=1), []]
+    parts[1] = sampling_requests([[6]] * 3, first=4, generations=4, limit=1)
     put = list.__setitem__
     monkeypatch.setattr(
         distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts)

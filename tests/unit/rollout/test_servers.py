@@ -39,7 +39,7 @@ from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
 from benchmarks.stand_in_server import GENERATE, StandIn
-from tests.support.asks import asks_of
+from tests.support.asks import sampling_requests
 from tests.support.step_context import step_context
 
 IMAGE = 290
@@ -102,7 +102,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
         picture = [Image.new("RGB", (28, 56), (group, 0, 0))] if group % 2 else None
         prompts += [[group, *([IMAGE] * 2 if picture else []), 7]] * 2
         images += [picture] * 2
-    return asks_of(prompts, images, generations=2, grouped=grouped)
+    return sampling_requests(prompts, images, generations=2, grouped=grouped)
 
 
 def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:

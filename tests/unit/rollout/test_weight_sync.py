@@ -31,7 +31,7 @@ from adora_vl.rollout.weight_sync import (
     reset_caches,
 )
 from adora_vl.utils.errors import RolloutError, UserError
-from tests.support.adapters import LORA, adapted, float64_model
+from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_with_adapter
 
 NAMES = ["first", "second", "third"]
 
@@ -120,13 +120,13 @@ def test_after_the_first_sync_only_the_layers_that_an_adapter_touches_go():
             model, lambda _: nullcontext(), lambda _: True, changed_only=True
         )
     ]
-    adapted = {name for name in original if "q_proj" in name or "up_proj" in name}
-    assert sorted(names) == sorted(adapted | {"lm_head.weight"})
+    adapted_names = {name for name in original if "q_proj" in name or "up_proj" in name}
+    assert sorted(names) == sorted(adapted_names | {"lm_head.weight"})
 
 
-@pytest.mark.parametrize("form", LORA)
+@pytest.mark.parametrize("form", LORA_OPTIONS_BY_KIND)
 def test_only_an_adapter_that_vllm_computes_whole_goes_alone(form):
-    options = dict(LORA[form])
+    options = dict(LORA_OPTIONS_BY_KIND[form])
     model, _ = policy(torch.float32, targets=options.pop("target_modules", ("q_proj",)), **options)
     assert (adapter_only_settings(model) is not None) == (form in {"plain", "rslora", "head"})
 
@@ -207,14 +207,18 @@ def assert_sent_is_merged(base, model):
 
 @pytest.mark.parametrize(
     ("form", "second"),
-    [(form, None) for form in LORA]
-    + [(form, "ref") for form in LORA if "bias" not in LORA[form]]
-    + [(form, "active") for form in LORA if form not in ALONE],
+    [(form, None) for form in LORA_OPTIONS_BY_KIND]
+    + [(form, "ref") for form in LORA_OPTIONS_BY_KIND if "bias" not in LORA_OPTIONS_BY_KIND[form]]
+    + [(form, "active") for form in LORA_OPTIONS_BY_KIND if form not in ALONE],
 )
 def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
     """`second`: an adapter beside it, a reference as TRL keeps it, or one that is active too."""
-    model = adapted(
-        base, LoraConfig(**{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA[form]}), second
+    model = policy_with_adapter(
+        base,
+        LoraConfig(
+            **{"r": 4, "target_modules": ["q_proj", "up_proj"], **LORA_OPTIONS_BY_KIND[form]}
+        ),
+        second,
     )
     assert assert_sent_is_merged(base, model)
 
@@ -223,7 +227,9 @@ def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
 def test_an_export_of_a_checkpoint_has_what_the_engine_was_sent(base, form, tmp_path):
     base.save_pretrained(tmp_path / "base")
     build_processor(["Find x."]).save_pretrained(tmp_path / "base")
-    model = adapted(base, LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA[form]}), "ref")
+    model = policy_with_adapter(
+        base, LoraConfig(r=4, **{"target_modules": ["q_proj"], **LORA_OPTIONS_BY_KIND[form]}), "ref"
+    )
     model.peft_config["default"].base_model_name_or_path = str(tmp_path / "base")
     model.save_pretrained(tmp_path / "run")
     export(tmp_path / "run", tmp_path / "out")
@@ -238,7 +244,7 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
     fields = OTHERS[kind].__dataclass_fields__
     usual = {"target_modules": ["q_proj", "o_proj"], "r": 4, "lora_r": 4}
     options = {name: value for name, value in usual.items() if name in fields} | NEEDS.get(kind, {})
-    model = adapted(base, OTHERS[kind](**options))
+    model = policy_with_adapter(base, OTHERS[kind](**options))
     if kind not in CHANGES_NO_WEIGHT:
         assert assert_sent_is_merged(base, model)
         return

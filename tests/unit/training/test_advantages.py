@@ -47,10 +47,10 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import fill_slots
 from adora_vl.training.scoring import FunctionScores, Scorer, surprisal
 from adora_vl.types import Row
-from tests.support.examples import example
+from tests.support.examples import load_example
 from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
-from tests.support.tiny_run import STEPS, train
+from tests.support.tiny_run import TINY_RUN_STEPS, train
 
 END = 2
 PAD = 0
@@ -235,7 +235,7 @@ def test_a_run_without_the_reward_steps_has_no_work():
 
 
 CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
-CASES += [("canon", example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
+CASES += [("canon", load_example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
@@ -564,7 +564,7 @@ def test_a_recorded_advantage_is_the_raw_one_times_the_recorded_weight(run):
 @pytest.mark.core
 def test_a_recorded_advantage_is_the_one_that_the_loss_got(run):
     rollouts = run.rollouts
-    assert set(rollouts["step"]) == set(range(1, STEPS + 1))
+    assert set(rollouts["step"]) == set(range(1, TINY_RUN_STEPS + 1))
     numbers = rollouts.groupby("step").cumcount()
     # By step and number of the rollout in it.
     recorded_advantages = {

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from adora_vl.types import Batch
-from tests.support.table_policy import VOCABULARY, Table, trainer_of
+from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
 
 ROWS = 8
 LENGTHS = torch.tensor([2, 40, 3, 17, 40, 1, 9, 26])
 COEFFICIENT = 0.3
 
 
-def logits_table() -> Table:
+def logits_table() -> LogitsTable:
     """Return a new policy."""
-    return Table(ROWS, int(LENGTHS.max()))
+    return LogitsTable(ROWS, int(LENGTHS.max()))
 
 
 def generation(rows: int) -> Batch:
@@ -29,7 +29,8 @@ def generation(rows: int) -> Batch:
     return {
         "prompt_ids": numbers[:, None],
         "prompt_mask": torch.ones(rows, 1, dtype=torch.long),
-        "completion_ids": torch.randint(VOCABULARY, mask_BC.shape, generator=generator) * mask_BC,
+        "completion_ids": torch.randint(TABLE_VOCABULARY, mask_BC.shape, generator=generator)
+        * mask_BC,
         "completion_mask": mask_BC,
         "advantages": torch.linspace(-1, 1, rows, dtype=torch.float64),
         "num_items_in_batch": mask_BC.sum(),
@@ -60,7 +61,7 @@ def gradient_of_step(
     """
     policy = logits_table()
     policy.train()
-    trainer = trainer_of(
+    trainer = table_trainer(
         policy,
         entropy_coef=coefficient,
         steps_per_generation=keys.get("gradient_accumulation_steps", 1),
@@ -71,7 +72,7 @@ def gradient_of_step(
     if trl_divides:
         micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
-        micro_batches = trainer.batcher.split(batch, "0/0")
+        micro_batches = trainer.micro_batcher.split(batch, "0/0")
     for number, micro in enumerate(micro_batches, 1):
         trainer.accelerator.sync_gradients = number == len(micro_batches)
         if micro:

@@ -25,11 +25,11 @@ from adora_vl.training.advantages import AdvantageComputer, Advantages, GroupAss
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts, weighted_sum
 from adora_vl.utils.errors import RunError, SharedUserError, UserError
-from tests.support.examples import example
+from tests.support.examples import load_example
 from tests.support.facts import counted_facts, rollout_facts
 from tests.support.recorded_runs import write_run
 from tests.support.step_context import step_context
-from tests.support.tiny_run import STEPS, arguments
+from tests.support.tiny_run import TINY_RUN_STEPS, arguments
 
 NAN = float("nan")
 
@@ -128,9 +128,9 @@ BY_TOKENS = {"dapo", "daro"}
 CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
 CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
 CASES += [
-    ("canon", example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
+    ("canon", load_example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
 ]
-CASES += [("ngrpo", example("ngrpo.py:Ngrpo")())]
+CASES += [("ngrpo", load_example("ngrpo.py:Ngrpo")())]
 CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
@@ -253,7 +253,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
     The run goes on, and the reason is known.
     """
     guard = RewardGuard(step_context())
-    function, async_function = guard.around([flaky, flaky_async], ["flaky", "flaky_async"])
+    function, async_function = guard.wrap_functions([flaky, flaky_async], ["flaky", "flaky_async"])
     assert function(completions=["fine", "lost", "?"]) == [1.0, None, None]
     assert asyncio.run(async_function(completions=["lost"])) == [None]
     guard.check(0)
@@ -268,7 +268,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     """This is rank 1 of 3, of four rollouts each. A call on rank 0 failed too."""
     guard = RewardGuard(step_context())
-    (function,) = guard.around([flaky], ["flaky"])
+    (function,) = guard.wrap_functions([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
     monkeypatch.setattr(
         "adora_vl.training.guards.gather_object",
@@ -288,7 +288,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
     guards = [RewardGuard(step_context(save_now=lambda: tmp_path)) for _ in range(2)]
     for guard, function in zip(guards, (refuse, flaky), strict=True):
-        (guarded_function,) = guard.around([function], ["judge"])
+        (guarded_function,) = guard.wrap_functions([function], ["judge"])
         guarded_function(completions=["fine"])
     failures_of_ranks = [*guards[0].failures, *guards[1].failures]
     monkeypatch.setattr(
@@ -380,10 +380,10 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, t
     metrics = [
         line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
     ]
-    assert [line["rewards/missing"] for line in metrics] == [5 / 16] * STEPS
+    assert [line["rewards/missing"] for line in metrics] == [5 / 16] * TINY_RUN_STEPS
     assert metrics[0]["reward"] == pytest.approx(first["reward"].mean(), abs=1e-6)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert len(printed) == STEPS
+    assert len(printed) == TINY_RUN_STEPS
     assert all("  without reward 31%  " in line for line in printed)
 
 
@@ -408,7 +408,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     metrics = [
         line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
     ]
-    assert [line["rewards/missing"] for line in metrics] == [0.0] * STEPS
+    assert [line["rewards/missing"] for line in metrics] == [0.0] * TINY_RUN_STEPS
 
 
 def test_a_report_of_a_group_that_some_have_left(tmp_path):

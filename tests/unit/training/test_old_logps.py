@@ -18,7 +18,7 @@ from adora_vl.training.old_logps import OldLogps
 from adora_vl.types import Batch
 from adora_vl.utils.errors import RolloutError
 from tests.support.step_context import step_context
-from tests.support.table_policy import VOCABULARY, Alone, Table, trainer_of
+from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, OneProcess, table_trainer
 
 LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
 ROWS = len(LENGTHS)
@@ -56,9 +56,9 @@ class GenerationUpdates:
     trainer: Any = None
 
 
-def logits_table() -> Table:
+def logits_table() -> LogitsTable:
     """Return a new policy. Learning from one rollout changes the others too."""
-    return Table(ROWS, int(LENGTHS.max()), shared=0.3)
+    return LogitsTable(ROWS, int(LENGTHS.max()), shared=0.3)
 
 
 def generation(engine_gap: float = 0.3) -> Batch:
@@ -72,7 +72,7 @@ def generation(engine_gap: float = 0.3) -> Batch:
     advantages_B = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
     for group in GROUPS_WITHOUT_SIGNAL:
         advantages_B[group * GROUP_SIZE : (group + 1) * GROUP_SIZE] = 0
-    ids_BC = torch.randint(VOCABULARY, mask_BC.shape, generator=generator) * mask_BC
+    ids_BC = torch.randint(TABLE_VOCABULARY, mask_BC.shape, generator=generator) * mask_BC
     with torch.no_grad():
         logps_BC, _ = logits_table().scores(numbers_B, ids_BC)
     gaps_BC = engine_gap * torch.randn(mask_BC.shape, generator=generator, dtype=torch.float64)
@@ -101,7 +101,7 @@ def learn(
     """
     policy = logits_table()
     policy.train()
-    trainer = trainer_of(policy, **keys)
+    trainer = table_trainer(policy, **keys)
     updates = GenerationUpdates(trainer=trainer)
     scores = policy.scores
 
@@ -116,7 +116,7 @@ def learn(
     if not trainer.use_vllm:
         del batch["sampling_per_token_logps"]
     trainer._add_logps(batch, "train")
-    micro_batches = trainer.batcher.split(batch, "0/0")
+    micro_batches = trainer.micro_batcher.split(batch, "0/0")
     trainer._add_old_logps(micro_batches)
     layout = trainer.layout
     for micro_step in range(layout.micro_batches_per_generation):
@@ -142,8 +142,8 @@ def learn(
 
 def rollouts_of_second_update(**keys: object) -> list[int]:
     """Return the numbers of the rollouts that the second optimizer step learns from."""
-    trainer = trainer_of(logits_table(), **keys)
-    micro_batches = trainer.batcher.split(generation(), "0/0")
+    trainer = table_trainer(logits_table(), **keys)
+    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
     later = micro_batches[trainer.layout.micro_batches_before_update :]
     return [row for micro in later for row in micro["rollout_number"].tolist()]
 
@@ -220,7 +220,7 @@ def test_the_kl_term_asks_no_pass_of_groups_without_signal():
 
 def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     """The engine is then not compared with weights that have not sampled these rollouts."""
-    trainer = trainer_of(
+    trainer = table_trainer(
         logits_table(),
         loss_type="grpo",
         **TWO_UPDATES,
@@ -229,30 +229,30 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     )
     batch = generation()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
-    micro_batches = trainer.batcher.split(batch, "0/0")
+    micro_batches = trainer.micro_batcher.split(batch, "0/0")
     trainer._add_old_logps(micro_batches)
     assert trainer.recorder.measured_rows == []
     for micro in micro_batches[2:]:
         assert micro["old_per_token_logps"].isnan().all()
-        assert not trainer.ratio.is_due(micro)
+        assert not trainer.importance_ratio.is_due(micro)
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
     """With sharded weights the others would wait for ever if one rank left the pass out."""
 
-    class OtherRankHasSignal(Alone):
+    class OtherRankHasSignal(OneProcess):
         @staticmethod
         def gather(value: Tensor) -> Tensor:
             return torch.cat([value, torch.ones_like(value)])
 
     context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATES, **REFERENCE)
     old_logps = OldLogps(context, has_dropout=False)
-    micro_batches = trainer_of(logits_table(), **TWO_UPDATES, **REFERENCE).batcher.split(
+    micro_batches = table_trainer(logits_table(), **TWO_UPDATES, **REFERENCE).micro_batcher.split(
         generation(), "0/0"
     )
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
-    passes = old_logps.due(micro_batches)
+    passes = old_logps.passes_due(micro_batches)
     assert [old_pass.rows for old_pass in passes] == [list(range(GROUP_SIZE))] * 2
 
 
@@ -278,9 +278,9 @@ def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
 def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     """The rollouts of the second update are compared before the first one, too."""
     keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
-    trainer = trainer_of(logits_table(), **keys)
+    trainer = table_trainer(logits_table(), **keys)
     trainer.drift_guard.save_now = lambda: "none"
-    micro_batches = trainer.batcher.split(generation(), "0/0")
+    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
         trainer._add_old_logps(micro_batches)
 
@@ -305,7 +305,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
     ):
         with subtests.test(name):
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
-            assert len(old_logps.due(micro_batches)) == count
+            assert len(old_logps.passes_due(micro_batches)) == count
             # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
             assert old_logps.come_from_same_pass(0)
 

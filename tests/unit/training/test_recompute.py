@@ -20,7 +20,7 @@ from adora_vl.training.recompute import (
     RecomputedLayers,
     language_layers,
 )
-from tests.support.small_models import TEXT, small_model
+from tests.support.small_models import TEXT_CONFIG, small_model
 from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 
@@ -38,7 +38,7 @@ GIB = 2**30
 def language_model(**keys: Any) -> Any:
     """Return a policy that reads text, with gradient checkpointing."""
     torch.manual_seed(1)
-    config = Qwen2Config(**{**TEXT, "num_hidden_layers": LAYERS}, use_cache=False, **keys)
+    config = Qwen2Config(**{**TEXT_CONFIG, "num_hidden_layers": LAYERS}, use_cache=False, **keys)
     model = Qwen2ForCausalLM(config).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
@@ -79,7 +79,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
     """Return the gradients of a pass with `adora_recompute: number`."""
     model.zero_grad()
     torch.manual_seed(5)
-    ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+    ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
     switch = recomputed_layers(model, adora_recompute=number)
     with switch.switched(SIZE):
         loss = model(input_ids=ids, labels=ids).loss
@@ -244,7 +244,7 @@ class OutOfMemory(nn.Module):
     def train_micro_batch(self) -> Tensor:
         """Run a micro-batch forward and backward, and return its loss."""
         self.passes += 1
-        ids = torch.arange(34).view(2, 17) % TEXT["vocab_size"]
+        ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
         with self.switch.switched(SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         self.figures["loss"].append(loss.item())

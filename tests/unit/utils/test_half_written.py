@@ -18,8 +18,8 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
-from tests.support.disk import disk_of, folder_contents
-from tests.support.geometry3k import problem_folder
+from tests.support.disk import folder_contents, limit_file_size
+from tests.support.geometry3k import write_problem_folder
 from tests.support.pictures import drawing, encoded
 
 Write = Callable[[Path], int | None]
@@ -72,9 +72,9 @@ def sort(folder: Path) -> None:
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Something old at every name that is written, and what is needed to write it again."""
     folder = tmp_path_factory.mktemp("prepared")
-    problem_folder(folder / "raw", number=1)
+    write_problem_folder(folder / "raw", number=1)
     # What cannot be used goes into the quarantine with its bytes: that is a write too.
-    problem_folder(folder / "raw", number=2, image=encoded(drawing(2, 300))[:-9])
+    write_problem_folder(folder / "raw", number=2, image=encoded(drawing(2, 300))[:-9])
     (folder / "p.jsonl").write_text("".join(json.dumps(row(pid)) + "\n" for pid in "12"))
     assert (
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
@@ -101,7 +101,7 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, caps
     before = folder_contents(folder)
     size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
     size = min(size, 300) if write is sort else size
-    with disk_of(size):
+    with limit_file_size(size):
         try:
             code = write(folder)
             stderr = capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path,
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     before = folder_contents(prepared)
     full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
-    with disk_of(200), full as caught:
+    with limit_file_size(200), full as caught:
         load_split(prepared / "data", "train")
     assert len(str(caught.value).splitlines()) == 1
     assert folder_contents(prepared) == before

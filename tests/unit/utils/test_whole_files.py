@@ -29,7 +29,7 @@ from adora_vl.data.dataset import split_files
 from adora_vl.data.output import complete_or_absent
 from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.files import make_folder, replace_file, replacing_folder
-from tests.support.disk import disk_of, folder_contents
+from tests.support.disk import folder_contents, limit_file_size
 
 ROOT = Path(__file__).parents[3]
 WRITES = {
@@ -221,7 +221,10 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("size", [0, 60])
 def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder):
     before = folder_contents(folder)
-    with disk_of(0 if write is stopped else size), pytest.raises((OSError, RunError, UserError)):
+    with (
+        limit_file_size(0 if write is stopped else size),
+        pytest.raises((OSError, RunError, UserError)),
+    ):
         write(folder)
     after = folder_contents(folder)
     if write is finished_again:
