@@ -17,8 +17,8 @@ from math import degrees
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.evals.records import Problem
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.expressions import number_of
-from adora_vl.geometry.figure import Figure, figure_from
+from adora_vl.geometry.expressions import number_in_text
+from adora_vl.geometry.figure import Figure, figure_from_json
 from adora_vl.utils.errors import UserError
 
 CHECKLIST_VIEW = "checklist"
@@ -70,7 +70,7 @@ def _problems_from_marks(problem: Problem) -> list[Problem]:
     own_question = str(problem.fields["question"])
     kept_fields = {name: value for name, value in problem.fields.items() if name != "figure"}
     problems: list[Problem] = []
-    mark_questions = questions_on_marks(figure_from(stored_figure), problem.pid)
+    mark_questions = questions_on_marks(figure_from_json(stored_figure), problem.pid)
     for number, mark_question in enumerate(mark_questions, start=1):
         text = mark_question.text
         # The picture keeps its place if that is a part of the question.
@@ -122,7 +122,7 @@ def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
     A fact such as `Equals(LengthOf(Line(A, B)), 5)` marks the segment AB with 5.
     """
     for fact in drawing.facts:
-        number = number_of(fact.arguments[1].head) if fact.is_equation else None
+        number = number_in_text(fact.arguments[1].head) if fact.is_equation else None
         if number is None:
             continue
         measure, value = fact.arguments

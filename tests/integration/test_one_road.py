@@ -24,9 +24,9 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
 from adora_vl.evals.benchmark import BENCHMARK_NAMES
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.plan import make_plan
@@ -675,9 +675,9 @@ find area ABC
 @pytest.mark.parametrize("has_null", [False, True])
 def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
     """A row whose figure is null is one that the reward does not apply to."""
-    figure = verdict(form_of_text(FIGURE)).figure
+    figure = solve_form(read_form_from_text(FIGURE)).figure
     assert figure is not None
-    figures = [None if has_null and number % 2 else written(figure) for number in range(20)]
+    figures = [None if has_null and number % 2 else figure_as_json(figure) for number in range(20)]
     dataset = rows().add_column("figure", figures)
     folder = tmp_path / "data" / "data"
     folder.mkdir(parents=True)

@@ -83,21 +83,19 @@ def score_predictions_file(
 def figures_in_training(
     benchmark: Benchmark,
     rows: Sequence[Prediction],
-    options: ScoreOptions | None = None,
     *,
     answer_tags: bool = False,
 ) -> dict[str, float]:
     """Score rows during a training, as flat numbers for its log, such as `mathvista_accuracy`.
 
+    The options are the defaults of the benchmark's verb `score`.
+
     Args:
         benchmark: The benchmark, whose name is the prefix of each number.
         rows: The predictions, at least one.
-        options: Those of the benchmark's verb `score`; None: its defaults.
         answer_tags: Whether the prompts asked for `<answer> </answer>`.
     """
-    content, _ = score(
-        benchmark, rows, options or benchmark.score_options(), answer_tags=answer_tags
-    )
+    content, _ = score(benchmark, rows, benchmark.score_options(), answer_tags=answer_tags)
     low, high = content["wilson_95"]
     figures: dict[str, float] = {
         "accuracy": content["accuracy"],

@@ -240,6 +240,20 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
         ]
 
 
+@pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])
+def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, name: str) -> None:
+    """`datasets` takes a path as a pattern, which may mean other folders too, or none."""
+    ids = {}
+    for number, folder_name in enumerate((name, "run1", "run2", "runs")):
+        rows = list(generate(3, seed=number))
+        write_split(rows, tmp_path / folder_name, "train")
+        ids[folder_name] = [row["id"] for row in rows]
+    folder = tmp_path / name
+    assert load_split(folder, "train")["id"] == ids[name]
+    script = script_of("--dataset_name", f"[{str(folder)!r}]")
+    assert load_rows(script, script.dataset_name, seed=0)["id"] == ids[name]
+
+
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
 

@@ -405,17 +405,19 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         engine=Namespace(greedy={}),
         processor="p",
     )
-    rollouts: Any = Namespace(group_sampler=groups, guard=Namespace(watching=nullcontext))
+    generation_sampler: Any = Namespace(
+        group_sampler=groups, guard=Namespace(guarding_servers=nullcontext)
+    )
     plan = evaluation.EvaluationPlan(
-        [evaluation.Task(find_benchmark("geometry3k"), problems, in_data=9)],
+        [evaluation.EvaluationTask(find_benchmark("geometry3k"), problems, problems_in_data=9)],
         every=2,
         at_start=False,
-        prompt=None,
+        prompt_template=None,
     )
     evaluated_by = partial(
         evaluation.EvaluateOnTheWay,
         pair=pair,
-        rollouts=rollouts,
+        generation_sampler=generation_sampler,
         end_tokens=[1],
         log_evaluation=logged.append,
     )

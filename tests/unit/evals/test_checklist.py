@@ -7,9 +7,9 @@ import pytest
 
 from adora_vl.evals.checklist import MAX_QUESTIONS_OF_PICTURE, build_checklist, questions_on_marks
 from adora_vl.evals.records import Problem
-from adora_vl.geometry.figure import figure_from, written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json, figure_from_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.grade import verify_gold
 from adora_vl.utils.errors import UserError
 
@@ -29,9 +29,9 @@ find BC
 @pytest.fixture(scope="module")
 def drawn() -> str:
     """A trapezoid with a right angle, as a row stores it."""
-    result = verdict(form_of_text(FACTS))
+    result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None, result.why
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
 def problem(**fields: Any) -> Problem:
@@ -47,7 +47,7 @@ def problem(**fields: Any) -> Problem:
 def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        questions = questions_on_marks(figure_from(drawn), str(seed))
+        questions = questions_on_marks(figure_from_json(drawn), str(seed))
         assert 0 < len(questions) <= MAX_QUESTIONS_OF_PICTURE
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
@@ -66,7 +66,7 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
 
 
 def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
-    figure = figure_from(drawn)
+    figure = figure_from_json(drawn)
     assert questions_on_marks(figure, "geo/1") == questions_on_marks(figure, "geo/1")
 
 

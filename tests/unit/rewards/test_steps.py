@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from adora_vl.advantage.adora import Adora
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.steps import step_figures, step_lines
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT, load_run
 from adora_vl.rewards.choose import check_reward_sums, choose_rewards, reward_range
@@ -42,9 +42,9 @@ CLAIMS = (
 @pytest.fixture(scope="module")
 def drawn() -> str:
     """The figure of the facts, as a row stores it."""
-    result = verdict(form_of_text(FACTS))
+    result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
 def scores(reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any) -> Any:
@@ -145,9 +145,9 @@ def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> No
 def test_a_figure_that_its_values_settle_counts_as_none() -> None:
     """Nothing new can be said of it, and each right answer would count as luck."""
     facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
-    result = verdict(form_of_text(facts))
+    result = solve_form(read_form_from_text(facts))
     assert result.figure is not None
-    assert scores(StepsReward({}), ["∠C = 89"], [written(result.figure)]) == [None]
+    assert scores(StepsReward({}), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
 
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
