@@ -336,7 +336,8 @@ def convert_steps(migration: Migration, names: Names, layout: Layout) -> None:
 def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
     """Convert the warm-up of the learning rate, which is in steps or a share of the run.
 
-    Transformers has one key for both, and reads a number below 1 as a share.
+    Transformers has one key for both, and reads a number below 1 as a share. Its schedule `constant`
+    has no warm-up, while that of the other trainers has one.
 
     `names`: the other trainer's key and its default by our key; `WARMUP_STEPS` and `WARMUP_SHARE`
     are those of the warm-up.
@@ -347,8 +348,14 @@ def _convert_warmup(migration: Migration, names: Names, layout: Layout) -> None:
     share = migration.get(share_name, 0.0)
     if steps > 0:
         migration.put("warmup_steps", int(steps) * layout.updates, steps_name)
-    elif share > 0:
+    elif share > 0 and steps < 0:  # 0 steps are no warm-up, whatever the share is
         migration.put("warmup_steps", share, share_name, note="a share of the run")
+    else:
+        return
+    if migration.keys["lr_scheduler_type"].value == "constant":
+        schedule_name, _ = names["lr_scheduler_type"]
+        note = "theirs warms up, TRL's constant does not"
+        migration.put("lr_scheduler_type", "constant_with_warmup", schedule_name, note=note)
 
 
 def _remark_evaluation(migration: Migration, names: Names, layout: Layout) -> None:

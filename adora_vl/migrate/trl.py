@@ -53,6 +53,10 @@ def convert_trl(migration: Migration) -> LaunchPlan:
     )
     # the older name of the same key
     migration.copy("dtype", "torch_dtype")
+    # Transformers before 5 had the warm-up as a share too, which a number of steps replaced.
+    warmup_name = "warmup_steps" if migration.get("warmup_steps", 0) else "warmup_ratio"
+    migration.copy("warmup_steps", warmup_name)
+    migration.used.add("warmup_ratio")
     prompt_tokens = migration.get("max_prompt_length")
     if prompt_tokens:
         answer_tokens = migration.get("max_completion_length", 512)

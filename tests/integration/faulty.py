@@ -170,13 +170,13 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer = trainers[0]
         trainer.train_dataset = run.data.train
         trainer.run = run
-        trainer.bad_steps.bad_steps_in_a_row = 0
-        trainer.bad_steps.reason = None
+        trainer.skip_bad_steps.bad_steps_in_a_row = 0
+        trainer.skip_bad_steps.reason = None
         # as in a new process
         trainer._step = 0
-        trainer._generation = None
+        trainer._present_generation = None
         trainer.sampler.synced_step = -1
-        trainer.checkpoints.saved_at = trainer.checkpoints.began_at = None
+        trainer.checkpoint_writer.saved_at = trainer.checkpoint_writer.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
             callback
             for callback in trainer.callback_handler.callbacks

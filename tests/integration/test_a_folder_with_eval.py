@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.evals.benchmark import NAMES
+from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import arguments
 
@@ -128,7 +128,7 @@ def test_from_the_wheel_a_folder_eval_is_not_run(
 def test_the_wheel_has_the_commands_and_all_benchmarks(
     tmp_path: Path, installed_wheel: Path
 ) -> None:
-    for name in NAMES:
+    for name in BENCHMARK_NAMES:
         assert (installed_wheel / "eval" / f"{name}.py").is_file()
     assert "usage: python -m eval.mathvista" in run_in(
         tmp_path, installed_wheel, "-m", "eval.mathvista", "--help"

@@ -23,10 +23,10 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
-from adora_vl.evals.benchmark import NAMES
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.evals.benchmark import BENCHMARK_NAMES
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.check import lora_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.planning.plan import make_plan
@@ -375,7 +375,7 @@ REFUSED_COMMANDS: list[
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean "
+        f"adora_eval: 'mathvist' is not one of {', '.join(BENCHMARK_NAMES)}, or FILE.py:NAME; did you mean "
         "'mathvista'",
     ),
     (
@@ -682,9 +682,9 @@ find area ABC
 @pytest.mark.parametrize("has_null", [False, True])
 def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
     """A row whose figure is null is one that the reward does not apply to."""
-    figure = verdict(form_of_text(TRIANGLE_FACTS)).figure
+    figure = solve_form(read_form_from_text(TRIANGLE_FACTS)).figure
     assert figure is not None
-    figures = [None if has_null and number % 2 else written(figure) for number in range(20)]
+    figures = [None if has_null and number % 2 else figure_as_json(figure) for number in range(20)]
     dataset = equal_rows().add_column("figure", figures)
     folder = tmp_path / "data" / "data"
     folder.mkdir(parents=True)
@@ -823,7 +823,7 @@ CHECKS_IN_ORDER = [
     "check_machine",
     "check_rewards",
     "check_tools",
-    "check_sums",
+    "check_reward_sums",
     "check_model",
     "check_parts",
     "check_prompts",

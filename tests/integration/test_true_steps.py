@@ -13,9 +13,9 @@ import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer
 
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.models.load import local_model
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
@@ -61,7 +61,7 @@ def server() -> Iterator[StandIn]:
 
 def write_triangle_rows(folder: Path) -> Path:
     """Write twelve rows, of which every fourth one has no figure."""
-    figure = verdict(form_of_text(TRIANGLE_FACTS)).figure
+    figure = solve_form(read_form_from_text(TRIANGLE_FACTS)).figure
     assert figure is not None
     rows = [
         {
@@ -69,7 +69,7 @@ def write_triangle_rows(folder: Path) -> Path:
             "problem": f"Triangle {number}: find the area of ABC.",
             "answer": "60",
             "images": [drawing(number)],
-            "figure": None if number % 4 == 3 else written(figure),
+            "figure": None if number % 4 == 3 else figure_as_json(figure),
         }
         for number in range(12)
     ]

@@ -224,10 +224,42 @@ RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
         {"adora_reward": ["./no/such.py:score"]},
         ["reward: ./no/such.py is not here"],
     ),
+    "trl, warm-up as a share of the run": (
+        "trl",
+        ["trl", "grpo", "--model_name_or_path", "m", "--warmup_ratio", "0.1"],
+        {"warmup_steps": 0.1},
+        ["data missing"],
+    ),
+    "trl, warm-up in steps and as a share": (
+        "trl",
+        ["trl", "grpo", "--model_name_or_path=m", "--warmup_ratio=0.1", "--warmup_steps=5"],
+        {"warmup_steps": 5},
+        ["data missing"],
+    ),
     "verl, warm-up in steps of theirs": (
         "verl",
         [*VERL, "actor_rollout_ref.actor.optim.lr_warmup_steps=3"],
-        {"warmup_steps": 12},
+        {"warmup_steps": 12, "lr_scheduler_type": "constant_with_warmup"},
+        ["reward missing"],
+    ),
+    "verl, warm-up of a schedule that falls": (
+        "verl",
+        [
+            *VERL,
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+            "actor_rollout_ref.actor.optim.warmup_style=cosine",
+        ],
+        {"warmup_steps": 0.1, "lr_scheduler_type": "cosine"},
+        ["reward missing"],
+    ),
+    "verl, no steps of warm-up, and a share": (
+        "verl",
+        [
+            *VERL,
+            "actor_rollout_ref.actor.optim.lr_warmup_steps=0",
+            "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1",
+        ],
+        {"lr_scheduler_type": "constant"},
         ["reward missing"],
     ),
     "verl, another loss, KL and estimator": (

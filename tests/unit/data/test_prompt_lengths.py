@@ -33,7 +33,7 @@ from adora_vl.data.prompt_lengths import (
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
-from adora_vl.evaluation import EvaluationPlan, Task, fitting_evaluations
+from adora_vl.evaluation import EvaluationPlan, EvaluationTask, leave_out_overlong
 from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
@@ -529,8 +529,8 @@ def evaluated(limit: int, policy: str, *problems: Problem) -> list[Problem]:
         policy=policy,
         speaks=True,
     )
-    task = Task(BENCHMARK, list(problems))
-    plan = fitting_evaluations(EvaluationPlan([task], 1, True), overlong)
+    task = EvaluationTask(BENCHMARK, list(problems))
+    plan = leave_out_overlong(EvaluationPlan([task], 1, True), overlong)
     return plan.tasks[0].problems
 
 

@@ -253,7 +253,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
     The run goes on, and the reason is known.
     """
     guard = RewardGuard(step_context())
-    function, async_function = guard.around([flaky, flaky_async], ["flaky", "flaky_async"])
+    function, async_function = guard.wrap_functions([flaky, flaky_async], ["flaky", "flaky_async"])
     assert function(completions=["fine", "lost", "?"]) == [1.0, None, None]
     assert asyncio.run(async_function(completions=["lost"])) == [None]
     guard.check(0)
@@ -268,7 +268,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
     """This is rank 1 of 3, of four rollouts each. A call on rank 0 failed too."""
     guard = RewardGuard(step_context())
-    (function,) = guard.around([flaky], ["flaky"])
+    (function,) = guard.wrap_functions([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
     monkeypatch.setattr(
         "adora_vl.training.guards.gather_object",
@@ -288,7 +288,7 @@ def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
 
     guards = [RewardGuard(step_context(save_now=lambda: tmp_path)) for _ in range(2)]
     for guard, function in zip(guards, (refuse, flaky), strict=True):
-        (guarded_function,) = guard.around([function], ["judge"])
+        (guarded_function,) = guard.wrap_functions([function], ["judge"])
         guarded_function(completions=["fine"])
     failures_of_ranks = [*guards[0].failures, *guards[1].failures]
     monkeypatch.setattr(
