@@ -22,7 +22,7 @@ from adora_vl.data.dataset import load_split, read_manifest, row_count, write_sp
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.engines import settings_of
+from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
@@ -238,6 +238,20 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
         assert load_split(tmp_path / "data", "train")["problem"][:] == [
             row["problem"] for row in rows
         ]
+
+
+@pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])
+def test_a_folder_is_read_by_its_name_and_no_neighbour_with_it(tmp_path: Path, name: str) -> None:
+    """`datasets` takes a path as a pattern, which may mean other folders too, or none."""
+    ids = {}
+    for number, folder_name in enumerate((name, "run1", "run2", "runs")):
+        rows = list(generate(3, seed=number))
+        write_split(rows, tmp_path / folder_name, "train")
+        ids[folder_name] = [row["id"] for row in rows]
+    folder = tmp_path / name
+    assert load_split(folder, "train")["id"] == ids[name]
+    script = script_of("--dataset_name", f"[{str(folder)!r}]")
+    assert load_rows(script, script.dataset_name, seed=0)["id"] == ids[name]
 
 
 def test_a_table_that_is_put_beside_the_others_is_read_too(tmp_path: Path) -> None:
@@ -483,7 +497,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     ):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
+        settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
         assert settings.fingerprint_fields == (config if rendered == "brief" else {}), (
             "answers of both do not mix"

@@ -221,7 +221,8 @@ def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypa
         part.path.unlink()
     answers = iter([listed])
     monkeypatch.setattr(
-        "adora_vl.report.run_view.list_parts", lambda folder: next(answers, None) or list_parts(folder)
+        "adora_vl.report.run_view.list_parts",
+        lambda folder: next(answers, None) or list_parts(folder),
     )
     assert len(load_run(run, max_rollouts=1000).groups) == 62
 
