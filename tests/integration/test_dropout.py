@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from adora_vl.packing.policy_pass import PolicyPass
-from adora_vl.record.metrics import read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn
 from tests.support.stand_ins import config_of

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
 from tests.support.terminal import Running
 from tests.support.weights import mean_difference
