@@ -8,6 +8,7 @@ import faulthandler
 import hashlib
 import importlib.util
 import inspect
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -79,8 +80,10 @@ def source_hash(function: Any) -> str:
     """Return a hash of a function's source text, by which a changed function is known.
 
     It is not of the whole file, since that may be the script that also says how long to train. For
-    what has no source, such as a builtin function, it is a hash of the name.
+    what has no source, such as a builtin function, it is a hash of the name. The values that are
+    bound to the function (`_bound_values`) count too.
     """
+    bound_values = _bound_values(function)
     while isinstance(function, partial):
         function = function.func
     text = function_name(function)
@@ -89,7 +92,38 @@ def source_hash(function: Any) -> str:
     definition = function if has_definition else type(function)
     with suppress(OSError, TypeError):
         text = inspect.getsource(definition)
+    if bound_values:
+        # A value that refers to itself has no text.
+        with suppress(ValueError, RecursionError):
+            text += json.dumps(bound_values, default=_type_name, skipkeys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bound_values(function: Any) -> list[Any]:
+    """Return the values that decide what a function does, and that its source does not show.
+
+    They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
+    the variables of the function around it that are plain. Whatever else an object has may change
+    while the run goes on, such as a count of its calls.
+    """
+    values: list[Any] = []
+    while isinstance(function, partial):
+        values += [list(function.args), sorted(function.keywords.items())]
+        function = function.func
+    is_instance = is_dataclass(function) and not inspect.isclass(function)
+    if is_instance and function.__dataclass_params__.frozen:
+        values += [[field.name, getattr(function, field.name)] for field in fields(function)]
+    # A variable without a value yet has an empty cell, which raises when it is read.
+    with suppress(ValueError, TypeError):
+        variables = inspect.getclosurevars(function).nonlocals
+        plain_types = (str, int, float, type(None))
+        values += [item for item in sorted(variables.items()) if isinstance(item[1], plain_types)]
+    return [value for value in values if value]
+
+
+def _type_name(value: object) -> str:
+    """Return the name of the type of a value that has no plain text, for `json.dumps`."""
+    return type(value).__qualname__
 
 
 def search_files_beside(config: Path | None) -> None:
