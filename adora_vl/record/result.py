@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import pyarrow as pa
 
-from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import share_of_the_data
-from adora_vl.evals.scoring.statistics import welch
+from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS
 from adora_vl.record.metrics import kind_of
@@ -25,8 +25,8 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
 # Below the folder of a run: the score of its model, and of the model before the training.
-AFTER = Path("eval") / SCORE
-BEFORE = Path("before") / SCORE
+AFTER = Path("eval") / SCORE_FILE
+BEFORE = Path("before") / SCORE_FILE
 REWARD = "reward"
 _ACCURACY_KEY = re.compile(r"eval_(.*)_accuracy")
 # the entries of a run's log, or the lines of its `metrics.jsonl`
@@ -90,7 +90,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     last_count = len(samples.last)
     if min(first_count, last_count) < 2:
         return change
-    low, high = welch(samples.first, samples.last)
+    low, high = welch_interval(samples.first, samples.last)
     # The change is that of the logged means. Those of the recorded groups may differ from them a
     # little, as groups that were replaced are recorded too, so only the interval's width is taken.
     half_width = (high - low) / 2

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.evals.benchmark import BENCHMARK_FILES, benchmark_name_for
+from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
 from adora_vl.models.load import ADAPTER, MERGED
 from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
 from adora_vl.record.manifest import interpreter
@@ -73,7 +73,7 @@ def _evaluator_words(benchmark: str) -> list[str]:
     `adora-vl-eval` does not look into the current folder, so it is taken then.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
-        is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FILES
+        is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:
             return ["adora-vl-eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]

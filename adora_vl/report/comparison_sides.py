@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.rewards.judge import without_address
 from adora_vl.utils.cli import amount, dotted
@@ -246,7 +246,7 @@ def _newest_scores(folder: Path) -> _NewestScores:
     """Read the score files in a run's folder and in its subfolders, the newest of each benchmark."""
     score_by_benchmark: dict[str, ScoreFile] = {}
     notes = []
-    score_paths = [*folder.glob(SCORE), *folder.glob(f"*/{SCORE}")]
+    score_paths = [*folder.glob(SCORE_FILE), *folder.glob(f"*/{SCORE_FILE}")]
     outside = [path for path in score_paths if leads_out(folder, path)]
     notes += [f"{path} is a link out of the run's folder, and is not read" for path in outside]
     inside = [path for path in score_paths if path not in outside]

@@ -7,7 +7,7 @@ from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
-from adora_vl.evals.scoring.statistics import welch
+from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.rollouts import Part, read_part
 from adora_vl.utils.cli import amount
 
@@ -207,7 +207,7 @@ def _length_change(first_lengths: Sequence[float], last_lengths: Sequence[float]
     They did if the 95 % interval of the difference (by Welch's t) lies on one side of 0; they may
     have changed by chance otherwise. Each argument has a mean length for each group.
     """
-    low, high = welch(first_lengths, last_lengths)
+    low, high = welch_interval(first_lengths, last_lengths)
     means = f"{fmean(first_lengths):.0f} → {fmean(last_lengths):.0f} tokens"
     if low > 0:
         return f"became longer ({means})"

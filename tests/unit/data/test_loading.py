@@ -22,7 +22,7 @@ from adora_vl.data.dataset import load_split, read_manifest, row_count, write_sp
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.engines import settings_of
+from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
@@ -497,7 +497,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     ):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
+        settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
         assert settings.fingerprint_fields == (config if rendered == "brief" else {}), (
             "answers of both do not mix"

@@ -31,7 +31,7 @@ from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
-from tests.support.recipes import CONFIGS, PAIRS
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
 
 STORED = Path(__file__).with_name("fingerprints.json")
 # As many rows as one generation of the largest recipe has prompts.
@@ -55,7 +55,7 @@ def of_config(name: str, data: Path) -> dict[str, str]:
     words += ["--model_name_or_path", TINY.get(name, "tiny"), "--dataset_name", str(data)]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(data.parent / "runs")]
-    launcher = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
+    launcher = CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
     run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
     return settings_of(run)
 
@@ -129,7 +129,7 @@ def fingerprints() -> dict[str, dict[str, str]]:
         for kind in ("synthetic", "knights"):
             assert data_prep([kind, "--output", str(Path(folder, kind)), *words]) == 0
         by_name = {}
-        for name in PAIRS:
+        for name in ACCELERATE_CONFIG_BY_RECIPE:
             kind = "knights" if TINY.get(name) == "tiny_text" else "synthetic"
             by_name[name] = of_config(name, Path(folder, kind))
     return by_name | {name: of_python(**options) for name, options in PYTHON.items()}

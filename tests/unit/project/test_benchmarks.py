@@ -15,7 +15,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.evals.scoring.statistics import student_half_width
 from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
 from benchmarks import scanned
 from benchmarks.attenuation import task
@@ -115,7 +115,7 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 
 def test_the_tests_of_a_difference_know_its_unit():
-    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert student_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
     assert scanned.interval([1.0, -1.0]).startswith("+0.0 [")
     assert scanned.interval([1.0]) == "-"
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.evals.records import Graded, RowGrade
-from adora_vl.evals.scoring.score import aggregate, verdict_of
-from adora_vl.evals.scoring.statistics import welch
+from adora_vl.evals.records import GradedAnswer, RowGrade
+from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.figures import PASS
 from adora_vl.record.metrics import read_metrics
 from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_change
@@ -69,13 +69,19 @@ def write_run(folder: Path, rates: Rates) -> Path:
 
 def write_score(file: Path, digits: str, **fields: Any) -> None:
     """Write a score file with an answer per digit, which is right where the digit is 1."""
-    graded: list[Graded] = []
+    graded: list[GradedAnswer] = []
     for number, digit in enumerate(digits):
         is_right = digit == "1"
         grade = RowGrade(verdict_of(is_right), None, "r")
-        graded.append(Graded(f"mine/{number}", grade))
+        graded.append(GradedAnswer(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = {**aggregate(graded), "benchmark": "problems", "rules": {}, "items": items, **fields}
+    score = {
+        **count_right_answers(graded),
+        "benchmark": "problems",
+        "rules": {},
+        "items": items,
+        **fields,
+    }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(score))
 
@@ -96,7 +102,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     change = training_change(run, log, PASS)
     first_fifth = rates[0] + rates[1]
     last_fifth = rates[-2] + rates[-1]
-    low, high = welch(first_fifth, last_fifth)
+    low, high = welch_interval(first_fifth, last_fifth)
     assert change is not None
     assert change.over == "8 and 8 groups"
     assert change.low == pytest.approx(low)
