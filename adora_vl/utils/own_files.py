@@ -99,26 +99,35 @@ def source_hash(function: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bound_values(function: Any) -> list[Any]:
+def _bound_values(function: object) -> list[object]:
     """Return the values that decide what a function does, and that its source does not show.
 
     They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
     the variables of the function around it that are plain. Whatever else an object has may change
     while the run goes on, such as a count of its calls.
     """
-    values: list[Any] = []
+    values: list[object] = []
     while isinstance(function, partial):
-        values += [list(function.args), sorted(function.keywords.items())]
+        values += [*function.args, *sorted(function.keywords.items())]
         function = function.func
-    is_instance = is_dataclass(function) and not inspect.isclass(function)
-    if is_instance and function.__dataclass_params__.frozen:
-        values += [[field.name, getattr(function, field.name)] for field in fields(function)]
-    # A variable without a value yet has an empty cell, which raises when it is read.
-    with suppress(ValueError, TypeError):
-        variables = inspect.getclosurevars(function).nonlocals
-        plain_types = (str, int, float, type(None))
-        values += [item for item in sorted(variables.items()) if isinstance(item[1], plain_types)]
-    return [value for value in values if value]
+
+    # An object with `__call__`. What is not frozen may change, and a class itself has no values.
+    if is_dataclass(function) and not isinstance(function, type):
+        parameters = getattr(function, "__dataclass_params__", None)
+        if getattr(parameters, "frozen", False):
+            for field in fields(function):
+                values.append([field.name, getattr(function, field.name)])
+
+    # Python keeps the variables of the function around in cells, in the order of their names.
+    code = getattr(function, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(names, cells, strict=True):
+        # A variable that has no value yet has an empty cell, which raises when it is read.
+        with suppress(ValueError):
+            if isinstance(cell.cell_contents, str | int | float):
+                values.append([name, cell.cell_contents])
+    return values
 
 
 def _type_name(value: object) -> str:

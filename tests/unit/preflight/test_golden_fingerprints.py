@@ -7,6 +7,7 @@ tests.unit.preflight.test_golden_fingerprints` stores those of today.
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,15 +152,15 @@ def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_we
     assert written(fingerprints()) == STORED.read_text()
 
 
-def brevity(completions: list[Any], target: int = 10, **columns: Any) -> list[float]:
-    """Reward an answer of at most so many messages."""
-    return [float(len(completion) <= target) for completion in completions]
+def brevity(completions: list[object], target: int = 10, **columns: object) -> list[float]:
+    """Reward an answer of at most so many characters."""
+    return [float(len(str(completion)) <= target) for completion in completions]
 
 
-def reward_around(bonus: float) -> Any:
+def reward_around(bonus: float) -> Callable[..., list[float]]:
     """Return a reward function that reads `bonus` from the function around it."""
 
-    def with_bonus(completions: list[Any], **columns: Any) -> list[float]:
+    def with_bonus(completions: list[object], **columns: object) -> list[float]:
         return [bonus for _ in completions]
 
     return with_bonus
@@ -171,7 +172,7 @@ class Brevity:
 
     target: int
 
-    def __call__(self, completions: list[Any], **columns: Any) -> list[float]:
+    def __call__(self, completions: list[object], **columns: object) -> list[float]:
         return brevity(completions, target=self.target)
 
 
