@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -104,7 +104,7 @@ def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]
 
 
 def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
-    processor = load_processor(str(PRETRAINED))
+    processor = load_processor(str(PRETRAINED_FOLDER))
     peft = settings.pop("peft_config", None)
     defaults: dict[str, Any] = {
         "use_cpu": True,
@@ -124,7 +124,7 @@ def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     data = Dataset.from_list([{"prompt": conversation("x"), "level": 0}] * 32)
     tokenizers = [None, processor.tokenizer][: len(reward)] if len(reward) > 1 else None
     return AdoraGRPOTrainer(
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         reward,
         AdoraGRPOConfig(str(folder), **{**defaults, **settings}),
         data,
