@@ -17,7 +17,7 @@ from adora_vl.evals.scoring.judge import (
 )
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
-from eval.mathvista import BENCHMARK, question_of
+from eval.mathvista import BENCHMARK, build_question
 from tests.support import benchmark_data
 from tests.support.cases import Case
 from tests.support.endpoint_server import Answer, Reply, Server, completion
@@ -159,7 +159,7 @@ def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], S
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(
-        build_extraction_messages(question_of(row("1", "I count five.", answer="gold-value")))
+        build_extraction_messages(build_question(row("1", "I count five.", answer="gold-value")))
     )
 
 
