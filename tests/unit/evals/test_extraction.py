@@ -203,13 +203,14 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
 
 @pytest.mark.parametrize("code", [401, 403])
 def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
-    tmp_path, serve, monkeypatch, capsys, code
+    tmp_path, serve, capsys, code
 ):
     """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
     server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
     rows = [row(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
-    score_file.write_text("an earlier score")
+    benchmark_data.scored(BENCHMARK, tmp_path, rows)  # by rules
+    earlier_score = score_file.read_bytes()
     judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
     assert main(BENCHMARK, benchmark_data.to_score(tmp_path, rows, *judge)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
@@ -217,7 +218,7 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
         f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
     )
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
-    assert score_file.read_text() == "an earlier score"
+    assert score_file.read_bytes() == earlier_score
     well_server = serve(reads)
     result = scored(tmp_path, well_server.url, rows=rows)
     assert result["correct"] == 20
