@@ -17,14 +17,14 @@ from transformers.trainer_utils import IntervalStrategy
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import (
     benchmark_name_for,
-    data_options,
+    default_data_options,
     find_benchmark,
     load_checked_problems,
 )
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import ConversationEngine
-from adora_vl.evals.inference.runner import AnswerSample, answer, refuse_control_tokens
-from adora_vl.evals.inference.views import VIEWS, problems_in_view
+from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Task:
-    """One benchmark with its problems."""
+class EvaluationTask:
+    """One benchmark with the problems that are evaluated."""
 
     benchmark: Benchmark
     problems: list[Problem]
     # Problems in the data, of which `problems` may be a part; None: no more than `problems`.
-    in_data: int | None = None
+    problems_in_data: int | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
     """What to evaluate during a training, and when."""
 
-    tasks: list[Task]
+    tasks: list[EvaluationTask]
     every: int  # optimizer steps between evaluations
     at_start: bool  # whether to evaluate before the first step too
-    prompt: str | None = None  # the template of the training (`adora_prompt`)
+    prompt_template: str | None = None  # that of the training (`adora_prompt`)
     delay: float = 0  # optimizer steps before which there is no evaluation (`eval_delay`)
 
 
 def take_evaluations(
-    config: AdoraGRPOConfig, folders: Sequence[str], prompt: str | None = None
+    config: AdoraGRPOConfig, folders: Sequence[str], prompt_template: str | None = None
 ) -> EvaluationPlan | None:
     """Load the evaluations that the keys ask for, and switch Transformers' own evaluation off.
 
@@ -75,7 +75,7 @@ def take_evaluations(
         config: the training arguments; `adora_eval` names benchmarks and their data.
         folders: the folders of the training data, whose held-out splits are evaluated where
             `adora_eval` names nothing.
-        prompt: the template of the training (`adora_prompt`).
+        prompt_template: that of the training (`adora_prompt`).
 
     Returns:
         What to evaluate; None if the keys ask for no evaluation.
@@ -93,39 +93,42 @@ def take_evaluations(
     entries = config.adora_eval or [
         f"{benchmark_name_for(Path(folder))}={folder}" for folder in folders
     ]
-    tasks: list[Task] = []
+    tasks: list[EvaluationTask] = []
     entries_of_tasks: list[str] = []
     for entry in entries:
-        for task in _load(entry, config.adora_eval_limit, prompt):
+        for task in _load_tasks(entry, config.adora_eval_limit, prompt_template):
             tasks.append(task)
             entries_of_tasks.append(entry)
     for task in tasks:
         refuse_control_tokens(task.problems)
-    tasks = _with_different_names(tasks, entries_of_tasks)
     plan = EvaluationPlan(
-        tasks=tasks,
+        tasks=_make_names_unique(tasks, entries_of_tasks),
         every=int(config.eval_steps),
         at_start=bool(config.eval_on_start),
-        prompt=prompt,
+        prompt_template=prompt_template,
         delay=config.eval_delay,
     )
+    # Transformers must not evaluate beside it.
     config.eval_strategy = IntervalStrategy.NO
     config.eval_on_start = False
     return plan
 
 
-def fitting_evaluations(plan: EvaluationPlan, overlong: OverlongPrompts) -> EvaluationPlan:
+def leave_out_overlong(plan: EvaluationPlan, overlong_prompts: OverlongPrompts) -> EvaluationPlan:
     """Leave out the problems whose prompts are too long to leave the engine room for an answer.
 
-    `overlong` decides by the keys of the run which those are, and may raise `UserError` for them.
+    `overlong_prompts` decides by the keys of the run which those are, and may raise `UserError` for
+    them.
     """
     tasks = []
     for task in plan.tasks:
         # A generator: reading the sizes of images takes time.
         rows = ((problem.pid, problem.prompt, _image_sizes(problem)) for problem in task.problems)
-        evaluation = f" of the evaluation {task.benchmark.name}"
-        kept_numbers = overlong.prompts_to_evaluate(rows, len(task.problems), evaluation)
-        tasks.append(replace(task, problems=[task.problems[number] for number in kept_numbers]))
+        evaluation_name = f" of the evaluation {task.benchmark.name}"
+        fitting_numbers = overlong_prompts.prompts_to_evaluate(
+            rows, len(task.problems), evaluation_name
+        )
+        tasks.append(replace(task, problems=[task.problems[number] for number in fitting_numbers]))
     return replace(plan, tasks=tasks)
 
 
@@ -140,7 +143,7 @@ def _image_sizes(problem: Problem) -> Sequence[Size | None]:
         return [None] * problem.n_images
 
 
-def _with_different_names(tasks: list[Task], entries: Sequence[str]) -> list[Task]:
+def _make_names_unique(tasks: list[EvaluationTask], entries: Sequence[str]) -> list[EvaluationTask]:
     """Give each task a name of its own for the log.
 
     A benchmark that is evaluated on several data sets gets the name of the folder behind its own.
@@ -153,34 +156,37 @@ def _with_different_names(tasks: list[Task], entries: Sequence[str]) -> list[Tas
         UserError: two tasks have the same name even so.
     """
     names = [task.benchmark.name for task in tasks]
-    renamed: list[Task] = []
+    renamed_tasks: list[EvaluationTask] = []
     for task, name, entry in zip(tasks, names, entries, strict=True):
-        if names.count(name) > 1:
-            _, _, data = entry.partition("=")
-            folder_name = Path(data.removesuffix(":views")).name
-            longer_name = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder_name)}"
-            if any(longer_name == earlier.benchmark.name for earlier in renamed):
-                raise UserError(
-                    f"adora_eval: {entry!r} has the name {longer_name!r} of another one; rename its "
-                    "folder"
-                )
-            task = replace(task, benchmark=replace(task.benchmark, name=longer_name))
-        renamed.append(task)
-    return renamed
+        if names.count(name) == 1:
+            renamed_tasks.append(task)
+            continue
+        _, _, data = entry.partition("=")
+        folder_name = Path(data.removesuffix(":views")).name
+        longer_name = f"{name}_{re.sub(r'[^0-9A-Za-z]+', '_', folder_name)}"
+        if any(longer_name == earlier.benchmark.name for earlier in renamed_tasks):
+            raise UserError(
+                f"adora_eval: {entry!r} has the name {longer_name!r} of another one; rename its "
+                "folder"
+            )
+        renamed_tasks.append(replace(task, benchmark=replace(task.benchmark, name=longer_name)))
+    return renamed_tasks
 
 
 class DataMissingError(UserError):
     """The data of an evaluation are not on this machine."""
 
 
-def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
+def _load_tasks(
+    entry: str, max_problems: int | None, prompt_template: str | None
+) -> list[EvaluationTask]:
     """Load the benchmark and the problems that an entry of the key `adora_eval` names.
 
     Args:
         entry: `BENCHMARK=DATA`. One that ends in `:views` becomes a task for each view: a way to
             show the same problems, such as the facts of the figure as text.
-        limit: the most problems; None for all.
-        prompt: the template of the training.
+        max_problems: None for all.
+        prompt_template: that of the training.
 
     Raises:
         DataMissingError: the data are not on this machine.
@@ -195,7 +201,7 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
             "problems=DIR"
         )
     benchmark = find_benchmark(name, "adora_eval")
-    options = data_options(benchmark, path, prompt)
+    options = default_data_options(benchmark, path, prompt_template)
     try:
         problems = load_checked_problems(benchmark, options).problems
     except UserError as error:
@@ -205,16 +211,23 @@ def _load(entry: str, limit: int | None, prompt: str | None) -> list[Task]:
     if not problems:
         raise UserError(f"adora_eval: {path!r} has no problems in its split {benchmark.split!r}")
     if not with_views:
-        return [Task(benchmark, problems[:limit], len(problems))]
+        return [
+            EvaluationTask(
+                benchmark=benchmark,
+                problems=problems[:max_problems],
+                problems_in_data=len(problems),
+            )
+        ]
     # Only problems with facts can be shown in other views.
-    with_facts = [problem for problem in problems if problem.facts][:limit] or problems
+    problems_with_facts = [problem for problem in problems if problem.facts]
+    shown_problems = problems_with_facts[:max_problems] or problems
     return [
-        Task(
+        EvaluationTask(
             benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
-            problems=problems_in_view(with_facts, view),
-            in_data=len(problems),
+            problems=show_in_view(shown_problems, view),
+            problems_in_data=len(problems),
         )
-        for view in VIEWS
+        for view in DESCRIPTION_BY_VIEW
     ]
 
 
@@ -225,28 +238,31 @@ class SamplerEngine(ConversationEngine):
     """
 
     def __init__(
-        self, pair: EnginePair, groups: GroupSampler, chat: ChatProcessor, end_tokens: Iterable[int]
+        self,
+        pair: EnginePair,
+        group_sampler: GroupSampler,
+        chat: ChatProcessor,
+        end_tokens: Iterable[int],
     ) -> None:
         """Build an engine from the trainer's own engine and tools.
 
         Args:
             pair: the engine of the trainer, and its policy.
-            groups: the trainer's sampler of rollouts, which has the tools.
+            group_sampler: the trainer's sampler of rollouts, which has the tools.
             chat: makes the prompts of problems.
             end_tokens: end an answer. Strings that end a rollout of the training do not.
         """
         assert pair.engine is not None
-        sample = partial(pair.sampler.sample, settings=pair.engine.greedy)
-        max_tokens = pair.config.max_completion_length
+        sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy)
         super().__init__(
             chat,
-            sample,
-            max_length=max_tokens,
+            sample_greedily,
+            max_length=pair.config.max_completion_length,
             batch_size=256,
             stop=StopCriteria(frozenset(end_tokens)),
-            any_rank=groups.any_rank_continues,
+            any_rank=group_sampler.any_rank_continues,
         )
-        self.tool_loop = groups.tool_loop
+        self.tool_loop = group_sampler.tool_loop
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -260,7 +276,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         self,
         *,
         pair: EnginePair,
-        rollouts: GenerationSampler,
+        generation_sampler: GenerationSampler,
         plan: EvaluationPlan,
         end_tokens: Iterable[int],
         log_evaluation: Callable[[dict[str, float]], None],
@@ -271,7 +287,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
 
         Args:
             pair: the policy, and the engine that answers.
-            rollouts: the trainer's own; has its tools, and the guard of its servers.
+            generation_sampler: the trainer's own; has its tools, and the guard of its servers.
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
             log_evaluation: logs figures by their names, as an entry of its own.
@@ -279,7 +295,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             revision: the revision of the base model on the hub.
         """
         self.pair = pair
-        self.rollouts = rollouts
+        self.generation_sampler = generation_sampler
         self.plan = plan
         self.end_tokens = frozenset(end_tokens)
         self.log_evaluation = log_evaluation
@@ -303,18 +319,20 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     def _evaluate(self, step: int) -> None:
         """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
         accelerator = self.pair.accelerator
-        with self.rollouts.guard.watching(), self.pair.sampler.awake():
+        with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
-        tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt)
+        has_answer_tags = asks_for_answer_tags(self.system_prompt, self.plan.prompt_template)
         for task, answers in zip(self.plan.tasks, answers_by_task, strict=True):
             all_answers = gather_object(answers)
             if accelerator.is_main_process:
-                values = figures_in_training(task.benchmark, all_answers, answer_tags=tags)
-                self._log(task, step, values, len(all_answers))
+                figures = figures_in_training(
+                    task.benchmark, all_answers, answer_tags=has_answer_tags
+                )
+                self._log_figures(task, step, figures, answered_count=len(all_answers))
         accelerator.wait_for_everyone()
 
-    def _answer(self, task: Task) -> list[dict[str, Any]]:
-        """Sample the answers to this rank's share of a task's problems.
+    def _answer(self, task: EvaluationTask) -> list[dict[str, Any]]:
+        """Sample the answers to this rank's share of a task's problems, and return them as rows.
 
         Collective: every rank samples equally many batches. Its last ones may be empty.
         """
@@ -328,35 +346,42 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             template=args.chat_template_kwargs,
             processor=self.pair.processor,
         )
-        engine = SamplerEngine(self.pair, self.rollouts.group_sampler, chat, self.end_tokens)
+        engine = SamplerEngine(
+            self.pair, self.generation_sampler.group_sampler, chat, self.end_tokens
+        )
         rows: list[dict[str, Any]] = []
         # Rank r answers the problems r, r + ranks, r + 2 ranks and so on.
-        share = task.problems[accelerator.process_index :: accelerator.num_processes]
-        largest_share = math.ceil(len(task.problems) / accelerator.num_processes)
-        for start in range(0, largest_share, engine.batch_size):
+        problems_of_rank = task.problems[accelerator.process_index :: accelerator.num_processes]
+        # As many as the rank with the most problems has: all go through equally many batches.
+        most_problems = math.ceil(len(task.problems) / accelerator.num_processes)
+        for first in range(0, most_problems, engine.batch_size):
             batch = [
                 AnswerSample(problem, number=0)  # one answer to each problem
-                for problem in share[start : start + engine.batch_size]
+                for problem in problems_of_rank[first : first + engine.batch_size]
             ]
-            rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
+            rows += answer_batch(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
-    def _log(self, task: Task, step: int, values: dict[str, float], total: int) -> None:
+    def _log_figures(
+        self, task: EvaluationTask, step: int, figures: dict[str, float], answered_count: int
+    ) -> None:
         """Log the figures of a task, and print its accuracy with a confidence interval.
 
         Args:
             task: the benchmark and its problems.
             step: optimizer steps that have been made.
-            values: the figures by name; accuracies are shares.
-            total: problems that were answered, by all ranks.
+            figures: by name; accuracies are shares.
+            answered_count: problems that were answered, by all ranks.
         """
         name = task.benchmark.name
-        self.log_evaluation({f"eval_{key}": value for key, value in values.items()})
-        accuracy = 100 * values[f"{name}_accuracy"]
-        low = 100 * values[f"{name}_accuracy_low"]
-        high = 100 * values[f"{name}_accuracy_high"]
-        interval = f"(95 %: {low:.1f} to {high:.1f})"
-        in_data = task.in_data or total
-        part = f"{total} of " if total < in_data else ""
-        problems = f"{part}{amount(in_data, 'problem')}"
-        print(f"step {step}: {name} {accuracy:.1f} % {interval} of {problems}", flush=True)
+        self.log_evaluation({f"eval_{key}": value for key, value in figures.items()})
+        accuracy = 100 * figures[f"{name}_accuracy"]
+        low = 100 * figures[f"{name}_accuracy_low"]
+        high = 100 * figures[f"{name}_accuracy_high"]
+        interval_text = f"(95 %: {low:.1f} to {high:.1f})"
+        problem_count = task.problems_in_data or answered_count
+        part_text = f"{answered_count} of " if answered_count < problem_count else ""
+        problems_text = f"{part_text}{amount(problem_count, 'problem')}"
+        print(
+            f"step {step}: {name} {accuracy:.1f} % {interval_text} of {problems_text}", flush=True
+        )

@@ -64,7 +64,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     reward_funcs: list[Any]
     toolbox: Tools | None = None  # what the policy may call
     run: ResolvedRun
-    clock: phases.PhaseClock
+    phase_clock: phases.PhaseClock
     card_memory: CardMemory | None = None  # on a card
     _step: int  # TRL's count of micro-batches
 
@@ -93,7 +93,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         # Transformers' own method, which moves a batch to the device: TRL overrides it.
         to_device = super(GRPOTrainer, self)._prepare_inputs
         reward_guard = RewardGuard(context)
-        self.rewards = self._reward_functions(reward_guard, to_device)
+        self.reward_functions = self._reward_functions(reward_guard, to_device)
         decode = partial(self._tokenizer.decode, skip_special_tokens=True)
         stop_criteria = StopCriteria.of(
             {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
@@ -109,7 +109,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         for extension in self.extensions:
             extension.start(context, self.images)
         self.sampler = self._sampler(context)
-        self.ratio = ImportanceRatio(context)
+        self.importance_ratio = ImportanceRatio(context)
         toolbox = self.run.prompts.toolbox
         self.recorder = Recorder(
             context=context,
@@ -119,13 +119,13 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         self.pool = Pool(context, self.train_dataset, has_tools=self.toolbox is not None)
         self.prompt_reader = PromptReader(self.images)
         self.upcoming_rows = UpcomingRows()
-        self.builder = self._batch_builder(context, stop_criteria, to_device)
+        self.batch_builder = self._batch_builder(context, stop_criteria, to_device)
         self.engine_pair = self._engine_pair(context)
-        self.rollouts = self._generation_sampler(context, stop_criteria)
-        self.generation_log = self._metrics_logger(context)
+        self.generation_sampler = self._generation_sampler(context, stop_criteria)
+        self.metrics_logger = self._metrics_logger(context)
         self.first_answers = FirstAnswers()
         # The generation that is learned from; the trainer fills it when it samples the first one.
-        self._generation: PresentGeneration | None = None
+        self._present_generation: PresentGeneration | None = None
         self.log_multimodal = trackers.logs_images(args)
         if not self.use_vllm:
             never_sample(
@@ -168,20 +168,20 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             dataset=self.train_dataset,
             tools_show_images=has_tools,
         )
-        self.methods = build_pipeline(args)
-        self.advantages = AdvantageComputer(
+        self.advantage_methods = build_pipeline(args)
+        self.advantage_computer = AdvantageComputer(
             context=context,
-            methods=self.methods,
+            methods=self.advantage_methods,
             reward_weights_F=self.reward_weights,
             tools=has_tools,
         )
-        self.checkpoints = CheckpointWriter(
+        self.checkpoint_writer = CheckpointWriter(
             Path(args.output_dir), args.save_total_limit, self.accelerator
         )
         reference = None
         if self.ref_model is not None:
             reference = self.accelerator.unwrap_model(self.ref_model)
-        self.reference = MovingReference(
+        self.moving_reference = MovingReference(
             reference,
             moves=args.sync_ref_model,
             is_main=self.accelerator.is_main_process,
@@ -202,7 +202,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     ) -> RewardFunctions:
         """Return what calls the run's reward functions; the guard notes their failures."""
         return RewardFunctions(
-            functions=guard.around(self.reward_funcs, self.reward_func_names),
+            functions=guard.wrap_functions(self.reward_funcs, self.reward_func_names),
             tokenizers=self.reward_processing_classes,
             template=self.chat_template_kwargs,
             to_device=to_device,
@@ -214,12 +214,11 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         args = context.config
         # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss even
         # if its advantage is 0.
-        every_row_counts = bool(
-            self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
-        )
+        has_kl_term = self.beta != 0.0
+        every_row_counts = bool(has_kl_term or self._entropy_bonus_enabled or self.aux_loss_enabled)
         self.prefetch = NoPrefetch()  # until the trainer makes the data loader
-        self.unfinished = UnfinishedGeneration(context, self.images.banks)
-        self.recompute = recomputed_layers(
+        self.unfinished_generation = UnfinishedGeneration(context, self.images.banks)
+        self.recomputed_layers = recomputed_layers(
             context,
             model=self.model,
             shape=lambda: self.run.shape,
@@ -229,7 +228,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             self.accelerator,
             args,
             may_have_images=self.images.shown,
-            checkpointing_context=self.recompute.switched,
+            checkpointing_context=self.recomputed_layers.switched,
         )
         attention = configured_attention(self.model.config)
         room = MicroBatchRoom(
@@ -243,16 +242,16 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
             masked=not is_flash_attention_requested(requested_attention_implementation=attention),
         )
-        self.batcher = MicroBatcher(
+        self.micro_batcher = MicroBatcher(
             context, self.images.banks, every_row_counts=every_row_counts, room=room
         )
-        self.entropy_bonus = EntropyBonus(args, self.batcher)
+        self.entropy_bonus = EntropyBonus(args, self.micro_batcher)
         self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
     def _sampler(self, context: StepContext) -> Sampler:
         """Return the sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
         if not self.use_vllm:
-            return TransformersSampler(self._turn)
+            return TransformersSampler(self._sample_turn)
         samples_ahead = context.config.adora_rollouts.ahead
         sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
         return sampler_class(context, self.images, self.vllm_generation)
@@ -268,7 +267,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             tokenizer=self._tokenizer,
             sampler=self.sampler,
             engine=self.vllm_generation if self.use_vllm else None,
-            collate=self.builder.collated,
+            collate=self.batch_builder.collated,
         )
 
     def models_by_role(self) -> dict[str, Any]:
@@ -285,7 +284,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             table=self._logs,
             function_names=self.reward_func_names,
             tie_notice=rollout_figures.TieNotice(
-                self.methods.adora_options, speaks=self.accelerator.is_main_process
+                self.advantage_methods.adora_options, speaks=self.accelerator.is_main_process
             ),
             synced_bytes=synced_bytes,
         )
@@ -307,7 +306,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             pool=self.pool,
             group_sampler=group_sampler,
             guard=GenerationGuard(context, control_tokens(self.processing_class)),
-            phase=self.clock.phase,
+            phase=self.phase_clock.phase,
             environments=self.run.tools.environments,
             upcoming_rows=self.upcoming_rows.rows_after,
             drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
@@ -339,16 +338,16 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         for printing_callback in (ProgressCallback, PrinterCallback):
             self.remove_callback(printing_callback)
         # A function, since DeepSpeed's engine exists only when the training begins.
-        deepspeed = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
-        self.bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed)
+        deepspeed_engine = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
+        self.skip_bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed_engine)
         callbacks: list[TrainerCallback] = [
             self.loss_sums,
-            ScaledRate(lambda: self.methods.learning_rate_factor),
-            self.clock,
+            ScaledRate(lambda: self.advantage_methods.learning_rate_factor),
+            self.phase_clock,
             self.recorder,
             progress.ProgressLine(),
             metrics.MetricsFile(),
-            self.bad_steps,
+            self.skip_bad_steps,
             RefuseWrongBuffers(self.models_by_role),
         ]
         if self.card_memory is not None:
@@ -360,7 +359,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             callbacks.append(
                 EvaluateOnTheWay(
                     pair=self.engine_pair,
-                    rollouts=self.rollouts,
+                    generation_sampler=self.generation_sampler,
                     plan=run.evaluations,
                     end_tokens=self.eos_token_ids,
                     log_evaluation=self.log_evaluation,

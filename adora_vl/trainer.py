@@ -65,7 +65,7 @@ from adora_vl.preflight.request import (
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import phases, trackers
 from adora_vl.record.card_memory import CardMemory
-from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
+from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
@@ -149,7 +149,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         timed_phase = self._start_clock(run.config)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
-        with _own_classes_in_trl(run, policy, timed_phase):
+        with _use_own_classes_in_trl(run, policy, timed_phase):
             super().__init__(
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
@@ -162,7 +162,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
-        self._build_collaborators(run.config, self._prepared_models(run))
+        self._build_collaborators(run.config, self._prepare_models(run))
 
     def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
         """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
@@ -171,9 +171,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         enters such contexts too.
         """
         engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.clock = phases.PhaseClock(self.log_figure, sleep_mode=engine_sleeps)
+        self.phase_clock = phases.PhaseClock(self.log_figure, sleep_mode=engine_sleeps)
         if args.device.type != "cuda":
-            return self.clock.phase
+            return self.phase_clock.phase
         self.card_memory = CardMemory(
             self.log_figure,
             largest_of_ranks=self._largest_of_ranks,
@@ -181,9 +181,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             sleep_mode=engine_sleeps,
         )
         # Its context measures the seconds of the phase too.
-        return partial(self.card_memory.phase, clock=self.clock.phase)
+        return partial(self.card_memory.phase, clock=self.phase_clock.phase)
 
-    def _prepared_models(self, run: ResolvedRun) -> list[Any]:
+    def _prepare_models(self, run: ResolvedRun) -> list[Any]:
         """Prepare the loaded policy and the reference model for training, and return them.
 
         An adapter that a run continues gets its weights, buffers get their precision back, and
@@ -227,30 +227,30 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         run = self.run
         output_dir = Path(self.args.output_dir)
         is_main = self.accelerator.is_main_process
-        from_python = run.request.cli_args is None
-        if from_python:
+        is_from_python = run.request.cli_args is None
+        if is_from_python:
             # Lock the folder for this run, and choose the checkpoint to go on from.
             run = run.claimed(resume_from_checkpoint)
             self.run = run
         try:
-            if from_python and is_main:
+            if is_from_python and is_main:
                 print("\n".join(run.first_lines()), flush=True)
-            if from_python and run.finished is not None:
-                return self._load_finished(run.finished)
+            if is_from_python and run.finished is not None:
+                return self._load_finished_run(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(
+            with noting_failure(
                 self.manifest,
                 output_dir=output_dir,
                 steps=lambda: self.state.global_step,
                 is_main=is_main,
             ):
                 with errors_with_step(
-                    lambda: self.state.global_step, self.checkpoints.where_to_go_on
+                    lambda: self.state.global_step, self.checkpoint_writer.where_to_go_on
                 ):
                     output = super().train(run.output.start.checkpoint, trial, ignore_keys_for_eval)
-                if self.bad_steps.reason:
-                    raise RunError(f"step {self.state.global_step}: {self.bad_steps.reason}")
-            if from_python and is_main:
+                if self.skip_bad_steps.reason:
+                    raise RunError(f"step {self.state.global_step}: {self.skip_bad_steps.reason}")
+            if is_from_python and is_main:
                 end_manifest(
                     self.manifest,
                     output_dir=output_dir,
@@ -259,7 +259,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 )
             return output
         finally:
-            if from_python:
+            if is_from_python:
                 run.folder.release()
 
     def _begin_run(self, output_dir: Path) -> None:
@@ -288,7 +288,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             if is_universal(Path(checkpoint)):
                 expect_universal(self)
 
-    def _load_finished(self, checkpoint: Path) -> TrainOutput:
+    def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
         """Load weights and state of a finished run's last checkpoint, in place of training.
 
         This is for a run from Python, whose caller goes on with the model.
@@ -316,23 +316,24 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             micro_batch = super()._prepare_inputs(generation_batch)
         else:
             if not self._is_in_generation():
-                self._generation = self._sample(generation_batch)
-            assert self._generation is not None
+                self._present_generation = self._sample_generation(generation_batch)
+            assert self._present_generation is not None
             number = self._step % self.layout.steps_per_generation
-            micro_batch = self._generation.micro_batches[number]
+            micro_batch = self._present_generation.micro_batches[number]
             if micro_batch:
                 # Due again where a checkpoint had the generation: another process has checked it.
                 self._check_packed_rows(micro_batch)
         if self.model.training and self.accelerator.sync_gradients:
-            self.rollouts.before_weights_change()
+            self.generation_sampler.before_weights_change()
         return micro_batch
 
     def _is_in_generation(self) -> bool:
         """Return whether the next micro-batch belongs to the generation that was sampled last."""
-        if self._generation is None:
+        if self._present_generation is None:
             return False
-        first = self._generation.first_micro_step
-        return self._step in range(first, first + self.layout.micro_batches_per_generation)
+        first_micro_step = self._present_generation.first_micro_step
+        end_micro_step = first_micro_step + self.layout.micro_batches_per_generation
+        return self._step in range(first_micro_step, end_micro_step)
 
     @property
     def _cuts_generations(self) -> bool:
@@ -342,15 +343,15 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """
         return regroups(self.args) and not regroup_obstacle(self.args)
 
-    def _sample(self, rows: list[Row]) -> PresentGeneration:
+    def _sample_generation(self, rows: list[Row]) -> PresentGeneration:
         """Sample a generation of rollouts from these rows, and make it ready to be learned from."""
         key = self._step_key
-        with self._engine_awake():
+        with self._keeping_engine_awake():
             # TRL's method, which a subclass may override.
             batch = self._generate_and_score_completions(rows)
         self._check_packed_rows(batch)
         # 9. Cut into micro-batches; groups without signal are left out.
-        micro_batches = self.batcher.split(batch, key.position)
+        micro_batches = self.micro_batcher.split(batch, key.position)
         # 10. Compute the old log-probabilities of what is learned from after a weight update.
         self._add_old_logps(micro_batches)
         return PresentGeneration(
@@ -366,18 +367,19 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """
         if not self.policy_pass.check_is_due:
             return
-        rows = range(min(self.layout.micro_batch_rows, len(batch["completion_ids"])))
+        compared_rows = range(min(self.layout.micro_batch_rows, len(batch["completion_ids"])))
         policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        self.policy_pass.check(RowReader(batch).take(rows), policy)
+        self.policy_pass.check(RowReader(batch).take(compared_rows), policy)
 
-    def _engine_awake(self) -> AbstractContextManager[None]:
+    def _keeping_engine_awake(self) -> AbstractContextManager[None]:
         """Return the context in which a generation is sampled.
 
         With `refill` (dynamic sampling) an engine that sleeps between calls stays awake from the
         first batch to the last, unless the policy makes a pass after each batch and needs the
         engine's memory.
         """
-        policy_makes_passes = self.beta != 0.0 or self.old_logps.needs_pass_over_generation
+        has_kl_term = self.beta != 0.0
+        policy_makes_passes = has_kl_term or self.old_logps.needs_pass_over_generation
         if policy_makes_passes or not self.args.adora_rollouts.refill:
             return nullcontext()
         return self.sampler.awake()
@@ -394,24 +396,24 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self.prefetch.finish()
         is_training = self.model.training
         if is_training:
-            trackers.empty(self._logs)
+            trackers.empty_table(self._logs)
         if is_training and self._step == self._step_began:
-            self.unfinished.begins(self._step, self._facts())
+            self.unfinished_generation.note_step_begin(self._step, self._facts())
         group_size = self.num_generations if is_training else self.num_generations_eval
         generation = self.pool.generation_numbers.generation_at(self._step_key, group_size, inputs)
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
-        drawn = self.rollouts.draw(generation, inputs)
+        drawn_groups = self.generation_sampler.draw(generation, inputs)
         if not is_training:
-            with self.rollouts.sampling():
-                groups = self.rollouts.sample_all(generation, drawn)
-            return self._evaluated(self._score(generation, groups))
+            with self.generation_sampler.sampling():
+                groups = self.generation_sampler.sample_all(generation, drawn_groups)
+            return self._as_evaluation_batch(self._score(generation, groups))
         # A run that dies before it learns from this generation goes on from here.
         self.pool.begin_step(generation)
-        with self.rollouts.sampling():
+        with self.generation_sampler.sampling():
             # 2. Schedule: which groups begin or go on, and for how many tokens.
-            self.rollouts.schedule(generation, drawn)
+            self.generation_sampler.schedule(generation, drawn_groups)
             # 3. Sample their rollouts, with all turns.
-            groups = self.rollouts.sample(generation, drawn)
+            groups = self.generation_sampler.sample(generation, drawn_groups)
         # 4. Select complete groups, equally many on every rank; the others wait.
         complete_groups = self.pool.select_complete(groups, self.pool.max_groups)
         assert complete_groups, "stage 3 has completed some on every rank"
@@ -441,15 +443,15 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         is_training = generation.key.mode == "train"
         step = generation.key.step
         prompts = self.prompt_reader.take(groups, generation)
-        built_groups = self.builder.build(generation, groups, prompts)
+        built_groups = self.batch_builder.build(generation, groups, prompts)
         rollouts = built_groups.rollouts
         self._add_logps(built_groups.batch, generation.key.mode)
-        with self.clock.phase("grading"):
+        with self.phase_clock.phase("grading"):
             rows = [
                 row_for_rewards(row, rollout)
                 for row, rollout in zip(built_groups.rows, rollouts, strict=True)
             ]
-            function_scores = self.rewards(
+            function_scores = self.reward_functions(
                 rows,
                 prompts=built_groups.prompts.messages,
                 completions=built_groups.completions,
@@ -459,17 +461,17 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             )
         facts = self.scorer.score(built_groups, function_scores, generation.group_size, step)
         if is_training and self.accelerator.is_main_process:
-            self.first_answers.look(built_groups.rows, facts)
+            self.first_answers.warn_if_none_is_right(built_groups.rows, facts)
         if is_training:
             self.drift_guard.check_batch(built_groups.batch, step)
         scored_groups = ScoredGroups(
             groups=groups,
             batch=built_groups.batch,
             facts=facts,
-            assessment=self.advantages.assess(facts, generation.group_size, step),
+            assessment=self.advantage_computer.assess(facts, generation.group_size, step),
         )
-        with self.clock.phase("other"):
-            self.generation_log.log_scored(generation, built_groups, scored_groups)
+        with self.phase_clock.phase("other"):
+            self.metrics_logger.log_scored(generation, built_groups, scored_groups)
         return scored_groups
 
     def _refill(self, generation: Generation, scored_groups: ScoredGroups) -> ScoredGroups:
@@ -480,43 +482,47 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         (arXiv 2503.14476).
         """
         pool = self.pool
-        rounds = pool.options.refill
-        lengths = scored_groups.facts.length_N.int().tolist()
-        replaced_groups = 0
-        signal_share = pool.note_signal_share(scored_groups.assessment) if rounds else 0.0
-        for attempt in range(1, rounds + 1):
-            missing = pool.most_missing(scored_groups.assessment)
-            if not missing:
+        max_rounds = pool.options.refill
+        completion_lengths = scored_groups.facts.length_N.int().tolist()
+        replaced_count = 0
+        signal_share = 0.0  # not used without a round
+        if max_rounds:
+            signal_share = pool.note_signal_share(scored_groups.assessment)
+        for round_number in range(1, max_rounds + 1):
+            missing_groups = pool.most_missing(scored_groups.assessment)
+            if not missing_groups:
                 break
-            refill = self._sample_refill(generation.in_round(attempt), missing, signal_share)
+            refill = self._sample_refill(
+                generation.in_round(round_number), missing_groups, signal_share
+            )
             if refill is None:
                 continue
-            lengths += refill.facts.length_N.int().tolist()
+            completion_lengths += refill.facts.length_N.int().tolist()
             # Where one of the two batches has no images on some rank, their columns differ, and
             # rows cannot be joined. Collective: then no rank joins any.
             has_same_columns = refill.batch.keys() == scored_groups.batch.keys()
             if not all(gather_object([has_same_columns])):
                 continue
             chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
-            replaced_groups += _replaced_groups(chosen_by_rank, len(scored_groups.groups))
+            replaced_count += _count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
             scored_groups = scored_groups.exchange_groups(
                 refill,
                 chosen_by_rank=chosen_by_rank,
                 pad_id=self.context.pad_id,
                 rank=self.accelerator.process_index,
             )
-            assessment = self.advantages.assess(
+            assessment = self.advantage_computer.assess(
                 scored_groups.facts, generation.group_size, generation.key.step
             )
             scored_groups = replace(scored_groups, assessment=assessment)
-        if rounds:
+        if max_rounds:
             groups_of_all_ranks = len(scored_groups.groups) * self.accelerator.num_processes
-            self.log_figure("adora/refilled_groups", replaced_groups / groups_of_all_ranks)
-        pool.note_learned(scored_groups.batch, lengths)
+            self.log_figure("adora/refilled_groups", replaced_count / groups_of_all_ranks)
+        pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
 
     def _sample_refill(
-        self, generation: Generation, missing: int, signal_share: float
+        self, generation: Generation, missing_groups: int, signal_share: float
     ) -> ScoredGroups | None:
         """Sample and score groups of further problems. Collective.
 
@@ -524,7 +530,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
 
         Args:
             generation: the present one, in the round of this refill.
-            missing: how many groups with signal are missing on the rank that lacks most.
+            missing_groups: how many groups with signal are missing on the rank that lacks most.
             signal_share: the share of groups with signal in this generation.
 
         Returns:
@@ -532,17 +538,19 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """
         pool = self.pool
         max_groups = count_groups_for_signal(
-            OVERSAMPLING_FACTOR * missing, [signal_share], pool.max_groups
+            OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
         )
-        further_groups = self.rollouts.sample_further(
-            generation, max_groups - pool.state.min_complete
+        # Every rank has this many complete groups that wait.
+        waiting_count = pool.state.min_complete
+        further_groups = self.generation_sampler.sample_further(
+            generation, count=max_groups - waiting_count
         )
         complete_groups = pool.select_complete([*pool.state.waiting, *further_groups], max_groups)
         if not complete_groups:
             return None
         return self._score(generation, complete_groups)
 
-    def _evaluated(self, scored_groups: ScoredGroups) -> Batch:
+    def _as_evaluation_batch(self, scored_groups: ScoredGroups) -> Batch:
         """Return the batch of an evaluation, with the advantages that TRL would give it."""
         batch = scored_groups.batch
         batch["advantages"] = self._rows_on_device(scored_groups.assessment.trl_advantages_PG)
@@ -554,15 +562,15 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
 
         They may weigh a group by all others, so this comes when no group is replaced any more.
         """
-        advantages = self.advantages.compute(scored_groups.assessment)
+        advantages = self.advantage_computer.compute(scored_groups.assessment)
         batch = scored_groups.batch
         batch["advantages"] = self._rows_on_device(advantages.final_PG)
         batch["num_items_in_batch"] = self._loss_tokens(batch)
-        with self.clock.phase("policy"):
+        with self.phase_clock.phase("policy"):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
-        with self.clock.phase("other"):
-            self.generation_log.log_learned(batch, advantages)
+        with self.phase_clock.phase("other"):
+            self.metrics_logger.log_learned(batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:
@@ -575,7 +583,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         tokens: Tensor = self.accelerator.gather(loss_mask(batch).sum()).sum()
         return tokens
 
-    def _turn(self, prompts: PromptBatch) -> list[list[int]]:
+    def _sample_turn(self, prompts: PromptBatch) -> list[list[int]]:
         """Sample one turn with Transformers, from the policy itself: token ids, (B,).
 
         Stock TRL takes settings from the model's folder where no key of the run sets them, and
@@ -584,7 +592,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """
         with folder_settings_left_out(self.model), evaluation_mode(self.model):
             completion_ids, *_ = self._generate_single_turn(
-                prompts.ids, prompts.images, prompts.fields, 1
+                prompts.ids, prompts.images, prompts.fields, num_generations=1
             )
         return cast("list[list[int]]", completion_ids)
 
@@ -607,26 +615,26 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             has_old_pass = has_old_pass and self.old_logps.needs_pass_over_generation
             rows_per_pass = args.per_device_train_batch_size
 
-        def logps_of(model: PreTrainedModel) -> Tensor:
+        def compute_logps(model: PreTrainedModel) -> Tensor:
             """Return the log-probabilities of the batch's completions by a model, (B, C)."""
             model_pass = partial(self._get_per_token_logps_and_entropies, model)
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
             if has_old_pass:
-                old_logps_BC = logps_of(self.model)
+                old_logps_BC = compute_logps(self.model)
                 batch["old_per_token_logps"] = old_logps_BC
                 if corrects_engine:
-                    for name, value in self.ratio.complete(batch, old_logps_BC).items():
+                    for name, value in self.importance_ratio.complete(batch, old_logps_BC).items():
                         self._metrics[mode][name].append(value)
             if self.beta != 0.0 and self.ref_model is not None:
-                batch["ref_per_token_logps"] = logps_of(self.ref_model)
+                batch["ref_per_token_logps"] = compute_logps(self.ref_model)
             elif self.beta != 0.0:
                 # The reference is the adapter as it was at the start, or the base model without.
                 policy = self.accelerator.unwrap_model(self.model)
                 reference_adapter = "ref" if "ref" in policy.peft_config else None
                 with use_adapter(policy, adapter_name=reference_adapter):
-                    batch["ref_per_token_logps"] = logps_of(self.model)
+                    batch["ref_per_token_logps"] = compute_logps(self.model)
                 # PEFT has made all of the adapter trainable again.
                 freeze(policy, args.adora_freeze)
             if is_training and self.reference_guard.is_due(self.state.global_step):
@@ -645,7 +653,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with without_checkpointing:
-            for old_pass in self.old_logps.due(micro_batches):
+            for old_pass in self.old_logps.passes_due(micro_batches):
                 batch = old_pass.batch()
                 with self.policy_pass.watch(observer=None, micro_batch=batch):
                     logps_BC = generation_logps(
@@ -667,7 +675,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
         self.recorder.add_measured_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
-            for name, value in self.ratio.complete(micro, logps_BC).items():
+            for name, value in self.importance_ratio.complete(micro, logps_BC).items():
                 self.log_figure(name, value)
 
     @property
@@ -694,14 +702,14 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         micro-batches, as a run does that resumes after a shorter one. A micro-batch that runs out
         of a GPU's memory is run once more, with all layers recomputed.
         """
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         model.train()
         has_rows = not self._cuts_generations or bool(self._prepare_inputs(inputs))
         # TRL's own time of the step, of which this was a part.
-        self._current_train_step_time += time.perf_counter() - started
+        self._current_train_step_time += time.perf_counter() - start_time
         if has_rows:
-            stock_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.recompute.run_with_retry(stock_step, self._metrics["train"])
+            trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
+            loss = self.recomputed_layers.run_with_retry(trl_step, self._metrics["train"])
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
@@ -709,9 +717,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             # The last step of an epoch may have fewer micro-batches. The next step begins at the
             # count that it would have behind a full one.
             micro_batches_per_step = self.layout.gradient_accumulation_steps
-            excess = self._step % micro_batches_per_step
-            if excess:
-                self._step += micro_batches_per_step - excess
+            micro_batches_in_step = self._step % micro_batches_per_step
+            if micro_batches_in_step:
+                self._step += micro_batches_per_step - micro_batches_in_step
         return loss
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
@@ -741,22 +749,22 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 observed_entropies.append(entropies_BC)
             if not model.training:
                 return
-            if self.ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
+            if self.importance_ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
                 self._compare_with_engine(micro, logps_BC)
             self.old_logps.fill_missing(micro, logps_BC)
             self.old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
-        seeded = drawn_at(seed) if model.training else nullcontext()
-        with self.policy_pass.watch(observe, micro), seeded:
+        seeded_draws = drawn_at(seed) if model.training else nullcontext()
+        with self.policy_pass.watch(observe, micro), seeded_draws:
             loss: Tensor = super()._compute_loss(model, micro)
         if model.training:
             logps_BC = observed_logps[0] if observed_logps else None
-            loss = self.ratio_guard.loss(loss, logps_BC, micro)
-        loss = loss * self.batcher.weight(micro)
+            loss = self.ratio_guard.loss_or_nan(loss, logps_BC, micro)
+        loss = loss * self.micro_batcher.loss_weight(micro)
         if model.training and self.entropy_bonus.is_on:
-            loss = loss + self.entropy_bonus.missing(
+            loss = loss + self.entropy_bonus.missing_bonus(
                 micro,
                 entropies_BC=observed_entropies[0],
                 coefficient=entropy_coefficient,
@@ -850,8 +858,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         Stock TRL's draws one epoch's order after the other, from `seed` alone. Ours draws each from
         the epoch's number, and from `data_seed` where it is set.
         """
-        stock = super()._get_train_sampler(dataset)
-        self._row_order = EpochRepeatSampler.like(stock, seed=self.args.seed_of_rows)
+        trl_sampler = super()._get_train_sampler(dataset)
+        self._row_order = EpochRepeatSampler.like(trl_sampler, seed=self.args.seed_of_rows)
         return self._row_order
 
     def _largest_of_ranks(self, value: float) -> float:
@@ -914,7 +922,7 @@ def _model_source(
 
 
 @contextmanager
-def _own_classes_in_trl(
+def _use_own_classes_in_trl(
     run: ResolvedRun,
     policy: str | PreTrainedModel,
     timed_phase: Callable[[str], AbstractContextManager[None]],
@@ -947,7 +955,7 @@ def _own_classes_in_trl(
         yield
 
 
-def _replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
+def _count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
     """Return how many groups of all ranks a refill has replaced.
 
     Slots that were free before do not count.
@@ -957,9 +965,9 @@ def _replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: i
             the group stays.
         groups_per_rank: groups that each rank had before.
     """
-    replaced = 0
+    replaced_count = 0
     for chosen_groups in chosen_by_rank:
         for slot, group in enumerate(chosen_groups[:groups_per_rank]):
             if group != slot:
-                replaced += 1
-    return replaced
+                replaced_count += 1
+    return replaced_count

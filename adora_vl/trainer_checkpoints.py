@@ -39,20 +39,20 @@ class CheckpointedTrainer(TrainerParts):
         adds what a resumed run needs, renames the folder, and then deletes older checkpoints.
         """
         stock_save = super()._save_checkpoint
-        facts = self.unfinished.facts_to_save(self._step_began, self._facts())
+        facts = self.unfinished_generation.facts_to_save(self._step_began, self._facts())
 
         def write_parts(folder: Path) -> dict[str, Any]:
             """Write all parts into the folder, and return the facts for its manifest."""
             stock_save(model, trial)
-            self.reference.save(folder)
-            completions_table = trackers.to_json(self._logs)
+            self.moving_reference.save(folder)
+            completions_table = trackers.table_to_json(self._logs)
             self.pool.save(folder)
             # TRL's buffer, unless this package cuts generations into micro-batches itself.
             micro_batches: list[Batch] | None = self._buffered_inputs
             if self._cuts_generations:
-                present = self._generation
+                present = self._present_generation
                 micro_batches = None if present is None else present.micro_batches
-            unfinished_facts = self.unfinished.save(
+            unfinished_facts = self.unfinished_generation.save(
                 folder,
                 micro_step=self._step_began,
                 micro_batches=micro_batches,
@@ -60,14 +60,14 @@ class CheckpointedTrainer(TrainerParts):
             )
             return {**LossSums.with_all_ranks(facts), **unfinished_facts}
 
-        self.checkpoints.write(self.state.global_step, write_parts)
+        self.checkpoint_writer.write(self.state.global_step, write_parts)
 
     def save_here(self) -> Path:
         """Return the checkpoint of the present step, and write it unless it is there already.
 
         All ranks call this together.
         """
-        return self.checkpoints.at(
+        return self.checkpoint_writer.at(
             self.state.global_step, lambda: self._save_checkpoint(self.model, trial=None)
         )
 
@@ -77,7 +77,7 @@ class CheckpointedTrainer(TrainerParts):
         Stock TRL returns `output_dir`. Ours returns another folder while a checkpoint is written,
         which is renamed when it is complete.
         """
-        staging = self.checkpoints.staging
+        staging = self.checkpoint_writer.staging
         return str(staging) if staging is not None else str(super()._get_output_dir(trial))
 
     def _facts(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class CheckpointedTrainer(TrainerParts):
         return {
             **self.run_facts,
             **({} if loss_sums is None else loss_sums.facts()),
-            "methods": self.methods.state(),
+            "methods": self.advantage_methods.state(),
             "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
         }
 
@@ -147,7 +147,7 @@ class CheckpointedTrainer(TrainerParts):
         """
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.reference.load(Path(checkpoint))
+            self.moving_reference.load(Path(checkpoint))
             self.loss_sums.load(Path(checkpoint))
 
     def restore(self, checkpoint: str) -> None:
@@ -158,17 +158,17 @@ class CheckpointedTrainer(TrainerParts):
         """
         folder = Path(checkpoint)
         facts = manifest_of(folder)
-        self.checkpoints.began_at = checkpoint
-        self.methods.load(facts.get("methods", {}))
+        self.checkpoint_writer.began_at = checkpoint
+        self.advantage_methods.load(facts.get("methods", {}))
         self.pool.load(folder)
-        unfinished = self.unfinished.load(folder)
+        unfinished = self.unfinished_generation.load(folder)
         if unfinished is not None:
             self._step = unfinished.micro_step
             self._buffered_inputs = unfinished.micro_batches
-            self._generation = PresentGeneration(
+            self._present_generation = PresentGeneration(
                 first_micro_step=self._first_micro_step, micro_batches=unfinished.micro_batches
             )
-            trackers.from_json(unfinished.table, self._logs)
+            trackers.restore_table(unfinished.table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -37,9 +37,9 @@ from adora_vl.builtin.small_model import (
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, language_settings
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import conversation
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,7 +183,7 @@ def draw(rng: random.Random, *, for_testing: bool) -> AngleProblem:
 
 def solved_row(problem: AngleProblem, row_id: str, split: str) -> Row:
     """Return the row of a problem, its figure and its answer from the solver alone."""
-    result = verdict(form_of_text(problem.text), looks=False, repair=False)
+    result = solve_form(read_form_from_text(problem.text), looks=False, repair=False)
     assert result.status == "answered", f"{problem.text}: {result.status}, {result.why}"
     assert result.answer == str(problem.answer), f"{problem.text}: {result.answer}"
     assert result.figure is not None, "it is answered by its facts"
@@ -206,7 +206,7 @@ def solved_row(problem: AngleProblem, row_id: str, split: str) -> Row:
             "slip": "",
         },
         "facts": problem.text,
-        "figure": written(result.figure),
+        "figure": figure_as_json(result.figure),
     }
 
 

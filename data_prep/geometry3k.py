@@ -29,7 +29,7 @@ from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
 from adora_vl.data.prompts import PLACEHOLDER
-from adora_vl.geometry.forms import Form
+from adora_vl.geometry.forms import LogicForm
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from data_prep.geometry3k_folders import OUR_SPLITS, problems_of_folders
@@ -125,7 +125,7 @@ def problems_of_forms(path: Path, question_table: Path | None) -> dict[str, Spli
     }
 
 
-def _redrawn(form: Form, question: LabelledQuestion) -> RawProblem:
+def _redrawn(form: LogicForm, question: LabelledQuestion) -> RawProblem:
     """Make a problem whose diagram is drawn from its logic form."""
     row_id = f"geometry3k/{question.split}/{question.number}"
     return RawProblem(

@@ -15,7 +15,7 @@ from typing import Any
 
 from adora_vl.conversion.pipeline import SplitRows
 from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, storable
-from adora_vl.geometry.forms import form_of
+from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.problem_text import readable
@@ -223,7 +223,7 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
     # Without a readable logic form, which states the facts of the diagram, the row has no facts.
     form = None
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        form = form_of(read_json(folder.read("logic_form.json").decode("utf-8")))
+        form = read_form_from_record(read_json(folder.read("logic_form.json").decode("utf-8")))
     return RawProblem(
         id=row_id,
         split=split,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from adora_vl.geometry.forms import POINT_NAME, Form, Term, form_of, term_of
+from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term, read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
@@ -34,7 +34,7 @@ _WORDS = {
 }
 
 
-def read_forms(path: Path) -> dict[int, Form]:
+def read_forms(path: Path) -> dict[int, LogicForm]:
     """Read a JSON file (also .gz) of logic forms, and return them by the numbers of the problems.
 
     Raises `UserError` where the file cannot be read, or has something else.
@@ -42,7 +42,7 @@ def read_forms(path: Path) -> dict[int, Form]:
     try:
         content = path.read_bytes()
         records = read_json(gzip.decompress(content) if path.suffix == ".gz" else content)
-        return {int(number): form_of(form) for number, form in records.items()}
+        return {int(number): read_form_from_record(form) for number, form in records.items()}
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"input: {str(path)!r} has no logic forms ({type(error).__name__}: {error}); give a "
@@ -51,7 +51,7 @@ def read_forms(path: Path) -> dict[int, Form]:
         ) from error
 
 
-def facts_in_words(form: Form, problem: str) -> str | None:
+def facts_in_words(form: LogicForm, problem: str) -> str | None:
     """Return the facts of a diagram as sentences, with which a model can solve it without looking.
 
     `form` has the facts and the question, and `problem` is the text of the problem. None is returned
@@ -77,7 +77,7 @@ def facts_in_words(form: Form, problem: str) -> str | None:
     return f"{text}." if text and _suffices(text, form) else None
 
 
-def _position_sentences(form: Form) -> list[str]:
+def _position_sentences(form: LogicForm) -> list[str]:
     """Return sentences on which points lie on which line and circle of a diagram."""
     sentences = []
     for points_on_line in form.rows:
@@ -98,7 +98,7 @@ def _position_sentences(form: Form) -> list[str]:
     return sentences
 
 
-def _is_only_shape(form: Form, head: str, points_on_lines: set[str]) -> bool:
+def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> bool:
     """Return whether a diagram has a single shape of the kind `head`, such as `Triangle`.
 
     That is one circle, or no more points on lines than the corners of such a polygon.
@@ -108,14 +108,14 @@ def _is_only_shape(form: Form, head: str, points_on_lines: set[str]) -> bool:
     return len(points_on_lines) == _CORNERS.get(head)
 
 
-def _suffices(text: str, form: Form) -> bool:
+def _suffices(text: str, form: LogicForm) -> bool:
     """Return whether the facts in words mention all that the question of a diagram asks about.
 
     `text` are the facts in words, and `form` has the question. In a question `$` stands for a shape
     without a name, which is clear where the diagram has only one of its kind.
     """
     # None stands for a part of the question that cannot be read.
-    question_terms = [term_of(part) for part in form.question if part.strip()]
+    question_terms = [parse_term(part) for part in form.question if part.strip()]
     if None in question_terms:
         return False
     points_on_lines = {name for points_on_line in form.rows for name in points_on_line}

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Sequence
 
-from adora_vl.geometry.forms import Form, Term
-from adora_vl.geometry.shapes import COLOURS, CORNERS, terms_of
+from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.shapes import COLOUR_HEADS, CORNER_COUNT_BY_SHAPE, parse_terms
 
 _MEASURES = {
     "AreaOf": "the area of {}",
@@ -74,14 +74,14 @@ _SILENT = (
 )
 
 
-def question_in_words(form: Form) -> str | None:
+def question_in_words(form: LogicForm) -> str | None:
     """Put the question of a logic form into words, with the facts that stand in it.
 
     An example is `a = 4. Find b.` Returns None where a part of the question has no words here.
     """
     statements: list[str] = []
     requests: list[str] = []
-    for term in terms_of(form.question):
+    for term in parse_terms(form.question):
         if term.head == "Find":
             goal_noun = noun(term.arguments[0]) if term.arguments else None
             if goal_noun is None:
@@ -111,7 +111,7 @@ def _sentence(term: Term) -> str | None:
     head = term.head
     if head in _SILENT:
         return ""
-    if head in CORNERS or head in _KINDS:
+    if head in CORNER_COUNT_BY_SHAPE or head in _KINDS:
         return _kind(term)
     if term.is_equation:
         return _equation(term)
@@ -144,7 +144,7 @@ def _kind(term: Term) -> str | None:
         has_shape = bool(term.arguments) and bool(term.arguments[0].arguments)
         shape = noun(term.arguments[0]) if has_shape else None
         return None if shape is None else f"{shape} is {term.head.lower()}"
-    if len(term.names) != CORNERS[term.head]:
+    if len(term.names) != CORNER_COUNT_BY_SHAPE[term.head]:
         return ""
     article = "an" if term.head[0] in "AEIO" else "a"
     return f"{''.join(term.names)} is {article} {term.head.lower()}"
@@ -158,7 +158,7 @@ def _equation(term: Term) -> str | None:
     left_term, right_term = term.arguments
     left = noun(left_term)
     right = noun(right_term)
-    if left_term.head in CORNERS:
+    if left_term.head in CORNER_COUNT_BY_SHAPE:
         return ""
     if left is None or right is None:
         return None
@@ -179,14 +179,17 @@ def noun(term: Term) -> str | None:
     names = term.names
     if not term.arguments:
         return _leaf(head)
-    if head in COLOURS:
+    if head in COLOUR_HEADS:
         return _coloured(head, term.arguments[0])
     if head in _KINDS:  # an adjective, such as `regular`
         part_noun = noun(term.arguments[0])
         return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
-    if head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon") or head in CORNERS:
+    if (
+        head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon")
+        or head in CORNER_COUNT_BY_SHAPE
+    ):
         return _named(head, names)
     if head in ("LengthOf", "MeasureOf"):
         return _measured(term)
@@ -267,6 +270,6 @@ def _measured(term: Term) -> str | None:
 
 def _plain_head(term: Term) -> str:
     """Return the head of a term below its colours and kinds: `Circle` of a shaded circle."""
-    while term.head in (*COLOURS, *_KINDS) and term.arguments:
+    while term.head in (*COLOUR_HEADS, *_KINDS) and term.arguments:
         term = term.arguments[0]
     return term.head

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from PIL import Image, ImageFont
 
-from adora_vl.geometry.forms import Form, Term, points_of
+from adora_vl.geometry.forms import LogicForm, Term, points_in_term
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
 from data_prep.logic_forms import in_words
 
@@ -41,17 +41,17 @@ _LATEX = (
 )
 
 
-def can_be_drawn(form: Form) -> bool:
+def can_be_drawn(form: LogicForm) -> bool:
     """Return whether all points of a logic form's lines, circles and facts have coordinates."""
     needed_points = {name for points_on_line in form.rows for name in points_on_line}
     for term in form.terms:
         if term:
-            needed_points |= points_of(term)
+            needed_points |= points_in_term(term)
     needed_points |= {centre for centre, _ in form.rounds}
     return bool(form.points) and needed_points <= form.points.keys()
 
 
-def draw_form(form: Form) -> Image.Image:
+def draw_form(form: LogicForm) -> Image.Image:
     """Draw the diagram of a logic form, black on white.
 
     All its points have to have coordinates, which `can_be_drawn` checks.
@@ -59,7 +59,7 @@ def draw_form(form: Form) -> Image.Image:
     return _Diagram(form).picture()
 
 
-def draw_if_legible(form: Form) -> Image.Image | None:
+def draw_if_legible(form: LogicForm) -> Image.Image | None:
     """Draw the diagram of a logic form; return None where a label hides another one or a point.
 
     All points of the form have to have coordinates, which `can_be_drawn` checks.
@@ -81,7 +81,7 @@ class _AngleInPicture(NamedTuple):
     turn: float  # from its first to its second side, in radians, at most half a turn either way
 
 
-def _points_to_draw(form: Form) -> list[str]:
+def _points_to_draw(form: LogicForm) -> list[str]:
     """Return the names of the points on a logic form's lines and circles, sorted.
 
     They are all its points if it has neither. A point without coordinates is left out.
@@ -114,7 +114,7 @@ class _Diagram:
     Points are complex numbers, in shares of the picture, with y downwards.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: LogicForm) -> None:
         """Scale the points of a logic form into the picture, and begin an empty canvas."""
         import matplotlib as mpl  # not for every command of this package
 

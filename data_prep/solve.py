@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.records import BadRecord, Records
 from adora_vl.conversion.tables import open_local
-from adora_vl.geometry.expressions import number_of
+from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Verdict
-from adora_vl.geometry.forms import Form, form_of
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.forms import LogicForm, read_form_from_record
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, written_to
@@ -60,7 +60,7 @@ class SolvedProblem:
 
         None where one of them is missing or no number.
         """
-        label = None if self.gold is None else number_of(self.gold)
+        label = None if self.gold is None else number_in_text(self.gold)
         if label is None or self.verdict.value is None:
             return None
         return is_rounded_value(label, self.verdict.value)
@@ -88,7 +88,7 @@ class SolvedProblem:
         }
 
 
-def read_forms_or_text(file: Path) -> dict[str, Form]:
+def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
     A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
@@ -99,7 +99,7 @@ def read_forms_or_text(file: Path) -> dict[str, Form]:
     content = _file_content(file)
     if not _is_json(file):
         try:
-            return {file.stem: form_of_text(content.decode("utf-8"))}
+            return {file.stem: read_form_from_text(content.decode("utf-8"))}
         except UnicodeDecodeError as error:
             raise UserError(f"input: {str(file)!r} is no text in UTF-8 ({error.reason})") from error
     try:
@@ -120,7 +120,7 @@ def read_forms_or_text(file: Path) -> dict[str, Form]:
         try:
             if not isinstance(record, Mapping):
                 raise TypeError(f"it is {record!r:.40}, not an object")
-            forms[str(name)] = form_of(record)
+            forms[str(name)] = read_form_from_record(record)
         except (KeyError, TypeError, ValueError) as error:
             needed = "points, lines, circles, facts and question"
             missing = f"{error} is missing" if isinstance(error, KeyError) else str(error)
@@ -195,7 +195,7 @@ def _problem_number(record: Mapping[str, Any]) -> str | None:
 
 
 def solve_forms(
-    forms: Mapping[str, Form],
+    forms: Mapping[str, LogicForm],
     golds: Mapping[str, str],
     *,
     looks: bool = False,
@@ -210,7 +210,7 @@ def solve_forms(
     in the first case, and with `repair` in the second.
     """
     for name, form in forms.items():
-        result = verdict(form)
+        result = solve_form(form)
         counts_by_looks = looks and result.how == "looks"
         counts_by_repair = repair and result.how in ("without a fact", "rounded")
         if result.value is not None and (counts_by_looks or counts_by_repair):
@@ -396,17 +396,21 @@ def _solve(arguments: argparse.Namespace) -> None:
             print(f"\n{arguments.output}: {amount(len(problems), 'line')}")
 
 
-def _verdict_in_words(problem: SolvedProblem, form: Form) -> str:
+def _verdict_in_words(problem: SolvedProblem, form: LogicForm) -> str:
     """Return what was computed for one problem as a line of text for the user.
 
     The line says what was asked, its value, and why it is so: `AC = 4.514 (no short form)   ...`.
     """
-    from adora_vl.geometry.shapes import terms_of
-    from adora_vl.geometry.words import words_of
+    from adora_vl.geometry.shapes import parse_terms
+    from adora_vl.geometry.words import term_in_words
 
     result = problem.verdict
     goal_words = next(
-        (words_of(term.arguments[0]) for term in terms_of(form.question) if term.head == "Find"),
+        (
+            term_in_words(term.arguments[0])
+            for term in parse_terms(form.question)
+            if term.head == "Find"
+        ),
         "the goal",
     )
     if result.value is None:

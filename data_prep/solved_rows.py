@@ -17,12 +17,12 @@ from adora_vl.conversion.columns import PRESETS
 from adora_vl.conversion.pipeline import SplitRows
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.images import png_bytes
-from adora_vl.geometry.exact import rounded
-from adora_vl.geometry.expressions import number_of
-from adora_vl.geometry.figure import Verdict, written
-from adora_vl.geometry.forms import Form, points_of
-from adora_vl.geometry.shapes import terms_of
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.exact import round_as_in_school
+from adora_vl.geometry.expressions import number_in_text
+from adora_vl.geometry.figure import Verdict, figure_as_json
+from adora_vl.geometry.forms import LogicForm, points_in_term
+from adora_vl.geometry.shapes import parse_terms
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.cli import amount
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
@@ -57,7 +57,7 @@ def features_with_figure() -> Features:
 
 
 def solved_problems(
-    forms: Mapping[str, Form], questions: Mapping[str, LabelledQuestion] | None
+    forms: Mapping[str, LogicForm], questions: Mapping[str, LabelledQuestion] | None
 ) -> dict[str, SplitRows]:
     """Solve logic forms, and return the problems whose facts determine their answer, by split.
 
@@ -76,7 +76,7 @@ def solved_problems(
     by_number = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
     for number, form in tqdm(by_number, desc="solve", unit="form", disable=None):
         question = questions[number] if questions is not None else _own_question(number, form)
-        solution = verdict(form, looks=False, repair=False)
+        solution = solve_form(form, looks=False, repair=False)
         if solution.status != "answered":
             left_out[f"are {solution.status}"] += 1
             continue
@@ -93,18 +93,18 @@ def solved_problems(
     return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 
-def solved_figure(form: Form) -> str | None:
+def solved_figure(form: LogicForm) -> str | None:
     """Solve a logic form, and return its points and values as JSON, for the column `figure`.
 
     Returns None where the facts of the form do not determine its answer.
     """
-    solution = verdict(form, looks=False, repair=False)
+    solution = solve_form(form, looks=False, repair=False)
     if solution.status != "answered" or solution.figure is None:
         return None
-    return written(solution.figure)
+    return figure_as_json(solution.figure)
 
 
-def with_facts(form: Form | None, problem: str, row_id: str) -> dict[str, Any]:
+def with_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
     """Return the fields of a `RawProblem` that its logic form fills, to be passed by keyword.
 
     These are the extra columns `facts` (the facts in words) and `figure` (the solved figure). A
@@ -120,7 +120,7 @@ def with_facts(form: Form | None, problem: str, row_id: str) -> dict[str, Any]:
     return {"extras": {"facts": facts, "figure": figure}, "notes": notes}
 
 
-def with_places(form: Form, solution: Verdict) -> Form:
+def with_places(form: LogicForm, solution: Verdict) -> LogicForm:
     """Return a logic form whose points all have a place, so that it can be drawn.
 
     Where some points of the form have none, all places are taken from the solved figure.
@@ -132,16 +132,16 @@ def with_places(form: Form, solution: Verdict) -> Form:
     return replace(form, points=points)
 
 
-def shows_what_is_asked(form: Form) -> bool:
+def shows_what_is_asked(form: LogicForm) -> bool:
     """Return whether all points that the question names are on a line or circle of the diagram."""
     drawn_points = {name for points_on_line in form.rows for name in points_on_line}
     for (centre, _), points_on_circle in form.rounds.items():
         drawn_points |= {centre, *points_on_circle}
-    question_points = {name for term in terms_of(form.question) for name in points_of(term)}
+    question_points = {name for term in parse_terms(form.question) for name in points_in_term(term)}
     return question_points <= drawn_points
 
 
-def _own_question(number: str, form: Form) -> LabelledQuestion | None:
+def _own_question(number: str, form: LogicForm) -> LabelledQuestion | None:
     """Put the question of a logic form into words; None where there are no words for it.
 
     The split follows from the number of the problem, as in Geometry3K.
@@ -164,7 +164,7 @@ def _split_of(number: str) -> str:
     return "train"
 
 
-def _solved_row(question: LabelledQuestion, form: Form, solution: Verdict) -> RawProblem:
+def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) -> RawProblem:
     """Make the row of a solved problem, with a picture that is drawn from its logic form.
 
     Raises `RowError` where the label of the question differs from the computed answer.
@@ -183,11 +183,11 @@ def _solved_row(question: LabelledQuestion, form: Form, solution: Verdict) -> Ra
         answer=question.answer or computed_answer,
         extras={
             "facts": facts,
-            "figure": written(solution.figure) if solution.figure is not None else None,
+            "figure": figure_as_json(solution.figure) if solution.figure is not None else None,
         },
         notes={} if facts else {"no_facts": row_id},
     )
-    label = number_of(question.answer) if question.answer else None
+    label = number_in_text(question.answer) if question.answer else None
     # A label that is no number cannot be compared.
     if label is not None and not is_rounded_value(label, solution.value):
         raise raw.refuse(
@@ -224,4 +224,4 @@ def with_rounding(problem: str, solution: Verdict) -> RoundedQuestion:
     # `Round ...` or `round ...`: the question says already how its answer is rounded.
     if "ound to the nearest" not in problem:
         problem = f"{problem} {ROUND}"
-    return RoundedQuestion(problem=problem, answer=rounded(solution.value, 2))
+    return RoundedQuestion(problem=problem, answer=round_as_in_school(solution.value, 2))

@@ -32,16 +32,22 @@ from adora_vl.conversion.pipeline import (
 from adora_vl.conversion.problem import RawProblem
 from adora_vl.data.dataset import VARIANTS, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
-from adora_vl.geometry.choose import outcome
+from adora_vl.geometry.choose import choose_outcome
 from adora_vl.geometry.descent import Budget
-from adora_vl.geometry.figure import Figure, Verdict, figure_from, figure_of, written
-from adora_vl.geometry.forms import Form, Point, Term
-from adora_vl.geometry.measures import unit_of
-from adora_vl.geometry.reading import read
-from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.figure import (
+    Figure,
+    Verdict,
+    figure_as_json,
+    figure_from_json,
+    figure_of_solution,
+)
+from adora_vl.geometry.forms import LogicForm, Point, Term
+from adora_vl.geometry.measures import unit_of_term
+from adora_vl.geometry.reading import read_facts
+from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
-from adora_vl.geometry.verdict import EVALUATIONS, answer_of
+from adora_vl.geometry.verdict import EVALUATIONS, short_answer
 from adora_vl.utils.cli import MAX_SEED, Commands, optional, path, whole
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
@@ -187,7 +193,7 @@ def variants_of(original: Original, *, per: int, seed: int, split: str) -> list[
     """
     row_id = original.row_id
     try:
-        figure = figure_from(original.figure_json)
+        figure = figure_from_json(original.figure_json)
     except ValueError as error:
         raise UserError(
             f"folder: the figure of {row_id} cannot be read ({error}); prepare the folder again"
@@ -245,11 +251,14 @@ def _try_variant(
         answer=answer,
         family=FAMILY,
         kind=original_id,  # the schema has no column for it, and variants have no kinds
-        extras={"facts": facts_in_words(drawn_form, question), "figure": written(stored_figure)},
+        extras={
+            "facts": facts_in_words(drawn_form, question),
+            "figure": figure_as_json(stored_figure),
+        },
     )
 
 
-def form_with_other_numbers(figure: Figure, rng: random.Random) -> Form | None:
+def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | None:
     """Change the numbers in the facts of a geometry problem, and return the facts and the question.
 
     Equal lengths or angles stay equal, and a whole number stays whole. The returned form has the
@@ -262,14 +271,14 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> Form | None:
 
     def with_other_number(fact: str) -> str:
         """Return `Equals(measure, number)` with another number, and any other fact as it is."""
-        terms = list(terms_of([fact]))
+        terms = list(parse_terms([fact]))
         if len(terms) != 1 or not terms[0].is_equation:
             return fact
         measure, right_side = terms[0].arguments
         # A term with arguments is itself a measure, so neither `AB = CD` nor `x = 3` is changed.
         if right_side.arguments or not measure.arguments:
             return fact
-        old_value = _OldValue(unit=unit_of(measure), number=right_side.head.strip())
+        old_value = _OldValue(unit=unit_of_term(measure), number=right_side.head.strip())
         if old_value not in new_values:
             new_values[old_value] = _other_value(old_value, scale=scale, rng=rng)
         new_number = Term(head=new_values[old_value])
@@ -326,32 +335,32 @@ def _other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
     return f"{max(0.1, round(new_value, 1)):g}"
 
 
-def solve_variant(form: Form) -> SolvedVariant | None:
+def solve_variant(form: LogicForm) -> SolvedVariant | None:
     """Solve the facts of a variant for what its question asks.
 
     Returns None where the facts do not determine one answer, or determine it only by what the
     picture suggests.
     """
     try:
-        reading = read(form)
+        reading = read_facts(form)
     except (UnreadError, ValueError, IndexError):
         return None
     if reading.goal is None or reading.assumed or reading.unread:
         return None
     problem = FigureProblem(reading)
     # Four starts are enough to see whether a second figure fits as well.
-    result = outcome(problem, Budget(EVALUATIONS), starts=4)
+    result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
     # A `doubled` answer is known to four digits only. `faults` counts differences in kind from the
     # old diagram, such as a point that has moved to the other side of a line.
     if result.doubled or result.solution.faults or result.value <= 0:
         return None
-    figure = figure_of(problem, result.solution, form)
+    figure = figure_of_solution(problem, result.solution, form)
     verdict = Verdict(
         status="answered",
         value=float(f"{result.value:.10g}"),
-        answer=answer_of(result.value, reading),
+        answer=short_answer(result.value, reading),
         how="facts",
         figure=figure,
     )
@@ -402,7 +411,7 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     return rotation
 
 
-def _has_room_between_parts(form: Form) -> bool:
+def _has_room_between_parts(form: LogicForm) -> bool:
     """Return whether the points, lines and marked angles of a diagram can be told apart.
 
     `form.points` are where the points are drawn. The diagram must not be too flat, no two points
@@ -455,12 +464,12 @@ def _has_point_near_line(
     return False
 
 
-def _marked_angles(form: Form) -> Iterator[float]:
+def _marked_angles(form: LogicForm) -> Iterator[float]:
     """Yield how many degrees each angle has in the diagram that a fact gives the measure of.
 
     Such a fact is `Equals(MeasureOf(Angle(A, B, C)), 40)`, with B at the corner.
     """
-    for term in terms_of(form.facts):
+    for term in parse_terms(form.facts):
         if term.head != "Equals" or term.arguments[0].head != "MeasureOf":
             continue
         names = term.arguments[0].arguments[0].names

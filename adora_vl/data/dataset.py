@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -346,7 +347,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         # so changed contents are read again.
         config_name = f"content-{content_hash(files)}"
         return load_dataset(
-            "parquet", config_name, data_files={split: [str(path) for path in files]}, split=split
+            "parquet", config_name, data_files={split: [*map(_literal, files)]}, split=split
         )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
@@ -359,6 +360,11 @@ def load_split(folder: str | Path, split: str) -> Dataset:
             ) from error
         room = f"({reason}); make room there, or name another place with HF_DATASETS_CACHE"
         raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
+
+
+def _literal(path: Path) -> str:
+    """Return a path as `datasets` takes it, which reads `*`, `?` and `[...]` as a pattern."""
+    return glob.escape(str(path))
 
 
 @contextmanager

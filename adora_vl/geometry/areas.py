@@ -10,25 +10,32 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from adora_vl.geometry.expressions import number_of
+from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.quantities import Area, Constant, Quantity, minus, over, plus, times
-from adora_vl.geometry.shapes import COLOURS, CORNERS, DISC, Circle, UnreadError, unwrapped
+from adora_vl.geometry.shapes import (
+    CIRCLE_HEADS,
+    COLOUR_HEADS,
+    CORNER_COUNT_BY_SHAPE,
+    Circle,
+    UnreadError,
+    unwrap_shape,
+)
 from adora_vl.geometry.vectors import cross
 
 # A circle may reach over a side by this share of its radius, and still look as if it lay inside.
-_WITHIN = 0.9
+_MIN_RADIUS_SHARE_INSIDE = 0.9
 
 if TYPE_CHECKING:
     from adora_vl.geometry.measures import Measures
 
 
-def is_region(term: Term) -> bool:
+def has_coloured_part(term: Term) -> bool:
     """Tell whether a term speaks of a region that only the colours of the picture show."""
-    return any(part.head in COLOURS for part in term.walk())
+    return any(part.head in COLOUR_HEADS for part in term.walk())
 
 
-def extent(measures: Measures, term: Term) -> Quantity:
+def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
     """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region.
 
     The order of trial matters: a coloured region may be written as a shape, and a shape in a drawing
@@ -36,19 +43,19 @@ def extent(measures: Measures, term: Term) -> Quantity:
     the form does not say which region is meant.
     """
     inner = term.arguments[0]
-    shape = unwrapped(inner)
-    if shape.head in DISC and not is_region(inner):
+    shape = unwrap_shape(inner)
+    if shape.head in CIRCLE_HEADS and not has_coloured_part(inner):
         return measures.circular(term)
     if shape.head == "Sector":
-        return _sector(measures, shape)
-    if inner.head in COLOURS:
-        return _coloured(measures, term, shape)
+        return _sector_area_of_term(measures, shape)
+    if inner.head in COLOUR_HEADS:
+        return _measure_coloured_region(measures, term, shape)
     if shape.head == "Shape" and measures.drawing.circles:
-        return _rounded(measures, term, shape)
+        return _measure_rounded_shape(measures, term, shape)
     return measures.polygon(term.head, measures.drawing.shape(inner))
 
 
-def _sector(measures: Measures, term: Term) -> Quantity:
+def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
     """Return the area of a sector: of the named one, else of the one with a marked angle."""
     names = term.names
     if len(names) == 3:
@@ -57,18 +64,18 @@ def _sector(measures: Measures, term: Term) -> Quantity:
             raise UnreadError(f"{term} has no centre of a circle")
         circle = centres[0]
         ends = [name for name in names if name != circle.centre]
-        return _sector_of(measures, circle, measures.corner(ends[0], circle.centre, ends[1]))
+        return _sector_area(measures, circle, measures.corner(ends[0], circle.centre, ends[1]))
     circle = measures.drawing.circle()
-    return _sector_of(measures, circle, _marked_angle(measures, circle))
+    return _sector_area(measures, circle, _marked_central_angle(measures, circle))
 
 
-def _sector_of(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
+def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
     """Return the area of a sector of a circle with this angle at the centre, in degrees."""
     radius = measures.radius(circle)
     return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
 
-def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
+def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
     """Return the one angle at a centre whose size a fact gives.
 
     It is over 180 degrees where the fact says so. Raises `UnreadError` where facts mark no angle at
@@ -85,7 +92,7 @@ def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
             continue
         names = fact.arguments[0].arguments[0].names
         if len(names) == 3 and names[1] == circle.centre:
-            marked[tuple(names)] = number_of(fact.arguments[1].head)
+            marked[tuple(names)] = number_in_text(fact.arguments[1].head)
     if len(marked) != 1:
         raise UnreadError("the form does not say which sector is meant")
     (corners,) = marked
@@ -97,7 +104,7 @@ def _marked_angle(measures: Measures, circle: Circle) -> Quantity:
     return angle
 
 
-def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
+def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quantity:
     """Return the area or perimeter of the shape of a drawing with a circle.
 
     It is the marked sector, the disc, or a polygon with half discs on it.
@@ -106,14 +113,16 @@ def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
     # `Shape(A)` does not list its corners; where one angle at the centre is marked, it is a sector.
     if shape.names == ["A"]:
         try:
-            return _sector_of(measures, drawing.circle(), _marked_angle(measures, drawing.circle()))
+            return _sector_area(
+                measures, drawing.circle(), _marked_central_angle(measures, drawing.circle())
+            )
         except UnreadError:
             pass
     outline = drawing.outline()
     if not outline:
         return measures.of_circle(term.head, drawing.circle())
     if term.head == "AreaOf":
-        halves = [_half_disc(measures, circle, outline) for circle in drawing.circles]
+        halves = [_half_disc_area(measures, circle, outline) for circle in drawing.circles]
         if all(half is not None for half in halves):
             measures.assumed.append("the figure is the polygon with half circles on its sides")
             return plus(
@@ -122,7 +131,7 @@ def _rounded(measures: Measures, term: Term, shape: Term) -> Quantity:
     raise UnreadError(f"the form does not say which region {term} is")
 
 
-def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
+def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
     """Return half of a disc over a side of an outline that is its diameter; None without one."""
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
@@ -132,22 +141,22 @@ def _half_disc(measures: Measures, circle: Circle, outline: Sequence[str]) -> Qu
     return None
 
 
-def _coloured(measures: Measures, term: Term, shape: Term) -> Quantity:
+def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Quantity:
     """Return the area of a coloured region, by what lies inside what.
 
     `assumed` says which region was taken.
     """
     drawing = measures.drawing
     if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
-        return _similar_without_area(measures, term)
+        return _measure_unmeasured_twin(measures, term)
     if term.head != "AreaOf":
         raise UnreadError(f"the form does not say which region {term} is")
     if not drawing.circles:
         raise UnreadError(f"the form does not say which region {term} is")
-    return _between(measures, term)
+    return _area_between_outline_and_inside(measures, term)
 
 
-def _similar_without_area(measures: Measures, term: Term) -> Quantity:
+def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
     """Return the one of two similar shapes whose area or perimeter no fact gives."""
     first, second = measures.drawing.similar_pair()
     measured = [
@@ -163,7 +172,7 @@ def _similar_without_area(measures: Measures, term: Term) -> Quantity:
     return measures.polygon(term.head, unknown[0])
 
 
-def _between(measures: Measures, term: Term) -> Quantity:
+def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity:
     """Return the region between the outermost shape of a drawing and what lies inside it."""
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
@@ -178,21 +187,21 @@ def _between(measures: Measures, term: Term) -> Quantity:
     name = "".join(outline)
     on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
     if len(discs) == 1 and on_circle:
-        _assume_region(measures, f"the region is the circle without {name}")
+        _note_assumed_region(measures, f"the region is the circle without {name}")
         return minus(measures.of_circle("AreaOf", discs[0]), polygon)
     if all(_is_within(measures, circle, outline) for circle in discs):
-        _assume_region(measures, f"the region is {name} without what is round inside it")
+        _note_assumed_region(measures, f"the region is {name} without what is round inside it")
         return minus(polygon, plus(*(measures.of_circle("AreaOf", circle) for circle in discs)))
     raise UnreadError(f"the form does not say which region {term} is")
 
 
-def _assume_region(measures: Measures, words: str) -> None:
+def _note_assumed_region(measures: Measures, words: str) -> None:
     """Note what is assumed of a region, unless the question names the shapes that bound it.
 
     A region that were one of them would be asked for by its name.
     """
     heads = {part.head for term in measures.drawing.asked for part in term.walk()}
-    names_shape = bool(heads & {*CORNERS, "Polygon", "Regular"})
+    names_shape = bool(heads & {*CORNER_COUNT_BY_SHAPE, "Polygon", "Regular"})
     if not names_shape:
         measures.assumed.append(words)
 
@@ -201,7 +210,7 @@ def _polygon_for_region(measures: Measures) -> list[str]:
     """Return the polygon that bounds a region: the one that a fact names, else the outline."""
     for term in measures.drawing.terms:
         for part in term.walk():
-            if len(part.names) == CORNERS.get(part.head):
+            if len(part.names) == CORNER_COUNT_BY_SHAPE.get(part.head):
                 return measures.drawing.in_drawing_order(part.names)
     return measures.drawing.outline()
 
@@ -218,6 +227,8 @@ def _is_within(measures: Measures, circle: Circle, outline: Sequence[str]) -> bo
     for i in range(len(outline)):
         start = places[outline[i - 1]]
         way = places[outline[i]] - start
-        if around * cross(way, places[circle.centre] - start) < _WITHIN * radius * abs(way):
+        if around * cross(
+            way, places[circle.centre] - start
+        ) < _MIN_RADIUS_SHARE_INSIDE * radius * abs(way):
             return False
     return True

@@ -24,7 +24,7 @@ from adora_vl.geometry.quantities import (
 
 # Keeps the direction from a point to another in the same place finite. The square root of it is
 # still far below the rounding of any coordinate.
-TINY = 1e-150
+TINY_SQUARE = 1e-150
 
 
 class Atoms:
@@ -108,7 +108,7 @@ class Atoms:
     def _distance_values(self, places: Vector, rows: Vector | None) -> Vector:
         """Return all distances, and add their derivatives to `rows` unless it is None."""
         difference = places[self._distance_ends] - places[self._distance_starts]
-        length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY)
+        length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY_SQUARE)
         if rows is not None:
             slope_end = self.size * difference / length[:, None]
             add_point_slopes(rows, self._distance_ends, slope_end)
@@ -163,7 +163,7 @@ class Atoms:
         end = self.layout.position[atom.end]
         along_line = places[end] - places[start]
         to_point = places[point] - places[start]
-        length = math.sqrt(float(along_line @ along_line) + TINY)
+        length = math.sqrt(float(along_line @ along_line) + TINY_SQUARE)
         cross = float(along_line[0] * to_point[1] - along_line[1] * to_point[0])
         signed_distance = cross / length
         sign = math.copysign(self.size, signed_distance)
@@ -190,8 +190,8 @@ def angle_slopes(u: Vector, w: Vector, factor: Vector) -> tuple[Vector, Vector]:
     Returns:
         The derivatives by `u` and by `w`, of shape (rows, 2) each.
     """
-    square_u = np.einsum("ij,ij->i", u, u) + TINY
-    square_w = np.einsum("ij,ij->i", w, w) + TINY
+    square_u = np.einsum("ij,ij->i", u, u) + TINY_SQUARE
+    square_w = np.einsum("ij,ij->i", w, w) + TINY_SQUARE
     slope_u = np.stack([u[:, 1], -u[:, 0]], axis=1) * (factor / square_u)[:, None]
     slope_w = np.stack([-w[:, 1], w[:, 0]], axis=1) * (factor / square_w)[:, None]
     return slope_u, slope_w

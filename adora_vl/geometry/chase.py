@@ -17,7 +17,7 @@ import numpy as np
 
 from adora_vl.geometry.quantities import (
     Angle,
-    Combined,
+    Arithmetic,
     Distance,
     Equal,
     Parallel,
@@ -32,14 +32,14 @@ from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.vectors import dot
 
 # largest errors of a goal that is fixed, and of equations that are fulfilled
-_FIXED = 1e-7
-_FULFILLED = 1e-6
+_MAX_ERROR_OF_GOAL = 1e-7
+_MAX_ERROR_OF_EQUATIONS = 1e-6
 # length below which two points have no direction between them
-_NO_PLACE = 1e-9
+_MIN_LENGTH = 1e-9
 
 
 @dataclass(frozen=True)
-class _Sum:
+class _DirectionSum:
     """A constant in degrees plus unknowns times factors.
 
     `factors` has letters by their names, and directions by the name of their line behind "line ".
@@ -48,23 +48,23 @@ class _Sum:
     constant: float = 0.0
     factors: dict[str, float] = field(default_factory=dict)
 
-    def plus(self, addend: _Sum, factor: float = 1.0) -> _Sum:
+    def plus(self, addend: _DirectionSum, factor: float = 1.0) -> _DirectionSum:
         """Return this sum and a multiple of another."""
         factors = dict(self.factors)
         for name, share in addend.factors.items():
             factors[name] = factors.get(name, 0.0) + factor * share
-        return _Sum(constant=self.constant + factor * addend.constant, factors=factors)
+        return _DirectionSum(constant=self.constant + factor * addend.constant, factors=factors)
 
-    def times(self, factor: float) -> _Sum:
+    def times(self, factor: float) -> _DirectionSum:
         """Return a multiple of this sum."""
-        return _Sum().plus(self, factor)
+        return _DirectionSum().plus(self, factor)
 
 
 class _NotLinearError(ValueError):
     """A quantity is no sum of angles and letters, or has no direction in the picture."""
 
 
-class Chase:
+class AngleChase:
     """The linear equations between the directions of lines that a reading comes to.
 
     Relations that say nothing of directions are passed over, apart from equal lengths, which make
@@ -74,9 +74,9 @@ class Chase:
     def __init__(self, reading: Reading) -> None:
         self.places = reading.drawing.places
         self.goal = reading.goal
-        self.equations: list[_Sum] = []
+        self.equations: list[_DirectionSum] = []
         self._rows = [set(row) for row in reading.drawing.rows]
-        self._lines = _lines_of(reading.drawing.rows)
+        self._lines = _line_name_by_points(reading.drawing.rows)
         # The way from one point to another in the picture, which is the sense of each line.
         self._ways: dict[str, complex] = {}
         equal_lengths: dict[Quantity, list[Distance]] = {}
@@ -126,15 +126,15 @@ class Chase:
             weights, *_ = np.linalg.lstsq(matrix.T, target, rcond=1e-9)
         except np.linalg.LinAlgError:
             return None
-        is_fixed = np.abs(matrix.T @ weights - target).max() < _FIXED
-        is_fulfilled = np.abs(matrix @ solution - right_side).max() < _FULFILLED
+        is_fixed = np.abs(matrix.T @ weights - target).max() < _MAX_ERROR_OF_GOAL
+        is_fulfilled = np.abs(matrix @ solution - right_side).max() < _MAX_ERROR_OF_EQUATIONS
         if not is_fixed or not is_fulfilled:
             return None
         return float(target @ solution + goal.constant)
 
     # Directions and angles
 
-    def _direction(self, start: str, end: str) -> _Sum:
+    def _direction(self, start: str, end: str) -> _DirectionSum:
         """Return the direction from one point to another.
 
         It is that of their line, in the sense that the picture shows.
@@ -142,23 +142,23 @@ class Chase:
         if start not in self.places or end not in self.places:
             raise _NotLinearError
         way = self.places[end] - self.places[start]
-        if abs(way) < _NO_PLACE:
+        if abs(way) < _MIN_LENGTH:
             raise _NotLinearError
         pair = frozenset((start, end))
         line = self._lines.setdefault(pair, " ".join(sorted(pair)))
         reference = self._ways.setdefault(line, way)
-        return _Sum(
+        return _DirectionSum(
             constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
         )
 
-    def _seen(self, directions: _Sum) -> float:
+    def _seen(self, directions: _DirectionSum) -> float:
         """Return what a sum of directions comes to in the picture."""
         return directions.constant + sum(
             share * math.degrees(phase(self._ways[name.removeprefix("line ")]))
             for name, share in directions.factors.items()
         )
 
-    def _between(self, first: str, corner: str, last: str) -> tuple[_Sum, float]:
+    def _between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
         """Return the turn from one ray of a corner to the other, and its size in the picture.
 
         The size is in degrees, from -180 to 180.
@@ -169,12 +169,12 @@ class Chase:
         drawn_degrees = (end - start + 180) % 360 - 180
         return turn, drawn_degrees
 
-    def _turned_to(self, turn: _Sum, drawn_degrees: float) -> _Sum:
+    def _turned_to(self, turn: _DirectionSum, drawn_degrees: float) -> _DirectionSum:
         """Return the same turn with so many full turns that it is what the picture shows."""
         missing = 360.0 * round((drawn_degrees - self._seen(turn)) / 360)
-        return turn.plus(_Sum(constant=missing))
+        return turn.plus(_DirectionSum(constant=missing))
 
-    def _angle(self, angle: Angle | Sweep) -> _Sum:
+    def _angle(self, angle: Angle | Sweep) -> _DirectionSum:
         """Return the angle as a sum of directions, as wide as the picture shows it.
 
         Raises `_NotLinearError` where a point of it has no place.
@@ -186,23 +186,23 @@ class Chase:
         sign = 1.0 if drawn_degrees >= 0 else -1.0
         return self._turned_to(turn.times(sign), abs(drawn_degrees))
 
-    def _linear(self, quantity: Quantity) -> _Sum:
+    def _linear(self, quantity: Quantity) -> _DirectionSum:
         """Return a quantity as a sum of directions and letters.
 
         Raises `_NotLinearError` for a length, and for a product of two unknowns.
         """
         constant = constant_of(quantity)
         if constant is not None:
-            return _Sum(constant=constant)
+            return _DirectionSum(constant=constant)
         if isinstance(quantity, Unknown):
-            return _Sum(factors={quantity.name: 1.0})
+            return _DirectionSum(factors={quantity.name: 1.0})
         if isinstance(quantity, Angle | Sweep):
             return self._angle(quantity)
-        if not isinstance(quantity, Combined):
+        if not isinstance(quantity, Arithmetic):
             raise _NotLinearError
         parts = [self._linear(part) for part in quantity.parts]
         if quantity.function == "+":
-            total = _Sum()
+            total = _DirectionSum()
             for part in parts:
                 total = total.plus(part)
             return total
@@ -233,7 +233,7 @@ class Chase:
                 )
                 apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
                 apart += 180.0 * round((self._seen(difference) - apart) / 180)
-                self.equations.append(difference.plus(_Sum(constant=-apart)))
+                self.equations.append(difference.plus(_DirectionSum(constant=-apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
         """Add that two equal sides with a common end have equal angles at their other ends."""
@@ -250,7 +250,7 @@ class Chase:
             self.equations.append(at_first.plus(at_second, -1.0))
 
 
-def _lines_of(rows: list[list[str]]) -> dict[frozenset[str], str]:
+def _line_name_by_points(rows: list[list[str]]) -> dict[frozenset[str], str]:
     """Return the name of the line for each pair of points on one line.
 
     Lines with two common points are one, and have one name.

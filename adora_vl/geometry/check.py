@@ -13,10 +13,10 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from adora_vl.geometry.checked import Checked
-from adora_vl.geometry.claims import Claim, claims_in
+from adora_vl.geometry.checked import CheckedClaim
+from adora_vl.geometry.claims import Claim, read_claims_on
 from adora_vl.geometry.fact_kinds import gives_expression, gives_value, joins_names
-from adora_vl.geometry.figure import Figure, figure_from
+from adora_vl.geometry.figure import Figure, figure_from_json
 from adora_vl.geometry.judgement import Judgement
 from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import (
@@ -26,17 +26,12 @@ from adora_vl.geometry.quantities import (
     constant_of,
     number_of_quantity,
 )
-from adora_vl.geometry.reading import read
-from adora_vl.geometry.signature import relation_signature, signature, without_means
+from adora_vl.geometry.reading import read_facts
+from adora_vl.geometry.signature import relation_signature, signature, split_midpoints
 from adora_vl.geometry.solve import FigureProblem
-from adora_vl.geometry.spans import IN_SPAN
+from adora_vl.geometry.spans import MAX_SHARE_OUTSIDE_SPAN
 
-_RANK = 1e-6  # singular values below this share of the largest count as none
-
-
-def checked(claims: Sequence[Claim], figure: Figure) -> list[Checked]:
-    """Return the claims with their verdicts, in their order."""
-    return CheckedFigure(figure).judge(claims)
+_RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count as none
 
 
 @lru_cache(maxsize=256)
@@ -45,7 +40,7 @@ def figure_at(text: str) -> CheckedFigure:
 
     Raises `ValueError` where the text is no figure.
     """
-    return CheckedFigure(figure_from(text))
+    return CheckedFigure(figure_from_json(text))
 
 
 class CheckedFigure:
@@ -67,7 +62,7 @@ class CheckedFigure:
         Raises `ValueError` where the figure's form cannot be read.
         """
         self.figure = figure
-        self.reading = read(figure.form, without_words=figure.left_out)
+        self.reading = read_facts(figure.form, without_words=figure.left_out)
         problem = FigureProblem(self.reading)
         self.system = problem.system
         self.v = problem.starts.near_picture(0)
@@ -85,7 +80,7 @@ class CheckedFigure:
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
         self.free = self._free_movements(jacobian * self.scales)
-        facts = [*self.reading.relations, *without_means(self.reading.relations)]
+        facts = [*self.reading.relations, *split_midpoints(self.reading.relations)]
         self.facts = {relation_signature(relation) for relation in facts}
         # What the facts give, as numbers and as expressions of letters.
         self.known = [
@@ -106,7 +101,7 @@ class CheckedFigure:
         if not len(jacobian):
             return np.eye(self.system.count)
         _, sizes, directions = np.linalg.svd(np.nan_to_num(jacobian), full_matrices=True)
-        rank = int((sizes > _RANK * max(float(sizes[0]), 1e-9)).sum())
+        rank = int((sizes > _RANK_TOLERANCE * max(float(sizes[0]), 1e-9)).sum())
         return np.asarray(directions[rank:])
 
     def _goal_names(self) -> set[str]:
@@ -142,14 +137,18 @@ class CheckedFigure:
         with np.errstate(all="ignore"):
             known_rows = Judgement(self, []).known_rows
         movable = self.system.count - len(self.free)
-        rank = int(np.linalg.matrix_rank(np.stack(known_rows), tol=IN_SPAN)) if known_rows else 0
+        rank = (
+            int(np.linalg.matrix_rank(np.stack(known_rows), tol=MAX_SHARE_OUTSIDE_SPAN))
+            if known_rows
+            else 0
+        )
         return max(0, movable - rank)
 
-    def claims(self, text: str) -> list[Checked]:
+    def claims(self, text: str) -> list[CheckedClaim]:
         """Return the claims of a text with their verdicts."""
-        return self.judge(claims_in(text, self.reading))
+        return self.judge(read_claims_on(text, self.reading))
 
-    def judge(self, claims: Sequence[Claim]) -> list[Checked]:
+    def judge(self, claims: Sequence[Claim]) -> list[CheckedClaim]:
         """Return the claims with their verdicts, in their order."""
         with np.errstate(all="ignore"):
             return Judgement(self, claims).results()

@@ -11,11 +11,11 @@ from typing import Literal
 from adora_vl.geometry.claims import Claim
 
 ClaimVerdict = Literal["new", "given", "nothing", "again", "false", "follows", "open", "unread"]
-TRUE: tuple[ClaimVerdict, ...] = ("new", "given", "nothing", "again")
+TRUE_VERDICTS: tuple[ClaimVerdict, ...] = ("new", "given", "nothing", "again")
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedClaim:
     """A claim with what the figure says of it.
 
     `verdict`: of true ones `new`; `given`, a fact as it stands; `nothing`, an identity or arithmetic
@@ -31,7 +31,7 @@ class Checked:
     @property
     def is_true(self) -> bool:
         """Whether it holds in the figure."""
-        return self.verdict in TRUE
+        return self.verdict in TRUE_VERDICTS
 
     @property
     def is_step(self) -> bool:

@@ -9,18 +9,27 @@ from typing import Literal
 import numpy as np
 
 from adora_vl.geometry.descent import Budget
-from adora_vl.geometry.solve import TIGHT, FigureProblem, Solution, is_collapsed, is_free, is_same
+from adora_vl.geometry.solve import (
+    MAX_RESIDUAL,
+    FigureProblem,
+    Solution,
+    answers_agree,
+    is_collapsed,
+    is_goal_free,
+)
 
 Status = Literal["answered", "open", "ambiguous", "conflict", "collapsed", "unread"]
-_ROUNDED = 0.01  # largest residual of a figure whose facts were rounded
+_MAX_RESIDUAL_OF_ROUNDED_FACTS = 0.01  # largest residual of a figure whose facts were rounded
 # Figures with rounded facts are compared only where none fits much better than the others.
-_AS_GOOD = 1.3
-_SAME_ROUNDED = 2e-3  # share by which answers of such figures may differ
-_SAME_DOUBLE = 3e-4  # share by which answers at a double root may differ
-_SAME = 1e-5  # share by which other equal answers may differ
-_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
-_NEARER = 1.5  # a figure that is so much nearer to the picture is the one that is meant
-_NEAR = 0.02  # and this counts as no distance at all
+_MAX_RESIDUAL_RATIO = 1.3
+_ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may differ
+_DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
+_ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
+_DISTANCE_PER_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
+_CLEARLY_NEARER_RATIO = (
+    1.5  # a figure that is so much nearer to the picture is the one that is meant
+)
+_NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
 
 
 @dataclass(frozen=True)
@@ -41,11 +50,11 @@ class Outcome:
     disordered: tuple[str, ...] = ()
 
 
-def outcome(
+def choose_outcome(
     problem: FigureProblem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
     """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
-    result = _outcome(problem, budget=budget, starts=starts, rounded=rounded)
+    result = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
     disordered = tuple(dict.fromkeys(problem.kind.disordered(result.solution.v)))
@@ -55,14 +64,14 @@ def outcome(
     return replace(result, status="conflict", value=value, disordered=disordered)
 
 
-def _outcome(
+def _choose_by_likeness(
     problem: FigureProblem, budget: Budget, *, starts: int | None, rounded: bool
 ) -> Outcome:
     """Return the outcome before the order of points on lines is looked at.
 
     Figures that have collapsed count for nothing, and those without a fault come before all others.
     """
-    loose = _ROUNDED if rounded else TIGHT
+    loose = _MAX_RESIDUAL_OF_ROUNDED_FACTS if rounded else MAX_RESIDUAL
     solutions = problem.solutions(budget, starts, loose)
     if not solutions:
         return Outcome(status="conflict")
@@ -71,7 +80,7 @@ def _outcome(
         solutions = [
             solution
             for solution in solutions
-            if solution.residual < _AS_GOOD * least_residual + 1e-9
+            if solution.residual < _MAX_RESIDUAL_RATIO * least_residual + 1e-9
         ]
     sound = [solution for solution in solutions if not is_collapsed(solution)]
     if not sound:
@@ -79,13 +88,13 @@ def _outcome(
         return Outcome(status="collapsed", value=best.value, solution=best)
     pool = [solution for solution in sound if solution.faults == 0] or sound
     if not problem.places:
-        return _without_places(problem, pool, budget)
+        return _choose_without_picture(problem, pool, budget)
     best = min(pool, key=_unlikeness)
-    if is_free(best):
-        return _at_free(problem, best=best, alike=pool, budget=budget)
-    share = _SAME_ROUNDED if rounded else _SAME
+    if is_goal_free(best):
+        return _choose_where_goal_seems_free(problem, best=best, alike=pool, budget=budget)
+    share = _ROUNDED_ANSWER_TOLERANCE if rounded else _ANSWER_TOLERANCE
     rivals = [solution for solution in pool if _is_rival(solution, best, share)]
-    agreeing = sum(1 for solution in sound if is_same(solution.value, best.value, share))
+    agreeing = sum(1 for solution in sound if answers_agree(solution.value, best.value, share))
     rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
     if rivals or (agreeing < 2 and best.faults > 0):
         return Outcome(
@@ -96,7 +105,9 @@ def _outcome(
 
 def _unlikeness(solution: Solution) -> tuple[float, int]:
     """Return how unlike the picture a figure is; of equals the earlier start comes first."""
-    return round(solution.picture_distance + _FAULT * solution.faults, 6), solution.start
+    return round(
+        solution.picture_distance + _DISTANCE_PER_FAULT * solution.faults, 6
+    ), solution.start
 
 
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
@@ -105,12 +116,15 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     Of a positive and a negative answer the positive one is meant, and what is free says nothing.
     """
     if (
-        is_same(solution.value, best.value, share)
-        or is_free(solution)
+        answers_agree(solution.value, best.value, share)
+        or is_goal_free(solution)
         or best.value > 0 > solution.value
     ):
         return False
-    return _unlikeness(solution)[0] < _NEARER * _unlikeness(best)[0] + _NEAR
+    return (
+        _unlikeness(solution)[0]
+        < _CLEARLY_NEARER_RATIO * _unlikeness(best)[0] + _NEGLIGIBLE_DISTANCE
+    )
 
 
 def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:
@@ -119,16 +133,18 @@ def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> li
         {
             round(solution.value, 6)
             for solution in alike
-            if not is_same(solution.value, best.value, share)
+            if not answers_agree(solution.value, best.value, share)
         }
     )
 
 
-def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: Budget) -> Outcome:
+def _choose_without_picture(
+    problem: FigureProblem, alike: Sequence[Solution], budget: Budget
+) -> Outcome:
     """Return the outcome where no picture chooses, so that all figures have to agree."""
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     rival_values = _rival_values(alike, best, 1e-4)
-    fixed = [solution for solution in alike if not is_free(solution)]
+    fixed = [solution for solution in alike if not is_goal_free(solution)]
     if not rival_values and len(fixed) == len(alike):
         neighbours = problem.neighbours(best, budget)
         rivals = [solution for solution in neighbours if solution.faults <= best.faults]
@@ -151,18 +167,22 @@ def _without_places(problem: FigureProblem, alike: Sequence[Solution], budget: B
     return Outcome(status="answered", value=best.value, solution=best)
 
 
-def _at_free(
+def _choose_where_goal_seems_free(
     problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
     """Return the outcome where the goal seems free: open, unless it is at a double root.
 
     A double root is one where pushing the figure does not move the goal.
     """
-    same = [solution for solution in alike if is_same(solution.value, best.value, _SAME_DOUBLE)]
+    same = [
+        solution
+        for solution in alike
+        if answers_agree(solution.value, best.value, _DOUBLE_ROOT_TOLERANCE)
+    ]
     if len(same) == len(alike) and problem.stays(best, budget):
         value = float(np.median([solution.value for solution in same]))
         return Outcome(status="answered", value=value, solution=best, doubled=True)
-    rival_values = _rival_values(alike, best, _SAME_DOUBLE)
+    rival_values = _rival_values(alike, best, _DOUBLE_ROOT_TOLERANCE)
     return Outcome(
         status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from adora_vl.geometry.forms import Term
-from adora_vl.geometry.looks import SAID_TANGENT, seen_tangents
+from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, tangents_seen
 from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.polygon_facts import all_equal
 from adora_vl.geometry.quantities import (
@@ -13,10 +13,10 @@ from adora_vl.geometry.quantities import (
     Relation,
 )
 from adora_vl.geometry.relations import (
-    reaches,
-    touches,
+    lies_on_circle,
+    touches_line,
 )
-from adora_vl.geometry.shapes import sides_of
+from adora_vl.geometry.shapes import sides_of_polygon
 
 
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -29,17 +29,17 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
         for circle in measures.drawing.circles
         if circle.centre == centre and name in circle.points
     ]
-    yield reaches(measures, name, circles[0] if circles else measures.drawing.circle(target))
+    yield lies_on_circle(measures, name, circles[0] if circles else measures.drawing.circle(target))
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line touches a circle; unnamed lines are those that look like tangents."""
+    """Say that a line touches_line a circle; unnamed lines are those that look like tangents."""
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
-        for relation, _ in seen_tangents(measures, SAID_TANGENT):
+        for relation, _ in tangents_seen(measures, MAX_DEGREES_OF_STATED_TANGENT):
             yield relation
         return
-    yield touches(
+    yield touches_line(
         measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
     )
 
@@ -49,7 +49,7 @@ def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
     circle = measures.drawing.circle(term.arguments[1])
     line = measures.drawing.segment(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
-    yield reaches(measures, line[0], circle)
+    yield lies_on_circle(measures, line[0], circle)
 
 
 def chord(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -57,7 +57,7 @@ def chord(measures: Measures, term: Term) -> Iterator[Relation]:
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name != circle.centre:
-            yield reaches(measures, name, circle)
+            yield lies_on_circle(measures, name, circle)
 
 
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -65,17 +65,17 @@ def secant(measures: Measures, term: Term) -> Iterator[Relation]:
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.segment(term.arguments[0]):
         if name in circle.points:
-            yield reaches(measures, name, circle)
+            yield lies_on_circle(measures, name, circle)
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that a circle touches all sides of a shape, or a shape has its corners on a circle."""
+    """Say that a circle touches_line all sides of a shape, or a shape has its corners on a circle."""
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
         names = measures.drawing.shape(target)
-        for side in sides_of(names):
-            yield touches(measures, circle, side)
+        for side in sides_of_polygon(names):
+            yield touches_line(measures, circle, side)
         yield target
         return
     circle = measures.drawing.circle(target)
@@ -85,13 +85,13 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     else:
         yield shape
     for name in names:
-        yield reaches(measures, name, circle)
+        yield lies_on_circle(measures, name, circle)
 
 
 def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     """Say that the sides of a shape touch a circle."""
     names = measures.drawing.shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
-    for side in sides_of(names):
-        yield touches(measures, circle, side)
+    for side in sides_of_polygon(names):
+        yield touches_line(measures, circle, side)
     yield term.arguments[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
-    kind_of,
-    split_names,
+    polygon_kind,
+    split_point_names,
     term,
 )
 from adora_vl.geometry.forms import Term
@@ -14,12 +14,12 @@ from adora_vl.geometry.shape_sentences import (
     shape,
     special_behind,
 )
-from adora_vl.geometry.text_sides import side_of
+from adora_vl.geometry.text_sides import read_side
 
 
 def on_circle(draft: Draft, points: str, centre: str | None) -> None:
     """Note that points lie on a circle."""
-    for point in split_names(points):
+    for point in split_point_names(points):
         draft.on_circle(point, centre)
 
 
@@ -50,7 +50,7 @@ def circle(draft: Draft, centre: str, points: str | None) -> None:
 
 def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
     """Note a circle by its radius and its centre."""
-    draft.equal(term("RadiusOf", draft.circle(centre)), side_of(draft, radius))
+    draft.equal(term("RadiusOf", draft.circle(centre)), read_side(draft, radius))
 
 
 def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
@@ -83,9 +83,9 @@ def two_tangents(
     behind: str | None = None,
 ) -> None:
     """Note that two lines touch a circle, at two points in the same order."""
-    points = split_names(at) if at else [None, None]
+    points = split_point_names(at) if at else [None, None]
     for line, point in zip((first, second), points, strict=True):
-        start, end = split_names(line)
+        start, end = split_point_names(line)
         circle = centre or behind
         touching = point or free_end(draft, line, first if line == second else second, circle)
         tangent(draft, start=start, end=end, centre=circle, at=touching)
@@ -97,15 +97,17 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
     It is the one on the circle, else the one that it does not share with the second tangent.
     """
     name = draft.circle(centre).names[0]
-    on_circle = [point for point in split_names(line) if point in draft.circles[name]]
-    free = [point for point in split_names(line) if point not in split_names(second_line)]
+    on_circle = [point for point in split_point_names(line) if point in draft.circles[name]]
+    free = [
+        point for point in split_point_names(line) if point not in split_point_names(second_line)
+    ]
     candidates = on_circle or (free if len(free) == 1 else [])
     return candidates[0] if candidates else None
 
 
 def secant(draft: Draft, names: str, centre: str | None) -> None:
     """Note that a line from outside meets a circle twice: `PAB secant` in A and B."""
-    outside, near, far = split_names(names)
+    outside, near, far = split_point_names(names)
     draft.on_line(near, outside, far)
     draft.on_circle(near, centre)
     draft.on_circle(far, centre)
@@ -137,7 +139,7 @@ def chord(draft: Draft, start: str, end: str, centre: str | None) -> None:
 def chords(draft: Draft, first: str, second: str, centre: str | None) -> None:
     """Note that two segments are chords of a circle."""
     for line in (first, second):
-        start, end = split_names(line)
+        start, end = split_point_names(line)
         chord(draft, start=start, end=end, centre=centre)
 
 
@@ -161,10 +163,10 @@ def inscribed(
     """Note that a polygon has its corners on a circle."""
     if adjectives is not None:
         special_behind(draft, names, adjectives, kind)
-    elif (kind or kind_of(names)) == "polygon":
-        draft.facts.append(draft.polygon("Polygon", split_names(names)))
+    elif (kind or polygon_kind(names)) == "polygon":
+        draft.facts.append(draft.polygon("Polygon", split_point_names(names)))
     else:
-        shape(draft, kind or kind_of(names), names)
+        shape(draft, kind or polygon_kind(names), names)
     on_circle(draft, names, centre)
 
 
@@ -176,7 +178,7 @@ def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> No
 
 def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:
     """Note that a circle touches all sides of a polygon, which may be of a kind that says more."""
-    polygon = draft.named_shape(kind or kind_of(names), names)
+    polygon = draft.named_shape(kind or polygon_kind(names), names)
     draft.facts.append(term("CircumscribedTo", polygon, draft.circle(centre)))
 
 
@@ -187,8 +189,10 @@ def polygon_around(draft: Draft, kind: str | None, names: str, centre: str | Non
 
 def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> None:
     """Note an angle with its corner on a circle or in its centre."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     if kind == "central":
         draft.circle(corners[1])
         corners = [corners[0], corners[2]]
-    on_circle(draft, "".join(corners), centre if kind == "inscribed" else split_names(names)[1])
+    on_circle(
+        draft, "".join(corners), centre if kind == "inscribed" else split_point_names(names)[1]
+    )

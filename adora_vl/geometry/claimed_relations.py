@@ -22,11 +22,11 @@ from adora_vl.geometry.quantities import (
     points_in,
 )
 from adora_vl.geometry.reading import Reading
-from adora_vl.geometry.shapes import Circle, UnreadError, sides_of
+from adora_vl.geometry.shapes import Circle, UnreadError, sides_of_polygon
 from adora_vl.geometry.sides import SideReader, equation
-from adora_vl.geometry.signature import without_means
+from adora_vl.geometry.signature import split_midpoints
 
-Ways = tuple[tuple[Relation, ...], ...]
+Alternatives = tuple[tuple[Relation, ...], ...]
 # What kind of thing each noun names; several nouns are the same kind.
 _NOUNS_BY_KIND = {
     "Line": (
@@ -39,24 +39,30 @@ _NOUNS_BY_KIND = {
     "Polygon": "polygon quadrilateral parallelogram trapezoid",
     "Triangle": "triangle triangles",
 }
-_KIND_OF_NOUN = {noun: kind for kind, nouns in _NOUNS_BY_KIND.items() for noun in nouns.split()}
+_KIND_BY_NOUN = {noun: kind for kind, nouns in _NOUNS_BY_KIND.items() for noun in nouns.split()}
 # How many letters name one thing of a kind; a polygon may have any number.
-_LETTERS_OF_KIND = {"Line": (2,), "Triangle": (3,), "Angle": (1, 3), "Point": (1,), "Arc": (2, 3)}
+_LETTER_COUNTS_BY_KIND = {
+    "Line": (2,),
+    "Triangle": (3,),
+    "Angle": (1, 3),
+    "Point": (1,),
+    "Arc": (2, 3),
+}
 # The kind of a thing that has letters and no noun, by their number.
-_KIND_OF_LETTERS = {1: "Point", 2: "Line", 3: "Triangle"}
+_KIND_BY_LETTER_COUNT = {1: "Point", 2: "Line", 3: "Triangle"}
 # Words between a verb and what it says, which add nothing.
-_ADVERB_LIST = (
+_ADVERB_TEXT = (
     "also both therefore thus then a an the all each always so must be now indeed hence exactly "
     "clearly respectively"
 )
-_ADVERBS = frozenset(_ADVERB_LIST.split())
+_ADVERBS = frozenset(_ADVERB_TEXT.split())
 # Words that say where angles and sides lie.
-_POSITION_LIST = (
+_POSITION_TEXT = (
     "vertical corresponding alternate interior exterior opposite adjacent base inscribed angles "
     "angle sides same-side consecutive arcs"
 )
-_POSITIONS = frozenset(_POSITION_LIST.split())
-_FOUR_CORNERS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
+_POSITION_WORDS = frozenset(_POSITION_TEXT.split())
+_QUADRILATERALS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
 
 
 class RelationReader:
@@ -67,7 +73,7 @@ class RelationReader:
         self.reading = reading
         self.subjects: list[Term] = []  # of the relation before, for "and bisects AC"
 
-    def read(self, start: int) -> tuple[Ways, int] | None:
+    def read(self, start: int) -> tuple[Alternatives, int] | None:
         """Return the relation that begins at a sign, with the place behind it; None for none.
 
         A relation that can mean several things comes in several ways, each a tuple of relations.
@@ -107,7 +113,7 @@ class RelationReader:
         All are of one kind. Returns them with the place behind them.
         """
         cursor = start
-        kind = _KIND_OF_NOUN.get(self.sides.word(cursor))
+        kind = _KIND_BY_NOUN.get(self.sides.word(cursor))
         if kind is not None:
             cursor += 1
             if self.sides.word(cursor) == "angle" and kind == "Angle":
@@ -127,7 +133,7 @@ class RelationReader:
                 next_start += 1
             if next_start == cursor:
                 return terms, cursor
-            next_kind = _KIND_OF_NOUN.get(self.sides.word(next_start))
+            next_kind = _KIND_BY_NOUN.get(self.sides.word(next_start))
             next_noun = self._noun(next_kind or term.head, next_start + (1 if next_kind else 0))
             if next_noun is None or next_noun[0].head != term.head:
                 return terms, cursor
@@ -147,16 +153,16 @@ class RelationReader:
             names, end = self.sides.names_at(start)
         except NoSideError:
             return None
-        kind = kind or _KIND_OF_LETTERS.get(len(names), "Polygon")
+        kind = kind or _KIND_BY_LETTER_COUNT.get(len(names), "Polygon")
         if len(set(names)) != len(names):
             return None
-        if len(names) not in _LETTERS_OF_KIND.get(kind, (len(names),)):
+        if len(names) not in _LETTER_COUNTS_BY_KIND.get(kind, (len(names),)):
             return None
         return Term(head=kind, arguments=tuple(Term(name) for name in names)), end
 
     # Predicates
 
-    def _predicate(self, subjects: list[Term], start: int) -> tuple[Ways, int] | None:
+    def _predicate(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read what is said of the subjects, from the verb or the sign behind them on."""
         kind = subjects[0].head
         text = self.sides.at(start).text
@@ -189,9 +195,9 @@ class RelationReader:
 
         Where angles lie is said in passing, and is no claim.
         """
-        if self.sides.word(start) not in _POSITIONS:
+        if self.sides.word(start) not in _POSITION_WORDS:
             return start
-        cursor = self._past_words(start, _POSITIONS)
+        cursor = self._past_words(start, _POSITION_WORDS)
         after_comma = cursor + 1 if self.sides.at(cursor).text == "," else cursor
         after_joint = self._past_words(after_comma, {"and", "so", "which", "that", "they"})
         if after_joint == after_comma or self.sides.word(after_joint) not in ("are", "is"):
@@ -202,7 +208,7 @@ class RelationReader:
         """Return the kind of fact that a sign between two lines says."""
         return "Parallel" if sign == "∥" else "Perpendicular"
 
-    def _said(self, subjects: list[Term], start: int) -> tuple[Ways, int] | None:
+    def _said(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read what stands behind `is` or `are`."""
         kind = subjects[0].head
         if kind == "Line":
@@ -225,12 +231,12 @@ class RelationReader:
             if line is None or line[0].head != "Line":
                 return None
             return (self._relations("IsMidpointOf", subjects[0], line[0]),), line[1]
-        if kind == "Polygon" and word in _FOUR_CORNERS and len(subjects[0].names) == 4:
+        if kind == "Polygon" and word in _QUADRILATERALS and len(subjects[0].names) == 4:
             term = Term(head=word.capitalize(), arguments=subjects[0].arguments)
             return (tuple(relations_of(self.reading.measures, term)),), start + 1
         return None
 
-    def _of_lines(self, subjects: list[Term], start: int) -> tuple[Ways, int] | None:
+    def _of_lines(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read what stands behind `is` or `are` where the subjects are segments."""
         word = self.sides.word(start)
         if word in ("parallel", "perpendicular"):
@@ -267,11 +273,11 @@ class RelationReader:
     def _relations(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
         """Return the relations that a fact of this kind says."""
         term = Term(head=head, arguments=arguments)
-        return tuple(without_means(relations_of(self.reading.measures, term)))
+        return tuple(split_midpoints(relations_of(self.reading.measures, term)))
 
     def _with_object(
         self, subjects: list[Term], start: int, fact_kind: str
-    ) -> tuple[Ways, int] | None:
+    ) -> tuple[Alternatives, int] | None:
         """Read a fact of two things: both are subjects, or the second stands behind the verb."""
         if len(subjects) > 1:
             relations: list[Relation] = []
@@ -290,7 +296,7 @@ class RelationReader:
 
     def _object(self, start: int) -> tuple[Term, int] | None:
         """Read the one thing that is named behind a verb."""
-        kind = _KIND_OF_NOUN.get(self.sides.word(start))
+        kind = _KIND_BY_NOUN.get(self.sides.word(start))
         if kind is not None:
             start += 1
             if self.sides.word(start) == "angle" and kind == "Angle":
@@ -303,7 +309,7 @@ class RelationReader:
         The word does not say which sides are equal or which corner is right, so each is a way.
         """
         corners = subject.names
-        lengths = [self.reading.measures.distance(*side) for side in sides_of(corners)]
+        lengths = [self.reading.measures.distance(*side) for side in sides_of_polygon(corners)]
         if word in ("equilateral", "equiangular"):
             yield (
                 Equal(left=lengths[0], right=lengths[1], unit="length"),
@@ -317,7 +323,7 @@ class RelationReader:
             corner = corners[index]
             yield (Perpendicular(a=corner, b=corners[index - 1], c=corner, d=corners[index - 2]),)
 
-    def _bisects(self, line: Term, start: int) -> tuple[Ways, int] | None:
+    def _bisects(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
         """Read what a line halves: a segment or an angle."""
         target_and_end = self._object(self._past_the(start))
         if (
@@ -329,7 +335,7 @@ class RelationReader:
         target, end = target_and_end
         return (self._relations("BisectsAngle", line, target),), end
 
-    def _bisector(self, line: Term, start: int) -> tuple[Ways, int] | None:
+    def _bisector(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
         """Read `bisector of` an angle or a segment, with "perpendicular" before it or not."""
         if self.sides.word(start) != "bisector" or self.sides.word(start + 1) != "of":
             return None
@@ -342,7 +348,9 @@ class RelationReader:
         perpendicular = self._relations("Perpendicular", line, segment[0])
         return (halved[0][0] + perpendicular,), halved[1]
 
-    def _round(self, subjects: list[Term], word: str, start: int) -> tuple[Ways, int] | None:
+    def _round(
+        self, subjects: list[Term], word: str, start: int
+    ) -> tuple[Alternatives, int] | None:
         """Read that lines are radii, diameters or tangents of the circle.
 
         A circle that is not named is the only one of the figure.
@@ -383,7 +391,7 @@ class RelationReader:
             return (Equal(left=reach, right=radius, unit="length"),)
         return self._relations("Tangent", line, target) if on_circle else ()
 
-    def _angles(self, subjects: list[Term], start: int) -> tuple[Ways, int] | None:
+    def _angles(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read that angles or arcs are right, equal, supplementary or complementary."""
         word = self.sides.word(start)
         values = [self.reading.measures.value(term) for term in subjects]

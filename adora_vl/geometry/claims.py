@@ -1,6 +1,6 @@
 """What a response claims of a figure: its equations, and relations such as "AB is parallel to CD".
 
-`claims_of` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the like
+`read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the like
 between them, or a relation in signs or words. What nobody stands by is no claim
 (`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not guessed.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adora_vl.geometry.claimed_relations import RelationReader
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.names import NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
@@ -27,20 +27,32 @@ from adora_vl.geometry.quantities import (
     plus,
     times,
 )
-from adora_vl.geometry.reading import Reading, read
+from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.sides import EquationSide, SideReader, equation
 from adora_vl.geometry.signature import signature
 from adora_vl.geometry.signs import Sign, signs_of
-from adora_vl.geometry.stance import is_stood_by
+from adora_vl.geometry.stance import mark_asserted_tokens
 
 ClaimKind = Literal["length", "angle", "variable", "relation", "unread"]
 MAX_CLAIMS = 300  # of one response; later ones are not read
 
 # Behind these a side is a part of something that was not read.
-_CONTINUES = {"+", "-", "*", "/", "^", "±", "?", "_", "|", "<", "≠", "~", "\\"}
-_JOINS = {"sin", "cos", "tan", "sqrt", "frac", "arc", "angle", "angles", "pi", "times", "half"}
-_IS = re.compile(
+_SIGNS_THAT_CONTINUE = {"+", "-", "*", "/", "^", "±", "?", "_", "|", "<", "≠", "~", "\\"}
+_WORDS_IN_FORMULAS = {
+    "sin",
+    "cos",
+    "tan",
+    "sqrt",
+    "frac",
+    "arc",
+    "angle",
+    "angles",
+    "pi",
+    "times",
+    "half",
+}
+_IS_PATTERN = re.compile(
     r"(?:which |that |it |also |must |will |then |thus |therefore |now |just |simply |and )*"
     r"(?:is (?:already |also )?(?:known|given|found|said) (?:to be|as)"
     r"|is|are|be|equals?|measures?|becomes|measuring|(?:has|have|had|with|having) (?:an? )?"
@@ -51,9 +63,9 @@ _IS = re.compile(
     r"|to|the same as|the same length as|the same measure as|in length|in measure|just|equivalent"
     r"|now|the length of|the measure of|both))*"
 )
-_EQUAL_TO = re.compile(r"(?:equal|congruent) to(?: the (?:length|measure) of)?")
+_EQUAL_TO_PATTERN = re.compile(r"(?:equal|congruent) to(?: the (?:length|measure) of)?")
 # A number with one of these words behind it is no value: "5 more than CD", "5 or 6".
-_COMPARES = {
+_COMPARING_WORDS = {
     "more",
     "less",
     "longer",
@@ -81,13 +93,21 @@ _COMPARES = {
     "choices",
 }
 # A number with one of these words and "than" behind it is a difference: "5 more than CD".
-_DIFFERS = {
+_SIGN_BY_COMPARATIVE = {
     **{"more": 1.0, "longer": 1.0, "greater": 1.0, "larger": 1.0, "bigger": 1.0, "higher": 1.0},
     **{"less": -1.0, "shorter": -1.0, "smaller": -1.0, "lower": -1.0},
 }
-_PLACES = {"opposite", "adjacent", "intercepts", "intercepted", "subtends", "subtended", "between"}
-_BRACKETS = {"(": 1, "{": 1, ")": -1, "}": -1}
-_EQUALS = ("=", "≈", "≅")
+_POSITION_WORDS = {
+    "opposite",
+    "adjacent",
+    "intercepts",
+    "intercepted",
+    "subtends",
+    "subtended",
+    "between",
+}
+_DEPTH_CHANGE_BY_BRACKET = {"(": 1, "{": 1, ")": -1, "}": -1}
+_EQUALS_SIGNS = ("=", "≈", "≅")
 
 
 @dataclass(frozen=True)
@@ -110,18 +130,18 @@ class Claim:
     why: str = ""
 
 
-def claims_of(text: str, form: Form) -> list[Claim]:
+def read_claims(text: str, form: LogicForm) -> list[Claim]:
     """Return the claims of a text on the figure of a form, in their order."""
-    return claims_in(text, read(form))
+    return read_claims_on(text, read_facts(form))
 
 
-def claims_in(text: str, reading: Reading) -> list[Claim]:
+def read_claims_on(text: str, reading: Reading) -> list[Claim]:
     """Return the claims of a text, where the form has been read before."""
     return _ClaimReader(text, reading).claims()
 
 
 @dataclass(frozen=True)
-class _Link:
+class _ChainLink:
     """A side of a chain: where it begins, and the place behind it."""
 
     side: EquationSide
@@ -136,7 +156,7 @@ class _ClaimReader:
         self.text = text
         self.reading = reading
         self.signs = signs_of(text)
-        self.stands = is_stood_by(self.signs)
+        self.stands = mark_asserted_tokens(self.signs)
         self.sides = SideReader(self.signs, reading)
         self.relations = RelationReader(self.sides, reading)
         self.subject: tuple[Term, int] | None = None
@@ -203,7 +223,7 @@ class _ClaimReader:
         before = self.sides.at(number - 1)
         if number == 0 or before.kind == "line":
             return False
-        if before.text in _CONTINUES or before.text.lower() in _JOINS:
+        if before.text in _SIGNS_THAT_CONTINUE or before.text.lower() in _WORDS_IN_FORMULAS:
             return True
         sign = self.signs[number]
         if before.text == ":":
@@ -233,7 +253,7 @@ class _ClaimReader:
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
         for word in before[:3]:
-            if word in _PLACES:
+            if word in _POSITION_WORDS:
                 return True
             if word not in ("the", "to", "angle", "side", "of", "arc"):
                 return False
@@ -277,8 +297,8 @@ class _ClaimReader:
             if self.sides.at(cursor).kind in ("number", "points"):
                 return None
             cursor += 1
-        first = _Link(side=name, first=number + 1, behind=bar)
-        second = _Link(side=value, first=bar + 1, behind=end)
+        first = _ChainLink(side=name, first=number + 1, behind=bar)
+        second = _ChainLink(side=value, first=bar + 1, behind=end)
         return [self._equation(first, second)], cursor
 
     # Chains
@@ -290,8 +310,8 @@ class _ClaimReader:
         first side with a name is, and so does what stands behind a side that was not read.
         """
         claims: list[Claim] = []
-        head: _Link | None = None  # the first side with a name: what the whole chain is about
-        before: _Link | None = None  # the side that the next one is compared with
+        head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
+        before: _ChainLink | None = None  # the side that the next one is compared with
         end = number
         for link in self._links(number):
             if link is None:
@@ -309,13 +329,13 @@ class _ClaimReader:
             before = link
         return claims, end
 
-    def _links(self, number: int) -> Iterator[_Link | None]:
+    def _links(self, number: int) -> Iterator[_ChainLink | None]:
         """Yield the sides of the chain that begins at a place; None for one that was not read."""
         try:
             side, behind = self.sides.side(number)
         except NoSideError:
             return
-        yield _Link(side=side, first=number, behind=behind)
+        yield _ChainLink(side=side, first=number, behind=behind)
         while True:
             start = self._is_equal(behind)
             if start is None:
@@ -326,14 +346,14 @@ class _ClaimReader:
                 # A side that was not read is passed over only behind a sign: behind a word, such
                 # as "is", a sentence goes on that may say anything.
                 following = self._next_equal(start)
-                is_sign = self.sides.at(start - 1).text in _EQUALS
+                is_sign = self.sides.at(start - 1).text in _EQUALS_SIGNS
                 if following is None or not is_sign:
                     return
                 behind = following
                 yield None
                 continue
             behind = end
-            yield _Link(side=side, first=start, behind=behind)
+            yield _ChainLink(side=side, first=start, behind=behind)
 
     def _side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
         """Return the side behind `=` or `is`.
@@ -342,11 +362,15 @@ class _ClaimReader:
         """
         side, behind = self.sides.side(number)
         word = self.sides.word(behind)
-        if word in _DIFFERS and side.is_number and self.sides.word(behind + 1) == "than":
-            return self._difference(side, behind + 2, sign=_DIFFERS[word])
-        if word in _COMPARES and side.is_number:
+        if (
+            word in _SIGN_BY_COMPARATIVE
+            and side.is_number
+            and self.sides.word(behind + 1) == "than"
+        ):
+            return self._difference(side, behind + 2, sign=_SIGN_BY_COMPARATIVE[word])
+        if word in _COMPARING_WORDS and side.is_number:
             raise NoSideError(f"{word} stands behind it")
-        is_worded = self.signs[relation].text not in _EQUALS
+        is_worded = self.signs[relation].text not in _EQUALS_SIGNS
         if self.sides.word(relation) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
         if is_worded and word and side.is_number and self._is_noun_of_several(word):
@@ -376,7 +400,7 @@ class _ClaimReader:
         cursor = number
         while self.sides.at(cursor).kind == "line":
             cursor += 1
-        if self.sides.at(cursor).text in _EQUALS:
+        if self.sides.at(cursor).text in _EQUALS_SIGNS:
             return cursor + 1
         if cursor > number:
             return None
@@ -389,7 +413,7 @@ class _ClaimReader:
         while self.sides.at(cursor + len(words)).kind == "word" and len(words) < 9:
             words.append(self.sides.word(cursor + len(words)))
         phrase = " ".join(words)
-        match = _IS.match(phrase) or _EQUAL_TO.match(phrase)
+        match = _IS_PATTERN.match(phrase) or _EQUAL_TO_PATTERN.match(phrase)
         # A match has to end where a word ends: "is" is no part of "isosceles".
         if match is None or (match.end() < len(phrase) and phrase[match.end()] != " "):
             return None
@@ -409,24 +433,24 @@ class _ClaimReader:
         # for each of their sides.
         for cursor in range(number, min(number + 60, len(self.signs))):
             sign = self.signs[cursor]
-            depth += _BRACKETS.get(sign.text, 0)
+            depth += _DEPTH_CHANGE_BY_BRACKET.get(sign.text, 0)
             if sign.text in ("=", "≈"):
                 return cursor
             if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":", "<", "≠"):
                 return None
             is_plain_word = sign.kind == "word" and len(sign.text) > 1
-            if is_plain_word and sign.text not in _JOINS and depth < 1:
+            if is_plain_word and sign.text not in _WORDS_IN_FORMULAS and depth < 1:
                 return None
         return None
 
-    def _equation(self, before: _Link, link: _Link) -> Claim:
+    def _equation(self, before: _ChainLink, link: _ChainLink) -> Claim:
         """Return the claim that two sides of a chain are equal."""
         sides = (before.side, link.side)
         decimals = [side.decimals for side in sides if side.decimals is not None]
         return self._claim(
             before.first,
             link.behind,
-            _kind_of(before.side, link.side),
+            _kind_of_equation(before.side, link.side),
             ways=((equation(before.side.quantity, link.side.quantity),),),
             decimals=max(decimals) if decimals else None,
         )
@@ -514,10 +538,10 @@ class _ClaimReader:
 
         Every sign but a word can, and a word only if it stands for a name or a sign.
         """
-        return sign.kind != "word" or len(sign.text) == 1 or sign.text in _JOINS
+        return sign.kind != "word" or len(sign.text) == 1 or sign.text in _WORDS_IN_FORMULAS
 
 
-def _kind_of(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
+def _kind_of_equation(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:
     """Return what an equation is about: one name with a number, or a relation."""
     for side, partner in ((left_side, right_side), (right_side, left_side)):
         if not partner.is_number:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.quantities import Combined, Function, sign_of_power
+from adora_vl.geometry.quantities import Arithmetic, Function, sign_of_power
 
 
 class Differentiated(NamedTuple):
@@ -19,21 +19,21 @@ class Differentiated(NamedTuple):
     slope: Vector
 
 
-def combine(quantity: Combined, parts: Sequence[Differentiated]) -> Differentiated:
+def apply_function(quantity: Arithmetic, parts: Sequence[Differentiated]) -> Differentiated:
     """Do the arithmetic of a combined quantity on the values of its parts.
 
-    Powers and logarithms are of the absolute value, as `Combined` says. Raises what Python's
+    Powers and logarithms are of the absolute value, as `Arithmetic` says. Raises what Python's
     arithmetic raises: `ZeroDivisionError`, `OverflowError` or `ValueError`.
     """
     if quantity.function in ("sin", "cos", "tan"):
-        return _trigonometric(quantity.function, parts[0])
+        return _differentiate_trigonometric(quantity.function, parts[0])
     if quantity.function == "log":
-        return _logarithm(parts[0])
+        return _differentiate_logarithm(parts[0])
     if quantity.function == "+":
         slopes = [part.slope for part in parts]
         return Differentiated(value=sum(part.value for part in parts), slope=np.sum(slopes, axis=0))
     if quantity.function == "*":
-        return _product(parts)
+        return _differentiate_product(parts)
     first_part = parts[0]
     second_part = parts[1]
     if quantity.function == "-":
@@ -42,11 +42,11 @@ def combine(quantity: Combined, parts: Sequence[Differentiated]) -> Differentiat
             slope=first_part.slope - second_part.slope,
         )
     if quantity.function == "/":
-        return _quotient(first_part, second_part)
-    return _power(first_part, second_part)
+        return _differentiate_quotient(first_part, second_part)
+    return _differentiate_power(first_part, second_part)
 
 
-def _trigonometric(function: Function, angle: Differentiated) -> Differentiated:
+def _differentiate_trigonometric(function: Function, angle: Differentiated) -> Differentiated:
     """Return the sine, cosine or tangent of an angle in degrees."""
     radians = math.radians(angle.value)
     if function == "sin":
@@ -61,12 +61,12 @@ def _trigonometric(function: Function, angle: Differentiated) -> Differentiated:
     return Differentiated(value=value, slope=slope)
 
 
-def _logarithm(part: Differentiated) -> Differentiated:
+def _differentiate_logarithm(part: Differentiated) -> Differentiated:
     """Return the natural logarithm of an absolute value."""
     return Differentiated(value=math.log(abs(part.value)), slope=part.slope / part.value)
 
 
-def _product(parts: Sequence[Differentiated]) -> Differentiated:
+def _differentiate_product(parts: Sequence[Differentiated]) -> Differentiated:
     """Return the product of any number of parts, by the product rule from left to right."""
     value = 1.0
     slope = np.zeros_like(parts[0].slope)
@@ -76,14 +76,16 @@ def _product(parts: Sequence[Differentiated]) -> Differentiated:
     return Differentiated(value=value, slope=slope)
 
 
-def _quotient(numerator: Differentiated, denominator: Differentiated) -> Differentiated:
+def _differentiate_quotient(
+    numerator: Differentiated, denominator: Differentiated
+) -> Differentiated:
     """Return the quotient of two parts, by the quotient rule."""
     x, dx = numerator
     y, dy = denominator
     return Differentiated(value=x / y, slope=dx / y - (x / y**2) * dy)
 
 
-def _power(base: Differentiated, exponent: Differentiated) -> Differentiated:
+def _differentiate_power(base: Differentiated, exponent: Differentiated) -> Differentiated:
     """Return the power of an absolute value, with its sign where the exponent is odd.
 
     At base 0 the derivatives are taken as 0: the formula would divide by zero there.

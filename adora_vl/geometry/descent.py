@@ -14,12 +14,14 @@ import numpy as np
 from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.system import System
 
-_TRIALS = 7  # dampings that one step tries
-_SOFTER = 8.0  # a step that went downhill lets the next one be so much bolder
-_HARDER = 6.0  # and one that did not makes it so much more careful
-_LEAST_DAMPING = 1e-12
-_EXACT = 1e-13  # largest residual at which nothing is left to gain
-_PATIENCE = 15  # steps before slow progress ends the search
+_MAX_DAMPINGS_TRIED = 7  # dampings that one step tries
+_DAMPING_DIVISOR_AFTER_SUCCESS = (
+    8.0  # a step that went downhill lets the next one be so much bolder
+)
+_DAMPING_FACTOR_AFTER_FAILURE = 6.0  # and one that did not makes it so much more careful
+_MIN_DAMPING = 1e-12
+_NEGLIGIBLE_RESIDUAL = 1e-13  # largest residual at which nothing is left to gain
+_MIN_STEPS_BEFORE_GIVING_UP = 15  # steps before slow progress ends the search
 
 
 class Budget:
@@ -35,7 +37,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class _Slope:
+class _Objective:
     """What a search goes down in: some unknowns of a system, held near where they began.
 
     The squares of the ways from `begin` count `weights` times beside those of the residuals.
@@ -99,21 +101,21 @@ def descend(
     """
     weights = np.zeros(system.count)
     weights[: system.first_unknown] = pull
-    slope = _Slope(system=system, begin=v, first=first, weights=weights[first:])
+    slope = _Objective(system=system, begin=v, first=first, weights=weights[first:])
     residuals, jacobian = system.residuals(v)
     position = _Position(v=v, residuals=residuals, jacobian=jacobian, damping=1e-3)
     for step in range(steps):
-        is_done = position.largest < _EXACT or not math.isfinite(position.largest)
+        is_done = position.largest < _NEGLIGIBLE_RESIDUAL or not math.isfinite(position.largest)
         if is_done or not budget.take():
             break
-        following = _step(slope, position)
+        following = _step_downhill(slope, position)
         if following is None:
             break
         before = slope.height(position.v, position.residuals)
         after = slope.height(following.v, following.residuals)
         position = following
         # A search that hardly gains while far from a solution is stuck beside one.
-        if before - after < 1e-9 * before and before > 1e-8 and step > _PATIENCE:
+        if before - after < 1e-9 * before and before > 1e-8 and step > _MIN_STEPS_BEFORE_GIVING_UP:
             break
         # A pulled search is only to bring the points near; the next one goes on.
         if pull and before - after < 1e-3 * before:
@@ -121,7 +123,7 @@ def descend(
     return Descent(v=position.v, residual=position.largest)
 
 
-def _step(slope: _Slope, position: _Position) -> _Position | None:
+def _step_downhill(slope: _Objective, position: _Position) -> _Position | None:
     """Return the position after one step downhill, as bold as one of the trials allows.
 
     None where the place is flat, or no trial leads downhill.
@@ -136,19 +138,19 @@ def _step(slope: _Slope, position: _Position) -> _Position | None:
         return None
     diagonal = np.maximum(normal.diagonal(), 1e-12)
     damping = position.damping
-    for _ in range(_TRIALS):
+    for _ in range(_MAX_DAMPINGS_TRIED):
         damped = normal + np.diag(damping * diagonal + 1e-15)
         try:
             change = np.linalg.solve(damped, downhill)
         except np.linalg.LinAlgError:
-            damping *= _HARDER
+            damping *= _DAMPING_FACTOR_AFTER_FAILURE
             continue
         trial = position.v.copy()
         trial[first:] -= change
         residuals, jacobian = slope.system.residuals(trial)
         after = slope.height(trial, residuals)
         if math.isfinite(after) and after < before:
-            softer = max(damping / _SOFTER, _LEAST_DAMPING)
+            softer = max(damping / _DAMPING_DIVISOR_AFTER_SUCCESS, _MIN_DAMPING)
             return _Position(v=trial, residuals=residuals, jacobian=jacobian, damping=softer)
-        damping *= _HARDER
+        damping *= _DAMPING_FACTOR_AFTER_FAILURE
     return None

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adora_vl.geometry.forms import Point, Term
-from adora_vl.geometry.shapes import CORNERS
+from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
-POINT = r"[A-Z]'?"  # the pattern of a point's name in sentences
-SHAPES = "|".join(name.lower() for name in CORNERS)
+POINT_PATTERN = r"[A-Z]'?"  # the pattern of a point's name in sentences
+SHAPE_PATTERN = "|".join(name.lower() for name in CORNER_COUNT_BY_SHAPE)
 
 
 class SentenceError(ValueError):
@@ -72,11 +72,11 @@ class Draft:
 
     def named_shape(self, kind: str, names: str) -> Term:
         """Return the fact that these are the corners of a shape of a kind, such as a rectangle."""
-        corners = split_names(names)
+        corners = split_point_names(names)
         head = kind.capitalize()
-        if len(corners) != CORNERS[head] or len(set(corners)) != len(corners):
+        if len(corners) != CORNER_COUNT_BY_SHAPE[head] or len(set(corners)) != len(corners):
             raise SentenceError(
-                f"a {kind} has {CORNERS[head]} corners, and {names} names {len(set(corners))}"
+                f"a {kind} has {CORNER_COUNT_BY_SHAPE[head]} corners, and {names} names {len(set(corners))}"
             )
         shape = self.polygon(head, corners)
         self.facts.append(shape)
@@ -150,7 +150,7 @@ class Draft:
                 shared = ends[0] & ends[1]
                 if len(shared) == 1 and ends[0] | ends[1] == set(corners):
                     return shared.pop()
-            if fact.head == "RightAngle" or _is_right_measure(fact):
+            if fact.head == "RightAngle" or _gives_right_angle(fact):
                 angle = next(part for part in fact.walk() if part.head == "Angle")
                 corner = angle.names[len(angle.names) // 2]
                 if corner in corners and set(angle.names) <= set(corners):
@@ -163,7 +163,7 @@ class Draft:
         for fact in self.facts:
             if not fact.is_equation:
                 continue
-            parts = [_part_of(side, corners) for side in fact.arguments]
+            parts = [_corners_of_measured_part(side, corners) for side in fact.arguments]
             if all(parts) and parts[0] != parts[1]:
                 return True
             if parts[0] and not fact.arguments[1].arguments:
@@ -171,14 +171,14 @@ class Draft:
         return len(set(sizes)) < len(sizes)
 
 
-def _is_right_measure(fact: Term) -> bool:
+def _gives_right_angle(fact: Term) -> bool:
     """Tell whether a fact gives an angle named by points as 90 degrees."""
     if not fact.is_equation or fact.arguments[1].head not in ("90", "90.0"):
         return False
     return fact.arguments[0].head == "MeasureOf" and fact.arguments[0].arguments[0].head == "Angle"
 
 
-def _part_of(side: Term, corners: Sequence[str]) -> frozenset[str]:
+def _corners_of_measured_part(side: Term, corners: Sequence[str]) -> frozenset[str]:
     """Return the corners that name a side or an angle of a triangle; empty if none does."""
     if side.head not in ("LengthOf", "MeasureOf"):
         return frozenset()
@@ -195,14 +195,14 @@ def term(head: str, *arguments: str | Term) -> Term:
     return Term(head=head, arguments=parts)
 
 
-def split_names(names: str) -> list[str]:
+def split_point_names(names: str) -> list[str]:
     """Return the points of a name such as `ABC`."""
-    return re.findall(POINT, names)
+    return re.findall(POINT_PATTERN, names)
 
 
-def kind_of(names: str) -> str:
+def polygon_kind(names: str) -> str:
     """Return what a shape with these corners is called that has no other name."""
     # From three corners on; shapes with more than eight have no name that pupils use.
     kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
-    count = len(split_names(names))
+    count = len(split_point_names(names))
     return kinds[count - 3] if 3 <= count <= 8 else "polygon"

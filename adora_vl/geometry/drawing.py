@@ -12,7 +12,13 @@ from collections.abc import Collection, Sequence
 
 from adora_vl.geometry.forms import Term, inner_names
 from adora_vl.geometry.likeness import Likeness
-from adora_vl.geometry.shapes import COLOURS, CORNERS, UnreadError, sides_of, unwrapped
+from adora_vl.geometry.shapes import (
+    COLOUR_HEADS,
+    CORNER_COUNT_BY_SHAPE,
+    UnreadError,
+    sides_of_polygon,
+    unwrap_shape,
+)
 from adora_vl.geometry.vectors import cosine, cross_each_other, sine
 
 
@@ -26,9 +32,9 @@ class Drawing(Likeness):
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
-        if term.head in COLOURS:
+        if term.head in COLOUR_HEADS:
             raise UnreadError(f"the form does not say where the region {term} lies")
-        shape = unwrapped(term)
+        shape = unwrap_shape(term)
         names = shape.names
         if len(names) >= 3 and all(name in self._known for name in names):
             return self.in_drawing_order(names)
@@ -36,7 +42,7 @@ class Drawing(Likeness):
             return self._needed(self.outline(), term)
         if shape.head in self.named:
             return self.in_drawing_order(self.named[shape.head])
-        corner_count = CORNERS.get(shape.head)
+        corner_count = CORNER_COUNT_BY_SHAPE.get(shape.head)
         if corner_count is None:
             may_be_outline = shape.head in ("Shape", "Figure") and not self.circles
             if may_be_outline or shape.head == "Polygon":
@@ -103,7 +109,7 @@ class Drawing(Likeness):
 
         It is the side whose middle is nearest where no line goes through the point.
         """
-        sides = sides_of(names)
+        sides = sides_of_polygon(names)
         for side in sides:
             if self.are_on_one_row((point, *side)):
                 return side

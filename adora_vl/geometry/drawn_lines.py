@@ -13,13 +13,13 @@ from adora_vl.geometry.forms import Term
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import sine
 
-_SAME_RAY = 12.0  # degrees; two drawn rays closer than this are one
+_MAX_DEGREES_OF_ONE_RAY = 12.0  # degrees; two drawn rays closer than this are one
 # Lines that a text calls parallel may look that many degrees askew; each point on one makes it
 # likelier that it is meant, by so many degrees.
-_ASKEW = 8.0
-_POINT_COUNTS = 0.3
+_MAX_DEGREES_FROM_PARALLEL = 8.0
+_DEGREES_PER_POINT = 0.3
 # Radians: a ray so near to the bisector is the bisector itself, drawn through another point of it.
-_ON_RAY = 0.06
+_MAX_RADIANS_OF_ONE_RAY = 0.06
 
 
 class DrawnLines(DrawnPoints):
@@ -76,7 +76,7 @@ class DrawnLines(DrawnPoints):
         if len(names) == 2:
             return self.point(names[0]), self.point(names[1])
         for fact in self.facts:
-            measured = _measured_line(fact)
+            measured = _ends_of_measured_line(fact)
             if measured is not None and fact.arguments[1].head == names[0]:
                 return self.point(measured[0]), self.point(measured[1])
         raise UnreadError(f"the form does not say which line {names[0]} is")
@@ -94,10 +94,10 @@ class DrawnLines(DrawnPoints):
             if not self._have_transversal(rows):
                 continue  # nothing would be said of their angles
             degrees_apart = max(self.degrees_apart(first, second) for first, second in pairs)
-            rank = degrees_apart - _POINT_COUNTS * sum(len(row) for row in rows)
+            rank = degrees_apart - _DEGREES_PER_POINT * sum(len(row) for row in rows)
             if best is None or rank < best[0]:
                 best = (rank, rows)
-        if best is None or best[0] > _ASKEW:
+        if best is None or best[0] > _MAX_DEGREES_FROM_PARALLEL:
             raise UnreadError("no lines of the picture look parallel")
         return [(row[0], row[-1]) for row in best[1]]
 
@@ -166,7 +166,7 @@ class DrawnLines(DrawnPoints):
             same_rays = [
                 ray_name
                 for ray_direction, ray_name in rays
-                if abs((direction - ray_direction + 180) % 360 - 180) < _SAME_RAY
+                if abs((direction - ray_direction + 180) % 360 - 180) < _MAX_DEGREES_OF_ONE_RAY
                 and not self._are_on_two_lines(corner, (name, ray_name))
             ]
             if not same_rays:
@@ -198,13 +198,17 @@ class DrawnLines(DrawnPoints):
                     if name != corner:
                         direction = phase(self.places[name] - self.places[corner])
                         name_by_turn[(direction - start) % math.tau] = name
-        beside = sorted(turn for turn in name_by_turn if _ON_RAY < turn < math.tau - _ON_RAY)
+        beside = sorted(
+            turn
+            for turn in name_by_turn
+            if _MAX_RADIANS_OF_ONE_RAY < turn < math.tau - _MAX_RADIANS_OF_ONE_RAY
+        )
         if len(beside) < 2:
             raise UnreadError(f"the form does not say which angle at {corner} is meant")
         return name_by_turn[beside[0]], corner, name_by_turn[beside[-1]]
 
 
-def _measured_line(fact: Term) -> list[str] | None:
+def _ends_of_measured_line(fact: Term) -> list[str] | None:
     """Return the ends of the segment whose length a fact gives; None for any other fact."""
     if not fact.is_equation or fact.arguments[0].head != "LengthOf":
         return None

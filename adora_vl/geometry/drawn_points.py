@@ -12,27 +12,27 @@ from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
 
-from adora_vl.geometry.forms import Form, Term
+from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.shapes import (
-    CORNERS,
+    CORNER_COUNT_BY_SHAPE,
     Circle,
     PointInPolygon,
     SeparateArcs,
     UnreadError,
-    terms_of,
-    unwrapped,
+    parse_terms,
+    unwrap_shape,
 )
 from adora_vl.geometry.vectors import cross, dot, extent_of
 
-_POINT = re.compile(r"[A-Z]'?|point_\d+")
+_POINT_PATTERN = re.compile(r"[A-Z]'?|point_\d+")
 # share of a segment's length that a point may lie beside it and still seem to be on it
-_STRAIGHT = 0.025
+_MAX_BEND_OF_STRAIGHT = 0.025
 # share of a squared length; a corner that is less high has no foot worth drawing
-_FLAT_TRIANGLE = 0.05
+_MIN_HEIGHT_SHARE = 0.05
 # widths of a figure that its copy is placed to the right, clear of it
-_COPY_BESIDE = 1.6
-_NO_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
-_FAR_BESIDE = 1.0  # the same share, of a point that cannot be meant to be on the segment
+_COPY_OFFSET_IN_WIDTHS = 1.6
+_MIN_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
+_MAX_OFFSET_FROM_LINE = 1.0  # the same share, of a point that cannot be meant to be on the segment
 
 
 def _names_corners(term: Term) -> bool:
@@ -42,7 +42,7 @@ def _names_corners(term: Term) -> bool:
     """
     if term.head == "Polygon":
         return len(term.names) > 2
-    return len(term.names) == CORNERS.get(term.head)
+    return len(term.names) == CORNER_COUNT_BY_SHAPE.get(term.head)
 
 
 class DrawnPoints:
@@ -53,10 +53,10 @@ class DrawnPoints:
     the ends of each segment.
     """
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: LogicForm) -> None:
         self.form = form
-        self.facts = list(terms_of(form.facts))
-        self.asked = list(terms_of(form.question))
+        self.facts = list(parse_terms(form.facts))
+        self.asked = list(parse_terms(form.question))
         self.terms = [*self.facts, *self.asked]
         self.places = {name: complex(x, -y) for name, (x, y) in form.points.items()}
         self.imagined: set[str] = set()  # points whose place is guessed, not annotated
@@ -77,13 +77,13 @@ class DrawnPoints:
         self.named: dict[str, tuple[str, ...]] = {}
         for term in self.terms:
             for shape in (term, *term.arguments):
-                if len(shape.names) == CORNERS.get(shape.head):
+                if len(shape.names) == CORNER_COUNT_BY_SHAPE.get(shape.head):
                     self.named.setdefault(shape.head, tuple(shape.names))
 
     def _may_be_point(self, name: str) -> bool:
         """Tell whether a name is a capital letter, or one that the picture has."""
         is_drawn = name in self.form.points or name in self.neighbours
-        return is_drawn or _POINT.fullmatch(name) is not None
+        return is_drawn or _POINT_PATTERN.fullmatch(name) is not None
 
     @cached_property
     def points(self) -> list[str]:
@@ -95,7 +95,7 @@ class DrawnPoints:
             names.update(
                 part.head
                 for part in term.walk()
-                if not part.arguments and _POINT.fullmatch(part.head)
+                if not part.arguments and _POINT_PATTERN.fullmatch(part.head)
             )
         return sorted(names - self.aliases.keys())
 
@@ -115,7 +115,7 @@ class DrawnPoints:
             part.names[0]
             for term in self.asked
             for part in term.walk()
-            if part.head == "Circle" and part.names and _POINT.fullmatch(part.names[0])
+            if part.head == "Circle" and part.names and _POINT_PATTERN.fullmatch(part.names[0])
         }
         centre = drawn.copy().pop()
         return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
@@ -167,12 +167,12 @@ class DrawnPoints:
             if centre == "$" and len(on_circle) == 1:
                 key = next(iter(on_circle))
             points = on_circle.setdefault(key, [])
-            if point not in points and _POINT.fullmatch(key[0]):
+            if point not in points and _POINT_PATTERN.fullmatch(key[0]):
                 points.append(point)
         count: dict[str, int] = defaultdict(int)
         circles = []
         for (centre, _), points in on_circle.items():
-            if not _POINT.fullmatch(centre):
+            if not _POINT_PATTERN.fullmatch(centre):
                 continue
             count[centre] += 1
             number = count[centre]
@@ -239,7 +239,7 @@ class DrawnPoints:
                 if {first, name, last} <= self.places.keys():
                     way = self.places[last] - self.places[first]
                     beside = cross(way, self.places[name] - self.places[first])
-                    if abs(beside) > _FAR_BESIDE * abs(way) ** 2:
+                    if abs(beside) > _MAX_OFFSET_FROM_LINE * abs(way) ** 2:
                         del self.places[name]
         self._copy_similar()
         for _ in range(2):
@@ -249,7 +249,7 @@ class DrawnPoints:
                 for name in sorted(points - self.places.keys()):
                     start = self.places[first]
                     way = self.places[last] - start
-                    if abs(way) > _NO_LENGTH:
+                    if abs(way) > _MIN_LENGTH:
                         self.places[name] = start + way * self._share_of_foot(name, first, last)
                         self.imagined.add(name)
 
@@ -271,7 +271,7 @@ class DrawnPoints:
                 top = next(point for point in line.names if point != name)
                 if top in self.places and top not in (first, last):
                     to_top = self.places[top] - start
-                    if abs(cross(way, to_top)) > _FLAT_TRIANGLE * abs(way) ** 2:
+                    if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
                         return dot(way, to_top) / abs(way) ** 2
         return 0.5
 
@@ -280,8 +280,8 @@ class DrawnPoints:
         for term in self.terms:
             if term.head not in ("Similar", "Congruent") or len(term.arguments) != 2:
                 continue
-            first = tuple(unwrapped(term.arguments[0]).names)
-            second = tuple(unwrapped(term.arguments[1]).names)
+            first = tuple(unwrap_shape(term.arguments[0]).names)
+            second = tuple(unwrap_shape(term.arguments[1]).names)
             if len(first) < 3 or len(first) != len(second):
                 named = self.named_polygons
                 if len(named) != 2 or len(named[0]) != len(named[1]):
@@ -294,7 +294,7 @@ class DrawnPoints:
                 places = [self.places[name] for name in source]
                 wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
-                    self.places[name] = location + _COPY_BESIDE * wide
+                    self.places[name] = location + _COPY_OFFSET_IN_WIDTHS * wide
                     self.imagined.add(name)
 
     @cached_property
@@ -355,7 +355,7 @@ class DrawnPoints:
                     (last, first), set()
                 )
                 is_between = dot(before, behind) > 0
-                is_beside = abs(cross(before, behind)) >= _STRAIGHT * length**2
+                is_beside = abs(cross(before, behind)) >= _MAX_BEND_OF_STRAIGHT * length**2
                 if is_between and not is_beside and middle not in listed_points:
                     self.on_segment[first, last].add(middle)
                     straight.append((middle, first, last))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from adora_vl.geometry.expressions import number_of
+from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.forms import Term
-from adora_vl.geometry.measures import Measures, unit_of
+from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.quantities import (
     Constant,
     Equal,
@@ -18,8 +18,8 @@ from adora_vl.geometry.relations import (
     opposite_right_angle,
     same_length,
 )
-from adora_vl.geometry.shapes import CORNERS, UnreadError, unwrapped
-from adora_vl.geometry.triangle_facts import foot
+from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE, UnreadError, unwrap_shape
+from adora_vl.geometry.triangle_facts import foot_relations
 
 
 def equals(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -27,10 +27,10 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
     measure, size = term.arguments
-    if measure.head in CORNERS or measure.head in ("Shape", "Circle", "Polygon"):
+    if measure.head in CORNER_COUNT_BY_SHAPE or measure.head in ("Shape", "Circle", "Polygon"):
         return  # it says which shape is called so, which the drawing knows
     if measure.head == "Line" and size.head in ("AltitudeOf", "HeightOf"):
-        yield from foot(
+        yield from foot_relations(
             measures,
             line=measures.drawing.segment(measure),
             corners=size.arguments[0].names,
@@ -41,14 +41,14 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
         yield from opposite_right_angle(measure.names, size.arguments[0].names)
         return
     if measure.head == "Line" and _is_side_of_isosceles(size):
-        yield from _side_called(measures, measure, size)
+        yield from _relations_of_called_side(measures, measure, size)
         return
-    unit = unit_of(measure)
+    unit = unit_of_term(measure)
     if unit == "length":
-        unit = unit_of(size)
+        unit = unit_of_term(size)
     value = measures.value(measure)
     size_value = measures.value(size)
-    if unit == "degrees" and (_is_other_side(measure, size) or _is_short_way(measures, term)):
+    if unit == "degrees" and (_means_other_side(measure, size) or _is_shorter_arc(measures, term)):
         value = minus(Constant(360.0), value)
     yield Equal(left=value, right=size_value, unit=unit)
 
@@ -58,16 +58,16 @@ def _is_side_of_isosceles(term: Term) -> bool:
     if term.head not in ("BaseOf", "LegOf") or len(term.arguments) != 1:
         return False
     shape = term.arguments[0]
-    return shape.head == "Isosceles" and len(unwrapped(shape).names) == 3
+    return shape.head == "Isosceles" and len(unwrap_shape(shape).names) == 3
 
 
-def _side_called(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
+def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
     """Say that a side of an isosceles triangle is called its base, or one of its legs.
 
     One leg says nothing yet; the second one says that it is as long as the first. Raises
     `UnreadError` for a segment that is no side.
     """
-    corners = unwrapped(role.arguments[0]).names
+    corners = unwrap_shape(role.arguments[0]).names
     ends = measures.drawing.segment(line)
     if not set(ends) <= set(corners):
         raise UnreadError(f"{''.join(ends)} is no side of {''.join(corners)}")
@@ -94,7 +94,7 @@ def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
 
 
-def _is_short_way(measures: Measures, term: Term) -> bool:
+def _is_shorter_arc(measures: Measures, term: Term) -> bool:
     """Tell whether an arc of three letters is the shorter way round, by its size alone.
 
     No picture shows where its middle point lies; it is read as the longer way without a size.
@@ -105,13 +105,13 @@ def _is_short_way(measures: Measures, term: Term) -> bool:
         return False
     if arc.names[1] == measures.drawing.circle_of_arc(arc.names).centre:
         return False
-    degrees = number_of(size.head) if not size.arguments else None
+    degrees = number_in_text(size.head) if not size.arguments else None
     return degrees is not None and degrees < 180
 
 
-def _is_other_side(measure: Term, size: Term) -> bool:
+def _means_other_side(measure: Term, size: Term) -> bool:
     """Tell whether a number over 180 for an angle or an arc of two letters means the other side."""
-    degrees = number_of(size.head) if not size.arguments else None
+    degrees = number_in_text(size.head) if not size.arguments else None
     if degrees is None or degrees <= 180:
         return False
     inner = measure.arguments[0] if measure.head == "MeasureOf" and measure.arguments else measure

@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-_EXACT = 1e-9  # share of a value that a written form may differ by
+_FORM_TOLERANCE = 1e-9  # share of a value that a written form may differ by
 # Longer forms are no answers of a school book, and almost every number is near one of them.
 _MAX_DENOMINATOR = 60
 _MAX_UNDER_ROOT = 1000
 _MAX_INTEGER = 10**9
 
 
-def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str | None:
+def short_form(
+    value: float, *, share: float = _FORM_TOLERANCE, decimals: bool = True
+) -> str | None:
     """Return the shortest form that a value has, in LaTeX; None where it has none.
 
     `share`: how much of the value the form may differ by. `decimals`: whether `7.5` comes before a
@@ -25,7 +27,7 @@ def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str 
     if not math.isfinite(value) or abs(value) > _MAX_INTEGER:
         return None
     if value < 0:
-        positive = exact(-value, share=share, decimals=decimals)
+        positive = short_form(-value, share=share, decimals=decimals)
         return None if positive is None else f"-{positive}"
     off = share * max(1.0, value)
     if abs(value - round(value)) <= off:
@@ -34,17 +36,17 @@ def exact(value: float, *, share: float = _EXACT, decimals: bool = True) -> str 
         for digits in (1, 2):
             if abs(value - round(value, digits)) <= off:
                 return f"{round(value, digits):.{digits}f}"
-    rational = _rational(value, off)
+    rational = _as_rational(value, off)
     if rational is not None:
-        return _fraction(rational, "")
-    root = _root(value, off)
+        return _write_fraction(rational, "")
+    root = _write_root(value, off)
     if root is not None:
         return root
-    factor = _rational(value / math.pi, off / math.pi)
-    return None if factor is None else _fraction(factor, r"\pi")
+    factor = _as_rational(value / math.pi, off / math.pi)
+    return None if factor is None else _write_fraction(factor, r"\pi")
 
 
-def rounded(value: float, digits: int) -> str:
+def round_as_in_school(value: float, digits: int) -> str:
     """Return a value to so many digits behind the point, halves away from zero as in school.
 
     0 gives an integer.
@@ -55,13 +57,13 @@ def rounded(value: float, digits: int) -> str:
     return f"-{text}" if value < 0 and scaled else text
 
 
-def _rational(value: float, off: float) -> Fraction | None:
+def _as_rational(value: float, off: float) -> Fraction | None:
     """Return the value as a fraction as people write them; None where it is none."""
     rational = Fraction(value).limit_denominator(_MAX_DENOMINATOR)
     return rational if rational and abs(float(rational) - value) <= off else None
 
 
-def _root(value: float, off: float) -> str | None:
+def _write_root(value: float, off: float) -> str | None:
     """Return a value as a fraction times a square root."""
     square = value * value
     off_square = 2 * value * off + off * off
@@ -70,15 +72,15 @@ def _root(value: float, off: float) -> str | None:
         return None
     # p/q under the root is the root of p*q over q; squares are taken out of p*q.
     under = rational.numerator * rational.denominator
-    outside = _square_part(under)
+    outside = _largest_square_root_divisor(under)
     factor = Fraction(outside, rational.denominator)
     inside = under // outside**2
     if inside > _MAX_UNDER_ROOT or factor.denominator > _MAX_DENOMINATOR:
         return None
-    return _fraction(factor, rf"\sqrt{{{inside}}}")
+    return _write_fraction(factor, rf"\sqrt{{{inside}}}")
 
 
-def _square_part(number: int) -> int:
+def _largest_square_root_divisor(number: int) -> int:
     """Return the largest integer whose square divides a number."""
     largest = 1
     divisor = 2
@@ -92,7 +94,7 @@ def _square_part(number: int) -> int:
     return largest
 
 
-def _fraction(factor: Fraction, sign: str) -> str:
+def _write_fraction(factor: Fraction, sign: str) -> str:
     """Return a fraction times a root or pi."""
     numerator = str(factor.numerator) if factor.numerator != 1 or not sign else ""
     top = f"{numerator}{sign}"

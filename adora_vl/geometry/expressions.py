@@ -22,12 +22,12 @@ MAX_EXPONENT = 12.0
 MAX_NESTING = 20
 MAX_CHARACTERS = 400
 
-_SIGN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"\s*(\\frac|\\sqrt|\\pi|π|\\cdot|\\times|×|\d+(?:,\d{3})+(?:\.\d+)?|\d+\.\d+|\.\d+|\d+|[a-z]|[-+*/^(){}\[\]])"
 )
 # A unit behind a number, also squared. A metre is told from the letter m by the space before it and
 # the end behind it.
-UNIT = (
+UNIT_PATTERN = (
     r"(?<=[\d)}])\s*(?:(?:square|sq\.?)\s*)?"
     r"(?:\\(?:text|mathrm|rm)\s*\{?\s*)?"
     r"(?:(?:[cmk]m|in(?:ch(?:es)?)?(?!\s+[a-z]{3})|f(?:ee|oo)?t|yd|yards?|mi(?:les?)?|units?"
@@ -36,11 +36,11 @@ UNIT = (
 )
 # What says nothing about a value: LaTeX's spacing and dollar signs, and the word or sign for
 # degrees.
-_NOISE = re.compile(
+_NOISE_PATTERN = re.compile(
     r"\\(?:left|right|,|;|!)|\\?\$|\\text\{[^}]*\}|\bdegrees?\b|\^\s*\{?\s*\\circ\s*\}?|\\degree|\\circ|°"
 )
-_TIMES = ("*", "\\cdot", "\\times", "×")
-_BEGINS_FACTOR = ("(", "{", "\\frac", "\\sqrt", "\\pi", "π")
+_TIMES_SIGNS = ("*", "\\cdot", "\\times", "×")
+_FIRST_SIGNS_OF_FACTOR = ("(", "{", "\\frac", "\\sqrt", "\\pi", "π")
 
 
 class ExpressionError(ValueError):
@@ -73,27 +73,29 @@ class Operation:
 Expression = Number | Letter | Operation
 
 
-def parsed(text: str) -> Expression:
+def parse_expression(text: str) -> Expression:
     """Read a value. Raises `ExpressionError` where it is none."""
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"a value has {len(text)} characters, over {MAX_CHARACTERS}")
-    plain = re.sub(UNIT, "", text.replace("√", "\\sqrt ").strip())
-    plain = _NOISE.sub("", plain).strip()
+    plain = re.sub(UNIT_PATTERN, "", text.replace("√", "\\sqrt ").strip())
+    plain = _NOISE_PATTERN.sub("", plain).strip()
     plain = re.sub(r"(?<![a-z\\])pi(?![a-z])", r"\\pi", plain)
     plain = re.sub(r"(?<![a-z\\])(sqrt|frac)", r"\\\1", plain)
-    return _Reader(plain).whole()
+    return _ExpressionReader(plain).whole()
 
 
-def letters_of(expression: Expression) -> set[str]:
+def letters_in(expression: Expression) -> set[str]:
     """Return the letters that an expression has."""
     if isinstance(expression, Letter):
         return {expression.name}
     if isinstance(expression, Operation):
-        return letters_of(expression.left) | letters_of(expression.right)
+        return letters_in(expression.left) | letters_in(expression.right)
     return set()
 
 
-def value_of(expression: Expression, letters: Mapping[str, float] | None = None) -> float:
+def evaluate_expression(
+    expression: Expression, letters: Mapping[str, float] | None = None
+) -> float:
     """Return the value of an expression with these values of its letters.
 
     Raises `ExpressionError` for a letter without a value, and where the value is not a finite real
@@ -105,10 +107,10 @@ def value_of(expression: Expression, letters: Mapping[str, float] | None = None)
         if letters is None or expression.name not in letters:
             raise ExpressionError(f"{expression.name} has no value")
         return letters[expression.name]
-    x = value_of(expression.left, letters)
-    y = value_of(expression.right, letters)
+    x = evaluate_expression(expression.left, letters)
+    y = evaluate_expression(expression.right, letters)
     try:
-        value = _applied(expression.operator, x, y)
+        value = _compute(expression.operator, x, y)
     except (ZeroDivisionError, OverflowError, ValueError) as error:
         raise ExpressionError(f"{x:g} {expression.operator} {y:g} has no value") from error
     if not math.isfinite(value):
@@ -116,7 +118,7 @@ def value_of(expression: Expression, letters: Mapping[str, float] | None = None)
     return value
 
 
-def _applied(operator: Operator, x: float, y: float) -> float:
+def _compute(operator: Operator, x: float, y: float) -> float:
     """Return what arithmetic gives for two numbers. Raises what Python raises."""
     if operator == "+":
         return x + y
@@ -129,15 +131,15 @@ def _applied(operator: Operator, x: float, y: float) -> float:
     return math.pow(x, y)
 
 
-def number_of(text: str) -> float | None:
+def number_in_text(text: str) -> float | None:
     """Return the number that a text writes, such as `5\\sqrt{2}`; None where it writes none."""
     try:
-        return value_of(parsed(text))
+        return evaluate_expression(parse_expression(text))
     except ExpressionError:
         return None
 
 
-class _Reader:
+class _ExpressionReader:
     """Reads one text from left to right: sums of products of powers."""
 
     def __init__(self, text: str) -> None:
@@ -147,7 +149,7 @@ class _Reader:
         self.depth = 0
         position = 0
         while position < len(text):
-            match = _SIGN.match(text, position)
+            match = _TOKEN_PATTERN.match(text, position)
             if match is None:
                 raise self.error()
             self.signs.append(match[1])
@@ -196,14 +198,14 @@ class _Reader:
         expression = self.signed()
         while True:
             sign = self.peek()
-            if sign in _TIMES:
+            if sign in _TIMES_SIGNS:
                 self.take()
                 expression = Operation(operator="*", left=expression, right=self.signed())
             elif sign == "/":
                 self.take()
                 expression = Operation(operator="/", left=expression, right=self.signed())
             elif sign is not None and (
-                sign in _BEGINS_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
+                sign in _FIRST_SIGNS_OF_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
             ):
                 expression = Operation(operator="*", left=expression, right=self.power())
             else:

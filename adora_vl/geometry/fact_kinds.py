@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from adora_vl.geometry.quantities import (
     Angle,
-    Combined,
+    Arithmetic,
     Constant,
     Distance,
     Equal,
@@ -28,12 +28,12 @@ def gives_value(relation: Relation) -> bool:
         return False
     sides = (relation.left, relation.right)
     has_number = any(number_of_quantity(side) is not None for side in sides)
-    return has_number and any(not isinstance(side, Combined) for side in sides)
+    return has_number and any(not isinstance(side, Arithmetic) for side in sides)
 
 
 def joins_names(relation: Equal) -> bool:
     """Tell whether a fact says that two names are equal: `AB = BC`, `angle 1 = angle ABC`."""
-    return not isinstance(relation.left, Combined) and not isinstance(relation.right, Combined)
+    return not isinstance(relation.left, Arithmetic) and not isinstance(relation.right, Arithmetic)
 
 
 def gives_expression(relation: Relation) -> bool:
@@ -45,7 +45,7 @@ def gives_expression(relation: Relation) -> bool:
         return False
     sides = (relation.left, relation.right)
     return any(
-        not isinstance(side, Combined | Unknown) and _has_letters_alone(partner)
+        not isinstance(side, Arithmetic | Unknown) and _has_letters_alone(partner)
         for side, partner in (sides, sides[::-1])
     )
 

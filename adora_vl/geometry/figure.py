@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from adora_vl.geometry.choose import Status
-from adora_vl.geometry.forms import Form, Point, form_of, record_of
-from adora_vl.geometry.reading import read
+from adora_vl.geometry.forms import LogicForm, Point, form_as_record, read_form_from_record
+from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem, Solution
 
-How = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
-_DIGITS = 9  # of the figure's size, that a stored place has
-_FULFILLED = 1e-6  # largest residual of a stored figure
+AnswerBasis = Literal["facts", "angles", "looks", "without a fact", "rounded", ""]
+_DIGITS_OF_PLACES = 9  # of the figure's size, that a stored place has
+_MAX_RESIDUAL = 1e-6  # largest residual of a stored figure
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Figure:
 
     at: Mapping[str, Point]
     values: Mapping[str, float]
-    form: Form
+    form: LogicForm
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
 
@@ -53,7 +53,7 @@ class Verdict:
     status: Status
     value: float | None = None
     answer: str | None = None
-    how: How = ""
+    how: AnswerBasis = ""
     figure: Figure | None = None
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -61,22 +61,22 @@ class Verdict:
     why: str = ""
 
 
-def figure_of(
+def figure_of_solution(
     problem: FigureProblem,
     solution: Solution,
-    form: Form,
+    form: LogicForm,
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
     """Return the figure of a solution, turned as the picture lies.
 
-    Its places are rounded to `_DIGITS` digits of its size.
+    Its places are rounded to `_DIGITS_OF_PLACES` digits of its size.
     """
     v = solution.v
     names = problem.system.points
     places = {name: problem.system.location(v, name) for name in names}
     turn = _turn_to_picture(problem, places)
-    digits = _DIGITS - math.floor(math.log10(max(problem.size, 1e-9)))
+    digits = _DIGITS_OF_PLACES - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}
     for name, location in places.items():
         turned = location * turn * problem.size
@@ -100,20 +100,20 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
     return together / abs(together) if abs(together) > 1e-12 else 1 + 0j
 
 
-def written(figure: Figure) -> str:
+def figure_as_json(figure: Figure) -> str:
     """Return the figure as one line of JSON, for a table."""
     record = {
         "at": {name: list(location) for name, location in figure.at.items()},
         "values": dict(figure.values),
-        "form": record_of(figure.form),
+        "form": form_as_record(figure.form),
         "assumed": list(figure.assumed),
         "left_out": list(figure.left_out),
     }
     return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
 
 
-def figure_from(text: str) -> Figure:
-    """Read what `written` gave.
+def figure_from_json(text: str) -> Figure:
+    """Read what `figure_as_json` gave.
 
     Raises `ValueError` where it is none, or where its places do not fulfil its facts.
     """
@@ -122,26 +122,26 @@ def figure_from(text: str) -> Figure:
         figure = Figure(
             at={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
             values={str(name): float(value) for name, value in record["values"].items()},
-            form=form_of(record["form"]),
+            form=read_form_from_record(record["form"]),
             assumed=tuple(map(str, record["assumed"])),
             left_out=tuple(map(str, record["left_out"])),
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
-    largest = residual_of(figure)
-    if largest > _FULFILLED:
+    largest = largest_residual_of(figure)
+    if largest > _MAX_RESIDUAL:
         raise ValueError(
             f"a figure does not fulfil its facts: they are off by {largest:.2g} of its size"
         )
     return figure
 
 
-def residual_of(figure: Figure) -> float:
+def largest_residual_of(figure: Figure) -> float:
     """Return the largest residual of a figure's facts at its places.
 
     Lengths are in shares of the figure's size, angles in radians.
     """
-    reading = read(figure.form, without_words=figure.left_out)
+    reading = read_facts(figure.form, without_words=figure.left_out)
     problem = FigureProblem(reading)
     v = problem.starts.near_picture(0)
     for name, (x, y) in figure.at.items():

@@ -17,16 +17,16 @@ from functools import cached_property
 Point = tuple[float, float]
 POINT_NAME = r"(?:point_\d+|[A-Za-z]'?)"
 MAX_DEPTH = 20  # brackets in brackets; the deepest of Geometry3K has 6
-_HEAD = re.compile("[A-Z][A-Za-z]+")
-_NO_PLACE = (-1, -1)  # how the annotation writes that a point was not found in the picture
-_DISSOLVED = "dissolved_text_logic_form"
+_HEAD_PATTERN = re.compile("[A-Z][A-Za-z]+")
+_UNKNOWN_PLACE = (-1, -1)  # how the annotation writes that a point was not found in the picture
+_INTERGPS_QUESTION_KEY = "dissolved_text_logic_form"
 # The names of the fields in InterGPS' own `logic_form.json`, by ours.
-_INTERGPS_KEYS = {
+_INTERGPS_KEY_BY_FIELD = {
     "lines": "line_instances",
     "circles": "circle_instances",
     "points": "point_positions",
     "facts": "diagram_logic_form",
-    "question": _DISSOLVED,
+    "question": _INTERGPS_QUESTION_KEY,
 }
 
 
@@ -62,27 +62,27 @@ class Term:
         return f"{self.head}({', '.join(map(str, self.arguments))})"
 
 
-def term_of(text: str, depth: int = 0) -> Term | None:
+def parse_term(text: str, depth: int = 0) -> Term | None:
     """Read a logic form; None where its brackets do not close, or are nested over `MAX_DEPTH` deep."""
     text = text.strip()
     head, bracket, rest = text.partition("(")
-    if not bracket or not _HEAD.fullmatch(head):
+    if not bracket or not _HEAD_PATTERN.fullmatch(head):
         if not text or text.count("(") != text.count(")"):
             return None
         return Term(head=text)
-    parts = _parts_of(rest)
+    parts = _split_arguments(rest)
     if parts is None or depth >= MAX_DEPTH:
         return None
     arguments: list[Term] = []
     for part in parts:
-        argument = term_of(part, depth + 1)
+        argument = parse_term(part, depth + 1)
         if argument is None:
             return None
         arguments.append(argument)
     return Term(head=head, arguments=tuple(arguments))
 
 
-def _parts_of(rest: str) -> list[str] | None:
+def _split_arguments(rest: str) -> list[str] | None:
     """Split what stands behind an opening bracket at its commas.
 
     None where the bracket does not close at the end.
@@ -104,7 +104,7 @@ def _parts_of(rest: str) -> list[str] | None:
 
 
 @dataclass(frozen=True)
-class Form:
+class LogicForm:
     """A diagram and its question.
 
     `points` has the places in the picture, in pixels with y downwards; a point whose place nobody
@@ -120,7 +120,7 @@ class Form:
     @cached_property
     def terms(self) -> list[Term | None]:
         """The facts, each once; None for one that cannot be read."""
-        return [term_of(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
+        return [parse_term(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
     def found(self, head: str) -> list[Term]:
         """Return the facts with this head."""
@@ -177,37 +177,39 @@ class Form:
         return dict(on_circle) | empty
 
 
-def form_of(record: Mapping[str, object]) -> Form:
+def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
     """Return the form of InterGPS' `logic_form.json`, or of an object with the names of our fields.
 
     Raises `KeyError` where a field is missing, and `TypeError` or `ValueError` where one is of
     another kind.
     """
-    keys = {name: name for name in _INTERGPS_KEYS}
+    keys = {name: name for name in _INTERGPS_KEY_BY_FIELD}
     if "line_instances" in record:
-        keys = _INTERGPS_KEYS
-    points = _mapping(record.get("more_points") or {}) | _mapping(record[keys["points"]])
+        keys = _INTERGPS_KEY_BY_FIELD
+    points = _require_mapping(record.get("more_points") or {}) | _require_mapping(
+        record[keys["points"]]
+    )
     places: dict[str, Point] = {}
     for name, location in points.items():
-        x, y = _pair(location)
-        if (x, y) != _NO_PLACE:
+        x, y = _require_coordinates(location)
+        if (x, y) != _UNKNOWN_PLACE:
             places[str(name)] = (x, y)
     lines: list[tuple[str, str]] = []
-    for line in _texts(record[keys["lines"]]):
+    for line in _require_texts(record[keys["lines"]]):
         match = re.fullmatch(f"({POINT_NAME})({POINT_NAME})", line)
         if match:
             lines.append((match[1], match[2]))
-    return Form(
+    return LogicForm(
         lines=tuple(lines),
-        circles=_texts(record[keys["circles"]]),
+        circles=_require_texts(record[keys["circles"]]),
         points=places,
-        facts=_texts(record[keys["facts"]]),
-        question=_texts(record[keys["question"]]),
+        facts=_require_texts(record[keys["facts"]]),
+        question=_require_texts(record[keys["question"]]),
     )
 
 
-def record_of(form: Form) -> dict[str, object]:
-    """Return the form as an object that `form_of` reads back: plain lists and texts, for JSON."""
+def form_as_record(form: LogicForm) -> dict[str, object]:
+    """Return the form as an object that `read_form_from_record` reads back: plain lists and texts, for JSON."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),
@@ -217,14 +219,14 @@ def record_of(form: Form) -> dict[str, object]:
     }
 
 
-def _mapping(value: object) -> dict[str, object]:
+def _require_mapping(value: object) -> dict[str, object]:
     """Return the places of points by their names. Raises `TypeError` for anything but an object."""
     if not isinstance(value, Mapping):
         raise TypeError(f"points is {value!r:.40}, not an object with a place for each name")
     return dict(value)
 
 
-def _pair(value: object) -> Point:
+def _require_coordinates(value: object) -> Point:
     """Return a place as two finite numbers.
 
     Raises `TypeError` or `ValueError` for anything else.
@@ -238,7 +240,7 @@ def _pair(value: object) -> Point:
     return x, y
 
 
-def _texts(value: object) -> tuple[str, ...]:
+def _require_texts(value: object) -> tuple[str, ...]:
     """Return a list of texts. Raises `TypeError` for anything else."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise TypeError(f"a list of texts is {value!r:.40}")
@@ -249,7 +251,7 @@ def _texts(value: object) -> tuple[str, ...]:
     return texts
 
 
-def points_of(term: Term) -> set[str]:
+def points_in_term(term: Term) -> set[str]:
     """Return the points that a term names by a capital letter."""
     return {
         part.head

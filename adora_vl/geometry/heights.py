@@ -21,12 +21,12 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
             continue
         foot = next(iter(shared))
         for base, upright in (fact.arguments, fact.arguments[::-1]):
-            if _is_inside(drawing, foot, base) and not _is_inside(drawing, foot, upright):
+            if _lies_within(drawing, foot, base) and not _lies_within(drawing, foot, upright):
                 return drawing.segment(upright)
     return None
 
 
-def _is_inside(drawing: Drawing, point: str, line: Term) -> bool:
+def _lies_within(drawing: Drawing, point: str, line: Term) -> bool:
     """Tell whether a point lies on a line of the drawing and is none of its ends."""
     return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.lines)
 

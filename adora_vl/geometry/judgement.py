@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from adora_vl.geometry.checked import Checked, ClaimVerdict
+from adora_vl.geometry.checked import CheckedClaim, ClaimVerdict
 from adora_vl.geometry.claims import Claim
 from adora_vl.geometry.fact_kinds import (
     is_collinear,
@@ -32,25 +32,27 @@ from adora_vl.geometry.quantities import (
     plus,
 )
 from adora_vl.geometry.signature import relation_signature, signature
-from adora_vl.geometry.spans import are_in_span, is_in_span, is_parallel_to_any, outside
+from adora_vl.geometry.spans import are_in_span, is_in_span, is_parallel_to_any, length_outside
 from adora_vl.geometry.system import System
 
 if TYPE_CHECKING:
     from adora_vl.geometry.check import CheckedFigure
 
-_FREE = 1e-4  # share of a claim's gradient along which the facts may let it move
-_FLAT = 1e-9  # length of a gradient, after scaling, that counts as none
-_EXACT = 1e-3  # share by which a value may be off that has no decimals
-_ROUNDED = 0.006  # share by which one may be off that has some, which were rounded on the way
+_MAX_FREE_SHARE = 1e-4  # share of a claim's gradient along which the facts may let it move
+_MIN_GRADIENT_LENGTH = 1e-9  # length of a gradient, after scaling, that counts as none
+_TOLERANCE_WITHOUT_DECIMALS = 1e-3  # share by which a value may be off that has no decimals
+_TOLERANCE_WITH_DECIMALS = (
+    0.006  # share by which one may be off that has some, which were rounded on the way
+)
 # How far the figure may be from one in which a claim holds, along the claim's gradient, and along
 # what of it is new; in the scaled unknowns, of which a figure's size is about 1. Of claims that
 # people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on
 # both sides, or a small factor, would make any claim true.
-_FAR = 0.01
-_FAR_NEW = 0.02
-_DIRECTION = 2e-3  # sine by which lines may be off
-_WORLD_STEPS = 12  # of Newton's method, for a figure in which false claims hold
-_IN_WORLD = 1e-6
+_MAX_DISTANCE = 0.01
+_MAX_DISTANCE_PER_NOVELTY = 0.02
+_MAX_DIRECTION_RESIDUAL = 2e-3  # sine by which lines may be off
+_NEWTON_STEPS = 12  # of Newton's method, for a figure in which false claims hold
+_NEWTON_RESIDUAL = 1e-6
 
 
 class Judgement:
@@ -116,7 +118,7 @@ class Judgement:
         self.worlds: list[Vector] | None = None  # found where they are needed
         self.said: set[str] = set()
 
-    def results(self) -> list[Checked]:
+    def results(self) -> list[CheckedClaim]:
         """Return all claims with their verdicts."""
         return [self._result(claim) for claim in self.claims]
 
@@ -138,12 +140,13 @@ class Judgement:
         """Return a gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
         scaled = np.nan_to_num(gradient) * self.figure.scales
         length = float(np.linalg.norm(scaled))
-        return scaled / length if length > _FLAT else np.zeros_like(scaled)
+        return scaled / length if length > _MIN_GRADIENT_LENGTH else np.zeros_like(scaled)
 
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
         """Tell whether the facts say whether the claim holds, and do not leave it free."""
         return all(
-            not len(self.figure.free) or float(np.linalg.norm(self.figure.free @ row)) <= _FREE
+            not len(self.figure.free)
+            or float(np.linalg.norm(self.figure.free @ row)) <= _MAX_FREE_SHARE
             for row in rows
         )
 
@@ -152,7 +155,9 @@ class Judgement:
         is_world = v is not self.figure.v
         if not isinstance(relation, Equal):
             measured = self._measured(v) if is_world else self.measured
-            return all(abs(residual) <= _DIRECTION for residual, _ in measured[relation])
+            return all(
+                abs(residual) <= _MAX_DIRECTION_RESIDUAL for residual, _ in measured[relation]
+            )
         values = self.atom_values
         if is_world:
             values, _ = self.system.atoms.evaluated(v, slopes=False)
@@ -165,15 +170,15 @@ class Judgement:
         distances = [0.0]
         for residual, gradient in self.measured[relation]:
             length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
-            if length > _FLAT:
+            if length > _MIN_GRADIENT_LENGTH:
                 distances.append(abs(residual) / length)
         return max(distances)
 
     # Verdicts
 
-    def _result(self, claim: Claim) -> Checked:
+    def _result(self, claim: Claim) -> CheckedClaim:
         if not claim.ways:
-            return Checked(claim=claim, verdict="unread")
+            return CheckedClaim(claim=claim, verdict="unread")
         ways = [way for way in claim.ways if way]
         states = [self._state(way, claim.decimals) for way in ways]
         if "true" in states:
@@ -183,7 +188,7 @@ class Judgement:
             verdict = "open"
         else:
             verdict = self._of_false(claim, ways[0])
-        return Checked(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
+        return CheckedClaim(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
 
     def _state(self, way: Sequence[Relation], decimals: int | None) -> str:
         """Tell whether relations are true, false or open."""
@@ -191,7 +196,7 @@ class Judgement:
         for relation in way:
             if not self._is_determined(self.rows(relation)):
                 return "open"
-            is_near = self._distance(relation) <= _FAR
+            is_near = self._distance(relation) <= _MAX_DISTANCE
             holds = holds and is_near and self._holds(relation, decimals, self.figure.v)
         return "true" if holds else "false"
 
@@ -201,7 +206,7 @@ class Judgement:
         The order of the questions matters: what stands in the facts is `given` also where it was
         said before, and what was said before is `again` also where it has become arithmetic.
         """
-        names = _names_of(way)
+        names = _signature_of_way(way)
         if all(relation_signature(relation) in self.figure.facts for relation in way):
             return "given"
         rows = [row for relation in way for row in self.rows(relation)]
@@ -222,8 +227,8 @@ class Judgement:
         span = [*self.true_rows, *radial_rows]
         if are_in_span(rows, span):
             return "nothing"
-        novelty = max(outside(row, span) for row in rows)
-        if max(self._distance(relation) for relation in way) > _FAR_NEW * novelty:
+        novelty = max(length_outside(row, span) for row in rows)
+        if max(self._distance(relation) for relation in way) > _MAX_DISTANCE_PER_NOVELTY * novelty:
             return "nothing"  # what is new in it is smaller than its rounding
         self.said.add(names)
         if says_direction:
@@ -256,7 +261,7 @@ class Judgement:
         assert gradient is not None, "slopes were asked for"
         partials = self._partials(relation)
         for atom, number in self.system.atoms.row.items():
-            if abs(partials[self.columns[signature(atom)]]) > _FLAT:
+            if abs(partials[self.columns[signature(atom)]]) > _MIN_GRADIENT_LENGTH:
                 row = self._unit_row(gradient[number])
                 if not is_in_span(row, self.known_rows):
                     yield atom
@@ -282,7 +287,7 @@ class Judgement:
                 slopes[number, 0] = 0.0
                 partials[self.columns[signature(atom)]] += sign * slope
         length = float(np.linalg.norm(partials))
-        return partials / length if length > _FLAT else np.zeros_like(partials)
+        return partials / length if length > _MIN_GRADIENT_LENGTH else np.zeros_like(partials)
 
     def _is_arithmetic(self, way: Sequence[Relation]) -> bool:
         """Tell whether a claim follows by arithmetic alone.
@@ -303,7 +308,7 @@ class Judgement:
         A slip at the beginning makes every later number wrong. It counts once, so that a long
         working with one slip is worth more than as many guesses.
         """
-        names = _names_of(way)
+        names = _signature_of_way(way)
         if names in self.said:
             return "follows"
         self.said.add(names)
@@ -349,14 +354,14 @@ class Judgement:
         None where no such figure is near.
         """
         v = self.figure.v.copy()
-        for _ in range(_WORLD_STEPS):
+        for _ in range(_NEWTON_STEPS):
             measured = self._measured(v)
             pairs = [pair for relation in relations for pair in measured[relation]]
             residuals = np.array([residual for residual, _ in pairs])
             jacobian = np.array([gradient for _, gradient in pairs]) * self.figure.scales
             if not np.isfinite(residuals).all() or not np.isfinite(jacobian).all():
                 return None
-            if float(np.abs(residuals).max()) < _IN_WORLD:
+            if float(np.abs(residuals).max()) < _NEWTON_RESIDUAL:
                 return v
             step, *_ = np.linalg.lstsq(jacobian, residuals, rcond=1e-7)
             v = v - step * self.figure.scales
@@ -372,12 +377,12 @@ def is_equal(left_value: float, right_value: float, decimals: int | None) -> boo
     if not math.isfinite(left_value) or not math.isfinite(right_value):
         return False
     size = max(abs(left_value), abs(right_value))
-    tolerance = _EXACT * size
+    tolerance = _TOLERANCE_WITHOUT_DECIMALS * size
     if decimals is not None:
-        tolerance = max(0.55 * 10.0**-decimals, _ROUNDED * size)
+        tolerance = max(0.55 * 10.0**-decimals, _TOLERANCE_WITH_DECIMALS * size)
     return abs(left_value - right_value) <= max(tolerance, 1e-6)
 
 
-def _names_of(way: Sequence[Relation]) -> str:
+def _signature_of_way(way: Sequence[Relation]) -> str:
     """Return a text that is the same for claims that are the same by their form."""
     return " and ".join(sorted(relation_signature(relation) for relation in way))

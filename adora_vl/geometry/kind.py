@@ -15,15 +15,15 @@ import numpy as np
 
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.shapes import PointInPolygon, SeparateArcs, sides_of
+from adora_vl.geometry.shapes import PointInPolygon, SeparateArcs, sides_of_polygon
 from adora_vl.geometry.system import System
 from adora_vl.geometry.vectors import cross, cross_each_other, dot, extent_of, sine
 
-COLLAPSED = 10  # faults of a figure in which points fall together
-_SHORTEST = 0.015  # share of the figure's size; a shorter segment has fallen together
-_LEAST_BEND = 1e-3  # radians; a corner that bends less is none
-_CROWDED = 30  # segments of a picture whose pairs are not compared any more
-_FLAT = 0.2  # sine of a drawn corner that is too flat to be compared
+FAULTS_OF_COLLAPSE = 10  # faults of a figure in which points fall together
+_MIN_SEGMENT_SHARE = 0.015  # share of the figure's size; a shorter segment has fallen together
+_MIN_BEND = 1e-3  # radians; a corner that bends less is none
+_MAX_SEGMENTS_COMPARED = 30  # segments of a picture whose pairs are not compared any more
+_MIN_SINE_OF_CORNER = 0.2  # sine of a drawn corner that is too flat to be compared
 
 
 class DrawnTurn(NamedTuple):
@@ -94,7 +94,7 @@ class KindOfFigure:
             for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
                 if {first, corner, last} <= places.keys():
                     bend = sine(places[first] - places[corner], places[last] - places[corner])
-                    if abs(bend) > _FLAT:
+                    if abs(bend) > _MIN_SINE_OF_CORNER:
                         turns.append(DrawnTurn(first=first, corner=corner, last=last, bend=bend))
         return turns
 
@@ -103,7 +103,7 @@ class KindOfFigure:
         apart: list[tuple[str, str, str, str]] = []
         placed = [line for line in self.segments if set(line) <= self.places.keys()]
         # Pairs grow with the square, and a crowded picture has other marks of its kind.
-        if len(placed) >= _CROWDED:
+        if len(placed) >= _MAX_SEGMENTS_COMPARED:
             return apart
         rows = [set(row) for row in self.drawing.rows]
         for segment, second_segment in combinations(placed, 2):
@@ -120,14 +120,14 @@ class KindOfFigure:
     def faults(self, v: Vector) -> int:
         """Count how much the figure at `v` differs in kind: order on lines, turns, crossings.
 
-        Each difference counts one. A figure that has collapsed counts `COLLAPSED` for each reason,
+        Each difference counts one. A figure that has collapsed counts `FAULTS_OF_COLLAPSE` for each reason,
         so that it is worse than any that is merely drawn otherwise in a few places. 0 without
         anything that is drawn, since nothing is there to compare.
         """
         if not self.used:
             return 0
         at = {name: self.system.location(v, name) for name in self.used}
-        return COLLAPSED * self._collapses(v, at) + self._differences(v, at)
+        return FAULTS_OF_COLLAPSE * self._collapses(v, at) + self._differences(v, at)
 
     def _collapses(self, v: Vector, at: Mapping[str, complex]) -> int:
         """Count the reasons for which the figure is none: points or radii that fall together.
@@ -135,7 +135,7 @@ class KindOfFigure:
         `at` has the places of the used points at `v`.
         """
         width, height = extent_of(at.values())
-        shortest = _SHORTEST * max(width, height)
+        shortest = _MIN_SEGMENT_SHARE * max(width, height)
         collapsed_segments = [
             line for line in self.segments if abs(at[line[0]] - at[line[1]]) < shortest
         ]
@@ -173,7 +173,7 @@ class KindOfFigure:
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
         # Once round is a full turn; a pentagram, which also bends to one side alone, goes round twice.
-        bends_alike = min(turns) > _LEAST_BEND or max(turns) < -_LEAST_BEND
+        bends_alike = min(turns) > _MIN_BEND or max(turns) < -_MIN_BEND
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
     def _is_inside(self, v: Vector, inner_point: PointInPolygon) -> bool:
@@ -181,7 +181,7 @@ class KindOfFigure:
         location = self.system.location(v, inner_point.point)
         ends = [
             (self.system.location(v, start), self.system.location(v, end))
-            for start, end in sides_of(inner_point.corners)
+            for start, end in sides_of_polygon(inner_point.corners)
         ]
         # Positive to the left of a side. A point on a side itself does not lie inside.
         beside = [cross(end - start, location - start) for start, end in ends]

@@ -14,12 +14,12 @@ from adora_vl.geometry.vectors import cosine, sine
 
 # Shapes that differ by more are not meant to be similar: 45 degrees in all, or ratios of sides that
 # spread by a half in their logarithms.
-_TOO_UNLIKE = 1.5
-_UNLIKE = 0.15  # step in which a polygon's likeness to its kind is counted
+_MAX_UNLIKENESS = 1.5
+_UNLIKENESS_STEP = 0.15  # step in which a polygon's likeness to its kind is counted
 # What makes two shapes unlike: 30 degrees of angles, or a third in the logarithms of sides' ratios.
-_DEGREES_OF_ONE = 30.0
+_DEGREES_PER_UNLIKENESS = 30.0
 _WEIGHT_OF_SPREAD = 3.0
-_COMPARED = 80  # polygons of a crowded picture whose pairs are compared
+_MAX_POLYGONS_COMPARED = 80  # polygons of a crowded picture whose pairs are compared
 
 
 class Likeness(Regions):
@@ -33,7 +33,7 @@ class Likeness(Regions):
         ranked = []
         for names in self.polygons:
             if len(names) == corner_count:
-                steps_unlike = round(self._unlikeness(kind, names) / _UNLIKE)
+                steps_unlike = round(self._unlikeness(kind, names) / _UNLIKENESS_STEP)
                 ranked.append((steps_unlike, -abs(self.signed_area(names)), names))
         return min(ranked)[2] if ranked else None
 
@@ -76,7 +76,7 @@ class Likeness(Regions):
         polygon_by_corners = {
             tuple(sorted(names)): names for names in self.polygons if len(names) > 2
         }
-        polygons = list(polygon_by_corners.values())[:_COMPARED]
+        polygons = list(polygon_by_corners.values())[:_MAX_POLYGONS_COMPARED]
         drawn_points = {name for name in self.neighbours if name in self.places}
         best: tuple[float, list[str], list[str]] | None = None
         for first, second in combinations(polygons, 2):
@@ -85,7 +85,7 @@ class Likeness(Regions):
                 unlikeness, ordered_second = self._matched(first, second)
                 if best is None or unlikeness < best[0]:
                     best = (unlikeness, first, ordered_second)
-        if best is None or best[0] >= _TOO_UNLIKE:
+        if best is None or best[0] >= _MAX_UNLIKENESS:
             raise UnreadError("the picture does not show which shapes are similar")
         return best[1], best[2]
 
@@ -135,7 +135,10 @@ class Likeness(Regions):
                 degrees_apart = sum(abs(theirs - ours) for theirs, ours in pairs_of_angles)
                 pairs_of_sides = zip(first_sides, sides, strict=True)
                 ratios = [math.log(theirs / ours) for theirs, ours in pairs_of_sides]
-                unlikeness = degrees_apart / _DEGREES_OF_ONE + _WEIGHT_OF_SPREAD * _spread(ratios)
+                unlikeness = (
+                    degrees_apart / _DEGREES_PER_UNLIKENESS
+                    + _WEIGHT_OF_SPREAD * _standard_deviation(ratios)
+                )
                 # Among equals, but for rounding, the first order stays.
                 if best is None or unlikeness < best[0] - 1e-6:
                     best = (unlikeness, order)
@@ -157,7 +160,7 @@ class Likeness(Regions):
         return angles, sides
 
 
-def _spread(values: Sequence[float]) -> float:
+def _standard_deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of values, around their own mean."""
     mean = sum(values) / len(values)
     return math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))

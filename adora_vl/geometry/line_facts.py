@@ -18,14 +18,14 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.relations import (
     collinear,
-    point_of,
+    point_of_term,
     right_angle_at,
     same_angle,
     same_length,
 )
 from adora_vl.geometry.shapes import UnreadError
 
-_UNEVEN = 0.12  # share by which two halves may differ and still look like halves
+_MAX_DIFFERENCE_OF_HALVES = 0.12  # share by which two halves may differ and still look like halves
 
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -65,7 +65,7 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point is the midpoint of a segment, or of the side of a shape that it lies on."""
-    point = point_of(measures, term.arguments[0])
+    point = point_of_term(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
         yield Mean(point=point, points=measures.drawing.segment(target))
@@ -130,7 +130,9 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
             raise UnreadError("the form does not say where the perpendicular bisectors meet")
         for i in range(3):
             yield same_length(measures, (meeting[0], names[i]), (meeting[0], names[i - 1]))
-            yield from _feet_in_the_middle(drawing, start=names[i], end=names[i - 1], names=names)
+            yield from _midpoint_of_drawn_foot(
+                drawing, start=names[i], end=names[i - 1], names=names
+            )
         return
     start, end = drawing.segment(term.arguments[0])
     if len(names) != 2:
@@ -141,7 +143,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
     yield same_length(measures, (start, names[0]), (start, names[1]))
 
 
-def _feet_in_the_middle(
+def _midpoint_of_drawn_foot(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
     """Say that a perpendicular bisector stands on the point that looks like its midpoint.
@@ -156,5 +158,5 @@ def _feet_in_the_middle(
                 if point not in names:
                     halves = (abs(places[point] - places[start]), abs(places[point] - places[end]))
                     candidates.append((abs(halves[0] / max(halves[1], 1e-9) - 1), point))
-    if candidates and min(candidates)[0] < _UNEVEN:
+    if candidates and min(candidates)[0] < _MAX_DIFFERENCE_OF_HALVES:
         yield Mean(point=min(candidates)[1], points=(start, end))

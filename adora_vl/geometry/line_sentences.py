@@ -5,7 +5,7 @@ from __future__ import annotations
 from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
-    split_names,
+    split_point_names,
     term,
 )
 
@@ -35,13 +35,13 @@ def on_line(draft: Draft, point: str, start: str, end: str) -> None:
 
 def on_lines(draft: Draft, points: str, start: str, end: str) -> None:
     """Note that several points lie on one segment."""
-    for point in split_names(points):
+    for point in split_point_names(points):
         draft.on_line(point, start, end)
 
 
 def collinear(draft: Draft, points: str) -> None:
     """Note that points lie on one line, in the order in which they are named."""
-    names = split_names(points)
+    names = split_point_names(points)
     for point in names[1:-1]:
         draft.on_line(point, names[0], names[-1])
 
@@ -66,7 +66,7 @@ def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
 
 def two_midpoints(draft: Draft, first: str, second: str, lines: str) -> None:
     """Note that two points are the midpoints of two segments, in this order."""
-    a, b, c, d = split_names(lines)
+    a, b, c, d = split_point_names(lines)
     midpoint(draft, point=first, start=a, end=b)
     midpoint(draft, point=second, start=c, end=d)
 
@@ -93,7 +93,7 @@ def diagonals_meet(draft: Draft, point: str) -> None:
 
 def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
     """Note that a line halves an angle."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     line = draft.line(start, end)
     if len(corners) == 1 and corners[0] in (start, end) and draft.polygons:
         corners = sides_at(draft, corners[0], end if corners[0] == start else start)
@@ -145,7 +145,7 @@ def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None
 
 def right_angle(draft: Draft, names: str) -> None:
     """Note that an angle is right, by its three points or by its corner."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     if len(corners) == 1:
         right_corner(draft, corners[0])
         return

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from adora_vl.geometry.layout import Vector
-from adora_vl.geometry.quantities import Combined, Quantity, constant_of
+from adora_vl.geometry.quantities import Arithmetic, Quantity, constant_of
 
 
 class LinearSum(NamedTuple):
@@ -25,13 +25,13 @@ class LinearSum(NamedTuple):
 def linear_sum(quantity: Quantity, row_of_atom: Mapping[Quantity, int]) -> LinearSum | None:
     """Write a quantity as a sum over all atoms; None where it is not linear in them."""
     factors = np.zeros(len(row_of_atom))
-    constant = _add(quantity, factor=1.0, factors=factors, row_of_atom=row_of_atom)
+    constant = _add_quantity(quantity, factor=1.0, factors=factors, row_of_atom=row_of_atom)
     if constant is None:
         return None
     return LinearSum(factors=factors, constant=constant)
 
 
-def _add(
+def _add_quantity(
     quantity: Quantity, factor: float, factors: Vector, row_of_atom: Mapping[Quantity, int]
 ) -> float | None:
     """Add a quantity times a factor to the factors of the atoms in it.
@@ -42,7 +42,7 @@ def _add(
     constant = constant_of(quantity)
     if constant is not None:
         return factor * constant
-    if not isinstance(quantity, Combined):
+    if not isinstance(quantity, Arithmetic):
         factors[row_of_atom[quantity]] += factor
         return 0.0
     if quantity.function in ("+", "-"):
@@ -56,24 +56,28 @@ def _add(
         # A product of two atoms is not linear.
         if len(variable_parts) == 1:
             product = factor * math.prod(numbers)
-            return _add(variable_parts[0], product, factors=factors, row_of_atom=row_of_atom)
+            return _add_quantity(
+                variable_parts[0], product, factors=factors, row_of_atom=row_of_atom
+            )
     if quantity.function == "/":
         divisor = constant_of(quantity.parts[1])
         if divisor:
             quotient = factor / divisor
-            return _add(quantity.parts[0], quotient, factors=factors, row_of_atom=row_of_atom)
+            return _add_quantity(
+                quantity.parts[0], quotient, factors=factors, row_of_atom=row_of_atom
+            )
     return None
 
 
 def _add_sum(
-    quantity: Combined, factor: float, factors: Vector, row_of_atom: Mapping[Quantity, int]
+    quantity: Arithmetic, factor: float, factors: Vector, row_of_atom: Mapping[Quantity, int]
 ) -> float | None:
-    """Add a sum or a difference, as `_add` does."""
+    """Add a sum or a difference, as `_add_quantity` does."""
     total = 0.0
     for number, part in enumerate(quantity.parts):
         is_subtracted = quantity.function == "-" and number == 1
         sign = -1.0 if is_subtracted else 1.0
-        constant = _add(part, sign * factor, factors=factors, row_of_atom=row_of_atom)
+        constant = _add_quantity(part, sign * factor, factors=factors, row_of_atom=row_of_atom)
         if constant is None:
             return None
         total += constant

@@ -20,25 +20,25 @@ from adora_vl.geometry.vectors import cosine
 
 # Degrees from a right angle to the radius: of "what appears to be tangent", where the question says
 # so and most lines of a circle are meant; and where nobody says it, which has to look exact.
-SAID_TANGENT = 22.0
-SEEN_TANGENT = 9.0
+MAX_DEGREES_OF_STATED_TANGENT = 22.0
+MAX_DEGREES_OF_SEEN_TANGENT = 9.0
 # Degrees that a right angle and two parallels may be off and still be drawn so on purpose. A picture
 # that is not to scale is off by more.
-_SEEN_RIGHT = 2.5
-_SEEN_PARALLEL = 2.0
-_SEEN_ON_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
+_MAX_DEGREES_FROM_RIGHT = 2.5
+_MAX_DEGREES_FROM_PARALLEL = 2.0
+_MAX_OFFSET_FROM_CHORD = 0.03  # share of a chord's length that the centre may lie beside it
 
 
-def seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
+def relations_seen(measures: Measures, *, everything: bool) -> Iterator[tuple[Relation, str]]:
     """Yield what the picture shows and no fact says, with words for it."""
-    yield from seen_tangents(measures, SEEN_TANGENT)
+    yield from tangents_seen(measures, MAX_DEGREES_OF_SEEN_TANGENT)
     if everything:
         yield from _seen_diameters(measures)
         yield from _seen_right_angles(measures)
         yield from _seen_parallels(measures)
 
 
-def seen_tangents(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
+def tangents_seen(measures: Measures, limit: float) -> Iterator[tuple[Relation, str]]:
     """Yield lines that meet a circle in one point and look perpendicular to the radius there.
 
     They may be `limit` degrees from perpendicular.
@@ -85,7 +85,7 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
                 continue
             way = places[end] - places[start]
             beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
-            if beside < _SEEN_ON_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
+            if beside < _MAX_OFFSET_FROM_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
                 (start, end, circle.centre)
             ):
                 relation = collinear(circle.centre, start, end)
@@ -103,7 +103,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
         rays = sorted(end for end in ends if end != corner and places[end] != places[corner])
         for first, last in combinations(rays, 2):
             lean = abs(cosine(places[first] - places[corner], places[last] - places[corner]))
-            if lean < math.sin(math.radians(_SEEN_RIGHT)):
+            if lean < math.sin(math.radians(_MAX_DEGREES_FROM_RIGHT)):
                 relation = right_angle_at(corner, first, last)
                 yield relation, f"angle {first}{corner}{last} is a right angle"
 
@@ -112,6 +112,9 @@ def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
     """Yield rows without a common point that look parallel."""
     drawing = measures.drawing
     for first, second in combinations(drawing.rows, 2):
-        if not set(first) & set(second) and drawing.degrees_apart(first, second) < _SEEN_PARALLEL:
+        if (
+            not set(first) & set(second)
+            and drawing.degrees_apart(first, second) < _MAX_DEGREES_FROM_PARALLEL
+        ):
             relation = Parallel(a=first[0], b=first[-1], c=second[0], d=second[-1])
             yield relation, f"{first[0]}{first[-1]} is parallel to {second[0]}{second[-1]}"

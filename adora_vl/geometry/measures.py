@@ -9,15 +9,20 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from adora_vl.geometry.areas import extent
+from adora_vl.geometry.areas import area_or_perimeter
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.expressions import MAX_EXPONENT, ExpressionError, number_of, parsed
+from adora_vl.geometry.expressions import (
+    MAX_EXPONENT,
+    ExpressionError,
+    number_in_text,
+    parse_expression,
+)
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.heights import called_height, drawn_height
 from adora_vl.geometry.quantities import (
     Angle,
     Area,
-    Combined,
+    Arithmetic,
     Constant,
     Distance,
     Function,
@@ -34,18 +39,20 @@ from adora_vl.geometry.quantities import (
     times,
 )
 from adora_vl.geometry.shapes import (
-    COLOURS,
-    CORNERS,
-    DISC,
+    CIRCLE_HEADS,
+    COLOUR_HEADS,
+    CORNER_COUNT_BY_SHAPE,
     Circle,
     UnreadError,
-    sides_of,
-    unwrapped,
+    sides_of_polygon,
+    unwrap_shape,
 )
 from adora_vl.geometry.vectors import cross, sine
 
-_LEAST_SINE = 0.06  # below, a corner is too flat for the picture to show on which side it turns
-_UNITS: dict[str, Unit] = {
+_MIN_SINE_OF_TURN = (
+    0.06  # below, a corner is too flat for the picture to show on which side it turns
+)
+_UNIT_BY_HEAD: dict[str, Unit] = {
     "AreaOf": "area",
     "MeasureOf": "degrees",
     "Angle": "degrees",
@@ -57,7 +64,7 @@ _UNITS: dict[str, Unit] = {
     "RatioOf": "plain",
     "ScaleFactorOf": "plain",
 }
-_LENGTH = (
+_LENGTH_HEADS = (
     "LengthOf",
     "PerimeterOf",
     "CircumferenceOf",
@@ -69,20 +76,20 @@ _LENGTH = (
 )
 
 
-def unit_of(term: Term) -> Unit:
+def unit_of_term(term: Term) -> Unit:
     """Return what a term is measured in, by the first of its heads that says so.
 
     A bare letter is like a length.
     """
     for part in term.walk():
         if (
-            part.head in _LENGTH
+            part.head in _LENGTH_HEADS
             and part.arguments
             and part.arguments[0].head not in ("MeasureOf", "Angle")
         ):
             return "length"
-        if part.head in _UNITS:
-            return _UNITS[part.head]
+        if part.head in _UNIT_BY_HEAD:
+            return _UNIT_BY_HEAD[part.head]
         if re.fullmatch(r"[Aa]ngle ?\w+", part.head):
             return "degrees"
     return "length"
@@ -103,7 +110,7 @@ class Measures:
         """Return the quantity that a term measures. Raises `UnreadError`."""
         if not term.arguments:
             return self._leaf(term.head)
-        rule = _RULES.get(term.head)
+        rule = _RULE_BY_HEAD.get(term.head)
         if rule is None:
             raise UnreadError(f"{term} is no measure that is known")
         return rule(self, term)
@@ -123,7 +130,7 @@ class Measures:
         if text == "Radius":
             return self.radius(self.drawing.circle())
         try:
-            return quantity_of(parsed(text))
+            return quantity_of(parse_expression(text))
         except ExpressionError as error:
             raise UnreadError(str(error)) from error
 
@@ -178,7 +185,7 @@ class Measures:
 
     def circular(self, term: Term) -> Quantity:
         """Return a measure of the circle that a term names."""
-        return self.of_circle(term.head, self.drawing.circle(unwrapped(term.arguments[0])))
+        return self.of_circle(term.head, self.drawing.circle(unwrap_shape(term.arguments[0])))
 
     def side(self, term: Term) -> Quantity:
         """Return the length of a side of a shape.
@@ -187,12 +194,12 @@ class Measures:
         """
         inner = term.arguments[0]
         names = self.drawing.shape(inner)
-        if unwrapped(inner).head in ("Square", "Rhombus") or inner.head in (
+        if unwrap_shape(inner).head in ("Square", "Rhombus") or inner.head in (
             "Regular",
             "Equilateral",
         ):
             return self.distance(names[0], names[1])
-        sides = sides_of(names)
+        sides = sides_of_polygon(names)
         lettered = [side for side in sides if self._has_letter(side)]
         if len(lettered) == 1:
             return self.distance(*lettered[0])
@@ -246,8 +253,8 @@ class Measures:
         """Return the ratio of two shapes: of distances from a centre, else of their first sides."""
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
-        first = unwrapped(term.arguments[0]).names
-        second = unwrapped(term.arguments[1]).names
+        first = unwrap_shape(term.arguments[0]).names
+        second = unwrap_shape(term.arguments[1]).names
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
             for centre in drawing.points:
@@ -259,7 +266,7 @@ class Measures:
             first, second = drawing.similar_pair()
         ratio = (self.distance(first[0], first[1]), self.distance(second[0], second[1]))
         # In Geometry3K the coloured shape that is named first is the right one of the two.
-        is_coloured = any(argument.head in COLOURS for argument in term.arguments)
+        is_coloured = any(argument.head in COLOUR_HEADS for argument in term.arguments)
         return over(*reversed(ratio)) if is_coloured else over(*ratio)
 
     # Angles and arcs
@@ -274,7 +281,7 @@ class Measures:
         if not {first, corner, last} <= places.keys():
             return 0
         bend = sine(places[first] - places[corner], places[last] - places[corner])
-        if abs(bend) < _LEAST_SINE:
+        if abs(bend) < _MIN_SINE_OF_TURN:
             return 0
         return 1 if bend > 0 else -1
 
@@ -314,14 +321,15 @@ class Measures:
         They are as the facts name them, else as drawn, else the points on the circle in order.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
-        if circle.centre not in self.drawing.places or unwrapped(shape).head != "Polygon":
+        if circle.centre not in self.drawing.places or unwrap_shape(shape).head != "Polygon":
             return self.drawing.shape(shape)
         centre = self.drawing.places[circle.centre]
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.shape(shape)
         return sorted(
-            corners, key=lambda name: math.atan2(*_pair(self.drawing.places[name] - centre))
+            corners,
+            key=lambda name: math.atan2(*_imaginary_and_real(self.drawing.places[name] - centre)),
         )
 
     def arc(self, term: Term) -> Quantity:
@@ -364,7 +372,7 @@ class Measures:
     def polygon(self, head: str, names: Sequence[str]) -> Quantity:
         """Return the perimeter of a polygon, or its area for any other head."""
         if head == "PerimeterOf":
-            return plus(*(self.distance(*side) for side in sides_of(names)))
+            return plus(*(self.distance(*side) for side in sides_of_polygon(names)))
         return Area(corners=tuple(names))
 
     # Arithmetic
@@ -373,7 +381,7 @@ class Measures:
         """Return a quotient of two measures; of two shapes their scale factor."""
         if len(term.arguments) == 1:
             return self.value(term.arguments[0])
-        if any(unwrapped(argument).head in CORNERS for argument in term.arguments):
+        if any(unwrap_shape(argument).head in CORNER_COUNT_BY_SHAPE for argument in term.arguments):
             return self.scale_factor(term)
         parts = self.values(term)
         return over(parts[0], parts[1])
@@ -386,7 +394,7 @@ class Measures:
         first = term.arguments[0]
         parts = []
         for argument in term.arguments:
-            if argument.head in DISC and first.head not in DISC:
+            if argument.head in CIRCLE_HEADS and first.head not in CIRCLE_HEADS:
                 argument = Term(head=first.head, arguments=(argument,))
             parts.append(self.value(argument))
         return plus(*parts)
@@ -400,7 +408,7 @@ class Measures:
 
         Raises `UnreadError` for any other exponent.
         """
-        exponent = number_of(term.arguments[-1].head)
+        exponent = number_in_text(term.arguments[-1].head)
         if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
             raise UnreadError(f"{term} is no power that is known")
         return power(self.value(term.arguments[0]), exponent)
@@ -430,18 +438,18 @@ class Measures:
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
-            return Combined(function=names[term.head], parts=(self.value(inner),))
+            return Arithmetic(function=names[term.head], parts=(self.value(inner),))
         angle = self.corner(*self.drawing.angle(Term(head="Angle", arguments=(inner,))))
-        return Combined(function=names[term.head], parts=(angle,))
+        return Arithmetic(function=names[term.head], parts=(angle,))
 
 
-def _pair(location: complex) -> tuple[float, float]:
+def _imaginary_and_real(location: complex) -> tuple[float, float]:
     """Return the coordinates in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]
-_RULES: dict[str, _Rule] = {
+_RULE_BY_HEAD: dict[str, _Rule] = {
     "Line": Measures.line,
     "LengthOf": Measures.length,
     "RadiusOf": Measures.circular,
@@ -459,8 +467,8 @@ _RULES: dict[str, _Rule] = {
     "Minor": Measures.minor,
     "Major": lambda measures, term: minus(Constant(360.0), measures.minor(term)),
     "MeasureOf": Measures.measure,
-    "AreaOf": extent,
-    "PerimeterOf": extent,
+    "AreaOf": area_or_perimeter,
+    "PerimeterOf": area_or_perimeter,
     "RatioOf": Measures.ratio,
     "Div": Measures.ratio,
     "SumOf": Measures.sum,

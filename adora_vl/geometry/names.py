@@ -20,19 +20,19 @@ from adora_vl.geometry.quantities import (
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.signs import Sign
 
-_END = Sign(kind="end", text="", start=0, end=0, is_apart=True)
+_END_TOKEN = Sign(kind="end", text="", start=0, end=0, is_apart=True)
 # Words before a name that say no more than the name.
-_KINDS_TEXT = (
+_SEGMENT_NOUNS_TEXT = (
     "segment side line chord radius diameter hypotenuse leg base height altitude median "
     "diagonal tangent secant ray"
 )
-KINDS = frozenset(_KINDS_TEXT.split())
+SEGMENT_NOUNS = frozenset(_SEGMENT_NOUNS_TEXT.split())
 # Words before the corners of a polygon.
-_SHAPES_TEXT = (
+_POLYGON_NOUNS_TEXT = (
     "triangle quadrilateral rectangle parallelogram rhombus square trapezoid polygon pentagon "
     "hexagon kite"
 )
-_SHAPES = frozenset(_SHAPES_TEXT.split())
+_POLYGON_NOUNS = frozenset(_POLYGON_NOUNS_TEXT.split())
 
 
 class NoSideError(Exception):
@@ -53,12 +53,12 @@ class NameReader:
         self.signs = signs
         self.reading = reading
         self.points = set(reading.drawing.points) | reading.drawing.aliases.keys()
-        self.unknowns = unknowns_of(reading)
+        self.unknowns = unknown_names(reading)
         self.hidden: set[str] = set()
 
     def at(self, position: int) -> Sign:
         """Return the sign at a position; an end sign behind the last one."""
-        return self.signs[position] if 0 <= position < len(self.signs) else _END
+        return self.signs[position] if 0 <= position < len(self.signs) else _END_TOKEN
 
     def word(self, position: int) -> str:
         """Return the word at a position in small letters; empty where there is none."""
@@ -164,7 +164,7 @@ class NameReader:
     def extent(self, start: int) -> tuple[Quantity, int]:
         """Read the area or the perimeter of a polygon that is named by its corners."""
         cursor = self.past(start + 1, {"of", "the"})
-        if self.word(cursor) in _SHAPES:
+        if self.word(cursor) in _POLYGON_NOUNS:
             cursor += 1
         head = "AreaOf" if self.word(start) == "area" else "PerimeterOf"
         names, cursor = self.names_at(cursor)
@@ -190,7 +190,7 @@ class NameReader:
         return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
 
-def unknowns_of(reading: Reading) -> set[str]:
+def unknown_names(reading: Reading) -> set[str]:
     """Return the letters, radii and numbered angles that a form knows."""
     quantities = [
         quantity for relation in reading.relations for quantity in quantities_of(relation)

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.quantities import (
-    Combined,
+    Arithmetic,
     Equal,
     Mean,
     Parallel,
@@ -17,28 +17,28 @@ from adora_vl.geometry.quantities import (
     over,
 )
 from adora_vl.geometry.relations import (
-    four,
+    require_four,
     right_angle_at,
     same_angle,
     same_length,
 )
-from adora_vl.geometry.shapes import UnreadError, unwrapped
+from adora_vl.geometry.shapes import UnreadError, unwrap_shape
 
 # Shares of a polygon's size that a drawn point may be off and still be its centre, or a middle of
 # a side. Annotated places are off by a few pixels.
-_AT_CENTRE = 0.07
-_AT_MIDDLE = 0.05
+_MAX_OFFSET_FROM_CENTRE = 0.07
+_MAX_OFFSET_FROM_MIDDLE = 0.05
 
 
 def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that opposite sides are parallel; rectangle, rhombus and square say more."""
-    a, b, c, d = four(measures.drawing.shape(term))
+    a, b, c, d = require_four(measures.drawing.shape(term))
     yield Parallel(a=a, b=b, c=d, d=c)
     yield Parallel(a=a, b=d, c=b, d=c)
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        # All four, though one would do: angles alone go by pairs of equal sides.
+        # All require_four, though one would do: angles alone go by pairs of equal sides.
         for first, second in pairwise((a, b, c, d, a, b)[i : i + 2] for i in range(5)):
             yield same_length(measures, first, second)
 
@@ -48,7 +48,7 @@ def kite(measures: Measures, term: Term) -> Iterator[Relation]:
 
     The equal pairs meet at two opposite corners. Which two is not in the name of the shape.
     """
-    a, b, c, d = four(measures.drawing.shape(term))
+    a, b, c, d = require_four(measures.drawing.shape(term))
     if _equal_sides_meet_at_second(measures, (a, b, c, d)):
         a, b, c, d = b, c, d, a
     yield same_length(measures, (a, b), (a, d))
@@ -75,7 +75,9 @@ def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str
 
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two opposite sides are parallel, those that the facts or the picture show."""
-    a, b, c, d = four(measures.drawing.with_base_first(four(measures.drawing.shape(term))))
+    a, b, c, d = require_four(
+        measures.drawing.with_base_first(require_four(measures.drawing.shape(term)))
+    )
     yield Parallel(a=a, b=b, c=d, d=c)
 
 
@@ -83,7 +85,7 @@ def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two sides are equal; of a trapezoid the legs are, and the diagonals."""
     names = measures.drawing.shape(inner_shape(term))
     if len(names) == 4:
-        a, b, c, d = four(measures.drawing.with_base_first(names))
+        a, b, c, d = require_four(measures.drawing.with_base_first(names))
         yield Parallel(a=a, b=b, c=d, d=c)
         yield same_length(measures, (a, c), (b, d))
         yield same_length(measures, (b, c), (d, a))
@@ -109,7 +111,7 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that all sides are equal, and where these do not say so, all angles."""
     corners = measures.drawing.shape(inner_shape(term))
-    # Equal sides make a triangle regular, and of four corners a rhombus: "Square" says its right
+    # Equal sides make a triangle regular, and of require_four corners a rhombus: "Square" says its right
     # angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
     yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
@@ -155,13 +157,13 @@ def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Ite
     for name, location in sorted(drawing.places.items()):
         if name in corners or name not in drawing.points:
             continue
-        if abs(location - centre) < _AT_CENTRE * size:
+        if abs(location - centre) < _MAX_OFFSET_FROM_CENTRE * size:
             for i in range(1, len(corners)):
                 yield same_length(measures, (name, corners[i - 1]), (name, corners[i]))
             continue
         for i in range(len(corners)):
             middle_of_side = (corner_places[i] + corner_places[i - 1]) / 2
-            if abs(location - middle_of_side) < _AT_MIDDLE * size:
+            if abs(location - middle_of_side) < _MAX_OFFSET_FROM_MIDDLE * size:
                 yield Mean(point=name, points=(corners[i], corners[i - 1]))
 
 
@@ -185,8 +187,8 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
     if first.head == "Line" and second.head == "Line":
         yield same_length(measures, drawing.segment(first), drawing.segment(second))
         return
-    corners = unwrapped(first).names
-    partners = unwrapped(second).names
+    corners = unwrap_shape(first).names
+    partners = unwrap_shape(second).names
     if len(corners) < 3 or len(corners) != len(partners):
         corners, partners = drawing.similar_pair()
     if term.head == "Congruent":
@@ -203,7 +205,7 @@ def _congruent_polygons(
         side = (corners[i - 1], corners[i])
         partner_side = (partners[i - 1], partners[i])
         yield same_length(measures, side, partner_side)
-        yield _same_corner(measures, corners, partners, i)
+        yield _equal_angles_at_corner(measures, corners, partners, i)
 
 
 def _similar_polygons(
@@ -219,12 +221,12 @@ def _similar_polygons(
             for end in (i, i - 1)
         ]
         # Logarithms, so that a ratio and its inverse weigh alike.
-        first_log, second_log = [Combined(function="log", parts=(ratio,)) for ratio in ratios]
+        first_log, second_log = [Arithmetic(function="log", parts=(ratio,)) for ratio in ratios]
         yield Equal(left=first_log, right=second_log, unit="plain")
-        yield _same_corner(measures, corners, partners, i)
+        yield _equal_angles_at_corner(measures, corners, partners, i)
 
 
-def _same_corner(
+def _equal_angles_at_corner(
     measures: Measures, corners: Sequence[str], partners: Sequence[str], end: int
 ) -> Relation:
     """Say that the angle before corner `end` is the same in both polygons."""

@@ -57,7 +57,7 @@ from adora_vl.utils.errors import did_you_mean
 # What a fact says: relations, and terms inside it that say more by themselves, as the rhombus of
 # "inscribed in rhombus ABCD".
 _Rule = Callable[[Measures, Term], Iterator[Relation | Term]]
-FACTS: dict[str, _Rule] = {
+RULE_BY_FACT: dict[str, _Rule] = {
     "Equals": equals,
     "PointLiesOnLine": on_line,
     "PointLiesOnCircle": on_circle,
@@ -99,7 +99,7 @@ FACTS: dict[str, _Rule] = {
     "IsDiagonalOf": diagonal,
 }
 # Heads that name something and say nothing of it.
-_SAYS_NOTHING = (
+_HEADS_WITHOUT_RELATIONS = (
     *("Point", "Line", "Angle", "Arc", "Circle", "Minor", "Major", "Shape", "Polygon", "Shaded"),
     *("Triangle", "Quadrilateral", "Pentagon", "Hexagon", "Heptagon", "Octagon"),
     *("LengthOf", "MeasureOf", "AreaOf", "PerimeterOf", "Find", "UseTheorem"),
@@ -108,11 +108,13 @@ _SAYS_NOTHING = (
 
 def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
     """Yield what a fact says, in primitives. Raises `UnreadError` for one that is not known."""
-    if term.head in _SAYS_NOTHING:
+    if term.head in _HEADS_WITHOUT_RELATIONS:
         return
-    rule = FACTS.get(term.head)
+    rule = RULE_BY_FACT.get(term.head)
     if rule is None:
-        raise UnreadError(f"{term.head} is no fact that is known{did_you_mean(term.head, FACTS)}")
+        raise UnreadError(
+            f"{term.head} is no fact that is known{did_you_mean(term.head, RULE_BY_FACT)}"
+        )
     for part in rule(measures, term):
         if isinstance(part, Term):
             yield from _inner_relations(measures, part)
@@ -122,7 +124,7 @@ def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def _inner_relations(measures: Measures, term: Term) -> Iterator[Relation]:
     """Yield what a shape inside another fact says by itself; nothing where that cannot be read."""
-    if term.head in FACTS:
+    if term.head in RULE_BY_FACT:
         relations: list[Relation] = []
         with suppress(UnreadError):
             relations.extend(relations_of(measures, term))

@@ -85,7 +85,7 @@ class Area:
 
 
 @dataclass(frozen=True)
-class Combined:
+class Arithmetic:
     """Arithmetic on quantities.
 
     A power of a negative number is that of its absolute value, since a search for a figure may pass
@@ -96,7 +96,7 @@ class Combined:
     parts: tuple[Quantity, ...]
 
 
-Quantity = Constant | Unknown | Distance | LineDistance | Angle | Sweep | Area | Combined
+Quantity = Constant | Unknown | Distance | LineDistance | Angle | Sweep | Area | Arithmetic
 
 
 @dataclass(frozen=True)
@@ -153,27 +153,27 @@ Relation = Equal | Parallel | Perpendicular | Mean | Between
 
 def plus(*parts: Quantity) -> Quantity:
     """Return the sum of one or more quantities."""
-    return parts[0] if len(parts) == 1 else Combined(function="+", parts=parts)
+    return parts[0] if len(parts) == 1 else Arithmetic(function="+", parts=parts)
 
 
 def minus(total: Quantity, part: Quantity) -> Quantity:
     """Return the first quantity without the second."""
-    return Combined(function="-", parts=(total, part))
+    return Arithmetic(function="-", parts=(total, part))
 
 
 def times(*parts: Quantity) -> Quantity:
     """Return the product of quantities."""
-    return Combined(function="*", parts=parts)
+    return Arithmetic(function="*", parts=parts)
 
 
 def over(numerator: Quantity, denominator: Quantity) -> Quantity:
     """Return the quotient of two quantities."""
-    return Combined(function="/", parts=(numerator, denominator))
+    return Arithmetic(function="/", parts=(numerator, denominator))
 
 
 def power(base: Quantity, exponent: float) -> Quantity:
     """Return a quantity to a constant exponent."""
-    return Combined(function="^", parts=(base, Constant(exponent)))
+    return Arithmetic(function="^", parts=(base, Constant(exponent)))
 
 
 def quantity_of(expression: Expression) -> Quantity:
@@ -183,12 +183,12 @@ def quantity_of(expression: Expression) -> Quantity:
     if isinstance(expression, Letter):
         return Unknown(expression.name)
     parts = (quantity_of(expression.left), quantity_of(expression.right))
-    return Combined(function=expression.operator, parts=parts)
+    return Arithmetic(function=expression.operator, parts=parts)
 
 
 def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
     """Yield the quantities that arithmetic is done on."""
-    if isinstance(quantity, Combined):
+    if isinstance(quantity, Arithmetic):
         for part in quantity.parts:
             yield from atoms_of(part)
     else:
@@ -244,19 +244,19 @@ def number_of_quantity(quantity: Quantity) -> float | None:
     """
     if isinstance(quantity, Constant):
         return quantity.value
-    if not isinstance(quantity, Combined):
+    if not isinstance(quantity, Arithmetic):
         return None
     values = [number_of_quantity(part) for part in quantity.parts]
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return None
     try:
-        return _computed(quantity.function, numbers)
+        return _compute(quantity.function, numbers)
     except (ZeroDivisionError, OverflowError, ValueError):
         return math.nan
 
 
-def _computed(function: Function, numbers: Sequence[float]) -> float:
+def _compute(function: Function, numbers: Sequence[float]) -> float:
     """Compute one operation on numbers. Raises what Python's arithmetic raises."""
     if function == "+":
         return math.fsum(numbers)
@@ -291,7 +291,7 @@ def unit_of_quantity(quantity: Quantity) -> Unit:
         if quantity.name.startswith("angle "):
             return "degrees"
         return "length" if quantity.name.startswith("radius ") else "plain"
-    if isinstance(quantity, Combined) and quantity.function in ("+", "-"):
+    if isinstance(quantity, Arithmetic) and quantity.function in ("+", "-"):
         units = [unit_of_quantity(part) for part in quantity.parts]
         return next((unit for unit in units if unit != "plain"), "plain")
     return "plain"

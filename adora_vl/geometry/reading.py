@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.forms import Form, Term
-from adora_vl.geometry.looks import SAID_TANGENT, seen
-from adora_vl.geometry.measures import Measures, unit_of
+from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.looks import MAX_DEGREES_OF_STATED_TANGENT, relations_seen
+from adora_vl.geometry.measures import Measures, unit_of_term
 from adora_vl.geometry.primitives import relations_of
 from adora_vl.geometry.quantities import (
     Between,
@@ -29,12 +29,14 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
-from adora_vl.geometry.words import words_of
+from adora_vl.geometry.words import term_in_words
 
-_OUTSIDE = 1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
-_HOLDS_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
-_HOLDS_AROUND = ("Regular", "Right", "Isosceles", "Equilateral")
-_SAYS_MORE = (
+_MIN_RADII_OUTSIDE = (
+    1.1  # of a drawn radius; a point farther from the centre is relations_seen to lie outside
+)
+_SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
+_ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
+_HEADS_READ_AS_WHOLE = (
     "Similar",
     "InscribedIn",
     "CircumscribedTo",
@@ -89,8 +91,12 @@ class Reading:
         self.assumed.append(words)
 
 
-def read(
-    form: Form, *, without: Iterable[int] = (), without_words: Iterable[str] = (), looks: int = 0
+def read_facts(
+    form: LogicForm,
+    *,
+    without: Iterable[int] = (),
+    without_words: Iterable[str] = (),
+    looks: int = 0,
 ) -> Reading:
     """Read a form, without the facts of these numbers, or whose words are these.
 
@@ -106,7 +112,7 @@ def read(
     words = set(without_words)
     skipped = {
         *without,
-        *(number for number, term in enumerate(drawing.terms) if words_of(term) in words),
+        *(number for number, term in enumerate(drawing.terms) if term_in_words(term) in words),
     }
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
@@ -118,7 +124,7 @@ def read(
     _add_touching(reading)
     _read_goal(reading)
     if looks:
-        for relation, description in seen(measures, everything=looks > 1):
+        for relation, description in relations_seen(measures, everything=looks > 1):
             reading.assume(relation, description)
     return reading
 
@@ -154,12 +160,12 @@ def _add_touching(reading: Reading) -> None:
             shared = [point for point in row[1:-1] if point in circle.points]
             reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
             meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
-            if not meets_once or circle.centre in row or min(reaches) < _OUTSIDE * radius:
+            if not meets_once or circle.centre in row or min(reaches) < _MIN_RADII_OUTSIDE * radius:
                 continue
             # A line that cuts the circle as drawn lacks a point of its annotation.
             to_point = places[shared[0]] - places[circle.centre]
             lean = abs(cosine(to_point, places[row[-1]] - places[row[0]]))
-            if lean < math.sin(math.radians(SAID_TANGENT)):
+            if lean < math.sin(math.radians(MAX_DEGREES_OF_STATED_TANGENT)):
                 reading.relations.append(
                     Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
                 )
@@ -169,9 +175,9 @@ def _add_touching(reading: Reading) -> None:
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
     """Add what a shape says that the question names, as "area of the rhombus"."""
     for part in term.walk():
-        if part is term or part.head in _SAYS_MORE:
+        if part is term or part.head in _HEADS_READ_AS_WHOLE:
             continue
-        if part.head in _HOLDS_IN_QUESTION or part.head in _HOLDS_AROUND:
+        if part.head in _SHAPES_IN_QUESTION or part.head in _ADJECTIVES_IN_QUESTION:
             unread = len(reading.unread)
             reading.add(part, number)
             del reading.unread[unread:]  # the goal itself says what is wrong with it
@@ -191,7 +197,7 @@ def _read_goal(reading: Reading) -> None:
         reading.goal_fault = "the question asks for nothing that can be computed"
         return
     reading.goal_term = goal
-    reading.unit = unit_of(goal)
+    reading.unit = unit_of_term(goal)
     try:
         quantity = reading.measures.value(goal)
         reading.drawing.check_points(points_in_quantity(quantity))

@@ -10,10 +10,10 @@ from functools import cached_property
 from itertools import combinations, pairwise
 
 from adora_vl.geometry.drawn_lines import DrawnLines
-from adora_vl.geometry.shapes import sides_of
+from adora_vl.geometry.shapes import sides_of_polygon
 from adora_vl.geometry.vectors import cross
 
-_MOST_FACES = 40  # corners of a region; a walk that is longer has lost its way
+_MAX_CORNERS_OF_FACE = 40  # corners of a region; a walk that is longer has lost its way
 
 
 class Regions(DrawnLines):
@@ -53,7 +53,7 @@ class Regions(DrawnLines):
         edge in this direction already.
         """
         face: list[str] = []
-        while (start, end) not in visited and len(face) < _MOST_FACES:
+        while (start, end) not in visited and len(face) < _MAX_CORNERS_OF_FACE:
             visited.add((start, end))
             face.append(start)
             back = self._direction(end, start)
@@ -83,7 +83,7 @@ class Regions(DrawnLines):
         polygons = [self.corners(face) for face in self.faces]
         # Pairs grow with the square of the regions; a picture with more than 60 regions is rare.
         for first, second in combinations(self.faces[:60], 2):
-            joined = _joined(first, second)
+            joined = _join_faces(first, second)
             if joined:
                 polygons.append(self.corners(joined))
         outline = self.outline()
@@ -121,7 +121,7 @@ class Regions(DrawnLines):
         boundary = [first]
         current = first
         back = -math.pi / 2
-        for _ in range(2 * _MOST_FACES):
+        for _ in range(2 * _MAX_CORNERS_OF_FACE):
             came_from = back
 
             def turn(name: str, at: str = current, came_from: float = came_from) -> float:
@@ -136,13 +136,13 @@ class Regions(DrawnLines):
         return [] if len(set(boundary)) != len(boundary) else self.corners(boundary)
 
 
-def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
+def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:
     """Return the boundary of two regions together; empty where they share no side.
 
     Both go against the clock, so that a common side goes one way in one and back in the other.
     """
-    edges = set(sides_of(first))
-    second_edges = set(sides_of(second))
+    edges = set(sides_of_polygon(first))
+    second_edges = set(sides_of_polygon(second))
     shared = {(start, end) for start, end in edges if (end, start) in second_edges}
     if not shared:
         return []
@@ -153,7 +153,7 @@ def _joined(first: Sequence[str], second: Sequence[str]) -> list[str]:
     start = min(onward)
     boundary = [start]
     following = onward.get(start)
-    while following is not None and following != start and len(boundary) < _MOST_FACES:
+    while following is not None and following != start and len(boundary) < _MAX_CORNERS_OF_FACE:
         boundary.append(following)
         following = onward.get(following)
     return boundary if following == start else []

@@ -43,15 +43,15 @@ def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) 
     return Equal(left=measures.corner(*first), right=measures.corner(*second), unit="degrees")
 
 
-def reaches(measures: Measures, point: str, circle: Circle) -> Relation:
+def lies_on_circle(measures: Measures, point: str, circle: Circle) -> Relation:
     """Say that a point's distance from the centre of a circle is the radius."""
     return Equal(
         left=measures.distance(point, circle.centre), right=measures.radius(circle), unit="length"
     )
 
 
-def touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """Say that a line touches a circle.
+def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
+    """Say that a line touches_line a circle.
 
     It is perpendicular to the radius at the point that they share, else at the distance of a
     radius.
@@ -67,13 +67,13 @@ def touches(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relati
     return Equal(left=reach, right=measures.radius(circle), unit="length")
 
 
-def point_of(measures: Measures, term: Term) -> str:
+def point_of_term(measures: Measures, term: Term) -> str:
     """Return the point that a term is or names."""
     return measures.drawing.point(term.names[0] if term.arguments else term.head)
 
 
-def four(names: Sequence[str]) -> tuple[str, str, str, str]:
-    """Return the four corners of a shape. Raises `UnreadError` for another number."""
+def require_four(names: Sequence[str]) -> tuple[str, str, str, str]:
+    """Return the require_four corners of a shape. Raises `UnreadError` for another number."""
     if len(names) != 4:
-        raise UnreadError(f"{''.join(names)} has not four corners")
+        raise UnreadError(f"{''.join(names)} has not require_four corners")
     return names[0], names[1], names[2], names[3]

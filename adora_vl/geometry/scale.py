@@ -26,7 +26,7 @@ class Scale:
     is_given: bool
 
 
-def scale_of(relations: Sequence[Relation], places: Mapping[str, complex]) -> Scale:
+def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex]) -> Scale:
     """Estimate how large a figure is from the lengths that its facts give.
 
     Where the ends of given lengths have places, their scale to the picture says it; else the

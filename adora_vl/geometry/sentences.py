@@ -28,11 +28,11 @@ from adora_vl.geometry.circle_sentences import (
     two_tangents,
 )
 from adora_vl.geometry.draft import (
-    POINT,
-    SHAPES,
+    POINT_PATTERN,
+    SHAPE_PATTERN,
     Draft,
     SentenceError,
-    split_names,
+    split_point_names,
     term,
 )
 from adora_vl.geometry.forms import Term
@@ -82,19 +82,21 @@ from adora_vl.geometry.shape_sentences import (
 )
 from adora_vl.geometry.spelling import plain_sentence
 from adora_vl.geometry.text_sides import WORDS as SIDE_WORDS
-from adora_vl.geometry.text_sides import check_word, side_of
+from adora_vl.geometry.text_sides import check_word, read_side
 
-PLACE = r"(-?\d+(?:\.\d+)?)"
-SEGMENT = rf"{POINT}{POINT}"
-_S = rf"({POINT})({POINT})"
-_NAMES = rf"((?:{POINT}){{3,}})"
-_LIST = rf"((?:{POINT})(?:,? ?(?:and )?{POINT})*)"
+COORDINATE_PATTERN = r"(-?\d+(?:\.\d+)?)"
+SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}"
+_SEG = rf"({POINT_PATTERN})({POINT_PATTERN})"
+_NAMES = rf"((?:{POINT_PATTERN}){{3,}})"
+_LIST = rf"((?:{POINT_PATTERN})(?:,? ?(?:and )?{POINT_PATTERN})*)"
 _ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
 _ANY_ADJECTIVES = rf"((?:{_ADJECTIVES})(?: (?:{_ADJECTIVES}))?)"
-_IN_CIRCLE = rf"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?({POINT}))?)"
+_IN_CIRCLE = rf"(?:,? ?(?:in )?circle(?:(?: (?:with )?center)? ?({POINT_PATTERN}))?)"
 # Words between two facts of one sentence.
-_JOINS = re.compile(r",?\s+(?:with|and|where|such that|so that|has|have|having|whose)\s+")
-_QUESTION = re.compile(r"find (.+?) (?:if|when|in (?=[a-z])) ?(.+)")
+_CLAUSE_JOINT_PATTERN = re.compile(
+    r",?\s+(?:with|and|where|such that|so that|has|have|having|whose)\s+"
+)
+_QUESTION_PATTERN = re.compile(r"find (.+?) (?:if|when|in (?=[a-z])) ?(.+)")
 _MAX_CLAUSES = 8  # facts of one sentence
 
 
@@ -106,40 +108,42 @@ def read_sentence(draft: Draft, sentence: str) -> None:
     plain = plain_sentence(sentence)
     if not plain:
         return  # such as "In the figure,"
-    question = _QUESTION.fullmatch(plain)
+    question = _QUESTION_PATTERN.fullmatch(plain)
     if question:
         # "Find AC if AB = 5": the facts may name what the question refers to.
         plain = question[2]
-    clauses = _clauses(plain, _MAX_CLAUSES)
+    clauses = _split_into_clauses(plain, _MAX_CLAUSES)
     if clauses is None and "=" not in plain and "congruent" in plain:
         # Of measures, congruent says no more than equal.
         plain = plain.replace("congruent", "=")
     if clauses is None and "=" not in plain:
-        raise SentenceError(_what_is_wrong(plain))
+        raise SentenceError(_describe_fault(plain))
     for clause in clauses or [plain]:
         _read_clause(draft, clause)
     if question:
-        _find(draft, question[1])
+        _add_question(draft, question[1])
 
 
-def _clauses(plain: str, limit: int) -> list[str] | None:
+def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
     """Split a sentence into facts, as few as possible; None where a part is none."""
-    joins = list(_JOINS.finditer(plain))
-    if _rule_of(plain) is not None or ("=" in plain and not joins):
+    joins = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
+    if _find_rule(plain) is not None or ("=" in plain and not joins):
         return [plain]
     if limit <= 1:
         return None
     for join in reversed(joins):
         before = plain[: join.start()]
-        if _rule_of(before) is None and ("=" not in before or _JOINS.search(before)):
+        if _find_rule(before) is None and (
+            "=" not in before or _CLAUSE_JOINT_PATTERN.search(before)
+        ):
             continue
-        behind = _clauses(plain[join.end() :], limit - 1)
+        behind = _split_into_clauses(plain[join.end() :], limit - 1)
         if behind is not None:
             return [before, *behind]
     return None
 
 
-def _rule_of(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
+def _find_rule(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
     """Return the first pattern that fits, with its match."""
     for pattern, build in _GRAMMAR:
         match = re.fullmatch(pattern, plain)
@@ -150,19 +154,19 @@ def _rule_of(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
 
 def _read_clause(draft: Draft, plain: str) -> None:
     """Take one fact into the draft. Raises `SentenceError`."""
-    rule = _rule_of(plain)
+    rule = _find_rule(plain)
     if rule is None:
-        _equation(draft, plain)
+        _add_equation(draft, plain)
         return
     build, match = rule
     build(draft, *match.groups())
 
 
-def _what_is_wrong(plain: str) -> str:
+def _describe_fault(plain: str) -> str:
     """Say which word of a sentence is not known, or that the sentence as a whole is none."""
     for word in re.findall(r"[a-z]{2,}", plain):
         try:
-            check_word(word, _WORDS)
+            check_word(word, _KNOWN_WORDS)
         except SentenceError as error:
             return str(error)
     return (
@@ -174,12 +178,12 @@ def _what_is_wrong(plain: str) -> str:
 # Equations and the question
 
 
-def _equation(draft: Draft, text: str) -> None:
+def _add_equation(draft: Draft, text: str) -> None:
     """Note an equation of two or more sides: each side equals the one before it.
 
     Sides such as `AB : BC` are ratios, which agree part by part.
     """
-    sides = [_ratio(draft, _with_roles(draft, side)) for side in text.split("=")]
+    sides = [_read_ratio(draft, _note_and_drop_roles(draft, side)) for side in text.split("=")]
     for parts, partners in pairwise(sides):
         if len(parts) != len(partners):
             raise SentenceError("the ratios on its sides have not as many parts")
@@ -191,28 +195,30 @@ def _equation(draft: Draft, text: str) -> None:
             draft.equal(ratio, term("RatioOf", partners[i - 1], partners[i]))
 
 
-def _ratio(draft: Draft, side: str) -> list[Term]:
+def _read_ratio(draft: Draft, side: str) -> list[Term]:
     """Return the parts of a side between colons; of most sides there is one."""
-    return [side_of(draft, part) for part in side.split(":")]
+    return [read_side(draft, part) for part in side.split(":")]
 
 
-def _with_roles(draft: Draft, side: str) -> str:
+def _note_and_drop_roles(draft: Draft, side: str) -> str:
     """Return a side without words such as "diameter", which are noted as facts."""
 
     def take(match: re.Match[str]) -> str:
         """Note the fact, and leave the segment."""
-        _role(draft, match[1], match[2])
+        _add_role(draft, match[1], match[2])
         return match[2]
 
-    return re.sub(rf"\b({_ROLES}) ({SEGMENT})(?!{POINT})", take, side)
+    return re.sub(rf"\b({_ROLE_PATTERN}) ({SEGMENT_PATTERN})(?!{POINT_PATTERN})", take, side)
 
 
-_ROLES = "diameter|radius|chord|altitude|height|median|hypotenuse|base|leg|midsegment|tangent"
+_ROLE_PATTERN = (
+    "diameter|radius|chord|altitude|height|median|hypotenuse|base|leg|midsegment|tangent"
+)
 
 
-def _role(draft: Draft, role: str, segment: str) -> None:
+def _add_role(draft: Draft, role: str, segment: str) -> None:
     """Note that a segment is called a diameter or the like, of the only shape that has one."""
-    start, end = split_names(segment)
+    start, end = split_point_names(segment)
     if role == "diameter":
         diameter(draft, start=start, end=end, centre=None)
     elif role == "radius":
@@ -231,173 +237,192 @@ def _role(draft: Draft, role: str, segment: str) -> None:
         base(draft, start, end)
 
 
-def _role_behind(draft: Draft, segment: str, role: str) -> None:
+def _add_role_behind(draft: Draft, segment: str, role: str) -> None:
     """Note a segment named before its role, in the only triangle that has it."""
-    _role(draft, role, segment)
+    _add_role(draft, role, segment)
 
 
-def _find(draft: Draft, measure: str) -> None:
+def _add_question(draft: Draft, measure: str) -> None:
     """Note the question: what is to be computed."""
-    parts = _ratio(draft, _with_roles(draft, measure))
+    parts = _read_ratio(draft, _note_and_drop_roles(draft, measure))
     if len(parts) > 2:
         raise SentenceError("a ratio that is asked for has two parts")
     goal = parts[0] if len(parts) == 1 else term("RatioOf", *parts)
     draft.question.append(term("Find", goal))
 
 
-def _length_of_size(draft: Draft, measure: str, size: str) -> None:
+def _add_size(draft: Draft, measure: str, size: str) -> None:
     """Note a size without a sign before it, as in "with radius 5"."""
-    draft.equal(side_of(draft, measure), side_of(draft, size))
+    draft.equal(read_side(draft, measure), read_side(draft, size))
 
 
-def _angles_in_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
+def _add_angle_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
     """Note that the angles of a triangle are in a ratio, in the order of its corners."""
     draft.polygon("Triangle", (first, second, third))
-    _equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
+    _add_equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
 
 
-def _together(draft: Draft, first: str, second: str, word: str) -> None:
+def _add_pair_of_measures(draft: Draft, first: str, second: str, word: str) -> None:
     """Note that two angles are supplementary or complementary; two measures are equal."""
     # In "angle A and B" the word stands once for both.
     if first.startswith("angle") and not second.startswith("angle"):
         second = f"angle {second}"
-    measures = [side_of(draft, first), side_of(draft, second)]
+    measures = [read_side(draft, first), read_side(draft, second)]
     if word in ("equal", "congruent"):
         draft.equal(measures[0], measures[1])
         return
     draft.facts.append(term(word.capitalize(), *measures))
 
 
-def _together_between(draft: Draft, first: str, word: str, second: str) -> None:
+def _add_pair_around_word(draft: Draft, first: str, word: str, second: str) -> None:
     """Note two angles with their relation between them: `angle 1 supplementary to angle 2`."""
-    _together(draft, first, second, word)
+    _add_pair_of_measures(draft, first, second, word)
 
 
-def _angles_equal(draft: Draft, first: str, second: str, word: str) -> None:
+def _add_equal_corners(draft: Draft, first: str, second: str, word: str) -> None:
     """Note that two angles are equal, which are named by their corners alone."""
-    _together(draft, f"angle {first}", f"angle {second}", word)
+    _add_pair_of_measures(draft, f"angle {first}", f"angle {second}", word)
 
 
-_MEASURE = rf"(?:angle )?(?:\d+|{POINT}(?:{POINT}{POINT})?)"
-_EQUAL_PART = rf"(?:angle (?:\d+|{POINT}(?:{POINT}{POINT})?)|(?:arc )?{SEGMENT})"
-_MAYBE_SHAPE = rf"(?:({SHAPES}) ?)?"
+_MEASURE = rf"(?:angle )?(?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
+_EQUAL_PART = rf"(?:angle (?:\d+|{POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)|(?:arc )?{SEGMENT_PATTERN})"
+_MAYBE_SHAPE = rf"(?:({SHAPE_PATTERN}) ?)?"
 _GRAMMAR: tuple[tuple[str, Callable[..., None]], ...] = (
-    (r"find (.+)", _find),
-    (rf"({POINT}) at \(?{PLACE}, ?{PLACE}\)?", place),
-    (rf"draw {_S}", draw),
+    (r"find (.+)", _add_question),
+    (rf"({POINT_PATTERN}) at \(?{COORDINATE_PATTERN}, ?{COORDINATE_PATTERN}\)?", place),
+    (rf"draw {_SEG}", draw),
     # Shapes
-    (rf"({SHAPES}) {_NAMES}", shape),
-    (rf"(?:(?:{SHAPES}) )?{_NAMES} ({SHAPES})", shape_behind),
-    (rf"{_ANY_ADJECTIVES} ({SHAPES}|polygon) {_NAMES}", special),
-    (rf"(?:(?:{SHAPES}) )?{_NAMES} {_ANY_ADJECTIVES}(?: ({SHAPES}|polygon))?", special_behind),
-    (rf"(?:triangle )?{_NAMES} right (?:triangle )?at ({POINT})", right_at),
-    (rf"right triangle {_NAMES} (?:(?:with )?right angle )?at ({POINT})", right_at),
-    (rf"{_MAYBE_SHAPE}{_NAMES} (similar|congruent) (?:(?:{SHAPES}) )?{_NAMES}", alike),
+    (rf"({SHAPE_PATTERN}) {_NAMES}", shape),
+    (rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} ({SHAPE_PATTERN})", shape_behind),
+    (rf"{_ANY_ADJECTIVES} ({SHAPE_PATTERN}|polygon) {_NAMES}", special),
     (
-        rf"(?:(?:{SHAPES}) )?{_NAMES} and (?:(?:{SHAPES}) )?{_NAMES} (similar|congruent)"
-        rf"(?: (?:{SHAPES}))?",
+        rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} {_ANY_ADJECTIVES}(?: ({SHAPE_PATTERN}|polygon))?",
+        special_behind,
+    ),
+    (rf"(?:triangle )?{_NAMES} right (?:triangle )?at ({POINT_PATTERN})", right_at),
+    (rf"right triangle {_NAMES} (?:(?:with )?right angle )?at ({POINT_PATTERN})", right_at),
+    (rf"{_MAYBE_SHAPE}{_NAMES} (similar|congruent) (?:(?:{SHAPE_PATTERN}) )?{_NAMES}", alike),
+    (
+        rf"(?:(?:{SHAPE_PATTERN}) )?{_NAMES} and (?:(?:{SHAPE_PATTERN}) )?{_NAMES} (similar|congruent)"
+        rf"(?: (?:{SHAPE_PATTERN}))?",
         both_alike,
     ),
-    (rf"base {_S}", base),
-    (rf"{_S} base", base),
-    (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT})", apex),
-    (rf"hypotenuse {_S}", hypotenuse),
-    (rf"{_S} hypotenuse(?: (?:right )?triangle {_NAMES})?", hypotenuse),
+    (rf"base {_SEG}", base),
+    (rf"{_SEG} base", base),
+    (rf"(?:vertex|apex|vertex angle)(?: at)? ({POINT_PATTERN})", apex),
+    (rf"hypotenuse {_SEG}", hypotenuse),
+    (rf"{_SEG} hypotenuse(?: (?:right )?triangle {_NAMES})?", hypotenuse),
     # Lines and points
-    (rf"{_S} (parallel|perpendicular) {_S}", two_lines),
-    (rf"{_S} perpendicular {_S} at ({POINT})", perpendicular_at),
-    (rf"{_S} and {_S} (parallel|perpendicular)(?: each other)?", both_lines),
-    (rf"{_LIST} on ?circle(?: ({POINT}))?", on_circle),
-    (rf"({POINT}) (?:on )?between ({POINT}) and ({POINT})", on_line),
-    (rf"({POINT}) on {_S}", on_line),
-    (rf"{_LIST} on {_S}", on_lines),
+    (rf"{_SEG} (parallel|perpendicular) {_SEG}", two_lines),
+    (rf"{_SEG} perpendicular {_SEG} at ({POINT_PATTERN})", perpendicular_at),
+    (rf"{_SEG} and {_SEG} (parallel|perpendicular)(?: each other)?", both_lines),
+    (rf"{_LIST} on ?circle(?: ({POINT_PATTERN}))?", on_circle),
+    (rf"({POINT_PATTERN}) (?:on )?between ({POINT_PATTERN}) and ({POINT_PATTERN})", on_line),
+    (rf"({POINT_PATTERN}) on {_SEG}", on_line),
+    (rf"{_LIST} on {_SEG}", on_lines),
     (rf"{_LIST} collinear", collinear),
-    (rf"({POINT}) on extension {_S}(?: (?:beyond|past|through) ({POINT}))?", on_extension),
-    (rf"{_S} extended(?: (?:beyond|past|through) ({POINT}))? ({POINT})", extended),
-    (rf"({POINT}) midpoint {_S}", midpoint),
-    (rf"({POINT}) and ({POINT}) midpoint ({SEGMENT} and {SEGMENT})", two_midpoints),
-    (rf"{_S} (?:and )?{_S} meet at ({POINT})", meet),
-    (rf"{_S} meet {_S} at ({POINT})", meet),
-    (rf"({POINT}) intersection {_S} and {_S}", intersection),
-    (rf"diagonals meet at ({POINT})", diagonals_meet),
-    (rf"{_S} diagonal(?: {_MAYBE_SHAPE}{_NAMES})?", diagonal),
-    (rf"{_S} bisects angle ((?:{POINT})+)", bisects_angle),
-    (rf"{_S} (?:angle )?bisector (?:angle )?((?:{POINT})+)", bisects_angle),
-    (rf"{_S} (?:angle )?bisector triangle {_NAMES}", bisector),
-    (rf"{_S} bisects {_S}(?: at ({POINT}))?", bisects_line),
-    (rf"{_S} and {_S} bisect each other(?: at ({POINT}))?", bisect_each),
-    (rf"{_S} perpendicular bisector {_S}", perpendicular_bisector),
-    (rf"right angle (?:at )?((?:{POINT})+)", right_angle),
-    (rf"angle ((?:{POINT})+) right(?: angle)?", right_angle),
-    # Lines of triangles and trapezoids
-    (rf"{_S} (altitude|height|median) (?:(?:{SHAPES}) )?{_NAMES}", line_of_triangle),
-    (rf"{_S} (altitude|height|median) (?:from {POINT} )?({SEGMENT})", line_to_side),
-    (rf"(altitude|height|median|hypotenuse) ({SEGMENT})", _role),
     (
-        rf"(altitude|median|(?:angle )?bisector)(?: from)?(?: angle)? ({POINT}(?:{POINT}{POINT})?)"
-        rf" meet ({SEGMENT}) at ({POINT})",
+        rf"({POINT_PATTERN}) on extension {_SEG}(?: (?:beyond|past|through) ({POINT_PATTERN}))?",
+        on_extension,
+    ),
+    (
+        rf"{_SEG} extended(?: (?:beyond|past|through) ({POINT_PATTERN}))? ({POINT_PATTERN})",
+        extended,
+    ),
+    (rf"({POINT_PATTERN}) midpoint {_SEG}", midpoint),
+    (
+        rf"({POINT_PATTERN}) and ({POINT_PATTERN}) midpoint ({SEGMENT_PATTERN} and {SEGMENT_PATTERN})",
+        two_midpoints,
+    ),
+    (rf"{_SEG} (?:and )?{_SEG} meet at ({POINT_PATTERN})", meet),
+    (rf"{_SEG} meet {_SEG} at ({POINT_PATTERN})", meet),
+    (rf"({POINT_PATTERN}) intersection {_SEG} and {_SEG}", intersection),
+    (rf"diagonals meet at ({POINT_PATTERN})", diagonals_meet),
+    (rf"{_SEG} diagonal(?: {_MAYBE_SHAPE}{_NAMES})?", diagonal),
+    (rf"{_SEG} bisects angle ((?:{POINT_PATTERN})+)", bisects_angle),
+    (rf"{_SEG} (?:angle )?bisector (?:angle )?((?:{POINT_PATTERN})+)", bisects_angle),
+    (rf"{_SEG} (?:angle )?bisector triangle {_NAMES}", bisector),
+    (rf"{_SEG} bisects {_SEG}(?: at ({POINT_PATTERN}))?", bisects_line),
+    (rf"{_SEG} and {_SEG} bisect each other(?: at ({POINT_PATTERN}))?", bisect_each),
+    (rf"{_SEG} perpendicular bisector {_SEG}", perpendicular_bisector),
+    (rf"right angle (?:at )?((?:{POINT_PATTERN})+)", right_angle),
+    (rf"angle ((?:{POINT_PATTERN})+) right(?: angle)?", right_angle),
+    # Lines of triangles and trapezoids
+    (rf"{_SEG} (altitude|height|median) (?:(?:{SHAPE_PATTERN}) )?{_NAMES}", line_of_triangle),
+    (
+        rf"{_SEG} (altitude|height|median) (?:from {POINT_PATTERN} )?({SEGMENT_PATTERN})",
+        line_to_side,
+    ),
+    (rf"(altitude|height|median|hypotenuse) ({SEGMENT_PATTERN})", _add_role),
+    (
+        r"(altitude|median|(?:angle )?bisector)(?: from)?(?: angle)? "
+        rf"({POINT_PATTERN}(?:{POINT_PATTERN}{POINT_PATTERN})?)"
+        rf" meet ({SEGMENT_PATTERN}) at ({POINT_PATTERN})",
         from_corner,
     ),
     (
-        rf"(altitudes|medians|(?:angle )?bisectors) {_S} and {_S} (?:triangle {_NAMES} )?"
-        rf"meet at ({POINT})",
+        rf"(altitudes|medians|(?:angle )?bisectors) {_SEG} and {_SEG} (?:triangle {_NAMES} )?"
+        rf"meet at ({POINT_PATTERN})",
         two_roles_meet,
     ),
-    (rf"({SEGMENT}) (altitude|median)", _role_behind),
-    (rf"{_S} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", midsegment),
-    (rf"{_S} midsegment triangle {_NAMES} parallel ({SEGMENT})", midsegment_parallel),
+    (rf"({SEGMENT_PATTERN}) (altitude|median)", _add_role_behind),
+    (rf"{_SEG} midsegment(?: (triangle|trapezoid)?)?(?: ?{_NAMES})?", midsegment),
+    (rf"{_SEG} midsegment triangle {_NAMES} parallel ({SEGMENT_PATTERN})", midsegment_parallel),
     (
-        rf"({POINT}) (centroid|incenter|orthocenter|circumcenter) (?:triangle )?{_NAMES}",
+        rf"({POINT_PATTERN}) (centroid|incenter|orthocenter|circumcenter) (?:triangle )?{_NAMES}",
         centre_of_triangle,
     ),
     # Circles
-    (rf"circle ?({POINT})(?: ?(?::|with|through) ?{_LIST})?", circle),
-    (rf"circle with radius ([^A-Z=]+?) (?:and|with) center ({POINT})", circle_of_radius),
-    (rf"circle (?:with )?center ({POINT})(?: ?(?::|with|through) ?{_LIST})?", circle),
-    (rf"({POINT}) center(?: circle)?(?: (?:through|with) {_LIST})?", circle),
-    (rf"{_S} tangent{_IN_CIRCLE}?(?: ?at ({POINT}))?", tangent),
-    (rf"{_S} tangent at ({POINT}){_IN_CIRCLE}", tangent_at),
+    (rf"circle ?({POINT_PATTERN})(?: ?(?::|with|through) ?{_LIST})?", circle),
+    (rf"circle with radius ([^A-Z=]+?) (?:and|with) center ({POINT_PATTERN})", circle_of_radius),
+    (rf"circle (?:with )?center ({POINT_PATTERN})(?: ?(?::|with|through) ?{_LIST})?", circle),
+    (rf"({POINT_PATTERN}) center(?: circle)?(?: (?:through|with) {_LIST})?", circle),
+    (rf"{_SEG} tangent{_IN_CIRCLE}?(?: ?at ({POINT_PATTERN}))?", tangent),
+    (rf"{_SEG} tangent at ({POINT_PATTERN}){_IN_CIRCLE}", tangent_at),
     (
-        rf"({SEGMENT}) and ({SEGMENT}) tangent{_IN_CIRCLE}?(?: ?at ({POINT} and {POINT}))?"
-        rf"{_IN_CIRCLE}?",
+        rf"({SEGMENT_PATTERN}) and ({SEGMENT_PATTERN}) tangent{_IN_CIRCLE}?"
+        rf"(?: ?at ({POINT_PATTERN} and {POINT_PATTERN}))?{_IN_CIRCLE}?",
         two_tangents,
     ),
     (rf"{_NAMES} secant{_IN_CIRCLE}?", secant),
     (rf"secants? {_NAMES} and {_NAMES}{_IN_CIRCLE}?", two_secants),
     (rf"{_NAMES} and {_NAMES} secants?{_IN_CIRCLE}?", two_secants),
-    (rf"{_S} diameter{_IN_CIRCLE}?", diameter),
-    (rf"diameter {_S}", diameter_in_front),
-    (rf"{_S} chord{_IN_CIRCLE}?", chord),
-    (rf"({SEGMENT}) and ({SEGMENT}) chord{_IN_CIRCLE}?", chords),
-    (rf"chord {_S}", chord_in_front),
-    (rf"({POINT}) on (?:(major|minor) )?arc {_S}", on_arc),
+    (rf"{_SEG} diameter{_IN_CIRCLE}?", diameter),
+    (rf"diameter {_SEG}", diameter_in_front),
+    (rf"{_SEG} chord{_IN_CIRCLE}?", chord),
+    (rf"({SEGMENT_PATTERN}) and ({SEGMENT_PATTERN}) chord{_IN_CIRCLE}?", chords),
+    (rf"chord {_SEG}", chord_in_front),
+    (rf"({POINT_PATTERN}) on (?:(major|minor) )?arc {_SEG}", on_arc),
     (rf"angle {_NAMES} (inscribed|central)(?: angle)?{_IN_CIRCLE}?", inscribed_angle),
     (
-        rf"(?:{_ANY_ADJECTIVES} )?(?:({SHAPES}|polygon) )?{_NAMES} inscribed{_IN_CIRCLE}",
+        rf"(?:{_ANY_ADJECTIVES} )?(?:({SHAPE_PATTERN}|polygon) )?{_NAMES} inscribed{_IN_CIRCLE}",
         inscribed,
     ),
-    (rf"circle ({POINT}) inscribed in {_MAYBE_SHAPE}{_NAMES}", circle_in),
-    (rf"circle ({POINT}) around {_MAYBE_SHAPE}{_NAMES}", circle_around),
+    (rf"circle ({POINT_PATTERN}) inscribed in {_MAYBE_SHAPE}{_NAMES}", circle_in),
+    (rf"circle ({POINT_PATTERN}) around {_MAYBE_SHAPE}{_NAMES}", circle_around),
     (rf"{_MAYBE_SHAPE}{_NAMES} around{_IN_CIRCLE}", polygon_around),
     # Sizes without an equals sign
-    (rf"({_MEASURE}) and ({_MEASURE}) (supplementary|complementary)", _together),
+    (rf"({_MEASURE}) and ({_MEASURE}) (supplementary|complementary)", _add_pair_of_measures),
     (
         rf"({_MEASURE}) (supplementary|complementary) ({_MEASURE})",
-        _together_between,
+        _add_pair_around_word,
     ),
-    (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _together),
+    (rf"({_EQUAL_PART}) and ({_EQUAL_PART}) (equal|congruent)", _add_pair_of_measures),
     (
-        rf"angle ({POINT}) and ({POINT}) (equal|congruent)",
-        _angles_equal,
+        rf"angle ({POINT_PATTERN}) and ({POINT_PATTERN}) (equal|congruent)",
+        _add_equal_corners,
     ),
-    (rf"angle triangle ({POINT})({POINT})({POINT}) in ratio (.+)", _angles_in_ratio),
+    (
+        rf"angle triangle ({POINT_PATTERN})({POINT_PATTERN})({POINT_PATTERN}) in ratio (.+)",
+        _add_angle_ratio,
+    ),
     (
         r"(radius|diameter|circumference|area|perimeter|height|side(?: length)?)s? ([^A-Z=]+)",
-        _length_of_size,
+        _add_size,
     ),
-    (rf"circle(?: {POINT})?|triangle|there", nothing),
+    (rf"circle(?: {POINT_PATTERN})?|triangle|there", nothing),
 )
-_WORDS = (
+_KNOWN_WORDS = (
     *SIDE_WORDS,
     *_ADJECTIVES.split("|"),
     *("find", "at", "draw", "on", "between", "and", "in", "with", "through", "from", "right"),

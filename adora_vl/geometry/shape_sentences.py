@@ -8,8 +8,8 @@ from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
     SpecialTriangle,
-    kind_of,
-    split_names,
+    polygon_kind,
+    split_point_names,
     term,
 )
 from adora_vl.geometry.line_sentences import (
@@ -18,7 +18,7 @@ from adora_vl.geometry.line_sentences import (
     right_angle,
     right_corner,
 )
-from adora_vl.geometry.shapes import CORNERS
+from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 
 def shape(draft: Draft, kind: str, names: str) -> None:
@@ -36,9 +36,9 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
 
     Which parts of a triangle are equal or right may be told by another sentence.
     """
-    corners = split_names(names)
+    corners = split_point_names(names)
     head = "Polygon" if kind == "polygon" else kind.capitalize()
-    count = CORNERS.get(head, len(corners))
+    count = CORNER_COUNT_BY_SHAPE.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
         raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
     polygon = draft.polygon(head, corners)
@@ -66,12 +66,12 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
 
 def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) -> None:
     """Note a shape named before its special kind: `ABC is an equilateral triangle`."""
-    special(draft, adjectives=adjectives, kind=kind or kind_of(names), names=names)
+    special(draft, adjectives=adjectives, kind=kind or polygon_kind(names), names=names)
 
 
 def right_at(draft: Draft, names: str, corner: str) -> None:
     """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
-    draft.named_shape(kind_of(names), names)
+    draft.named_shape(polygon_kind(names), names)
     right_corner(draft, corner)
 
 
@@ -106,7 +106,7 @@ def diagonal(
 ) -> None:
     """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
     if names is not None:
-        draft.named_shape(kind or kind_of(names), names)
+        draft.named_shape(kind or polygon_kind(names), names)
     draft.line(start, end)
 
 
@@ -125,11 +125,11 @@ def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) 
 
 def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
     """Note that two shapes are similar or congruent."""
-    names = split_names(first)
-    partners = split_names(second)
+    names = split_point_names(first)
+    partners = split_point_names(second)
     if len(names) != len(partners):
         raise SentenceError(f"{first} and {second} have not as many corners")
-    head = kind_of(first).capitalize()
+    head = polygon_kind(first).capitalize()
     shapes = (draft.polygon(head, names), draft.polygon(head, partners))
     draft.facts.append(term(relation.capitalize(), *shapes))
 
@@ -139,7 +139,7 @@ def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
     alike(draft, kind=None, first=first, relation=relation, second=second)
 
 
-_CENTRES = {
+_HEAD_BY_CENTRE = {
     "centroid": "IsCentroidOf",
     "incenter": "IsIncenterOf",
     "orthocenter": "IsOrthocenterOf",
@@ -148,7 +148,7 @@ _CENTRES = {
 
 def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
     """Note a median or an altitude of a triangle, with its foot on the opposite side."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     if len(corners) == 4:
         line_of_trapezoid(draft, start, end, role, names)
         return
@@ -172,7 +172,7 @@ def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str)
 
 def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
     """Note a median or an altitude to a side: `AD altitude to BC`."""
-    ends = split_names(side)
+    ends = split_point_names(side)
     top = start if end in ends or start not in ends else end
     foot = end if top == start else start
     names = [top, *ends]
@@ -185,10 +185,10 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
 
 def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
     """Note a line of a triangle: `the altitude from A meets BC at D`."""
-    ends = split_names(side)
+    ends = split_point_names(side)
     if "bisector" in role:
         draft.on_line(foot, ends[0], ends[1])
-        middle = split_names(corner)[len(split_names(corner)) // 2]
+        middle = split_point_names(corner)[len(split_point_names(corner)) // 2]
         bisects_angle(draft, middle, foot, f"{ends[0]}{middle}{ends[1]}")
         return
     names = f"{corner}{side}"
@@ -210,7 +210,7 @@ def two_roles_meet(
 
 def bisector(draft: Draft, start: str, end: str, names: str) -> None:
     """Note the bisector of an angle, or of the corner of a triangle where it begins."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     ends = {start, end} & set(corners)
     if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
         corner = ends.pop()
@@ -226,7 +226,7 @@ def midsegment(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
     """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
-    corners = split_names(names) if names is not None else draft.last_polygon(kind).names
+    corners = split_point_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
@@ -238,8 +238,8 @@ def midsegment(
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
     """Note a midsegment by the side of the triangle that it is parallel to."""
-    corners = split_names(names)
-    ends = split_names(base)
+    corners = split_point_names(names)
+    ends = split_point_names(base)
     tops = [name for name in corners if name not in ends]
     if len(tops) != 1 or len(corners) != 3:
         raise SentenceError(f"{base} is no side of {names}")
@@ -250,7 +250,7 @@ def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: st
 
 def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
     """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
-    corners = split_names(names)
+    corners = split_point_names(names)
     polygon = draft.polygon("Triangle", corners)
     if centre == "circumcenter":
         for corner in corners:
@@ -258,4 +258,4 @@ def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> Non
         return
     for corner in corners:
         draft.line(corner, point)
-    draft.facts.append(term(_CENTRES[centre], term("Point", point), polygon))
+    draft.facts.append(term(_HEAD_BY_CENTRE[centre], term("Point", point), polygon))

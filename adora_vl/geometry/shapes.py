@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from adora_vl.geometry.forms import Term, term_of
+from adora_vl.geometry.forms import Term, parse_term
 
-CORNERS = {
+CORNER_COUNT_BY_SHAPE = {
     "Triangle": 3,
     "Parallelogram": 4,
     "Rectangle": 4,
@@ -24,11 +24,11 @@ CORNERS = {
     "Octagon": 8,
 }
 
-COLOURS = ("Shaded", "Blue", "Green", "Red")
+COLOUR_HEADS = ("Shaded", "Blue", "Green", "Red")
 
-DISC = ("Circle", "Cirle")  # so misspelt in some annotations
+CIRCLE_HEADS = ("Circle", "Cirle")  # so misspelt in some annotations
 # Heads around a shape that say something of it, as in `Regular(Polygon($))`.
-WRAPPERS = (*COLOURS, "Regular", "Right", "Isosceles", "Equilateral")
+WRAPPER_HEADS = (*COLOUR_HEADS, "Regular", "Right", "Isosceles", "Equilateral")
 
 
 class UnreadError(ValueError):
@@ -59,25 +59,25 @@ class SeparateArcs(NamedTuple):
     second: tuple[str, str]
 
 
-def sides_of(names: Sequence[str]) -> list[tuple[str, str]]:
+def sides_of_polygon(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the sides of a polygon by their ends; the side that closes it comes first."""
     return [(names[i - 1], names[i]) for i in range(len(names))]
 
 
-def unwrapped(term: Term) -> Term:
+def unwrap_shape(term: Term) -> Term:
     """Return the shape inside `Shaded(...)`, `Regular(...)` and the like."""
-    while term.head in WRAPPERS and term.arguments:
+    while term.head in WRAPPER_HEADS and term.arguments:
         term = term.arguments[0]
     return term
 
 
-def terms_of(texts: Iterable[str]) -> Iterator[Term]:
+def parse_terms(texts: Iterable[str]) -> Iterator[Term]:
     """Yield the terms of facts, each once.
 
     Two in one text, with a point or semicolon between, are two.
     """
     for text in dict.fromkeys(texts):
         for part in re.split(r"(?<=\))\s*[.;]\s*(?=[A-Z])", text):
-            term = term_of(part)
+            term = parse_term(part)
             if term is not None:
                 yield term

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adora_vl.geometry.expressions import MAX_EXPONENT, MAX_NESTING, MAX_NUMBER
-from adora_vl.geometry.names import KINDS, NameReader, NoSideError
+from adora_vl.geometry.names import SEGMENT_NOUNS, NameReader, NoSideError
 from adora_vl.geometry.quantities import (
     Angle,
-    Combined,
+    Arithmetic,
     Constant,
     Equal,
     Function,
@@ -37,14 +37,14 @@ from adora_vl.geometry.signs import Sign
 
 MAX_TERMS = 60  # numbers and names of one side
 # Words of units, and "long", which may stand behind a number and say nothing more.
-_UNITS_TEXT = (
+_UNIT_WORDS_TEXT = (
     "cm mm km m in inch inches ft feet foot unit units yd degree degrees deg degs meter "
     "meters metre metres yards miles centimeters centimetres millimeters square sq long"
 )
-_UNITS = frozenset(_UNITS_TEXT.split())
-_FUNCTIONS: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
+_UNIT_WORDS = frozenset(_UNIT_WORDS_TEXT.split())
+_FUNCTION_BY_WORD: dict[str, Function] = {"sin": "sin", "cos": "cos", "tan": "tan"}
 # The angle that has a sine and so on, by `arcsin` and by the `sin` of `sin^-1`.
-_INVERSES = {
+_INVERSE_BY_WORD = {
     "arcsin": math.asin,
     "arccos": math.acos,
     "arctan": math.atan,
@@ -53,13 +53,13 @@ _INVERSES = {
     "tan": math.atan,
 }
 _VALUE_KINDS = ("number", "points")  # kinds of signs that can stand on either side of a ratio
-_CLOSING = {"(": ")", "{": "}", "[": "]"}
+_CLOSING_BY_OPENING = {"(": ")", "{": "}", "[": "]"}
 _FUNCTION_WORDS = {"sqrt", "frac", "pi", "sin", "cos", "tan"}
 _WORDS_BEFORE_FACTOR = {"the", "of", "length", "measure", "side", "a"}  # "half of the length AB"
 # Factors in words: "three times", "a third of", "twice".
-_COUNTS = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0}
-_FRACTIONS = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
-_MULTIPLES = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
+_NUMBER_BY_WORD = {"two": 2.0, "three": 3.0, "four": 4.0, "five": 5.0, "six": 6.0}
+_FRACTION_BY_WORD = {"half": 0.5, "third": 1 / 3, "quarter": 0.25, "fourth": 0.25}
+_MULTIPLE_BY_WORD = {"half": 0.5, "one-half": 0.5, "twice": 2.0, "double": 2.0, "thrice": 3.0}
 
 
 @dataclass(frozen=True)
@@ -196,16 +196,16 @@ class SideReader(NameReader):
         """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
         word = self.word(start)
         next_word = self.word(start + 1)
-        if word in _MULTIPLES:
-            return _WordedFactor(factor=_MULTIPLES[word], end=start + 1)
-        if word in _COUNTS and next_word == "times":
-            return _WordedFactor(factor=_COUNTS[word], end=start + 2)
+        if word in _MULTIPLE_BY_WORD:
+            return _WordedFactor(factor=_MULTIPLE_BY_WORD[word], end=start + 1)
+        if word in _NUMBER_BY_WORD and next_word == "times":
+            return _WordedFactor(factor=_NUMBER_BY_WORD[word], end=start + 2)
         if word not in ("one", "a"):
             return None
         end = start + 2 if self.at(start + 1).text == "-" else start + 1
         fraction_word = self.word(end)
-        if fraction_word in _FRACTIONS and self.word(end + 1) == "of":
-            return _WordedFactor(factor=_FRACTIONS[fraction_word], end=end + 1)
+        if fraction_word in _FRACTION_BY_WORD and self.word(end + 1) == "of":
+            return _WordedFactor(factor=_FRACTION_BY_WORD[fraction_word], end=end + 1)
         return None
 
     def _is_relation_sign(self, position: int) -> bool:
@@ -242,7 +242,7 @@ class SideReader(NameReader):
             exponent, cursor = self.group(cursor + 1)
             if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
                 raise NoSideError("the exponent is too large")
-            quantity = Combined(function="^", parts=(quantity, exponent))
+            quantity = Arithmetic(function="^", parts=(quantity, exponent))
         return quantity, self.past_unit(cursor)
 
     def past_unit(self, position: int) -> int:
@@ -251,7 +251,7 @@ class SideReader(NameReader):
             sign = self.at(position)
             if sign.text == "°":
                 position += 1
-            elif self.word(position) in _UNITS and not self._is_no_unit(position):
+            elif self.word(position) in _UNIT_WORDS and not self._is_no_unit(position):
                 position += 1
                 if self.at(position).text == "^" and self.at(position + 1).kind == "number":
                     position += 2
@@ -266,7 +266,7 @@ class SideReader(NameReader):
 
     def group(self, start: int) -> tuple[Quantity, int]:
         """Read what stands in brackets, or one atom, as behind a root."""
-        closing = _CLOSING.get(self.at(start).text)
+        closing = _CLOSING_BY_OPENING.get(self.at(start).text)
         if closing is None:
             if self.at(start).text == "-":
                 quantity, cursor = self.atom(start + 1)
@@ -289,7 +289,7 @@ class SideReader(NameReader):
             enclosed = self.enclosed(start)
             if enclosed is not None:
                 return enclosed
-        if sign.text in _CLOSING:
+        if sign.text in _CLOSING_BY_OPENING:
             return self.group(start)
         if sign.kind == "number":
             return self._number(start)
@@ -335,11 +335,11 @@ class SideReader(NameReader):
         if word in ("minor", "major") and self.word(start + 1) == "arc":
             quantity, cursor = self.arc(start + 2)
             return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
-        if word in ("sqrt", "frac", "pi") or word in _INVERSES:
+        if word in ("sqrt", "frac", "pi") or word in _INVERSE_BY_WORD:
             return self._function(start)
         if word in ("area", "perimeter"):
             return self.extent(start)
-        if word in KINDS and self.at(start + 1).kind == "points":
+        if word in SEGMENT_NOUNS and self.at(start + 1).kind == "points":
             return self.length(start + 1)
         if word in ("radius", "diameter"):
             return self.of_circle(start)
@@ -384,26 +384,26 @@ class SideReader(NameReader):
             value = number_of_quantity(quantity)
             if value is None:
                 raise NoSideError("the angle of a sine that is no number")
-            return Constant(math.degrees(_INVERSES[word](value))), cursor
+            return Constant(math.degrees(_INVERSE_BY_WORD[word](value))), cursor
         exponent: Quantity | None = None
         if self.at(cursor).text == "^":
             exponent, cursor = self.group(cursor + 1)
         quantity, cursor = self._argument(cursor)
-        result: Quantity = Combined(function=_FUNCTIONS[word], parts=(quantity,))
+        result: Quantity = Arithmetic(function=_FUNCTION_BY_WORD[word], parts=(quantity,))
         if exponent is not None:
-            result = Combined(function="^", parts=(result, exponent))
+            result = Arithmetic(function="^", parts=(result, exponent))
         return result, cursor
 
     def _argument(self, start: int) -> tuple[Quantity, int]:
         """Read what a sine is of; `sin A` is that of the angle at A."""
-        is_bracket = self.at(start).text in _CLOSING
+        is_bracket = self.at(start).text in _CLOSING_BY_OPENING
         corner = start + 1 if is_bracket else start
         sign = self.at(corner)
         if sign.kind == "points" and len(re.findall("[A-Z]'?", sign.text)) == 1:
             quantity, cursor = self.angle(corner)
             if not is_bracket:
                 return quantity, cursor
-            if self.at(cursor).text == _CLOSING[self.at(start).text]:
+            if self.at(cursor).text == _CLOSING_BY_OPENING[self.at(start).text]:
                 return quantity, cursor + 1
         quantity, cursor = self.group(start)
         return quantity, self.past_unit(cursor)
@@ -429,17 +429,17 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
     A number over 180 for an arc of two letters is the other way round.
     """
-    first = _other_way(left_side, right_side)
-    second = _other_way(right_side, left_side)
+    first = _other_way_round(left_side, right_side)
+    second = _other_way_round(right_side, left_side)
     unit = unit_of_quantity(left_side)
     if unit == "plain":
         unit = unit_of_quantity(right_side)
     return Equal(left=first, right=second, unit=unit)
 
 
-def _other_way(quantity: Quantity, size: Quantity) -> Quantity:
+def _other_way_round(quantity: Quantity, size: Quantity) -> Quantity:
     """Return the rest of the circle, where a number over 180 says that it is meant."""
-    value = number_of_quantity(size) if not isinstance(size, Combined) else None
+    value = number_of_quantity(size) if not isinstance(size, Arithmetic) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)
     return quantity

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 
 from adora_vl.geometry.quantities import (
     Angle,
+    Arithmetic,
     Between,
-    Combined,
     Constant,
     Distance,
     Equal,
@@ -25,7 +25,7 @@ from adora_vl.geometry.quantities import (
 )
 
 
-def without_means(relations: Iterable[Relation]) -> Iterator[Relation]:
+def split_midpoints(relations: Iterable[Relation]) -> Iterator[Relation]:
     """Yield the relations, with a midpoint as two equal lengths.
 
     How far a point is from the middle turns with the figure, so that its gradient is not that of
@@ -57,7 +57,7 @@ def signature(quantity: Quantity) -> str:
     if isinstance(quantity, Angle):
         first, last = sorted((quantity.first, quantity.last))
         return f"<{first}{quantity.corner}{last}"
-    if isinstance(quantity, Combined):
+    if isinstance(quantity, Arithmetic):
         parts = [signature(part) for part in quantity.parts]
         if quantity.function in ("+", "*"):
             parts.sort()

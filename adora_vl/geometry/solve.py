@@ -13,33 +13,33 @@ from typing import NamedTuple
 import numpy as np
 
 from adora_vl.geometry.descent import Budget, descend
-from adora_vl.geometry.kind import COLLAPSED, KindOfFigure
+from adora_vl.geometry.kind import FAULTS_OF_COLLAPSE, KindOfFigure
 from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.reading import Reading
-from adora_vl.geometry.scale import scale_of
+from adora_vl.geometry.scale import estimate_scale
 from adora_vl.geometry.starts import Starts
 from adora_vl.geometry.system import System
 
-TIGHT = 1e-7  # largest residual of a figure that fulfils its facts
+MAX_RESIDUAL = 1e-7  # largest residual of a figure that fulfils its facts
 # Each start costs a search; with a picture the first two figures that agree end it.
-STARTS = 8
+START_COUNT = 8
 # Without a picture all have to agree, so two figures that fit are to be found, not one.
-STARTS_WITHOUT_PLACES = 12
+START_COUNT_WITHOUT_PLACES = 12
 # A form without places is searched from more starts, until so many figures without a fault fit.
 _MAX_STARTS = 40
-_FLAWLESS_ENOUGH = 4
+_ENOUGH_FLAWLESS = 4
 # First the points are held near the picture, ever less, so that small contradictions do not carry
 # them away: how much the squares of their ways count beside the residuals, in turn.
-_PULLS = (1e-1, 1e-3)
-_PULLED_STEPS = 8
+_PULL_STRENGTHS = (1e-1, 1e-3)
+_STEPS_PER_PULL = 8
 _LETTER_STEPS = 25  # steps of the letters while the points are held
-_STEPS = 80
-_RANK = 1e-6  # singular values below this share of the largest count as none
-_FREE = 1e-4  # share of its gradient with which a goal may move while the facts hold
+_MAX_STEPS = 80
+_RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count as none
+_MAX_FREE_SHARE = 1e-4  # share of its gradient with which a goal may move while the facts hold
 # How far from a figure the search for its neighbours begins, in shares of its size.
 _PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
 _MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
-_SAME = 1e-5  # share by which equal answers may differ
+_ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
 
 
 class Freedom(NamedTuple):
@@ -88,7 +88,7 @@ class FigureProblem:
     def __init__(self, reading: Reading) -> None:
         self.reading = reading
         self.drawing = reading.drawing
-        self.scale = scale_of(reading.relations, self.drawing.places)
+        self.scale = estimate_scale(reading.relations, self.drawing.places)
         self.system = System(
             points=self.drawing.points,
             relations=reading.relations,
@@ -134,9 +134,9 @@ class FigureProblem:
                 first=self.system.first_unknown,
             )
         if self.places:
-            for pull in _PULLS:
-                v, _ = descend(self.system, v=v, budget=budget, steps=_PULLED_STEPS, pull=pull)
-        v, residual = descend(self.system, v=v, budget=budget, steps=_STEPS)
+            for pull in _PULL_STRENGTHS:
+                v, _ = descend(self.system, v=v, budget=budget, steps=_STEPS_PER_PULL, pull=pull)
+        v, residual = descend(self.system, v=v, budget=budget, steps=_MAX_STEPS)
         if not math.isfinite(residual) or residual > loose:
             return None
         return self._solution_at(v, residual=residual, start=number)
@@ -167,7 +167,7 @@ class FigureProblem:
         goal = self.reading.goal_term
         is_measure = goal is not None and bool(goal.arguments) and self.reading.unit != "plain"
         if self.kind.used and is_measure and value <= _MIN_MEASURE * self.size:
-            count += COLLAPSED
+            count += FAULTS_OF_COLLAPSE
         return count
 
     def _freedom(self, v: Vector, gradient: Vector) -> Freedom:
@@ -195,7 +195,7 @@ class FigureProblem:
         except np.linalg.LinAlgError:
             return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
         largest = max(float(sizes[0]), 1e-9)
-        rank = int((sizes > _RANK * largest).sum())
+        rank = int((sizes > _RANK_TOLERANCE * largest).sum())
         min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
         # A letter whose own equation is flat, as x^2 - 6x + 9 at 3, is scaled to be as steep as
         # any, so its unscaled column counts as well.
@@ -212,20 +212,20 @@ class FigureProblem:
     # Which figure
 
     def solutions(
-        self, budget: Budget, starts: int | None = None, loose: float = TIGHT
+        self, budget: Budget, starts: int | None = None, loose: float = MAX_RESIDUAL
     ) -> list[Solution]:
         """Return the figures that the starts lead to, until two without a fault agree.
 
         A form without places goes through all its starts.
         """
         if starts is None:
-            starts = STARTS if self._is_wholly_drawn() else STARTS_WITHOUT_PLACES
+            starts = START_COUNT if self._is_wholly_drawn() else START_COUNT_WITHOUT_PLACES
         max_starts = starts if self.places else max(starts, _MAX_STARTS)
         solutions: list[Solution] = []
         # In the order of the starts: the ones nearest to the picture are the likeliest.
         for number in range(max_starts):
             flawless = sum(1 for solution in solutions if solution.faults == 0)
-            has_enough = number >= starts and flawless >= _FLAWLESS_ENOUGH
+            has_enough = number >= starts and flawless >= _ENOUGH_FLAWLESS
             if budget.remaining <= 0 or has_enough:
                 break
             solution = self.solution(number, budget, loose)
@@ -235,9 +235,9 @@ class FigureProblem:
             tight = [
                 candidate
                 for candidate in solutions
-                if candidate.residual < TIGHT and candidate.faults == 0
+                if candidate.residual < MAX_RESIDUAL and candidate.faults == 0
             ]
-            agree = len(tight) >= 2 and is_same(tight[0].value, tight[-1].value)
+            agree = len(tight) >= 2 and answers_agree(tight[0].value, tight[-1].value)
             if agree and self.places:
                 break
         return solutions
@@ -261,8 +261,8 @@ class FigureProblem:
         neighbours: list[Solution] = []
         for push in _PUSHES_TO_NEIGHBOURS:
             pushed = solution.v + push * direction / length
-            v, residual = descend(self.system, v=pushed, budget=budget, steps=_STEPS)
-            if residual <= TIGHT:
+            v, residual = descend(self.system, v=pushed, budget=budget, steps=_MAX_STEPS)
+            if residual <= MAX_RESIDUAL:
                 neighbour = self._solution_at(v, residual=residual, start=solution.start)
                 neighbours += [neighbour] if neighbour is not None else []
         return neighbours
@@ -279,23 +279,23 @@ class FigureProblem:
             return True
         for push in (0.05, -0.05):
             pushed = solution.v + push * freedom.movement / length
-            v, residual = descend(self.system, v=pushed, budget=budget, steps=_STEPS)
+            v, residual = descend(self.system, v=pushed, budget=budget, steps=_MAX_STEPS)
             goal = self.system.goal_at(v)
-            if residual > TIGHT or not is_same(goal.value, solution.value, share=1e-3):
+            if residual > MAX_RESIDUAL or not answers_agree(goal.value, solution.value, share=1e-3):
                 return False
         return True
 
 
-def is_same(first: float, second: float, share: float = _SAME) -> bool:
+def answers_agree(first: float, second: float, share: float = _ANSWER_TOLERANCE) -> bool:
     """Tell whether two answers are equal but for rounding."""
     return abs(first - second) < share * max(1.0, abs(first))
 
 
 def is_collapsed(solution: Solution) -> bool:
     """Tell whether points of the figure fall together, so that it is none."""
-    return solution.faults >= COLLAPSED
+    return solution.faults >= FAULTS_OF_COLLAPSE
 
 
-def is_free(solution: Solution) -> bool:
+def is_goal_free(solution: Solution) -> bool:
     """Tell whether the facts let the goal move in this figure."""
-    return solution.freedom > _FREE
+    return solution.freedom > _MAX_FREE_SHARE

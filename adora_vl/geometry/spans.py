@@ -12,12 +12,12 @@ import numpy as np
 
 from adora_vl.geometry.layout import Vector
 
-IN_SPAN = 1e-5  # share of a gradient that may lie outside of a span
+MAX_SHARE_OUTSIDE_SPAN = 1e-5  # share of a gradient that may lie length_outside of a span
 
 
 def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:
     """Tell whether one of the rows, all of length 1, has the same direction or the opposite one."""
-    return any(abs(float(row @ candidate)) > 1 - IN_SPAN**2 for candidate in rows)
+    return any(abs(float(row @ candidate)) > 1 - MAX_SHARE_OUTSIDE_SPAN**2 for candidate in rows)
 
 
 def are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
@@ -27,10 +27,10 @@ def are_in_span(rows: Sequence[Vector], span: Sequence[Vector]) -> bool:
 
 def is_in_span(row: Vector, rows: Sequence[Vector]) -> bool:
     """Tell whether a row of length 1 or 0 is a sum of multiples of the rows."""
-    return not row.any() or outside(row, rows) < IN_SPAN
+    return not row.any() or length_outside(row, rows) < MAX_SHARE_OUTSIDE_SPAN
 
 
-def outside(row: Vector, rows: Sequence[Vector]) -> float:
+def length_outside(row: Vector, rows: Sequence[Vector]) -> float:
     """Return how much of a row is no sum of multiples of the rows, by least squares.
 
     It is the length of that part.

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 
-from adora_vl.geometry.draft import POINT, SHAPES
-from adora_vl.geometry.expressions import UNIT
+from adora_vl.geometry.draft import POINT_PATTERN, SHAPE_PATTERN
+from adora_vl.geometry.expressions import UNIT_PATTERN
 
-_SEGMENT = rf"{POINT}{POINT}(?!{POINT})"
-_KINDS = "regular|isosceles|right|equilateral|cyclic"
+_SEGMENT_PATTERN = rf"{POINT_PATTERN}{POINT_PATTERN}(?!{POINT_PATTERN})"
+_ADJECTIVES = "regular|isosceles|right|equilateral|cyclic"
 # What begins a value, so that "is" before it means "equals": a number, a root or a single letter.
-_VALUE = r"(?:-?\s*\d|\.\d|√|\\(?:frac|sqrt|pi)\b|[b-z](?![a-z])|a\s*$|\()"
+_START_OF_VALUE = r"(?:-?\s*\d|\.\d|√|\\(?:frac|sqrt|pi)\b|[b-z](?![a-z])|a\s*$|\()"
 # Pairs of a pattern and what it becomes, in this order: the later ones count on the earlier.
-_TURNS: tuple[tuple[str, str], ...] = (
+_SPELLING_BY_PATTERN: tuple[tuple[str, str], ...] = (
     # Signs and LaTeX
     (r"\$|\\left|\\right(?!arrow)|\\[,;!]|\\(?:overline|overleftrightarrow|text|mathrm)\b", " "),
     (r"[{]\s*((?:[A-Z]'?)+)\s*[}]", r" \1 "),
@@ -33,12 +33,12 @@ _TURNS: tuple[tuple[str, str], ...] = (
     (r"[·×]|\\cdot\b|\\times\b", "*"),
     (r"−", "-"),
     # Units behind numbers, and what follows them
-    (UNIT, ""),
+    (UNIT_PATTERN, ""),
     (r"(?<=[\d)}])\s*(?:long|wide|high|tall)\b", ""),
     # What a sentence begins with
     (r"^(?:and|if|given|suppose|assume|let|then|also|so|now)\s+(?:that\s+)?", ""),
     (r"^in\s+(?:the|this)\s+(?:figure|diagram|drawing|picture)\s*", ""),
-    (rf"^in (?:a |an |the )?(?=(?:(?:{_KINDS}) )*(?:{SHAPES}|circle|polygon)\b)", ""),
+    (rf"^in (?:a |an |the )?(?=(?:(?:{_ADJECTIVES}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b)", ""),
     # Questions
     (
         r"^(?:what(?:'s| is| are)|how (?:long|large|big|wide) is|calculate|determine|compute"
@@ -47,7 +47,7 @@ _TURNS: tuple[tuple[str, str], ...] = (
     ),
     (
         r"\b(?:(?:has|have|with)\s+(?:a\s+)?|of\s+)(?:measure|length)\s+(?:of\s+)?"
-        rf"(?={_VALUE})",
+        rf"(?={_START_OF_VALUE})",
         "= ",
     ),
     (r"\b(?:the )?(?:measures?|values?) of ", ""),
@@ -66,7 +66,7 @@ _TURNS: tuple[tuple[str, str], ...] = (
     (r"\bhalf (?:as (?:long|large|big) as|of)?\b", " 1/2*"),
     # "equals"
     (r"\b(?:is|are)\s+equal\s+to\b|\bis\s+the\s+same\s+as\b|\bequals?\s+", "= "),
-    (rf"\b(?:is|measures)\s+(?={_VALUE})", "= "),
+    (rf"\b(?:is|measures)\s+(?={_START_OF_VALUE})", "= "),
     (r"\bof (?=(?:side|radius|diameter)\b)", "with "),
     (r"\bforms? (?:a )?linear pair\b", "supplementary"),
     (r"\bvertical angles\b", "equal"),
@@ -87,7 +87,7 @@ _TURNS: tuple[tuple[str, str], ...] = (
     (r"\bcircumscribed (?:about|around|to)\b|\bcircumscribes\b", "around"),
     (r"\b(?:is|are|the|to|of|its|it|that|be|lies?|segments?|lines?|rays?|points?)\b", " "),
     (r"\b(?:a|an)\s+(?=[a-z]{3})", " "),
-    (rf"\b(?:sides?|diagonals?)\s+(?={_SEGMENT}|{POINT}(?:,|\s+and)\s*)", " "),
+    (rf"\b(?:sides?|diagonals?)\s+(?={_SEGMENT_PATTERN}|{POINT_PATTERN}(?:,|\s+and)\s*)", " "),
     (r"\s+", " "),
 )
 
@@ -98,7 +98,9 @@ def plain_sentence(sentence: str) -> str:
     # begins with an article, and "A midpoint of BC" with a point.
     plain = re.sub(r"\b[A-Z][a-z]{2,}", lambda word: word[0].lower(), sentence)
     plain = re.sub(r"^(In|If|An|So)\b", lambda word: word[0].lower(), plain.strip())
-    plain = re.sub(rf"^A (?=(?:(?:{_KINDS}) )*(?:{SHAPES}|circle|polygon)\b)", "", plain)
-    for pattern, spelled in _TURNS:
+    plain = re.sub(
+        rf"^A (?=(?:(?:{_ADJECTIVES}) )*(?:{SHAPE_PATTERN}|circle|polygon)\b)", "", plain
+    )
+    for pattern, spelled in _SPELLING_BY_PATTERN:
         plain = re.sub(pattern, spelled, plain)
     return plain.strip()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from adora_vl.geometry.signs import Sign
 
-_SUPPOSES = {
+_SUPPOSING_WORDS = {
     "if",
     "suppose",
     "supposing",
@@ -32,7 +32,7 @@ _SUPPOSES = {
     "test",
     "try",
 }
-_HEDGES = {
+_HEDGING_WORDS = {
     "would",
     "could",
     "might",
@@ -47,8 +47,8 @@ _HEDGES = {
     "thought",
 }
 # Behind these and a colon stands what is meant: "let's verify: AB = 5", "Check: AB = 5".
-_CHECKS = {"check", "verify", "test"}
-_DEFINES = {
+_CHECKING_WORDS = {"check", "verify", "test"}
+_DEFINING_WORDS = {
     "let",
     "let's",
     "lets",
@@ -56,10 +56,10 @@ _DEFINES = {
     "denote",
     "call",
 }  # of these, "then" supposes nothing
-_CHOICES = {"option", "choice"}
-_AIMS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
-_WISHES = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
-_DENIES = {
+_CHOICE_WORDS = {"option", "choice"}
+_AIM_VERBS = {"find", "determine", "calculate", "compute", "solve", "prove", "show", "evaluate"}
+_WISH_WORDS = {"want", "wants", "need", "needs", "asked", "asks", "looking"}
+_DENYING_WORDS = {
     "not",
     "isn't",
     "aren't",
@@ -76,9 +76,17 @@ _DENIES = {
     "didn't",
     "without",
 }
-_REFUTES = {"incorrect", "wrong", "false", "impossible", "absurd", "contradiction", "mistake"}
-_AFTER_NOT = {"possible", "true", "correct", "valid", "right", "consistent"}
-_ENDS_CLAUSE = {
+_REFUTING_WORDS = {
+    "incorrect",
+    "wrong",
+    "false",
+    "impossible",
+    "absurd",
+    "contradiction",
+    "mistake",
+}
+_REFUTING_WORDS_AFTER_NOT = {"possible", "true", "correct", "valid", "right", "consistent"}
+_CLAUSE_ENDS = {
     ",",
     ";",
     ":",
@@ -96,12 +104,12 @@ _ENDS_CLAUSE = {
     "then",
     "where",
 }
-_ENDS_SUPPOSITION = {"but", "however", "actually", "instead"}
-_FACTS = {"fact", "information", "given", "know", "known", "property"}
-_DOES = {"we", "i", "can", "you", "and"}
+_SUPPOSITION_ENDS = {"but", "however", "actually", "instead"}
+_FACT_WORDS = {"fact", "information", "given", "know", "known", "property"}
+_WORDS_BEFORE_DONE_AIM = {"we", "i", "can", "you", "and"}
 
 
-def is_stood_by(signs: Sequence[Sign]) -> list[bool]:
+def mark_asserted_tokens(signs: Sequence[Sign]) -> list[bool]:
     """Tell of each sign whether what is said there is meant as it stands."""
     stands: list[bool] = []
     is_supposed_before = False
@@ -135,21 +143,21 @@ class _Sentence:
         clause_start = 0
         is_blocked = False
         for number, word in enumerate(self.words):
-            if word in _ENDS_CLAUSE:
+            if word in _CLAUSE_ENDS:
                 is_blocked = False
                 clause_start = number
             if word == ":" and self._announces(number):
                 self.is_supposed = False
                 self.goes_on = False
-            if word in _ENDS_SUPPOSITION:
+            if word in _SUPPOSITION_ENDS:
                 self.is_supposed = False
                 self.goes_on = False
-            if word == "that" and number and self.words[number - 1] in _FACTS:
+            if word == "that" and number and self.words[number - 1] in _FACT_WORDS:
                 is_blocked = False  # "we need to use the fact that"
             if self._supposes(number):
                 self.is_supposed = True
-                self.goes_on = self.goes_on or word not in _DEFINES
-            if word in _HEDGES or word in _DENIES or self._aims(number):
+                self.goes_on = self.goes_on or word not in _DEFINING_WORDS
+            if word in _HEDGING_WORDS or word in _DENYING_WORDS or self._aims(number):
                 is_blocked = True
             if self._refutes(number):
                 stands[clause_start:] = [False] * (len(stands) - clause_start)
@@ -161,15 +169,15 @@ class _Sentence:
         """Tell whether the colon at this place stands behind words alone that announce a check."""
         before = set(self.words[:number])
         has_value = any(sign.kind != "word" for sign in self.signs[:number])
-        supposes_more = bool(before & (_SUPPOSES - _CHECKS - _DEFINES))
-        return bool(_CHECKS & before) and not has_value and not supposes_more
+        supposes_more = bool(before & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
+        return bool(_CHECKING_WORDS & before) and not has_value and not supposes_more
 
     def _supposes(self, number: int) -> bool:
         """Tell whether the word at this place begins a supposition."""
         word = self.words[number]
-        if number == 0 and word in _CHOICES:
+        if number == 0 and word in _CHOICE_WORDS:
             return True  # "Option B: AB = 5"
-        if word not in _SUPPOSES or self.signs[number].kind != "word":
+        if word not in _SUPPOSING_WORDS or self.signs[number].kind != "word":
             return False
         # "as if", "we can say that" and "check that" suppose nothing.
         behind = self.words[number + 1] if number + 1 < len(self.words) else ""
@@ -178,18 +186,18 @@ class _Sentence:
     def _aims(self, number: int) -> bool:
         """Tell whether the word says what is to be found, and not what is."""
         word = self.words[number]
-        if word in _WISHES:
+        if word in _WISH_WORDS:
             return True
-        if word not in _AIMS:
+        if word not in _AIM_VERBS:
             return False
         before = self.words[number - 1] if number else ""
         behind = self.words[number + 1] if number + 1 < len(self.words) else ""
-        return before not in _DOES and behind != "that"
+        return before not in _WORDS_BEFORE_DONE_AIM and behind != "that"
 
     def _refutes(self, number: int) -> bool:
         """Tell whether the word says of what stands before it that it is not so."""
         word = self.words[number]
         before = self.words[number - 1] if number else ""
-        if word in _REFUTES:
+        if word in _REFUTING_WORDS:
             return True
-        return before in _DENIES and word in _AFTER_NOT
+        return before in _DENYING_WORDS and word in _REFUTING_WORDS_AFTER_NOT

@@ -18,15 +18,15 @@ from adora_vl.geometry.shapes import Circle
 from adora_vl.geometry.system import System
 
 # The spread of the random shifts of each start, in shares of the figure's size.
-_SHIFTS = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
+_SHIFT_BY_START = (0.002, 0.03, 0.03, 0.1, 0.15, 0.3)
 # How much larger than the picture the figure begins at each start.
-_STRETCHES = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
+_STRETCH_BY_START = (1.0, 1.0, 1.5, 1.0, 1.0, 1.0)
 # The same where no length is given, so that nobody knows how large the figure is.
-_WIDE_STRETCHES = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
+_WIDE_STRETCH_BY_START = (1.0, 4.0, 2.0, 0.4, 1.0, 8.0)
 # Points without a place are moved onto their lines in so many rounds.
-_ROUNDS = 60
+_PULL_ROUNDS = 60
 # They keep this share of a segment between themselves and its ends.
-_INNER = 0.15
+_MARGIN_AT_ENDS = 0.15
 
 
 class _PointOnSegment(NamedTuple):
@@ -82,11 +82,11 @@ class Starts:
         random = np.random.default_rng(number)
         system = self.system
         v = np.zeros(system.count)
-        stretches = _STRETCHES if self.scale.is_given else _WIDE_STRETCHES
+        stretches = _STRETCH_BY_START if self.scale.is_given else _WIDE_STRETCH_BY_START
         stretch = stretches[number % len(stretches)]
         for point in system.points:
             location = self._location(point, stretch, random)
-            shift = random.normal(0, _SHIFTS[number % len(_SHIFTS)], 2)
+            shift = random.normal(0, _SHIFT_BY_START[number % len(_SHIFT_BY_START)], 2)
             i = 2 * system.position[point]
             v[i] = location.real + shift[0]
             v[i + 1] = location.imag + shift[1]
@@ -164,7 +164,7 @@ class Starts:
             if circle.points
         ]
         movable = np.array([float(name not in self.places) for name in self.system.points])
-        for _ in range(_ROUNDS):
+        for _ in range(_PULL_ROUNDS):
             for segment in on_segments:
                 _pull_onto_segment(places, segment, movable)
             for circle in on_circles:
@@ -212,7 +212,7 @@ def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector
     from_start = places[segment.point] - places[start]
     # The small number keeps a segment without length from a division by zero.
     share = float(from_start @ along_segment) / (float(along_segment @ along_segment) + 1e-9)
-    share = min(max(share, _INNER), 1 - _INNER)
+    share = min(max(share, _MARGIN_AT_ENDS), 1 - _MARGIN_AT_ENDS)
     gap = places[start] + share * along_segment - places[segment.point]
     places[segment.point] += 0.5 * movable[segment.point] * gap
     places[start] -= 0.5 * movable[start] * (1 - share) * gap

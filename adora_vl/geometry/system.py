@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from adora_vl.geometry.atoms import TINY, Atoms, angle_slopes
-from adora_vl.geometry.derivatives import Differentiated, combine
+from adora_vl.geometry.atoms import TINY_SQUARE, Atoms, angle_slopes
+from adora_vl.geometry.derivatives import Differentiated, apply_function
 from adora_vl.geometry.layout import PointNumbers, UnknownsLayout, Vector, add_point_slopes
 from adora_vl.geometry.linear import LinearSum, linear_sum
 from adora_vl.geometry.quantities import (
+    Arithmetic,
     Between,
-    Combined,
     Equal,
     Mean,
     Parallel,
@@ -33,7 +33,9 @@ from adora_vl.geometry.quantities import (
 )
 
 _END_MARGIN = 0.001  # of a segment; a point nearer to an end than this does not lie between
-_WRAPPED = 300.0  # degrees; angles that differ by more are compared the other way round
+_MAX_PLAIN_DIFFERENCE = (
+    300.0  # degrees; angles that differ by more are compared the other way round
+)
 
 
 class _Residuals(NamedTuple):
@@ -60,7 +62,7 @@ class _LinearEquation(NamedTuple):
 class _CurvedEquation(NamedTuple):
     """An equation whose two sides differ by arithmetic that is not linear; else as the linear."""
 
-    difference: Combined
+    difference: Arithmetic
     weight: float
     is_angle: bool
 
@@ -161,7 +163,7 @@ class System(UnknownsLayout):
         for equation in equations:
             weight = self._weight(equation.unit)
             is_angle = equation.unit == "degrees"
-            tree = Combined(function="-", parts=(equation.left, equation.right))
+            tree = Arithmetic(function="-", parts=(equation.left, equation.right))
             difference = linear_sum(tree, self.atoms.row)
             if difference is None:
                 self._curved.append(
@@ -227,7 +229,7 @@ class System(UnknownsLayout):
         a, b, c, d = self._direction_points
         u = places[b] - places[a]
         w = places[d] - places[c]
-        lengths = np.sqrt(np.einsum("ij,ij->i", u, u) * np.einsum("ij,ij->i", w, w) + TINY)
+        lengths = np.sqrt(np.einsum("ij,ij->i", u, u) * np.einsum("ij,ij->i", w, w) + TINY_SQUARE)
         sine = (u[:, 0] * w[:, 1] - u[:, 1] * w[:, 0]) / lengths
         cosine = np.einsum("ij,ij->i", u, w) / lengths
         values = np.where(self._is_perpendicular, cosine, sine)
@@ -252,7 +254,7 @@ class System(UnknownsLayout):
         point, start, end = self._order_points
         u = places[point] - places[start]
         w = places[end] - places[start]
-        square = np.einsum("ij,ij->i", w, w) + TINY
+        square = np.einsum("ij,ij->i", w, w) + TINY_SQUARE
         share = np.einsum("ij,ij->i", u, w) / square
         before_start = np.minimum(share - _END_MARGIN, 0)
         behind_end = np.maximum(share - 1 + _END_MARGIN, 0)
@@ -273,7 +275,7 @@ class System(UnknownsLayout):
         """Return the residuals of all linear equations, from the values of the atoms."""
         difference = self._linear_factors @ values + self._linear_constants
         # A sweep of 359 degrees and one of 1 differ by 2, not by 358.
-        is_wrapped = self._linear_is_angle & (np.abs(difference) > _WRAPPED)
+        is_wrapped = self._linear_is_angle & (np.abs(difference) > _MAX_PLAIN_DIFFERENCE)
         difference = np.where(is_wrapped, (difference + 180) % 360 - 180, difference)
         residuals = difference * self._linear_weights
         if gradient is None:
@@ -286,7 +288,7 @@ class System(UnknownsLayout):
     ) -> _Residuals:
         """Return the residual of one equation that is not linear, from the values of the atoms."""
         value, slope = self.evaluated(equation.difference, values, gradient)
-        if equation.is_angle and abs(value) > _WRAPPED and math.isfinite(value):
+        if equation.is_angle and abs(value) > _MAX_PLAIN_DIFFERENCE and math.isfinite(value):
             value = (value + 180) % 360 - 180
         slopes = None if gradient is None else equation.weight * slope[None, :]
         return _Residuals(values=np.array([equation.weight * value]), slopes=slopes)
@@ -308,13 +310,13 @@ class System(UnknownsLayout):
         constant = constant_of(quantity)
         if constant is not None:
             return Differentiated(value=constant, slope=zeros)
-        if not isinstance(quantity, Combined):
+        if not isinstance(quantity, Arithmetic):
             row = self.atoms.row[quantity]
             slope = zeros if gradient is None else gradient[row]
             return Differentiated(value=float(values[row]), slope=slope)
         parts = [self.evaluated(part, values, gradient) for part in quantity.parts]
         try:
-            return combine(quantity, parts)
+            return apply_function(quantity, parts)
         except (ZeroDivisionError, OverflowError, ValueError):
             return Differentiated(value=math.nan, slope=zeros)
 

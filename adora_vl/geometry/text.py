@@ -15,19 +15,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from adora_vl.geometry.draft import POINT, Draft, SentenceError, SpecialTriangle, term
-from adora_vl.geometry.forms import Form
-from adora_vl.geometry.sentences import PLACE, SEGMENT, read_sentence
+from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, term
+from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.sentences import COORDINATE_PATTERN, SEGMENT_PATTERN, read_sentence
 from adora_vl.utils.errors import UserError
 
 MAX_TEXT = 20_000  # characters
-_MORE_POINTS = re.compile(rf"(?:and )?{POINT}(?:,? and {POINT})?|{PLACE}")
-_POINTS = re.compile(rf"{POINT}(?:, {POINT})*")
+_POINT_LIST_END_PATTERN = re.compile(
+    rf"(?:and )?{POINT_PATTERN}(?:,? and {POINT_PATTERN})?|{COORDINATE_PATTERN}"
+)
+_POINT_LIST_PATTERN = re.compile(rf"{POINT_PATTERN}(?:, {POINT_PATTERN})*")
 # Lines of one kind, as in "medians AD, BE and CF".
-_LINES = re.compile(rf"[A-Za-z]+s (?:{SEGMENT}, )*{SEGMENT}")
+_LINE_LIST_PATTERN = re.compile(rf"[A-Za-z]+s (?:{SEGMENT_PATTERN}, )*{SEGMENT_PATTERN}")
 
 
-def form_of_text(text: str) -> Form:
+def read_form_from_text(text: str) -> LogicForm:
     """Read facts and a question.
 
     Raises `UserError` with the line and the sentence that cannot be read.
@@ -35,18 +37,18 @@ def form_of_text(text: str) -> Form:
     if len(text) > MAX_TEXT:
         raise UserError(f"facts: the text has {len(text)} characters, over {MAX_TEXT}")
     draft = Draft()
-    for number, sentence in _sentences(text):
+    for number, sentence in _split_into_sentences(text):
         draft.line_number = number
         draft.sentence = sentence
         try:
             read_sentence(draft, sentence)
         except SentenceError as error:
-            raise _error(number, sentence, str(error)) from None
+            raise _sentence_error(number, sentence, str(error)) from None
     for special in draft.special:
-        _settle(draft, special)
+        _settle_special_triangle(draft, special)
     if not draft.question:
         raise UserError("facts: nothing is asked; add a line such as 'find AC' or 'find x'")
-    return Form(
+    return LogicForm(
         lines=tuple(draft.lines),
         circles=tuple(draft.circles),
         points=dict(draft.places),
@@ -55,12 +57,12 @@ def form_of_text(text: str) -> Form:
     )
 
 
-def _error(line: int, sentence: str, reason: str) -> UserError:
+def _sentence_error(line: int, sentence: str, reason: str) -> UserError:
     """Return the error for a sentence, with its place."""
     return UserError(f"facts: line {line}, {sentence!r:.80}: {reason}")
 
 
-def _settle(draft: Draft, special: SpecialTriangle) -> None:
+def _settle_special_triangle(draft: Draft, special: SpecialTriangle) -> None:
     """Add what a triangle that is called right or isosceles says, once all sentences are read.
 
     Raises `UserError` where neither a sentence nor the places say which parts are meant.
@@ -71,8 +73,8 @@ def _settle(draft: Draft, special: SpecialTriangle) -> None:
     corner = draft.right_corner(special.corners)
     if "right" in special.adjectives and corner is None:
         if not has_places:
-            reason = _which_parts(names, f"angle {names} = 90")
-            raise _error(special.line, special.sentence, reason)
+            reason = _ask_for_parts(names, f"angle {names} = 90")
+            raise _sentence_error(special.line, special.sentence, reason)
         draft.facts.append(term("Right", polygon))
     if "isosceles" not in special.adjectives or draft.has_equal_parts(special.corners):
         return
@@ -85,15 +87,15 @@ def _settle(draft: Draft, special: SpecialTriangle) -> None:
         draft.facts.append(term("Isosceles", polygon))
     else:
         example = f"{names[0]}{names[1]} = {names[0]}{names[2]}"
-        raise _error(special.line, special.sentence, _which_parts(names, example))
+        raise _sentence_error(special.line, special.sentence, _ask_for_parts(names, example))
 
 
-def _which_parts(names: str, example: str) -> str:
+def _ask_for_parts(names: str, example: str) -> str:
     """Return what is to be added where a triangle does not say which of its parts are meant."""
     return f"it does not say which parts of {names} are meant; write such as {example}"
 
 
-def _sentences(text: str) -> Iterator[tuple[int, str]]:
+def _split_into_sentences(text: str) -> Iterator[tuple[int, str]]:
     """Yield the sentences with the numbers of their lines.
 
     They end with a point, a semicolon, a comma or the line. A comma inside a list of points or a
@@ -105,9 +107,11 @@ def _sentences(text: str) -> Iterator[tuple[int, str]]:
             piece = part.strip()
             if not piece:
                 continue
-            goes_on = bool(_MORE_POINTS.fullmatch(piece)) and bool(waiting)
-            lists_points = bool(_POINTS.fullmatch(waiting))
-            lists_lines = bool(_LINES.fullmatch(waiting)) and bool(re.match(SEGMENT, piece))
+            goes_on = bool(_POINT_LIST_END_PATTERN.fullmatch(piece)) and bool(waiting)
+            lists_points = bool(_POINT_LIST_PATTERN.fullmatch(waiting))
+            lists_lines = bool(_LINE_LIST_PATTERN.fullmatch(waiting)) and bool(
+                re.match(SEGMENT_PATTERN, piece)
+            )
             if goes_on or lists_points or lists_lines:
                 waiting = f"{waiting}, {piece}"
                 continue

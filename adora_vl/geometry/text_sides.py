@@ -5,32 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from adora_vl.geometry.draft import POINT, SHAPES, Draft, SentenceError, kind_of, split_names, term
-from adora_vl.geometry.expressions import ExpressionError, parsed
+from adora_vl.geometry.draft import (
+    POINT_PATTERN,
+    SHAPE_PATTERN,
+    Draft,
+    SentenceError,
+    polygon_kind,
+    split_point_names,
+    term,
+)
+from adora_vl.geometry.expressions import ExpressionError, parse_expression
 from adora_vl.geometry.forms import Term
 from adora_vl.utils.errors import did_you_mean
 
 MAX_PARTS = 60  # numbers, measures and signs of one side of an equation
 _MAX_BRACKETS = 10  # brackets in brackets; deeper ones are no problem of a school book
-_NAMES = rf"(?:{POINT}){{3,}}"
+_NAMES = rf"(?:{POINT_PATTERN}){{3,}}"
 # Words that say what is measured. A side without one of them and without a point is a value.
-_MEASURES = (
+_MEASURE_PATTERN = (
     "angle|arc|radius|diameter|circumference|area|perimeter|height|side|scale factor|sin|cos|tan"
 )
-_ATOM = re.compile(
+_ATOM_PATTERN = re.compile(
     rf"""\s*(?:
-    (?P<exterior>exterior\s*angle\s*(?:at\s*)?{POINT}(?!{POINT}))
-    |(?P<angle>(?:exterior\s*)?angle\s*(?:{POINT}{POINT}{POINT}|{POINT}|\d+))
-    |(?P<length>length\s*(?:(?:minor|major)\s*)?arc\s*(?:{POINT}){{2,3}})
-    |(?P<arc>(?:(?:minor|major)\s*)?arc\s*(?:{POINT}){{2,3}})
-    |(?P<trig>(?:sin|cos|tan)\s*(?:angle\s*)?(?:{POINT}{POINT}{POINT}|{POINT}|\d+|[a-z](?![a-z])))
-    |(?P<scale>scale\ factor\s*(?:{SHAPES})?\s*{_NAMES}\s*(?:and\s*)?(?:{SHAPES})?\s*{_NAMES})
-    |(?P<circle>(?:radius|diameter|circumference)(?:\s*circle)?(?:\s*{POINT}(?!{POINT}))?
-               |area\s*circle(?:\s*{POINT}(?!{POINT}))?)
-    |(?P<sector>area\s*sector\s*(?:{POINT}){{3}})
-    |(?P<extent>(?:area|perimeter|height)(?:\s*(?:{SHAPES}|polygon)\b)?(?:\s*{_NAMES})?)
-    |(?P<side>side(?:\s*(?:{SHAPES}|polygon)\b)?(?:\s*{_NAMES})?(?!\s*{POINT}))
-    |(?P<segment>{POINT}{POINT}(?!{POINT}))
+    (?P<exterior>exterior\s*angle\s*(?:at\s*)?{POINT_PATTERN}(?!{POINT_PATTERN}))
+    |(?P<angle>(?:exterior\s*)?angle\s*(?:{POINT_PATTERN}{POINT_PATTERN}{POINT_PATTERN}|{POINT_PATTERN}|\d+))
+    |(?P<length>length\s*(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
+    |(?P<arc>(?:(?:minor|major)\s*)?arc\s*(?:{POINT_PATTERN}){{2,3}})
+    |(?P<trig>(?:sin|cos|tan)\s*(?:angle\s*)?(?:{POINT_PATTERN}{POINT_PATTERN}{POINT_PATTERN}|{POINT_PATTERN}|\d+|[a-z](?![a-z])))
+    |(?P<scale>scale\ factor\s*(?:{SHAPE_PATTERN})?\s*{_NAMES}\s*(?:and\s*)?(?:{SHAPE_PATTERN})?\s*{_NAMES})
+    |(?P<circle>(?:radius|diameter|circumference)(?:\s*circle)?(?:\s*{POINT_PATTERN}(?!{POINT_PATTERN}))?
+               |area\s*circle(?:\s*{POINT_PATTERN}(?!{POINT_PATTERN}))?)
+    |(?P<sector>area\s*sector\s*(?:{POINT_PATTERN}){{3}})
+    |(?P<extent>(?:area|perimeter|height)(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_NAMES})?)
+    |(?P<side>side(?:\s*(?:{SHAPE_PATTERN}|polygon)\b)?(?:\s*{_NAMES})?(?!\s*{POINT_PATTERN}))
+    |(?P<segment>{POINT_PATTERN}{POINT_PATTERN}(?!{POINT_PATTERN}))
     |(?P<number>\d+(?:\.\d+)?|\.\d+|\\frac\{{[^{{}}]*\}}\{{[^{{}}]*\}}
                |(?:\\?sqrt|√)\s*(?:\{{[^{{}}]*\}}|\([^()]*\)|\d+)|\\?pi|π|[a-z](?![a-z]))
     |(?P<sign>[-+*/^()])
@@ -42,22 +50,22 @@ WORDS = (
     *("exterior", "angle", "length", "minor", "major", "arc", "scale", "factor", "side"),
     *("radius", "diameter", "circumference", "circle", "area", "perimeter", "height", "sector"),
     *("sin", "cos", "tan", "sqrt", "pi", "frac"),
-    *SHAPES.split("|"),
+    *SHAPE_PATTERN.split("|"),
 )
 
 
-def side_of(draft: Draft, text: str) -> Term:
+def read_side(draft: Draft, text: str) -> Term:
     """Return one side of an equation: a measure, a value, or sums and products of them.
 
     Raises `SentenceError` with the word that is not known.
     """
     plain = text.strip()
-    if not re.search(POINT, plain) and not re.search(_MEASURES, plain):
-        return _value(plain)
-    pieces = _pieces(plain)
+    if not re.search(POINT_PATTERN, plain) and not re.search(_MEASURE_PATTERN, plain):
+        return _read_value(plain)
+    pieces = _split_into_pieces(plain)
     if len(pieces) > MAX_PARTS:
         raise SentenceError(f"one side has {len(pieces)} parts, over {MAX_PARTS}")
-    return _Sides(draft, pieces).all()
+    return _SideParser(draft, pieces).all()
 
 
 def check_word(word: str, words: Sequence[str] = WORDS) -> None:
@@ -66,18 +74,18 @@ def check_word(word: str, words: Sequence[str] = WORDS) -> None:
         raise SentenceError(f"{word!r} is no word that is known{did_you_mean(word, words)}")
 
 
-def _value(plain: str) -> Term:
+def _read_value(plain: str) -> Term:
     """Return a value of numbers and letters, which stays as it is written."""
     for word in re.findall(r"(?<![\\a-z])[a-z]{3,}", plain):
         check_word(word)
     try:
-        parsed(plain)
+        parse_expression(plain)
     except ExpressionError as error:
         raise SentenceError(str(error)) from None
     return Term(head=plain.replace("√", "\\sqrt"))
 
 
-def _pieces(plain: str) -> list[tuple[str, str]]:
+def _split_into_pieces(plain: str) -> list[tuple[str, str]]:
     """Return the atoms and signs of a side with their kinds.
 
     Raises `SentenceError` for anything else.
@@ -85,7 +93,7 @@ def _pieces(plain: str) -> list[tuple[str, str]]:
     pieces: list[tuple[str, str]] = []
     position = 0
     while position < len(plain):
-        match = _ATOM.match(plain, position)
+        match = _ATOM_PATTERN.match(plain, position)
         if match is None or match.lastgroup is None:
             rest = plain[position:].strip()
             word = re.match(r"[A-Za-z']+", rest)
@@ -99,7 +107,7 @@ def _pieces(plain: str) -> list[tuple[str, str]]:
     return pieces
 
 
-class _Sides:
+class _SideParser:
     """Sums, differences, products and quotients of atoms."""
 
     def __init__(self, draft: Draft, pieces: Sequence[tuple[str, str]]) -> None:
@@ -182,76 +190,76 @@ class _Sides:
                 raise SentenceError("a bracket is not closed")
             self.next += 1
             return side
-        return _ATOMS[kind](self.draft, text)
+        return _READER_BY_ATOM_KIND[kind](self.draft, text)
 
 
 # Atoms
 
 
-def _angle(draft: Draft, text: str) -> Term:
+def _read_angle(draft: Draft, text: str) -> Term:
     """Return an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
         return term("MeasureOf", Term(head=f"angle {name}"))
-    names = split_names(name)
+    names = split_point_names(name)
     if len(names) == 3:
         draft.line(names[0], names[1])
         draft.line(names[1], names[2])
     return term("MeasureOf", term("Angle", *names))
 
 
-def _exterior(draft: Draft, text: str) -> Term:
+def _read_exterior_angle(draft: Draft, text: str) -> Term:
     """Return what the inner angle at a corner lacks to 180 degrees."""
-    corner = split_names(text)[-1]
+    corner = split_point_names(text)[-1]
     return term("Sub", Term(head="180"), term("MeasureOf", term("Angle", corner)))
 
 
-def _arc(draft: Draft, text: str) -> Term:
+def _read_arc(draft: Draft, text: str) -> Term:
     """Return an arc by its two ends, or by its ends and a point between them."""
-    return term("MeasureOf", _arc_itself(text))
+    return term("MeasureOf", _named_arc(text))
 
 
-def _arc_length(draft: Draft, text: str) -> Term:
+def _read_arc_length(draft: Draft, text: str) -> Term:
     """Return how long an arc is, not its angle."""
-    return term("LengthOf", _arc_itself(text.removeprefix("length").strip()))
+    return term("LengthOf", _named_arc(text.removeprefix("length").strip()))
 
 
-def _arc_itself(text: str) -> Term:
+def _named_arc(text: str) -> Term:
     """Return the arc that is named; three letters name the way round already."""
-    names = split_names(text)
+    names = split_point_names(text)
     arc = term("Arc", *names)
     size = text.partition("arc")[0].strip()
     return term(size.capitalize(), arc) if size and len(names) == 2 else arc
 
 
-def _trig(draft: Draft, text: str) -> Term:
+def _read_trigonometric(draft: Draft, text: str) -> Term:
     """Return the sine, cosine or tangent of an angle or of a letter."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
         return term(head, rest)
-    return term(head, _angle(draft, rest))
+    return term(head, _read_angle(draft, rest))
 
 
-def _circle(draft: Draft, text: str) -> Term:
+def _read_circle_measure(draft: Draft, text: str) -> Term:
     """Return radius, diameter, circumference or area of a circle, by its centre or alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
-    centre = re.search(rf"{POINT}$", text)
+    centre = re.search(rf"{POINT_PATTERN}$", text)
     return term(f"{head[0].capitalize()}Of", draft.circle(centre[0] if centre else None))
 
 
-def _shape(draft: Draft, text: str) -> Term:
+def _read_shape(draft: Draft, text: str) -> Term:
     """Return the shape behind the first word of an atom, or the last one of its kind.
 
     A kind that says something of it, as in "area of rectangle ABCD", is a fact as well.
     """
     words = re.findall("[a-z]+", text)
     kind = words[1] if len(words) > 1 else None
-    names = split_names(text)
+    names = split_point_names(text)
     if not names:
         return draft.last_polygon(kind)
-    plain_kind = kind_of("".join(names))
+    plain_kind = polygon_kind("".join(names))
     if plain_kind == "polygon":
         raise SentenceError(f"{''.join(names)} has more corners than are known")
     if kind in (None, "polygon", plain_kind):
@@ -259,58 +267,58 @@ def _shape(draft: Draft, text: str) -> Term:
     return draft.named_shape(kind, "".join(names))
 
 
-def _extent(draft: Draft, text: str) -> Term:
+def _read_polygon_measure(draft: Draft, text: str) -> Term:
     """Return the area, the perimeter or the height of a polygon."""
-    shape = _shape(draft, text)
+    shape = _read_shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
     return term(words[text.split()[0]], shape)
 
 
-def _side(draft: Draft, text: str) -> Term:
+def _read_side_of_polygon(draft: Draft, text: str) -> Term:
     """Return a side of a polygon whose sides are all equal. Raises `SentenceError` for any other."""
-    shape = _shape(draft, text)
+    shape = _read_shape(draft, text)
     is_special = term("Regular", shape) in draft.facts or term("Equilateral", shape) in draft.facts
     if shape.head not in ("Square", "Rhombus") and not is_special:
         raise SentenceError("it does not say which side is meant; name its two ends")
     return term("LengthOf", draft.line(shape.names[0], shape.names[1]))
 
 
-def _sector(draft: Draft, text: str) -> Term:
+def _read_sector(draft: Draft, text: str) -> Term:
     """Return the area of the sector that three points name, with the centre between the ends."""
-    return term("AreaOf", term("Sector", *split_names(text)))
+    return term("AreaOf", term("Sector", *split_point_names(text)))
 
 
-def _scale(draft: Draft, text: str) -> Term:
+def _read_scale_factor(draft: Draft, text: str) -> Term:
     """Return the ratio of the sides of one polygon to those of a similar one."""
-    first, second = [split_names(names) for names in re.findall(_NAMES, text)]
-    heads = [kind_of("".join(names)).capitalize() for names in (first, second)]
+    first, second = [split_point_names(names) for names in re.findall(_NAMES, text)]
+    heads = [polygon_kind("".join(names)).capitalize() for names in (first, second)]
     return term("ScaleFactorOf", draft.polygon(heads[0], first), draft.polygon(heads[1], second))
 
 
-def _segment(draft: Draft, text: str) -> Term:
+def _read_segment(draft: Draft, text: str) -> Term:
     """Return the length of a segment, which is drawn."""
-    start, end = split_names(text)
+    start, end = split_point_names(text)
     if start == end:
         raise SentenceError(f"{text} is no segment; it begins where it ends")
     return term("LengthOf", draft.line(start, end))
 
 
-def _number(draft: Draft, text: str) -> Term:
+def _read_number(draft: Draft, text: str) -> Term:
     """Return a number or a letter as it is written."""
     return Term(head=text.replace("√", "\\sqrt"))
 
 
-_ATOMS: dict[str, Callable[[Draft, str], Term]] = {
-    "angle": _angle,
-    "exterior": _exterior,
-    "arc": _arc,
-    "length": _arc_length,
-    "trig": _trig,
-    "circle": _circle,
-    "extent": _extent,
-    "side": _side,
-    "sector": _sector,
-    "scale": _scale,
-    "segment": _segment,
-    "number": _number,
+_READER_BY_ATOM_KIND: dict[str, Callable[[Draft, str], Term]] = {
+    "angle": _read_angle,
+    "exterior": _read_exterior_angle,
+    "arc": _read_arc,
+    "length": _read_arc_length,
+    "trig": _read_trigonometric,
+    "circle": _read_circle_measure,
+    "extent": _read_polygon_measure,
+    "side": _read_side_of_polygon,
+    "sector": _read_sector,
+    "scale": _read_scale_factor,
+    "segment": _read_segment,
+    "number": _read_number,
 }

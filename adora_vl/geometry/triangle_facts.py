@@ -14,9 +14,9 @@ from adora_vl.geometry.quantities import (
 )
 from adora_vl.geometry.relations import (
     collinear,
-    four,
     opposite_right_angle,
-    point_of,
+    point_of_term,
+    require_four,
     same_angle,
 )
 from adora_vl.geometry.shapes import UnreadError
@@ -35,9 +35,11 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
     if len(shape.names) > 2 or shape.head == "Trapezoid":
         corners = drawing.shape(shape)
     if len(corners) == 4:
-        yield from _midsegment_of(measures, ends, corners)
+        yield from _trapezoid_midsegment(measures, ends, corners)
         return
-    yield from foot(measures, line=ends, corners=corners, is_median=term.head == "IsMedianOf")
+    yield from foot_relations(
+        measures, line=ends, corners=corners, is_median=term.head == "IsMedianOf"
+    )
 
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -45,17 +47,17 @@ def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
     line = measures.drawing.segment(term.arguments[0])
     names = measures.drawing.shape(term.arguments[1])
     if len(names) == 4:
-        yield from _midsegment_of(measures, line, names)
+        yield from _trapezoid_midsegment(measures, line, names)
         return
     for point in line:
         yield Mean(point=point, points=measures.drawing.side_with(point, names))
 
 
-def _midsegment_of(
+def _trapezoid_midsegment(
     measures: Measures, line: tuple[str, str], names: Sequence[str]
 ) -> Iterator[Relation]:
     """Say that the median of a trapezoid joins the middles of its legs."""
-    a, b, c, d = four(measures.drawing.with_base_first(names))
+    a, b, c, d = require_four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
         for point in line:
@@ -65,7 +67,7 @@ def _midsegment_of(
     yield Mean(point=line[1], points=(d, a))
 
 
-def foot(
+def foot_relations(
     measures: Measures, line: tuple[str, str], corners: Sequence[str], *, is_median: bool
 ) -> Iterator[Relation]:
     """Say where a line from a corner of a triangle meets the opposite side.
@@ -88,7 +90,7 @@ def foot(
         yield collinear(feet[0], base[0], base[1])
         yield _foot_relation(line, feet[0], (base[0], base[1]), is_median=is_median)
         return
-    # Without a triangle the foot is the end that lies within another line of the picture.
+    # Without a triangle the foot_relations is the end that lies within another line of the picture.
     for top, foot_point in (line, line[::-1]):
         for row in measures.drawing.lines:
             if foot_point in row[1:-1] and top not in row:
@@ -102,7 +104,7 @@ def foot(
 def _foot_relation(
     line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
 ) -> Relation:
-    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it."""
+    """Say that a line's foot_relations is the middle of a base, or that the line is perpendicular to it."""
     if is_median:
         return Mean(point=foot_point, points=base)
     return Perpendicular(a=line[0], b=line[1], c=base[0], d=base[1])
@@ -114,7 +116,7 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
     Drawn lines from a corner through it end at the midpoint of the opposite side.
     """
     drawing = measures.drawing
-    point = point_of(measures, term.arguments[0])
+    point = point_of_term(measures, term.arguments[0])
     names = drawing.shape(term.arguments[1])
     yield Mean(point=point, points=tuple(names))
     for corner in names:
@@ -122,14 +124,14 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
         for row in drawing.lines:
             if corner not in row or point not in row:
                 continue
-            for foot in row:
-                if foot not in names and drawing.are_on_one_row((foot, *ends)):
-                    yield Mean(point=foot, points=tuple(ends))
+            for foot_relations in row:
+                if foot_relations not in names and drawing.are_on_one_row((foot_relations, *ends)):
+                    yield Mean(point=foot_relations, points=tuple(ends))
 
 
 def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on the bisectors of a triangle, or of one angle."""
-    point = point_of(measures, term.arguments[0])
+    point = point_of_term(measures, term.arguments[0])
     names = term.arguments[1].names
     if term.arguments[1].head == "Angle" and len(names) == 3:
         yield same_angle(measures, (names[0], names[1], point), (point, names[1], names[2]))
@@ -142,7 +144,7 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on two altitudes of a triangle, and so on the third."""
-    point = point_of(measures, term.arguments[0])
+    point = point_of_term(measures, term.arguments[0])
     a, b, c = measures.drawing.shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
     yield Perpendicular(a=point, b=b, c=a, d=c)

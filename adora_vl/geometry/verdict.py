@@ -8,19 +8,19 @@ from dataclasses import replace
 
 import numpy as np
 
-from adora_vl.geometry.chase import Chase
-from adora_vl.geometry.choose import Outcome, Status, outcome
-from adora_vl.geometry.conflict import Conflict, Repair, conflict_of, is_value
+from adora_vl.geometry.chase import AngleChase
+from adora_vl.geometry.choose import Outcome, Status, choose_outcome
+from adora_vl.geometry.conflict import Conflict, Repair, find_conflict, gives_size
 from adora_vl.geometry.descent import Budget
-from adora_vl.geometry.exact import exact
-from adora_vl.geometry.figure import Verdict, figure_of
-from adora_vl.geometry.forms import Form, Term
-from adora_vl.geometry.measures import unit_of
-from adora_vl.geometry.reading import Reading, read
-from adora_vl.geometry.shapes import UnreadError, terms_of
+from adora_vl.geometry.exact import short_form
+from adora_vl.geometry.figure import Verdict, figure_of_solution
+from adora_vl.geometry.forms import LogicForm, Term
+from adora_vl.geometry.measures import unit_of_term
+from adora_vl.geometry.reading import Reading, read_facts
+from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.system import System
-from adora_vl.geometry.words import words_of
+from adora_vl.geometry.words import term_in_words
 
 # Larger forms are no diagrams of a school book, and a search in them would take minutes. The largest
 # of Geometry3K has 26 points.
@@ -31,11 +31,11 @@ MAX_FACT_LENGTH = 400  # characters
 # Evaluations of all equations. Of Geometry3K no problem needs more than a fifth of the first.
 EVALUATIONS = 6000
 REPAIR_EVALUATIONS = 9000
-_FLAT = 1e-4  # steepness below which the equations have a double root, or nearly so
-_DOUBLE_ROOT = 2e-4  # share by which an answer at a double root may miss its exact form
+_MIN_SLOPE = 1e-4  # steepness below which the equations have a double root, or nearly so
+_DOUBLE_ROOT_TOLERANCE = 2e-4  # share by which an answer at a double root may miss its exact form
 
 
-def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
+def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> Verdict:
     """Solve a form.
 
     It never raises for what a form says.
@@ -44,24 +44,24 @@ def verdict(form: Form, *, looks: bool = True, repair: bool = True) -> Verdict:
     `repair`: whether facts are left out one by one where they contradict each other, to name those
     that do. Neither makes a form `answered`.
     """
-    fault = too_large(form)
+    fault = describe_excess(form)
     if fault:
         return Verdict(status="unread", why=fault)
     # far from a figure numbers overflow, and such steps are not taken
     with np.errstate(all="ignore"):
-        result = _verdict(form, looks=looks, repair=repair)
+        result = _solve_small_form(form, looks=looks, repair=repair)
     if not result.unread:
         return result
     return replace(result, why=f"{result.why}; not read: {result.unread[0]}")
 
 
-def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
+def _solve_small_form(form: LogicForm, *, looks: bool, repair: bool) -> Verdict:
     """Return the verdict on a form that is not too large.
 
     What a form says may be of any kind; an error in reading it says that it is unread.
     """
     try:
-        reading = read(form)
+        reading = read_facts(form)
     except (
         UnreadError,
         IndexError,
@@ -74,28 +74,28 @@ def _verdict(form: Form, *, looks: bool, repair: bool) -> Verdict:
         return Verdict(
             status="unread", why=f"the form cannot be read ({type(error).__name__}: {error})"
         )
-    unread = tuple(unread_of(form, reading))
+    unread = tuple(describe_unread_facts(form, reading))
     if reading.goal is None:
         return Verdict(status="unread", why=reading.goal_fault, unread=unread)
-    return replace(_solved(form, reading=reading, looks=looks, repair=repair), unread=unread)
+    return replace(_solve_reading(form, reading=reading, looks=looks, repair=repair), unread=unread)
 
 
-def unread_of(form: Form, reading: Reading) -> Iterator[str]:
+def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
     """Yield the facts that are not read, each with its place in the form and the reason."""
     for name, texts in (("fact", form.facts), ("part of the question", form.question)):
         for number, text in enumerate(texts, start=1):
-            if text.strip() and not any(True for _ in terms_of([text])):
+            if text.strip() and not any(True for _ in parse_terms([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
     places = {
         term: f"fact {number}"
         for number, text in reversed(list(enumerate(form.facts, start=1)))
-        for term in terms_of([text])
+        for term in parse_terms([text])
     }
     for term, reason in reading.unread:
         yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
 
 
-def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
+def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
     """Return the verdict on a form whose question is read.
 
     A figure that the facts determine comes first, then angles alone, then what only the picture
@@ -103,30 +103,30 @@ def _solved(form: Form, reading: Reading, *, looks: bool, repair: bool) -> Verdi
     """
     budget = Budget(EVALUATIONS)
     problem = FigureProblem(reading)
-    result = outcome(problem, budget)
+    result = choose_outcome(problem, budget)
     if result.status == "answered" and not reading.assumed:
-        return _answered(form, problem, result)
-    by_angles = _by_angles(reading)
+        return _verdict_by_facts(form, problem, result)
+    by_angles = _verdict_by_angles(reading)
     if by_angles is not None and result.status in ("open", "conflict", "collapsed", "ambiguous"):
         return by_angles
     if result.status == "answered":
-        return _seen(form, problem, result)
+        return _verdict_by_looks(form, problem, result)
     if result.status == "open":
         return (
-            _with_looks(form, problem=problem, result=result, budget=budget)
+            _try_looks(form, problem=problem, result=result, budget=budget)
             if looks
-            else _open(form, problem, result)
+            else _verdict_of_open_goal(form, problem, result)
         )
     if result.status == "ambiguous":
-        return _ambiguous(form, problem, result)
+        return _verdict_of_rivals(form, problem, result)
     if result.disordered:
-        return _out_of_order(result)
+        return _verdict_of_disorder(result)
     if not repair:
-        return Verdict(status=result.status, why=_no_figure(result, None, reading))
-    return _repaired(form, problem, result, budget)
+        return Verdict(status=result.status, why=_describe_conflict(result, None, reading))
+    return _verdict_of_conflict(form, problem, result, budget)
 
 
-def too_large(form: Form) -> str:
+def describe_excess(form: LogicForm) -> str:
     """Return why a form is not even tried; empty where it is."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
@@ -143,32 +143,32 @@ def too_large(form: Form) -> str:
     return ""
 
 
-def answer_of(value: float, reading: Reading, *, share: float | None = None) -> str | None:
+def short_answer(value: float, reading: Reading, *, share: float | None = None) -> str | None:
     """Return a value in its short form; decimals before fractions where facts have some."""
     texts = [*reading.drawing.form.facts, *reading.drawing.form.question]
     has_decimals = any(re.search(r"\d\.\d", text) for text in texts)
     if share is not None:
-        return exact(value, share=share, decimals=has_decimals)
-    return exact(value, decimals=has_decimals)
+        return short_form(value, share=share, decimals=has_decimals)
+    return short_form(value, decimals=has_decimals)
 
 
-def _plain(value: float) -> float:
+def _without_last_bits(value: float) -> float:
     """Return a value without the last bits, in which machines differ."""
     return float(f"{value:.10g}")
 
 
-def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return the verdict where the facts determine the goal.
 
     At a double root a figure is known to about four digits; a short form so near is the answer.
     """
     assert result.value is not None, "an answer has a figure"
     assert result.solution is not None, "an answer has a figure"
-    value = _plain(result.value)
-    answer = answer_of(result.value, problem.reading)
-    is_doubled = result.doubled or result.solution.min_slope < _FLAT
+    value = _without_last_bits(result.value)
+    answer = short_answer(result.value, problem.reading)
+    is_doubled = result.doubled or result.solution.min_slope < _MIN_SLOPE
     if answer is None and is_doubled:
-        answer = answer_of(result.value, problem.reading, share=_DOUBLE_ROOT)
+        answer = short_answer(result.value, problem.reading, share=_DOUBLE_ROOT_TOLERANCE)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
         value = float(answer)
     return Verdict(
@@ -176,17 +176,17 @@ def _answered(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
         value=value,
         answer=answer,
         how="facts",
-        figure=figure_of(problem, result.solution, form),
+        figure=figure_of_solution(problem, result.solution, form),
         why="determined by the facts",
     )
 
 
-def _by_angles(reading: Reading) -> Verdict | None:
+def _verdict_by_angles(reading: Reading) -> Verdict | None:
     """Return the answer of the angles alone; None where they do not fix it.
 
     A measure has to be positive, a letter may be anything.
     """
-    value = Chase(reading).value()
+    value = AngleChase(reading).value()
     is_letter = reading.goal_term is not None and not reading.goal_term.arguments
     if value is None or reading.assumed or (value <= 0 and not is_letter):
         return None
@@ -194,60 +194,60 @@ def _by_angles(reading: Reading) -> Verdict | None:
         return None
     return Verdict(
         status="answered",
-        value=_plain(value),
-        answer=answer_of(value, reading),
+        value=_without_last_bits(value),
+        answer=short_answer(value, reading),
         how="angles",
         why="determined by the angles alone, whatever the lengths are",
     )
 
 
-def _seen(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return an answer that needs what only the picture shows."""
     assert result.value is not None, "an answer has a figure"
     assert result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
     return Verdict(
         status="open",
-        value=_plain(result.value),
-        answer=answer_of(result.value, problem.reading),
+        value=_without_last_bits(result.value),
+        answer=short_answer(result.value, problem.reading),
         how="looks",
-        figure=figure_of(problem, solution=result.solution, form=form, assumed=assumed),
+        figure=figure_of_solution(problem, solution=result.solution, form=form, assumed=assumed),
         assumed=assumed,
-        why=f"not determined by the facts; as the picture looks, {_listed(assumed)}",
+        why=f"not determined by the facts; as the picture looks, {_join_words(assumed)}",
     )
 
 
-def _with_looks(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
+def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
     """Return the verdict on an open goal: try what the picture shows beside the facts.
 
     First come tangents alone, then everything.
     """
     for level in (1, 2):
-        reading = read(form, looks=level)
+        reading = read_facts(form, looks=level)
         if reading.goal is None or len(reading.assumed) == len(problem.reading.assumed):
             continue
         trial = FigureProblem(reading)
-        trial_outcome = outcome(trial, budget)
+        trial_outcome = choose_outcome(trial, budget)
         if (
             trial_outcome.status == "answered"
             and trial_outcome.solution is not None
             and trial_outcome.solution.faults == 0
         ):
-            return _seen(form, trial, trial_outcome)
-    return _open(form, problem, result)
+            return _verdict_by_looks(form, trial, trial_outcome)
+    return _verdict_of_open_goal(form, problem, result)
 
 
-def _open(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_of_open_goal(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return the verdict where the facts leave the goal free, with two of its values."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " or ".join(f"{value:.4g}" for value in values[:2])
     return Verdict(
         status="open",
-        why=f"the facts leave {_goal_words(problem.reading)} free; it may be {examples}",
+        why=f"the facts leave {_describe_goal(problem.reading)} free; it may be {examples}",
     )
 
 
-def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
+def _verdict_of_rivals(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
     """Return the verdict where several figures fit, or only one that differs from the picture."""
     values = [value for value in (result.value, *result.rival_values) if value is not None]
     examples = " and ".join(f"{value:.6g}" for value in values[:2])
@@ -259,35 +259,37 @@ def _ambiguous(form: Form, problem: FigureProblem, result: Outcome) -> Verdict:
         )
         return Verdict(
             status="ambiguous",
-            why=f"only one figure was found, with {_goal_words(problem.reading)} = {examples}, and "
+            why=f"only one figure was found, with {_describe_goal(problem.reading)} = {examples}, and "
             f"{doubt}",
         )
     return Verdict(status="ambiguous", why=f"two figures fit, with {examples}")
 
 
-def _out_of_order(result: Outcome) -> Verdict:
+def _verdict_of_disorder(result: Outcome) -> Verdict:
     """Return the verdict where figures fit only with the points of a line in another order.
 
     The order is the one that the facts or the picture have.
     """
-    lines = _listed([f"{line} in this order" for line in result.disordered])
+    lines = _join_words([f"{line} in this order" for line in result.disordered])
     return Verdict(
         status="conflict", why=f"no figure: the other facts contradict {lines} on one line"
     )
 
 
-def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budget) -> Verdict:
+def _verdict_of_conflict(
+    form: LogicForm, problem: FigureProblem, result: Outcome, budget: Budget
+) -> Verdict:
     """Return the verdict where no figure was found: which facts exclude each other.
 
     Where the lengths give every angle as it is rounded there is no contradiction. Without places
     there is one only where the facts that are named exclude each other by themselves.
     """
     reading = problem.reading
-    clash = conflict_of(form, reading, Budget(REPAIR_EVALUATIONS))
-    why = _no_figure(result, clash, reading)
+    clash = find_conflict(form, reading, Budget(REPAIR_EVALUATIONS))
+    why = _describe_conflict(result, clash, reading)
     status: Status = "conflict" if result.status == "conflict" or clash.repairs else "collapsed"
     terms = reading.drawing.terms
-    by_lengths = _by_lengths(form, clash)
+    by_lengths = _verdict_by_lengths(form, clash)
     if by_lengths is not None:
         return by_lengths
     if not problem.places and not clash.is_certain:
@@ -300,29 +302,29 @@ def _repaired(form: Form, problem: FigureProblem, result: Outcome, budget: Budge
         repair = clash.repair
         assert repair.outcome.value is not None, "an answer has a figure"
         assert repair.outcome.solution is not None, "an answer has a figure"
-        left_out = tuple(words_of(terms[number]) for number in repair.left_out)
+        left_out = tuple(term_in_words(terms[number]) for number in repair.left_out)
         return Verdict(
             status=status,
-            value=_plain(repair.outcome.value),
-            answer=answer_of(repair.outcome.value, reading),
+            value=_without_last_bits(repair.outcome.value),
+            answer=short_answer(repair.outcome.value, reading),
             how="without a fact",
             left_out=left_out,
             why=why,
         )
-    rounded = outcome(problem, budget, rounded=True)
+    rounded = choose_outcome(problem, budget, rounded=True)
     answered_without = any(repair.outcome.status == "answered" for repair in clash.repairs)
     if rounded.status == "answered" and not answered_without and rounded.value is not None:
         return Verdict(
             status=status,
-            value=_plain(rounded.value),
+            value=_without_last_bits(rounded.value),
             how="rounded",
-            why=f"{why}; with the facts rounded {_goal_words(reading)} is about "
+            why=f"{why}; with the facts rounded {_describe_goal(reading)} is about "
             f"{rounded.value:.4g}",
         )
     return Verdict(status=status, why=why)
 
 
-def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
+def _verdict_by_lengths(form: LogicForm, clash: Conflict) -> Verdict | None:
     """Return the answer of the lengths where each angle is theirs, rounded as written.
 
     A book that gives lengths and 84 degrees for 83.6 contradicts nothing. None for any other.
@@ -333,11 +335,11 @@ def _by_lengths(form: Form, clash: Conflict) -> Verdict | None:
             continue
         reading = repair.problem.reading
         terms = [reading.drawing.terms[number] for number in repair.left_out]
-        if not all(is_value(term) and unit_of(term) == "degrees" for term in terms):
+        if not all(gives_size(term) and unit_of_term(term) == "degrees" for term in terms):
             continue
         if all(_holds_as_rounded(repair, term) for term in terms):
-            answer = _answered(form, repair.problem, repair.outcome)
-            words = _listed([words_of(term) for term in terms])
+            answer = _verdict_by_facts(form, repair.problem, repair.outcome)
+            words = _join_words([term_in_words(term) for term in terms])
             return replace(
                 answer, figure=None, why=f"determined by the lengths; {words} as they are rounded"
             )
@@ -360,7 +362,7 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
     return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 
 
-def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
+def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
     """Return a line on the facts that exclude each other, with the answer without each of them."""
     kind = (
         "no figure"
@@ -370,7 +372,7 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
-    names = [words_of(terms[number]) for number in clash.facts]
+    names = [term_in_words(terms[number]) for number in clash.facts]
     if len(names) == 1:
         return f"{kind}: {names[0]} contradicts the other facts"
     values = []
@@ -385,16 +387,16 @@ def _no_figure(result: Outcome, clash: Conflict | None, reading: Reading) -> str
         )
         values.append("-" if value is None else f"{value:.6g}")
     return (
-        f"{kind}: {_listed(names)} exclude each other (leaving out one of them gives: "
+        f"{kind}: {_join_words(names)} exclude each other (leaving out one of them gives: "
         f"{', '.join(values)})"
     )
 
 
-def _goal_words(reading: Reading) -> str:
+def _describe_goal(reading: Reading) -> str:
     """Return what is asked, in short words."""
-    return words_of(reading.goal_term) if reading.goal_term is not None else "the goal"
+    return term_in_words(reading.goal_term) if reading.goal_term is not None else "the goal"
 
 
-def _listed(words: Sequence[str]) -> str:
+def _join_words(words: Sequence[str]) -> str:
     """Return words with commas and an "and" between them."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

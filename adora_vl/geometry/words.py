@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from adora_vl.geometry.forms import Term
 
-_MEASURES = {
+_WORD_BY_MEASURE = {
     "AreaOf": "area",
     "PerimeterOf": "perimeter",
     "RadiusOf": "radius",
@@ -17,7 +17,7 @@ _MEASURES = {
     "CosOf": "cos",
     "TanOf": "tan",
 }
-_BETWEEN = {
+_WORDS_BETWEEN_PARTS = {
     "Equals": "=",
     "Perpendicular": "perpendicular",
     "Parallel": "parallel",
@@ -34,16 +34,23 @@ _BETWEEN = {
     "InscribedIn": "inscribed in",
     "CircumscribedTo": "around",
 }
-_SIGNS = {"Add": " + ", "SumOf": " + ", "Sub": " - ", "Mul": " * ", "Div": " / ", "RatioOf": " / "}
+_SIGN_BY_OPERATION = {
+    "Add": " + ",
+    "SumOf": " + ",
+    "Sub": " - ",
+    "Mul": " * ",
+    "Div": " / ",
+    "RatioOf": " / ",
+}
 
 
-def words_of(term: Term) -> str:
+def term_in_words(term: Term) -> str:
     """Return a term in words; what has no words of its own stands as it is written."""
     if not term.arguments:
         return term.head
     if term.head == "Find":
         return "what the question says of its shape"
-    parts = [words_of(argument) for argument in term.arguments]
+    parts = [term_in_words(argument) for argument in term.arguments]
     joined = "".join(name for name in term.names if not name.startswith("radius"))
     if term.head in ("Line", "Point"):
         return joined
@@ -51,12 +58,12 @@ def words_of(term: Term) -> str:
         return parts[0]
     if term.head == "Circle":
         return f"circle {term.names[0]}"
-    if term.head in _MEASURES and len(parts) == 1:
-        return f"{_MEASURES[term.head]} {parts[0]}"
-    if term.head in _BETWEEN and len(parts) == 2:
-        return f"{parts[0]} {_BETWEEN[term.head]} {parts[1]}"
-    if term.head in _SIGNS:
-        return _SIGNS[term.head].join(parts)
+    if term.head in _WORD_BY_MEASURE and len(parts) == 1:
+        return f"{_WORD_BY_MEASURE[term.head]} {parts[0]}"
+    if term.head in _WORDS_BETWEEN_PARTS and len(parts) == 2:
+        return f"{parts[0]} {_WORDS_BETWEEN_PARTS[term.head]} {parts[1]}"
+    if term.head in _SIGN_BY_OPERATION:
+        return _SIGN_BY_OPERATION[term.head].join(parts)
     if all(not argument.arguments for argument in term.arguments):
         return f"{term.head.lower()} {joined}"
     return f"{term.head.lower()} {', '.join(parts)}"

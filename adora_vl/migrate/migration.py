@@ -153,12 +153,12 @@ class Migration:
         if value is not None:
             self.put(key, value, name)
 
-    def copy_path(self, key: str, name: str, default: object = None) -> None:
+    def copy_path(self, key: str, name: str) -> None:
         """Set one of our keys as `copy` does, for a value that may name a file.
 
         Where the file is found, its path from the current folder is written in place of the name.
         """
-        value = self.get(name, default)
+        value = self.get(name)
         if value is not None:
             self.put(key, self.path_of(value), name)
 

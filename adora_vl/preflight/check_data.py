@@ -30,7 +30,7 @@ from adora_vl.data.token_counters import (
 from adora_vl.evaluation import (
     DataMissingError,
     EvaluationPlan,
-    fitting_evaluations,
+    leave_out_overlong,
     take_evaluations,
 )
 from adora_vl.models import check as fits
@@ -486,7 +486,7 @@ def check_evaluations(
             raise
         messages.unknown.append(f"the problems of the evaluations are not known: {error}")
         return None
-    return fitting_evaluations(plan, prompts.lengths) if plan is not None else None
+    return leave_out_overlong(plan, prompts.lengths) if plan is not None else None
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:

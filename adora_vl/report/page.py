@@ -163,7 +163,7 @@ class _TreeBuilder:
         self._remaining_nodes -= 1
         # The converter makes an identifier of a command that it does not know.
         is_unknown_command = element.tag == "mi" and (text.startswith("\\") or text == "&")
-        # of all enclosures browsers draw the box alone
+        # Chrome draws no enclosure, and the page's style adds the box alone.
         is_undrawn = element.tag == "menclose" and element.get("notation") != "box"
         is_allowed = element.tag in _ELEMENTS and not is_unknown_command and not is_undrawn
         if not is_allowed or self._remaining_nodes < 0:
@@ -232,7 +232,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         # the names of a rollout's values, without the completion, which is last and in `TEXTS`
         "rollout": ROLLOUT[:-1],
         "formula": FORMULA,
-        "figures": figures.for_page(),
+        "figures": figures.page_figures(),
     }
     texts = {
         "completions": [_completions(view) for view in views],

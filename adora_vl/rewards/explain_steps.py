@@ -9,11 +9,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from adora_vl.geometry.checked import Checked, ClaimVerdict
-from adora_vl.geometry.figure import figure_from, written
-from adora_vl.geometry.forms import Form, form_of
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.checked import CheckedClaim, ClaimVerdict
+from adora_vl.geometry.figure import figure_as_json, figure_from_json
+from adora_vl.geometry.forms import LogicForm, read_form_from_record
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import ResponseWork, check_claims
 from adora_vl.utils.errors import UserError, in_one_line
 
@@ -50,25 +50,25 @@ def read_figure_file(path: Path) -> str:
     form = _read_form(text, path)
     if form is None:
         return text
-    result = verdict(form, repair=False)
+    result = solve_form(form, repair=False)
     if result.status != "answered" or result.figure is None:
         raise UserError(
             f"--figure: {str(path)!r} has no figure to check claims on: {result.status}, "
             f"{result.why}; `python -m data_prep solve {path}` says more"
         )
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
-def _read_form(text: str, path: Path) -> Form | None:
+def _read_form(text: str, path: Path) -> LogicForm | None:
     """Return the form that a file has; None where it has a stored figure. Raises `UserError`."""
     if not text.lstrip().startswith("{"):
-        return form_of_text(text)
+        return read_form_from_text(text)
     try:
         record = json.loads(text)
         if "at" in record:
-            figure_from(text)
+            figure_from_json(text)
             return None
-        return form_of(record)
+        return read_form_from_record(record)
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--figure: {str(path)!r} is neither facts in words nor a logic form nor a stored "
@@ -91,7 +91,7 @@ def step_lines(response: str, figure: str) -> list[str]:
     return [*lines, _summary_line(work)]
 
 
-def _claim_line(checked: Checked) -> str:
+def _claim_line(checked: CheckedClaim) -> str:
     """Return the line of a claim: its verdict, its words, and whether it is the answer itself."""
     words = " ".join(checked.claim.words.split())
     mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""

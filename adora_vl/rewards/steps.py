@@ -21,7 +21,7 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from adora_vl.geometry.checked import Checked
+    from adora_vl.geometry.checked import CheckedClaim
 
 REWARD_NAME = "steps"
 FIGURE_COLUMN = "figure"
@@ -42,7 +42,7 @@ class ResponseWork:
     new claims the figure allows at most.
     """
 
-    claims: tuple[Checked, ...]
+    claims: tuple[CheckedClaim, ...]
     room: int
 
     @property
@@ -94,7 +94,7 @@ class ResponseWork:
         return json.dumps(records)
 
 
-def _recorded_verdict(claim: Checked) -> str:
+def _recorded_verdict(claim: CheckedClaim) -> str:
     """Return the verdict on a claim for the record; a claim that is the answer has one of its own."""
     return "answer" if claim.verdict == "new" and claim.is_answer else claim.verdict
 

@@ -18,7 +18,7 @@ from PIL import Image
 from adora_vl.geometry.draft import Draft
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.sentences import read_sentence
-from adora_vl.geometry.shapes import CORNERS
+from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 from adora_vl.synthetic.drawing import Point, Style
 from adora_vl.synthetic.sketch import Sketch
 
@@ -100,7 +100,9 @@ class DrawnForm:
 
     def _draw_lines(self, facts: Sequence[Term], lines: Sequence[tuple[str, str]]) -> None:
         """Draw the sides of a shape that is named, or else the lines that are new."""
-        shapes = [fact.names for fact in facts if len(fact.names) == CORNERS.get(fact.head)]
+        shapes = [
+            fact.names for fact in facts if len(fact.names) == CORNER_COUNT_BY_SHAPE.get(fact.head)
+        ]
         for corners in shapes:
             self._sketch.line("".join([*corners, corners[0]]))
         # A point on a line that is drawn divides it, and adds none.

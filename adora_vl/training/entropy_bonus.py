@@ -22,9 +22,9 @@ class EntropyBonus:
         # when TRL chooses the tokens of the highest entropy.
         self.chosen_BC: Tensor | None = None
         self._batcher = batcher
-        self._share = config.top_entropy_quantile  # the share of tokens that TRL chooses
+        self._chosen_share = config.top_entropy_quantile  # the share of tokens that TRL chooses
 
-    def missing(
+    def missing_bonus(
         self, micro: Batch, entropies_BC: Tensor, coefficient: float, micro_batches_per_step: int
     ) -> Tensor:
         """Return what the loss of a micro-batch lacks of the entropy bonus, (), with gradients.
@@ -44,8 +44,8 @@ class EntropyBonus:
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
         # Of the tokens of a micro-batch on average; where TRL chooses tokens, of the chosen ones.
-        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._share
-        missing_weight = right_weight - self._batcher.weight(micro)
+        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
+        missing_weight = right_weight - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (
             -coefficient / micro_batches_per_step * missing_weight * mean_entropy
         )

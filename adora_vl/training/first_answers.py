@@ -13,17 +13,17 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Row
 from adora_vl.utils.cli import shown
 
-_MAX_EXAMPLES = 5
+_MAX_EXAMPLES = 5  # of reference answers in the warning
 _MAX_ANSWER_CHARS = 60  # of an answer
 
 
 class FirstAnswers:
-    """Looks at the first generation of a training, and at no other."""
+    """Checks the first generation of a training, and no other, for a rollout that is right."""
 
     def __init__(self) -> None:
-        self.has_looked = False
+        self.has_checked = False
 
-    def look(self, rows: Sequence[Row], facts: RolloutFacts) -> None:
+    def warn_if_none_is_right(self, rows: Sequence[Row], facts: RolloutFacts) -> None:
         """Print a warning to standard error if no rollout of the first generation is right.
 
         Later calls do nothing. Only the main process calls this.
@@ -32,9 +32,9 @@ class FirstAnswers:
             rows: the row of each rollout of this rank, (B,).
             facts: what is known of the rollouts of all ranks, those of this rank first.
         """
-        if self.has_looked:
+        if self.has_checked:
             return
-        self.has_looked = True
+        self.has_checked = True
         lines = warning_lines(rows, facts)
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)

@@ -192,7 +192,7 @@ class GenerationSampler:
         this process stays awake until the block ends, so that it gets the weights once, however
         many calls sample.
         """
-        with self.phase("rollout"), self.guard.watching(), self.sampler.awake():
+        with self.phase("rollout"), self.guard.guarding_servers(), self.sampler.awake():
             yield
 
     def draw(self, generation: Generation, rows: list[Row]) -> list[RolloutGroup]:
@@ -305,7 +305,7 @@ class GenerationSampler:
         nothing.
         """
         if self.drift_check.is_requested:
-            with self.phase("rollout"), self.guard.watching():
+            with self.phase("rollout"), self.guard.guarding_servers():
                 self.drift_check.finish()
 
     def _request_pending(
@@ -445,7 +445,7 @@ class GenerationSampler:
         generation needs its own any more.
         """
         if self.environments is not None:
-            with self.guard.beginning(step):
+            with self.guard.guarding_user_code(step):
                 groups = self.environments.enter(
                     groups, self.config.seed, begins_generation=begins_generation
                 )

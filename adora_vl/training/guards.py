@@ -71,17 +71,17 @@ class GenerationGuard:
         """
         self._check_prompts(rows, step)
         # Pairs of a row's id and the reason why its image cannot be read, of all ranks.
-        unreadable = gather_object(unreadable_rows(rows))
-        if not unreadable:
+        ids_and_reasons = gather_object(unreadable_rows(rows))
+        if not ids_and_reasons:
             return
         checkpoint = self.save_now()
-        row_id, reason = unreadable[0]
-        more_rows = len({name for name, _ in unreadable}) - 1
-        more_text = f" (and {more_rows} more rows)" if more_rows else ""
+        first_id, reason = ids_and_reasons[0]
+        other_rows = len({row_id for row_id, _ in ids_and_reasons}) - 1
+        others_text = f" (and {other_rows} more rows)" if other_rows else ""
         raise RunError(
             stopped_before(
                 step,
-                f"row {row_id}: an image cannot be read: {reason}{more_text}",
+                f"row {first_id}: an image cannot be read: {reason}{others_text}",
                 remedy="Repair or remove the row",
                 checkpoint=checkpoint,
             )
@@ -111,7 +111,7 @@ class GenerationGuard:
             )
 
     @contextmanager
-    def beginning(self, step: int) -> Iterator[None]:
+    def guarding_user_code(self, step: int) -> Iterator[None]:
         """Return a context in which the user's code, such as an environment's `reset`, is called.
 
         If any rank raises `UserError` inside, all ranks save a checkpoint and raise
@@ -129,7 +129,7 @@ class GenerationGuard:
             raise SharedUserError(stopped_before(step, faults[0], checkpoint=self.save_now()))
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def guarding_servers(self) -> Iterator[None]:
         """Return a context in which all ranks use the vLLM servers, or give them weights.
 
         Where no server is left, all ranks save a checkpoint and raise `RunError`.
@@ -152,32 +152,34 @@ class RewardGuard:
         self.timeout = context.config.adora_reward_timeout
         self.save_now = context.save_now
         self.failures: list[RewardFailure] = []  # of this rank, in the present generation
-        # for each function, why its call failed, by the number of this rank's completion
-        self._unscored: list[dict[int, str]] = []
+        # For each function, why its call failed, by the number of this rank's completion.
+        self._failure_reasons: list[dict[int, str]] = []
 
-    def around(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
+    def wrap_functions(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Wrap the reward functions, so that each has a time limit and its failures are noted.
 
         Reward models, which are modules, stay as they are. `names`: the functions' names for the
         log.
         """
         # For each function its own dict, which its wrapper fills.
-        self._unscored = [{} for _ in functions]
-        wrapped: list[Any] = []
-        for function, name, unscored in zip(functions, names, self._unscored, strict=True):
+        self._failure_reasons = [{} for _ in functions]
+        wrapped_functions: list[Any] = []
+        for function, name, reason_by_completion in zip(
+            functions, names, self._failure_reasons, strict=True
+        ):
             if isinstance(function, torch.nn.Module):
-                wrapped.append(function)
+                wrapped_functions.append(function)
                 continue
-            wrapped.append(
+            wrapped_functions.append(
                 safe_call(
                     function,
                     name=name,
                     timeout=None if _limits_its_own_time(function) else self.timeout,
                     failures=self.failures,
-                    unscored=unscored,
+                    unscored=reason_by_completion,
                 )
             )
-        return wrapped
+        return wrapped_functions
 
     def check(self, step: int) -> None:
         """End the run on all ranks if a reward function failed on any. Collective.
@@ -189,7 +191,7 @@ class RewardGuard:
             SharedUserError: the failure is a mistake of the user, such as a wrong key of an API.
         """
         # Gathering makes named tuples plain ones.
-        failures = [RewardFailure(*fields) for fields in gather_object(self.failures[:])]
+        failures = [RewardFailure(*fields) for fields in gather_object(list(self.failures))]
         self.failures.clear()
         if not failures:
             return
@@ -221,17 +223,17 @@ class RewardGuard:
         """
         failed_calls = [
             (completion, function, reason)
-            for function, reasons_by_completion in enumerate(self._unscored)
-            for completion, reason in reasons_by_completion.items()
+            for function, reason_by_completion in enumerate(self._failure_reasons)
+            for completion, reason in reason_by_completion.items()
         ]
-        for reasons_by_completion in self._unscored:
-            reasons_by_completion.clear()
-        reasons = {}
+        for reason_by_completion in self._failure_reasons:
+            reason_by_completion.clear()
+        reason_by_failed_call = {}
         for rank, failed_calls_of_rank in enumerate(gather_object([failed_calls])):
             first_rollout = rank * rows_per_rank
             for completion, function, reason in failed_calls_of_rank:
-                reasons[first_rollout + completion, function] = reason
-        return reasons
+                reason_by_failed_call[first_rollout + completion, function] = reason
+        return reason_by_failed_call
 
     def check_scored(self, missing_reasons: Sequence[str | None], step: int) -> None:
         """Raise `RunError` if not one rollout of all ranks has a reward.
@@ -268,7 +270,8 @@ class DriftGuard:
         self.accelerator = context.accelerator
         self.log = context.log
         self.save_now = context.save_now
-        self.bound = context.config.adora_max_drift  # nats per token on average; None only logs
+        # In nats per token on average; None only logs.
+        self.max_drift = context.config.adora_max_drift
 
     def check_batch(self, batch: Batch, step: int, logps_BC: Tensor | None = None) -> None:
         """Compare policy and engine on the tokens of a batch, as `check` does. Collective.
@@ -307,9 +310,9 @@ class DriftGuard:
             return
         self.log("adora/drift", drift.mean)
         # Not `>`: a drift that is NaN is too large.
-        if self.bound is not None and not drift.mean <= self.bound:
+        if self.max_drift is not None and not drift.mean <= self.max_drift:
             raise RolloutError(
-                drift_message(drift, bound=self.bound, step=step, checkpoint=self.save_now())
+                drift_message(drift, bound=self.max_drift, step=step, checkpoint=self.save_now())
             )
 
 
@@ -349,7 +352,7 @@ class ReferenceGuard:
         self.accelerator = context.accelerator
         self.beta = context.config.beta
         self.rows_per_pass = context.config.per_device_train_batch_size
-        self.bound = max(MAX_START_DISTANCE, rounding)
+        self.max_distance = max(MAX_START_DISTANCE, rounding)
         # Without a KL term there is no reference to check.
         self._is_done = not self.beta
 
@@ -375,11 +378,11 @@ class ReferenceGuard:
         sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
         distance = merge_drift(self.accelerator.gather(sums_3[None]))
         # Not `>`: a distance that is NaN is too large.
-        if distance.tokens and not distance.mean <= self.bound:
+        if distance.tokens and not distance.mean <= self.max_distance:
             raise SharedUserError(
                 f"beta: {self.beta:g}: the policy starts {distance.mean:.3g} nats per token from "
-                f"its reference, and rounding makes no more than {self.bound:g} of it, so the KL "
-                "term would pull it away from its start; initialise the adapter so that it "
+                f"its reference, and rounding makes no more than {self.max_distance:g} of it, so "
+                "the KL term would pull it away from its start; initialise the adapter so that it "
                 "changes no answer, or set beta: 0"
             )
 
@@ -390,12 +393,12 @@ class RatioGuard:
     def __init__(self, context: StepContext) -> None:
         self.accelerator = context.accelerator
         self.log = context.log
-        self.bound = context.config.adora_max_ratio  # None only logs
+        self.max_ratio = context.config.adora_max_ratio  # None only logs
         self.level = context.config.importance_sampling_level
         # A ratio above the bound in this optimizer step, if there was one.
         self.exceeding_ratio: float | None = None
 
-    def loss(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
+    def loss_or_nan(self, loss: Tensor, logps_BC: Tensor | None, micro: Batch) -> Tensor:
         """Return the loss, or NaN if an importance ratio is above `adora_max_ratio`. Collective.
 
         With NaN every backend finds gradients that are not finite on all ranks, and skips the
@@ -414,7 +417,7 @@ class RatioGuard:
         # NaN where one of them is NaN
         largest_of_ranks = self.accelerator.gather(largest_on_rank[None]).max().item()
         self.log("adora/ratio_max", largest_of_ranks)
-        if self.bound is None or largest_of_ranks <= self.bound:
+        if self.max_ratio is None or largest_of_ranks <= self.max_ratio:
             return loss
         self.exceeding_ratio = largest_of_ranks
         return loss * torch.nan
@@ -442,17 +445,17 @@ def errors_with_step(
     def translate(error: Exception) -> Exception | None:
         """Return the error to raise instead; None for one that says all this already."""
         if isinstance(error, EngineError):
-            failed = RunError(stopped_in(step(), str(error), where_to_go_on()))
-            failed.__cause__ = error.__cause__ or error
-            return failed
+            run_error = RunError(stopped_in(step(), str(error), where_to_go_on()))
+            run_error.__cause__ = error.__cause__ or error
+            return run_error
         if isinstance(error, RolloutError | RunError | UserError):
             return None
         if disk_is_full(error):
             return _full_disk_error(error, step(), where_to_go_on())
         reason = lost_contact(error) or in_one_line(error)
-        failed = RunError(stopped_in(step(), reason, where_to_go_on()))
-        failed.__cause__ = error
-        return failed
+        run_error = RunError(stopped_in(step(), reason, where_to_go_on()))
+        run_error.__cause__ = error
+        return run_error
 
     return TranslatedErrors(translate)
 

@@ -342,7 +342,7 @@ class MicroBatcher:
         tokens_of_generation = micro["num_items_in_batch"].clamp(min=1)
         return tokens.double() * self._micro_batches_of_all_ranks / tokens_of_generation
 
-    def weight(self, micro: Batch) -> float | Tensor:
+    def loss_weight(self, micro: Batch) -> float | Tensor:
         """Return the factor that scales the loss of a micro-batch.
 
         Stock TRL takes a mean over the rows of a micro-batch, or over its tokens, so those of a

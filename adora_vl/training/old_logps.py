@@ -99,7 +99,7 @@ class OldLogps:
         # With one optimizer step the pass that is learned from has them, unless it has dropout.
         return self.has_dropout or not self.layout.has_one_step
 
-    def due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
+    def passes_due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
         """Return the passes that compute old log-probabilities before the policy learns. Collective.
 
         They are equally many on all ranks. Micro-batches of the first optimizer step need none:
@@ -111,13 +111,13 @@ class OldLogps:
         """
         if self.uses_engine_logps or self.needs_pass_over_generation:
             return []
-        first = self.layout.micro_batches_before_update
+        first_due = self.layout.micro_batches_before_update
         # Dropout makes the log-probabilities of the pass that is learned from noisy. The noise must
         # not get into the ratio to the engine, nor into what later passes over the same generation
         # are compared with.
         if self.has_dropout and (self.corrects_engine or self.layout.num_iterations > 1):
-            first = 0
-        due_micro_batches = [micro for micro in micro_batches[first:] if micro]
+            first_due = 0
+        due_micro_batches = [micro for micro in micro_batches[first_due:] if micro]
         if self._skips_groups_without_signal:
             return self._passes_over_signal(due_micro_batches)
         return [
@@ -134,18 +134,18 @@ class OldLogps:
             return []
         # A unit is a group, or the part of it that one micro-batch has.
         rows_per_unit = self.layout.rows_per_unit
-        signals = [signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches]
-        has_signal_M = torch.stack([has_signal_U.any() for has_signal_U in signals])
+        # For each of the M micro-batches, which of its U units have signal.
+        signal_by_micro_batch = [
+            signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches
+        ]
+        has_signal_M = torch.stack([has_signal_U.any() for has_signal_U in signal_by_micro_batch])
         # With sharded weights every pass is collective, so all ranks make one or none does.
         is_due_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
         # One copy for all micro-batches, so that the CPU waits for the GPU once.
-        signals_on_cpu = torch.split(
-            torch.cat(signals).cpu(), [len(has_signal_U) for has_signal_U in signals]
-        )
+        unit_counts = [len(has_signal_U) for has_signal_U in signal_by_micro_batch]
+        signal_on_cpu = torch.split(torch.cat(signal_by_micro_batch).cpu(), unit_counts)
         passes = []
-        for micro, has_signal_U, is_due in zip(
-            micro_batches, signals_on_cpu, is_due_M, strict=True
-        ):
+        for micro, has_signal_U, is_due in zip(micro_batches, signal_on_cpu, is_due_M, strict=True):
             self._mark_as_missing(micro)
             if not is_due:
                 continue
@@ -212,9 +212,10 @@ class OldLogps:
         )
         if self.corrects_engine:
             is_per_token = self.config.vllm_importance_sampling_mode.startswith("token")
-            tokens = mask_BC.size(1) if is_per_token else 1
+            # One ratio for each token, or one for each sequence.
+            ratios_per_rollout = mask_BC.size(1) if is_per_token else 1
             micro["importance_sampling_ratio"] = torch.ones(
-                len(mask_BC), tokens, device=mask_BC.device
+                len(mask_BC), ratios_per_rollout, device=mask_BC.device
             )
 
     def fill_missing(self, micro: Batch, logps_BC: Tensor) -> None:
@@ -227,9 +228,9 @@ class OldLogps:
             micro: a copy of the micro-batch, for this one loss.
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
         """
-        old_BC = micro.get("old_per_token_logps")
-        if old_BC is not None:
-            micro["old_per_token_logps"] = torch.where(old_BC.isnan(), logps_BC, old_BC)
+        old_logps_BC = micro.get("old_per_token_logps")
+        if old_logps_BC is not None:
+            micro["old_per_token_logps"] = torch.where(old_logps_BC.isnan(), logps_BC, old_logps_BC)
 
     def keep_for_next_iteration(
         self, stored_micro: Batch, loss_micro: Batch, logps_BC: Tensor, micro_step: int

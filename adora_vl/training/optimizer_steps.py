@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adora_vl.training.guards import RatioGuard
 from adora_vl.types import StepContext
 
-MOST_BAD_STEPS = 3  # in a row, after which a run stops
+MAX_BAD_STEPS_IN_A_ROW = 3  # in a row, after which a run stops
 
 
 class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -20,29 +20,33 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
     A NaN in one batch would stay in Adam's moments for good, so such a step leaves weights and
     optimizer alone.
 
-    After `MOST_BAD_STEPS` of them in a row the run saves and stops, and `reason` says why.
+    After `MAX_BAD_STEPS_IN_A_ROW` of them in a row the run saves and stops, and `reason` says why.
     DeepSpeed (0.19.8) finds and skips such a step itself, on all ranks, before a callback sees it:
     there it is only counted. With float16 its search for a loss scale consists of such steps and
     ends with an error of its own, so they do not stop a run.
     """
 
     def __init__(
-        self, context: StepContext, ratios: RatioGuard, deepspeed: Callable[[], Any] | None
+        self,
+        context: StepContext,
+        ratio_guard: RatioGuard,
+        deepspeed_engine: Callable[[], Any] | None,
     ) -> None:
         """Build the callback.
 
         Args:
-            context: what every part of a training step is built from.
-            ratios: says whether an importance ratio made the step bad.
-            deepspeed: returns the model in DeepSpeed's engine, which exists once the training has
-                begun; None without DeepSpeed.
+            context: what every part of a training step is built from: its accelerator, config and
+                log.
+            ratio_guard: says whether an importance ratio made the step bad.
+            deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
+                training has begun; None without DeepSpeed.
         """
         # With float16 DeepSpeed's search for a loss scale consists of bad steps.
-        searches_loss_scale = deepspeed is not None and context.config.fp16
-        self.max_bad_steps = math.inf if searches_loss_scale else MOST_BAD_STEPS
-        self.ratios = ratios
+        searches_loss_scale = deepspeed_engine is not None and context.config.fp16
+        self.max_bad_steps = math.inf if searches_loss_scale else MAX_BAD_STEPS_IN_A_ROW
+        self.ratio_guard = ratio_guard
         self.log = context.log
-        self.deepspeed = deepspeed
+        self.deepspeed_engine = deepspeed_engine
         self.accelerator = context.accelerator
         self.bad_steps_in_a_row = 0
         self.reason: str | None = None  # why the run has stopped, if it has
@@ -59,7 +63,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         All ranks see the same reduced gradients, and so decide alike.
         """
-        if self.deepspeed is not None:
+        if self.deepspeed_engine is not None:
             return
         parameters = [
             parameter
@@ -69,8 +73,8 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         ]
         is_bad = False
         if parameters:
-            norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters])
-            is_bad = not math.isfinite(norm)
+            gradients = [parameter.grad for parameter in parameters]
+            is_bad = not math.isfinite(torch.nn.utils.get_total_norm(gradients))
         if is_bad:
             # The optimizer skips parameters without a gradient.
             for parameter in parameters:
@@ -88,10 +92,10 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
 
         If DeepSpeed has applied such gradients, the weights are lost, and the run stops unsaved.
         """
-        if self.deepspeed is None:
+        if self.deepspeed_engine is None:
             return
-        norm = self.deepspeed().get_global_grad_norm()  # of all ranks
-        is_bad = norm is not None and not math.isfinite(norm)
+        gradient_norm = self.deepspeed_engine().get_global_grad_norm()  # of all ranks
+        is_bad = gradient_norm is not None and not math.isfinite(gradient_norm)
         if is_bad and not self.accelerator.optimizer_step_was_skipped:
             self.reason = (
                 f"the gradients of step {state.global_step} are not finite and DeepSpeed has "
@@ -111,21 +115,20 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """
         self.log("adora/skipped_steps", float(is_bad))
         self.bad_steps_in_a_row = self.bad_steps_in_a_row + 1 if is_bad else 0
-        exceeding_ratio = self.ratios.take_exceeding_ratio()
+        exceeding_ratio = self.ratio_guard.take_exceeding_ratio()
         if self.bad_steps_in_a_row < self.max_bad_steps:
             return
         if exceeding_ratio is None:
-            why = "had gradients that are not finite"
+            fault = "had gradients that are not finite"
             causes = "a reward that is not finite, float16, or a learning rate that is too high"
         else:
-            bound = self.ratios.bound
-            why = (
+            fault = (
                 f"were skipped: the largest importance ratio of the last is {exceeding_ratio:.3g} "
-                f"(adora_max_ratio: {bound})"
+                f"(adora_max_ratio: {self.ratio_guard.max_ratio})"
             )
             causes = "a learning rate that is too high, or too many optimizer steps per generation"
         self.reason = (
-            f"{self.bad_steps_in_a_row} steps in a row {why}; the weights are those of before. "
+            f"{self.bad_steps_in_a_row} steps in a row {fault}; the weights are those of before. "
             f"Likely causes: {causes}"
         )
         control.should_save = True

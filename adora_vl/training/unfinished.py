@@ -47,9 +47,9 @@ class UnfinishedGeneration:
         self.image_banks = image_banks
         self.layout = BatchLayout.of(context.config)
         self.state = context.state
-        self._before: StepBegin | None = None  # of the present optimizer step
+        self._step_begin: StepBegin | None = None  # of the present optimizer step
 
-    def begins(self, micro_step: int, facts: dict[str, Any]) -> None:
+    def note_step_begin(self, micro_step: int, facts: dict[str, Any]) -> None:
         """Note the state of the run where the first generation of an optimizer step begins.
 
         Args:
@@ -57,23 +57,25 @@ class UnfinishedGeneration:
             facts: the facts of the run for the manifest of a checkpoint.
         """
         tokens_seen = self.state().num_input_tokens_seen
-        self._before = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
+        self._step_begin = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
 
-    def facts_to_save(self, step_began: int, present_facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts of the run that a checkpoint has.
+    def facts_to_save(self, first_micro_step: int, present_facts: dict[str, Any]) -> dict[str, Any]:
+        """Return the facts of the run that a checkpoint has, for its manifest.
 
         If the present optimizer step has sampled its generations and not learned from them, a
         resumed run samples them again. Then the facts are those from before, and TRL's count of
         tokens is set back too.
 
         Args:
-            step_began: TRL's `_step` where the present optimizer step began.
+            first_micro_step: TRL's `_step`, its count of micro-batches, where the present optimizer
+                step began.
             present_facts: the facts of the run now.
         """
-        if self._before is None or self._before.micro_step != step_began:
+        step_begin = self._step_begin
+        if step_begin is None or step_begin.micro_step != first_micro_step:
             return present_facts
-        self.state().num_input_tokens_seen = self._before.tokens_seen
-        return self._before.facts
+        self.state().num_input_tokens_seen = step_begin.tokens_seen
+        return step_begin.facts
 
     def save(
         self, folder: Path, micro_step: int, micro_batches: list[Batch] | None, table: str
@@ -106,7 +108,7 @@ class UnfinishedGeneration:
                 remaining[number] = {}
         content: dict[str, Any] = {
             "micro_batches": to_cpu(remaining),
-            "first": 0,
+            "first": 0,  # the number of the image bank's first patch
             "images": [],
             "table": table,
         }
@@ -125,14 +127,14 @@ class UnfinishedGeneration:
         The images go into a new image bank, and the micro-batches refer to them there. Raises
         `UserError` if the sizes of the run have changed since.
         """
-        facts = manifest_of(checkpoint).get(_MANIFEST_KEY)
-        if facts is None:
+        entry = manifest_of(checkpoint).get(_MANIFEST_KEY)
+        if entry is None:
             return None
         for name, size in self._sizes().items():
-            if facts[name] != size:
+            if entry[name] != size:
                 raise UserError(
                     f"resume_from_checkpoint: {str(checkpoint)!r} was saved in the middle of a "
-                    f"generation with {name}: {facts[name]}, now {size}; set it as before, or name "
+                    f"generation with {name}: {entry[name]}, now {size}; set it as before, or name "
                     "a checkpoint between two generations"
                 )
         device = self.accelerator.device
@@ -144,10 +146,11 @@ class UnfinishedGeneration:
         for micro in micro_batches:
             references = micro.get("pixel_values")
             if references is not None and not references.is_floating_point():
-                # Patches are numbered through all banks of a run, so the new bank has others.
+                # Patches are numbered through all banks of a run, so the new bank begins at another
+                # number than the one that was saved.
                 micro["pixel_values"] = references + (bank.first - content["first"])
         return RestoredGeneration(
-            micro_step=facts["micro_step"], micro_batches=micro_batches, table=content["table"]
+            micro_step=entry["micro_step"], micro_batches=micro_batches, table=content["table"]
         )
 
     def _sizes(self) -> dict[str, int]:

@@ -268,17 +268,17 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def kills_too_early(environment: Mapping[str, str] = os.environ) -> bool:
+def kills_too_early() -> bool:
     """Return whether the launcher kills its processes 30 seconds after a signal, torch's default.
 
     That is too early to save a checkpoint. A launched process can tell it only by the environment:
     neither a variable for the time is set, nor does accelerate's config file have the key for it.
     """
-    has_variable = any(name in environment for name in _SHUTDOWN_VARIABLES)
-    if not under_elastic(environment) or has_variable:
+    has_variable = any(name in os.environ for name in _SHUTDOWN_VARIABLES)
+    if not under_elastic(os.environ) or has_variable:
         return False
     # accelerate lists the keys of `deepspeed_config` in its file here
-    config_keys = environment.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
+    config_keys = os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")
     return _SHUTDOWN_TIMEOUT not in config_keys
 
 

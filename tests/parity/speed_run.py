@@ -126,7 +126,7 @@ class SameAgain(AdoraGRPOTrainer):
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
-        log_scored = self.generation_log.log_scored
+        log_scored = self.metrics_logger.log_scored
 
         def noted(generation: Generation, built: Any, scored: Any) -> None:
             log_scored(generation, built, scored)
@@ -137,7 +137,7 @@ class SameAgain(AdoraGRPOTrainer):
                 )
                 self.sampled.append(scored.batch["completion_ids"].tolist())
 
-        self.generation_log.log_scored = noted  # type: ignore[method-assign]
+        self.metrics_logger.log_scored = noted  # type: ignore[method-assign]
 
 
 class Switches(TrainerCallback):

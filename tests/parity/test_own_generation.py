@@ -221,10 +221,10 @@ def test_a_generation_is_trls(tmp_path, case):
         fake_engine.take_images_from = lambda _: None
         fake_engine.staying_awake = nullcontext
         trainer.vllm_generation = fake_engine
-        trainer.rollouts.group_sampler.sampler = VLLMSampler(
+        trainer.generation_sampler.group_sampler.sampler = VLLMSampler(
             trainer.context, trainer.images, fake_engine
         )
-        trainer.builder = replace(trainer.builder, has_engine_logps=True)
+        trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
     trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from adora_vl.geometry.forms import Form
+from adora_vl.geometry.forms import LogicForm
 
 
 def measured_length(at: Mapping[str, complex], start: str, end: str) -> str:
@@ -31,10 +31,10 @@ def form(
     facts: Sequence[str],
     question: str | Sequence[str],
     circles: Sequence[str] = (),
-) -> Form:
+) -> LogicForm:
     """A form of a figure with y upwards; its picture has y downwards."""
     questions = (question,) if isinstance(question, str) else tuple(question)
-    return Form(
+    return LogicForm(
         lines=tuple((line[0], line[1]) for line in lines),
         circles=tuple(circles),
         points={name: (point.real, -point.imag) for name, point in at.items()},

@@ -106,7 +106,7 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     )
     engine = SamplerEngine(
         trainer.engine_pair,
-        trainer.rollouts.group_sampler,
+        trainer.generation_sampler.group_sampler,
         ChatProcessor(folder),
         end_tokens=trainer.eos_token_ids,
     )

@@ -142,17 +142,17 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
     )
     trainer.layout = BatchLayout.of(args)
     trainer.old_logps = OldLogps(context, has_dropout=False)
-    trainer.ratio = ImportanceRatio(context)
+    trainer.importance_ratio = ImportanceRatio(context)
     trainer.policy_pass = PolicyPass(context.accelerator, args)
     trainer.drift_guard = DriftGuard(context)
     trainer.ratio_guard = RatioGuard(context)
     trainer.reference_guard = ReferenceGuard(context, rounding=0.0)
     trainer.reference_guard.is_due = lambda step: False  # it would score rows that tests count
     trainer.recorder = NoRecord()
-    trainer.batcher = MicroBatcher(
+    trainer.micro_batcher = MicroBatcher(
         context,
         ImageBanks(),
         every_row_counts=trainer._entropy_bonus_enabled or args.beta != 0.0,
     )
-    trainer.entropy_bonus = EntropyBonus(args, trainer.batcher)
+    trainer.entropy_bonus = EntropyBonus(args, trainer.micro_batcher)
     return trainer

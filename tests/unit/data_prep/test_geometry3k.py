@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from PIL import Image
 
 from adora_vl.data.dataset import load_split, schema, stored_rows
-from adora_vl.geometry.forms import form_of
+from adora_vl.geometry.forms import read_form_from_record
 from data_prep.cli import main
 from data_prep.geometry3k_folders import problems_of_folders
 from data_prep.logic_forms import facts_in_words
@@ -97,14 +97,16 @@ FORM: dict[str, Any] = {
 
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
-    words = facts_in_words(form_of(FORM), "Find x.")
-    full_drawing = draw_form(form_of(FORM))
+    words = facts_in_words(read_form_from_record(FORM), "Find x.")
+    full_drawing = draw_form(read_form_from_record(FORM))
     assert words is not None
     assert "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
     assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
     assert words.endswith("AC is parallel to EB.")
     for fact in FACTS:
-        less = form_of({**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]})
+        less = read_form_from_record(
+            {**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]}
+        )
         assert draw_form(less).tobytes() != full_drawing.tobytes() or fact.startswith(
             "PointLies"
         ), fact
@@ -120,11 +122,14 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
         (["Find(x)"], "Find the shaded area."),
         *(([question_form], "Find it.") for question_form in questions),
     ]:
-        assert facts_in_words(form_of({**FORM, "question": question}), text) is None
+        assert facts_in_words(read_form_from_record({**FORM, "question": question}), text) is None
     assert (
-        facts_in_words(form_of({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x.") is None
+        facts_in_words(
+            read_form_from_record({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x."
+        )
+        is None
     )
-    assert not can_be_drawn(form_of({**FORM, "points": {**PLACES, "E": [-1, -1]}}))
+    assert not can_be_drawn(read_form_from_record({**FORM, "points": {**PLACES, "E": [-1, -1]}}))
 
 
 def test_problems_are_redrawn_from_logic_forms(

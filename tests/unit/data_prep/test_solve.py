@@ -13,11 +13,11 @@ from adora_vl.config import AdoraScriptArguments
 from adora_vl.data.dataset import load_split, refuse_for_evaluation, stored_rows
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT
-from adora_vl.evals.inference.views import VIEWS, problems_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
-from adora_vl.geometry.figure import figure_from, residual_of, written
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json, figure_from_json, largest_residual_of
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
@@ -172,7 +172,7 @@ def test_solved_problems_become_rows_with_their_figures(
     assert rounded["problem"] == "Find AB. Round to the nearest hundredth."
     assert rounded["answer"] == "11.78"
     for row in rows.values():
-        assert residual_of(figure_from(row["figure"])) < 1e-6
+        assert largest_residual_of(figure_from_json(row["figure"])) < 1e-6
         assert row["figure"] not in row["problem"]
         assert "figure" not in row["problem"]
 
@@ -191,14 +191,14 @@ def test_forms_without_questions_are_in_the_splits_of_the_authors(tmp_path: Path
 
 
 def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
-    solved = verdict(
+    solved = solve_form(
         form({"A": 0j, "B": 300 + 0j, "C": 190j}, SIDES, RIGHT, "Find(LengthOf(Line(B, C)))")
     )
     assert solved.figure is not None
-    assert figure_from(written(solved.figure)) == solved.figure
+    assert figure_from_json(figure_as_json(solved.figure)) == solved.figure
     moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
-        figure_from(written(moved))
+        figure_from_json(figure_as_json(moved))
 
 
 def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
@@ -233,10 +233,10 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
         assert row["meta"]["family"] == "variant"
         assert row["meta"]["kind"] == original
         assert number.isdecimal()
-        figure = figure_from(row["figure"])
-        again = verdict(figure.form, looks=False)
+        figure = figure_from_json(row["figure"])
+        again = solve_form(figure.form, looks=False)
         assert again.status == "answered"
-        assert float(again.value) == pytest.approx(float(verdict(figure.form).value))
+        assert float(again.value) == pytest.approx(float(solve_form(figure.form).value))
         if again.answer is not None:
             assert row["answer"] == again.answer
         assert figure.form.facts != tuple(RIGHT)
@@ -285,12 +285,12 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             problems = load(options, prompt).problems
         except UserError:
             continue  # a template with columns that these rows lack
-        for view in VIEWS:
-            for problem in problems_in_view(problems, view):
+        for view in DESCRIPTION_BY_VIEW:
+            for problem in show_in_view(problems, view):
                 problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
-    assert problem_count >= 2 * len(VIEWS)
+    assert problem_count >= 2 * len(DESCRIPTION_BY_VIEW)
 
 
 def test_a_variant_lies_as_the_picture_of_its_original() -> None:
@@ -303,13 +303,13 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
         "Equals(MeasureOf(Angle(D, A, B)), 52)",
     ]
     asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
-    solved = verdict(asked).figure
+    solved = solve_form(asked).figure
     assert solved is not None
     assert abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
-    variants = variants_of(Original("a", written(solved)), per=3, seed=1, split="train")
+    variants = variants_of(Original("a", figure_as_json(solved)), per=3, seed=1, split="train")
     assert variants
     for variant in variants:
-        lying = figure_from(variant.extras["figure"]).at
+        lying = figure_from_json(variant.extras["figure"]).at
         assert lying["A"][1] == pytest.approx(lying["B"][1], abs=1e-6)
         assert lying["C"][1] > lying["A"][1]
 

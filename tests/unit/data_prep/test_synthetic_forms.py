@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from adora_vl.data.dataset import stored_rows
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims_if_possible
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
@@ -82,7 +82,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch) -> Drawing:
 
 def solved(sentences: tuple[str, ...]) -> str:
     """Solve a problem in the text form, and return its answer in its short form."""
-    result = verdict(form_of_text("\n".join(sentences)))
+    result = solve_form(read_form_from_text("\n".join(sentences)))
     assert result.status == "answered", (sentences, result.why)
     return result.answer or str(result.value)
 

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.checklist import MOST_QUESTIONS, checklist, questions_on_marks
+from adora_vl.evals.checklist import MAX_QUESTIONS_OF_PICTURE, build_checklist, questions_on_marks
 from adora_vl.evals.records import Problem
-from adora_vl.geometry.figure import figure_from, written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json, figure_from_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.grade import verify_gold
 from adora_vl.utils.errors import UserError
 
@@ -29,9 +29,9 @@ find BC
 @pytest.fixture(scope="module")
 def drawn() -> str:
     """A trapezoid with a right angle, as a row stores it."""
-    result = verdict(form_of_text(FACTS))
+    result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None, result.why
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
 def problem(**fields: Any) -> Problem:
@@ -47,8 +47,8 @@ def problem(**fields: Any) -> Problem:
 def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        questions = questions_on_marks(figure_from(drawn), str(seed))
-        assert 0 < len(questions) <= MOST_QUESTIONS
+        questions = questions_on_marks(figure_from_json(drawn), str(seed))
+        assert 0 < len(questions) <= MAX_QUESTIONS_OF_PICTURE
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
         assert answers["yes"] == answers["no"] == 1
@@ -66,12 +66,12 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
 
 
 def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
-    figure = figure_from(drawn)
+    figure = figure_from_json(drawn)
     assert questions_on_marks(figure, "geo/1") == questions_on_marks(figure, "geo/1")
 
 
 def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
-    questions = checklist([problem(figure=drawn), problem(pid="geo/2")])
+    questions = build_checklist([problem(figure=drawn), problem(pid="geo/2")])
     assert [question.pid for question in questions] == [
         f"geo/1#{n}" for n in range(1, len(questions) + 1)
     ]
@@ -80,4 +80,4 @@ def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
         assert question.fields["question"].startswith("<image>")
         assert "figure" not in question.fields
     with pytest.raises(UserError, match="view: checklist, and no row of the data has a figure"):
-        checklist([problem()])
+        build_checklist([problem()])

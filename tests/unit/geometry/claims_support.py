@@ -13,18 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from adora_vl.geometry.check import figure_at
-from adora_vl.geometry.checked import TRUE, Checked, ClaimVerdict
+from adora_vl.geometry.checked import TRUE_VERDICTS, CheckedClaim, ClaimVerdict
 
 _MARK = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
 _FITTING: dict[str, tuple[ClaimVerdict, ...]] = {
-    "T": TRUE,
-    "G": TRUE,
+    "T": TRUE_VERDICTS,
+    "G": TRUE_VERDICTS,
     "F": ("false", "follows"),
     "O": ("open",),
-    "n": TRUE,
-    "g": TRUE,
-    "i": TRUE,
-    "a": TRUE,
+    "n": TRUE_VERDICTS,
+    "g": TRUE_VERDICTS,
+    "i": TRUE_VERDICTS,
+    "a": TRUE_VERDICTS,
     "f": ("false", "follows"),
     "o": ("open",),
 }
@@ -86,9 +86,9 @@ def reading_of(path: Path) -> Reading:
 
 
 def _compare(
-    reading: Reading, name: str, spans: list[tuple[int, int, str]], claims: list[Checked]
+    reading: Reading, name: str, spans: list[tuple[int, int, str]], claims: list[CheckedClaim]
 ) -> None:
-    of_mark: list[list[Checked]] = [[] for _ in spans]
+    of_mark: list[list[CheckedClaim]] = [[] for _ in spans]
     for checked in claims:
         if checked.verdict == "unread":
             continue
@@ -113,7 +113,7 @@ def _compare(
                 reading.inexact.append(f"{name}: {letter}: {found[0]}")
 
 
-def _mark_of(checked: Checked, spans: list[tuple[int, int, str]]) -> int | None:
+def _mark_of(checked: CheckedClaim, spans: list[tuple[int, int, str]]) -> int | None:
     """Return the mark that a claim overlaps most, by more than half of the shorter of both."""
     claim = checked.claim
     best: tuple[int, int] | None = None

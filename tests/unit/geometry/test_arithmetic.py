@@ -7,13 +7,13 @@ import re
 import numpy as np
 import pytest
 
-from adora_vl.geometry.claims import claims_of
-from adora_vl.geometry.derivatives import Differentiated, combine
-from adora_vl.geometry.quantities import Combined, Constant, Equal, number_of_quantity
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.claims import read_claims
+from adora_vl.geometry.derivatives import Differentiated, apply_function
+from adora_vl.geometry.quantities import Arithmetic, Constant, Equal, number_of_quantity
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 
-TRIANGLE = form_of_text("triangle ABC\nAB = 5\nBC = 6\nCA = 7\nfind angle BAC")
+TRIANGLE = read_form_from_text("triangle ABC\nAB = 5\nBC = 6\nCA = 7\nfind angle BAC")
 
 
 def drawn_expression(rng: random.Random, depth: int) -> str:
@@ -55,24 +55,24 @@ def test_a_length_in_words_is_what_python_computes() -> None:
     problems = [(words, value) for words, value in drawn_problems(400) if 1e-3 < value < 1e4]
     assert len(problems) > 150
     for words, value in problems:
-        result = verdict(form_of_text(f"triangle ABC\nAB = {words}\nfind AB"))
+        result = solve_form(read_form_from_text(f"triangle ABC\nAB = {words}\nfind AB"))
         assert result.value == pytest.approx(value), words
 
 
 def test_a_number_in_a_response_is_what_python_computes() -> None:
-    read_claims = 0
+    claim_count = 0
     for words, value in drawn_problems(1000):
         if abs(value) > 1e6:
             continue
-        claims = claims_of(f"AB = {words}", TRIANGLE)
+        claims = read_claims(f"AB = {words}", TRIANGLE)
         # What the grammar does not read is said to be unread; it is never read as something else.
         if claims[0].kind == "unread":
             continue
-        read_claims += 1
+        claim_count += 1
         relation = claims[0].ways[0][0]
         assert isinstance(relation, Equal)
         assert number_of_quantity(relation.right) == pytest.approx(value), words
-    assert read_claims > 900
+    assert claim_count > 900
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_a_number_in_a_response_is_what_python_computes() -> None:
 def test_a_power_has_the_derivative_of_its_values(
     base: float, exponent: float, value: float
 ) -> None:
-    power = Combined(function="^", parts=(Constant(base), Constant(exponent)))
+    power = Arithmetic(function="^", parts=(Constant(base), Constant(exponent)))
 
     def power_at(x: float) -> Differentiated:
         slopes = np.array([1.0])
         parts = [Differentiated(x, slopes), Differentiated(exponent, np.zeros(1))]
-        return combine(power, parts)
+        return apply_function(power, parts)
 
     assert number_of_quantity(power) == pytest.approx(value)
     assert power_at(base).value == pytest.approx(value)

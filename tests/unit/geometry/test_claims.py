@@ -9,13 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adora_vl.geometry.check import CheckedFigure, checked, figure_at
-from adora_vl.geometry.checked import Checked
-from adora_vl.geometry.claims import MAX_CLAIMS, claims_of
-from adora_vl.geometry.figure import written
+from adora_vl.geometry.check import CheckedFigure, figure_at
+from adora_vl.geometry.checked import CheckedClaim
+from adora_vl.geometry.claims import MAX_CLAIMS, read_claims
+from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.judgement import is_equal
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import check_claims
 from tests.unit.geometry.claims_support import reading_of
 
@@ -60,9 +60,9 @@ find AC
 @lru_cache
 def stored(facts: str) -> str:
     """Return the figure of facts in words, as a row stores it."""
-    result = verdict(form_of_text(facts))
+    result = solve_form(read_form_from_text(facts))
     assert result.figure is not None, result.why
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
 def figure(facts: str) -> CheckedFigure:
@@ -75,7 +75,7 @@ def verdicts(facts: str, text: str) -> list[str]:
     return [claim.verdict for claim in figure(facts).claims(text)]
 
 
-def steps(claims: list[Checked]) -> int:
+def steps(claims: list[CheckedClaim]) -> int:
     """Return how many claims count as steps."""
     return sum(claim.is_step for claim in claims)
 
@@ -456,7 +456,7 @@ def test_random_texts_raise_nothing() -> None:
 def test_claims_are_checked_apart_from_being_read() -> None:
     """The two halves may be used alone: a text's claims, and verdicts on a figure."""
     checked_figure = figure(ISOSCELES)
-    claims = claims_of("AD = 5. AD = 6.", checked_figure.figure.form)
+    claims = read_claims("AD = 5. AD = 6.", checked_figure.figure.form)
     assert [claim.kind for claim in claims] == ["length", "length"]
-    results = checked(claims, checked_figure.figure)
+    results = CheckedFigure(checked_figure.figure).judge(claims)
     assert [claim.verdict for claim in results] == ["new", "false"]

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.geometry.forms import form_of
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.verdict import solve_form
 from tests.support.paths import SHARED_FOLDER
 
 STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
@@ -33,7 +33,7 @@ def records() -> dict:
 
 def _same(name: str, records: dict) -> None:
     status, how, value = STORED[name]
-    result = verdict(form_of(records[name]))
+    result = solve_form(read_form_from_record(records[name]))
     assert (result.status, result.how) == (status, how), (name, result.why)
     if value is None:
         assert result.value is None, name
@@ -54,11 +54,11 @@ def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
 
 _AS_ANOTHER_MACHINE = """
 import gzip, json, sys
-from adora_vl.geometry.forms import form_of
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.verdict import solve_form
 records = json.loads(gzip.decompress(open(sys.argv[1], "rb").read()))
 for name in sys.argv[2:]:
-    result = verdict(form_of(records[name]))
+    result = solve_form(read_form_from_record(records[name]))
     print(json.dumps([name, result.status, result.how, result.value]))
 """
 
@@ -145,6 +145,6 @@ def test_no_broken_form_raises(records: dict, count: int) -> None:
     rng = random.Random(11)
     for _ in range(count):
         name = rng.choice(sorted(records))
-        result = verdict(form_of(_broken(records[name], rng)))
+        result = solve_form(read_form_from_record(_broken(records[name], rng)))
         assert result.why
         assert "\n" not in result.why

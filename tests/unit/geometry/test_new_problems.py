@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.geometry.forms import form_of
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.forms import read_form_from_record
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 
 _FILES = ("new_problems.json", "new_problems_2.json")
 PROBLEMS = [
@@ -22,8 +22,12 @@ PROBLEMS = [
 
 
 def _check(problem: dict) -> None:
-    form = form_of_text(problem["text"]) if "text" in problem else form_of(problem["record"])
-    result = verdict(form)
+    form = (
+        read_form_from_text(problem["text"])
+        if "text" in problem
+        else read_form_from_record(problem["record"])
+    )
+    result = solve_form(form)
     assert result.status == problem["status"], (problem["working"], result.why)
     if problem["value"] is not None:
         assert result.value == pytest.approx(problem["value"], rel=1e-6), problem["working"]

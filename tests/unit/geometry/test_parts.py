@@ -6,12 +6,18 @@ import random
 import numpy as np
 import pytest
 
-from adora_vl.geometry.chase import Chase
+from adora_vl.geometry.chase import AngleChase
 from adora_vl.geometry.drawing import Drawing
-from adora_vl.geometry.exact import exact, rounded
-from adora_vl.geometry.expressions import ExpressionError, letters_of, number_of, parsed, value_of
-from adora_vl.geometry.forms import MAX_DEPTH, form_of, record_of, term_of
-from adora_vl.geometry.reading import read
+from adora_vl.geometry.exact import round_as_in_school, short_form
+from adora_vl.geometry.expressions import (
+    ExpressionError,
+    evaluate_expression,
+    letters_in,
+    number_in_text,
+    parse_expression,
+)
+from adora_vl.geometry.forms import MAX_DEPTH, form_as_record, parse_term, read_form_from_record
+from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem
 from tests.support.geometry_forms import form, on_circle
 
@@ -33,15 +39,15 @@ from tests.support.geometry_forms import form, on_circle
     ],
 )
 def test_values_are_read_as_written(text: str, value: float) -> None:
-    assert number_of(text) == pytest.approx(value)
+    assert number_in_text(text) == pytest.approx(value)
 
 
 def test_a_value_with_letters_is_a_tree() -> None:
-    tree = parsed("3(2x - y)^2")
-    assert letters_of(tree) == {"x", "y"}
-    assert value_of(tree, {"x": 4.0, "y": 3.0}) == 75.0
+    tree = parse_expression("3(2x - y)^2")
+    assert letters_in(tree) == {"x", "y"}
+    assert evaluate_expression(tree, {"x": 4.0, "y": 3.0}) == 75.0
     with pytest.raises(ExpressionError, match="has no value"):
-        value_of(tree, {"x": 1.0})
+        evaluate_expression(tree, {"x": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_a_value_with_letters_is_a_tree() -> None:
 )
 def test_what_is_no_value_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError):
-        parsed(text)
+        parse_expression(text)
 
 
 @pytest.mark.parametrize(
@@ -68,31 +74,31 @@ def test_what_is_no_value_is_refused(text: str) -> None:
     ],
 )
 def test_exact_forms(value: float, written: str | None) -> None:
-    assert exact(value) == written
+    assert short_form(value) == written
 
 
 def test_rounding_is_that_of_schools() -> None:
-    assert [rounded(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == [
+    assert [round_as_in_school(value, 2) for value in (2.005, 1.0, -0.001, 2.675)] == [
         "2.01",
         "1.00",
         "0.00",
         "2.68",
     ]
-    assert rounded(2.5, 0) == "3"
+    assert round_as_in_school(2.5, 0) == "3"
 
 
 def test_brackets_close_and_are_bounded() -> None:
-    assert term_of("Equals(LengthOf(Line(A, B)), 5") is None
-    assert term_of("A" * 3 + "(" * 3) is None
-    assert term_of("Line(" * (MAX_DEPTH + 2) + "A" + ")" * (MAX_DEPTH + 2)) is None
-    term = term_of("Equals(LengthOf(Line(A, B)), 2x+1)")
+    assert parse_term("Equals(LengthOf(Line(A, B)), 5") is None
+    assert parse_term("A" * 3 + "(" * 3) is None
+    assert parse_term("Line(" * (MAX_DEPTH + 2) + "A" + ")" * (MAX_DEPTH + 2)) is None
+    term = parse_term("Equals(LengthOf(Line(A, B)), 2x+1)")
     assert term is not None
-    assert term_of(str(term)) == term
+    assert parse_term(str(term)) == term
 
 
 def test_a_form_is_read_back() -> None:
     asked = form({"A": 1 + 2j, "B": 0j}, ["AB"], ["Equals(LengthOf(Line(A, B)), 5)"], "Find(x)")
-    assert form_of(record_of(asked)) == asked
+    assert read_form_from_record(form_as_record(asked)) == asked
 
 
 FACTS = [
@@ -116,7 +122,7 @@ FACTS = [
 @pytest.mark.parametrize("start", range(4))
 def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
-    reading = read(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
+    reading = read_facts(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
     assert not reading.unread
     problem = FigureProblem(reading)
     v = problem.starts.near_picture(start) + np.random.default_rng(start).normal(
@@ -153,8 +159,8 @@ def test_angles_alone_follow_from_parallels_and_triangles(seed: int) -> None:
         ("Find(x)", (171 - angle) / 3),
         ("Find(MeasureOf(Angle(A, C, D)))", 180 - angle),
     ):
-        reading = read(form(at, ["AB", "CD", "AC", "BC"], facts, asked))
-        assert Chase(reading).value() == pytest.approx(wanted)
+        reading = read_facts(form(at, ["AB", "CD", "AC", "BC"], facts, asked))
+        assert AngleChase(reading).value() == pytest.approx(wanted)
 
 
 def test_shapes_without_names_are_found_in_the_picture() -> None:
@@ -167,7 +173,7 @@ def test_shapes_without_names_are_found_in_the_picture() -> None:
             "Find(AreaOf(Parallelogram($)))",
         )
     )
-    shape = drawing.shape(term_of("Parallelogram($)"))
+    shape = drawing.shape(parse_term("Parallelogram($)"))
     assert sorted(shape) == ["A", "B", "C", "D"]
     assert drawing.in_drawing_order(["A", "B", "D", "C"]) in (
         ["A", "B", "C", "D"],
@@ -184,6 +190,6 @@ def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
         "Equals(LengthOf(Line(A, P)), x)",
     ]
     asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
-    reading = read(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
+    reading = read_facts(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
     assert reading.drawing.aliases == {"O": "A"}
     assert not reading.unread

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 
 DETERMINED = (
     ("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC", 84.0),
@@ -46,7 +46,7 @@ DETERMINED = (
 
 @pytest.mark.parametrize(("text", "value"), DETERMINED)
 def test_what_facts_determine_is_answered(text: str, value: float) -> None:
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(value, rel=1e-6)
 
@@ -61,7 +61,7 @@ def test_what_facts_determine_is_answered(text: str, value: float) -> None:
     ],
 )
 def test_what_facts_leave_free_is_open(text: str) -> None:
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     assert (result.status, result.value) == ("open", None), result.why
 
 
@@ -78,7 +78,7 @@ def test_what_facts_leave_free_is_open(text: str) -> None:
     ],
 )
 def test_what_excludes_itself_is_a_conflict(text: str) -> None:
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     assert result.status == "conflict", result.why
 
 
@@ -91,7 +91,7 @@ def test_what_excludes_itself_is_a_conflict(text: str) -> None:
     ],
 )
 def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     assert result.status == "ambiguous", result.why
     assert "two figures fit" in result.why, result.why
 
@@ -130,7 +130,7 @@ def test_of_two_solutions_without_a_drawing_both_are_named(text: str) -> None:
 def test_a_drawing_chooses_also_where_it_is_not_to_scale(
     places: str, text: str, value: float
 ) -> None:
-    result = verdict(form_of_text(f"{places} {text}"))
+    result = solve_form(read_form_from_text(f"{places} {text}"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(value, rel=1e-6)
 
@@ -140,15 +140,17 @@ def test_points_without_places_lie_between_as_the_words_say() -> None:
     text = (
         "AG and BH meet at P. AG and CK meet at Q. BH ∥ CK. D on PQ. angle APB = 70, find angle AQC"
     )
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     assert result.status in ("answered", "ambiguous"), result.why
 
 
 def test_a_figure_that_was_not_found_is_no_contradiction(monkeypatch: pytest.MonkeyPatch) -> None:
     # So few steps that no start arrives: nothing is known, and nothing is said to be excluded.
-    monkeypatch.setattr("adora_vl.geometry.solve._STEPS", 1)
+    monkeypatch.setattr("adora_vl.geometry.solve._MAX_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.solve._LETTER_STEPS", 1)
     monkeypatch.setattr("adora_vl.geometry.conflict._exclude_each_other", lambda *_: False)
-    result = verdict(form_of_text("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC"))
+    result = solve_form(
+        read_form_from_text("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC")
+    )
     assert result.status == "open"
     assert result.why.startswith("no figure was found")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.geometry.expressions import parsed
-from adora_vl.geometry.text import MAX_TEXT, form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.expressions import parse_expression
+from adora_vl.geometry.text import MAX_TEXT, read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.errors import UserError
 
 
@@ -60,7 +60,7 @@ from adora_vl.utils.errors import UserError
     ],
 )
 def test_sentences_are_solved(text: str, answer: str | None) -> None:
-    result = verdict(form_of_text(text))
+    result = solve_form(read_form_from_text(text))
     if answer is None:
         assert result.status != "answered"
     else:
@@ -83,7 +83,7 @@ SQUARES = [
 
 @pytest.mark.parametrize("equation", SQUARES)
 def test_a_square_binds_closer_than_a_product_or_a_minus(equation: str) -> None:
-    result = verdict(form_of_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
+    result = solve_form(read_form_from_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0)
 
@@ -93,7 +93,7 @@ SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
 
 @pytest.mark.parametrize(("text", "facts"), SENTENCES, ids=[text for text, _ in SENTENCES])
 def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
-    assert list(form_of_text(f"{text.rstrip('.')}. find x").facts) == facts
+    assert list(read_form_from_text(f"{text.rstrip('.')}. find x").facts) == facts
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None
     ],
 )
 def test_sentences_that_determine_nothing(text: str, status: str) -> None:
-    assert verdict(form_of_text(text)).status == status
+    assert solve_form(read_form_from_text(text)).status == status
 
 
 def test_a_place_chooses_of_two_figures() -> None:
@@ -126,15 +126,15 @@ def test_a_place_chooses_of_two_figures() -> None:
         "triangle ABC. A at 10, 100. B at 150, 20. C at 110, 100. AB = 7, angle BAC = 30, BC = "
         "4, find AC"
     )
-    asked = form_of_text(facts)
+    asked = read_form_from_text(facts)
     assert asked.points["B"] == (150.0, 20.0)
-    result = verdict(asked)
+    result = solve_form(asked)
     assert result.status == "answered"
     assert result.value == pytest.approx(4.125686, abs=1e-6)
 
 
 def test_a_text_and_its_logic_form_are_one_problem() -> None:
-    asked = form_of_text("triangle ABC, AB = 5, angle ABC = 2x+4\nfind x")
+    asked = read_form_from_text("triangle ABC, AB = 5, angle ABC = 2x+4\nfind x")
     assert asked.facts == (
         "Triangle(A, B, C)",
         "Equals(LengthOf(Line(A, B)), 5)",
@@ -170,7 +170,7 @@ def test_a_text_and_its_logic_form_are_one_problem() -> None:
 )
 def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
     with pytest.raises(UserError) as raised:
-        form_of_text(text)
+        read_form_from_text(text)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
 
@@ -181,7 +181,7 @@ def test_a_slip_is_named_with_its_place(text: str, said: str) -> None:
 )
 def test_no_text_makes_it_raise_anything_else(text: str) -> None:
     try:
-        verdict(form_of_text(text))
+        solve_form(read_form_from_text(text))
     except UserError as error:
         assert "\n" not in str(error)
 
@@ -200,12 +200,12 @@ def test_no_text_makes_it_raise_anything_else(text: str) -> None:
     ],
 )
 def test_a_unit_behind_a_number_is_no_letter(value: str, plain: str) -> None:
-    assert parsed(value) == parsed(plain)
+    assert parse_expression(value) == parse_expression(plain)
 
 
 def test_given_arcs_without_a_common_end_lie_beside_each_other() -> None:
     crossing = "circle O: A, B, C, D. AB and CD meet at E. arc AC = 80. arc BD = 60. find angle AEC"
-    assert verdict(form_of_text(crossing)).value == pytest.approx(70)
+    assert solve_form(read_form_from_text(crossing)).value == pytest.approx(70)
     # With a common end the one may hold the other, and only a drawing says so.
     shared = "circle O: A, B, C. arc AB = 60. arc AC = 100. find arc BC"
-    assert verdict(form_of_text(shared)).status == "ambiguous"
+    assert solve_form(read_form_from_text(shared)).status == "ambiguous"

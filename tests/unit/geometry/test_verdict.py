@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.geometry.forms import Form
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, verdict
+from adora_vl.geometry.forms import LogicForm
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, solve_form
 from tests.support.geometry_forms import degrees, form, measured_angle, measured_length, on_circle
 
 TRIANGLE = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
@@ -37,7 +37,7 @@ def test_two_sides_and_their_angle_give_the_third(
         measured_length(at, "B", "C"),
         measured_angle(at, "A", "B", "C"),
     ]
-    result = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.how) == ("answered", "facts")
     assert result.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
 
@@ -58,7 +58,7 @@ def test_a_parallelogram_is_solved_from_a_picture_that_is_not_to_scale(
         name: complex(100 * place.real, 100 * squeezed * place.imag) for name, place in at.items()
     }
     asked = ["Parallelogram(A,B,C,D)", "Find(LengthOf(Line(A, C)))"]
-    result = verdict(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
+    result = solve_form(form(drawn, ("AB", "BC", "CD", "DA", "AC"), facts, asked))
     assert result.status == "answered"
     assert result.value == pytest.approx(abs(at["C"]), rel=1e-6)
 
@@ -75,12 +75,12 @@ def test_a_tangent_is_as_long_as_the_right_triangle_has_it(radius: float, far: f
         measured_length(at, "O", "P"),
         "Tangent(Line(P, T), Circle(O))",
     ]
-    result = verdict(form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"]))
+    result = solve_form(form(at, ("OP", "PT", "OT"), facts, "Find(LengthOf(Line(P, T)))", ["O"]))
     assert result.status == "answered"
     assert result.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
 
 
-def _chords(seed: int) -> tuple[Form, float]:
+def _chords(seed: int) -> tuple[LogicForm, float]:
     """Two chords that meet inside a circle, with three of their four parts given."""
     rng = random.Random(seed)
     ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
@@ -104,7 +104,7 @@ def _chords(seed: int) -> tuple[Form, float]:
 @pytest.mark.parametrize("seed", range(8))
 def test_parts_of_chords(seed: int) -> None:
     asked, wanted = _chords(seed)
-    result = verdict(asked)
+    result = solve_form(asked)
     assert result.status == "answered"
     assert result.value == pytest.approx(wanted, rel=1e-6)
 
@@ -112,11 +112,11 @@ def test_parts_of_chords(seed: int) -> None:
 # Nothing that a problem does not speak of changes what is said of it.
 
 
-def _renamed(asked: Form, names: dict[str, str]) -> Form:
+def _renamed(asked: LogicForm, names: dict[str, str]) -> LogicForm:
     def new(text: str) -> str:
         return re.sub(r"\b[A-E]\b", lambda match: names[match[0]], text)
 
-    return Form(
+    return LogicForm(
         lines=tuple((names[start], names[end]) for start, end in asked.lines),
         circles=asked.circles,
         points={names.get(name, name): place for name, place in asked.points.items()},
@@ -145,7 +145,7 @@ def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: in
         _renamed(asked, dict(zip("ABCDE", "CEADB", strict=True))),
     ]
     for changed in forms:
-        result = verdict(changed)
+        result = solve_form(changed)
         assert (result.status, result.how) == ("answered", "facts")
         assert result.value == pytest.approx(wanted, rel=1e-6)
 
@@ -161,12 +161,12 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
     wanted = degrees(at, "A", "C", "B")
     asked = "Find(MeasureOf(Angle(A, C, B)))"
     for facts in (needed, [*needed, more[0]], [*needed, *more]):
-        result = verdict(form(at, SIDES, facts, asked))
+        result = solve_form(form(at, SIDES, facts, asked))
         assert result.status == "answered"
         assert result.value == pytest.approx(wanted, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
-        result = verdict(form(at, SIDES, facts, asked))
+        result = solve_form(form(at, SIDES, facts, asked))
         assert result.status != "answered" or result.value == pytest.approx(wanted, abs=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
 
 def test_open_where_a_side_may_be_anything() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 5)", "Equals(LengthOf(Line(B, C)), 7)"]
-    result = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.value, result.how) == ("open", None, "")
     assert "AC free" in result.why
 
@@ -184,10 +184,10 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     right = {"A": 0j, "B": 90 + 0j, "C": 60j}
     facts = ["Equals(LengthOf(Line(A, B)), 4)", "Equals(LengthOf(Line(A, C)), 3)"]
     asked = form(right, SIDES, facts, "Find(LengthOf(Line(B, C)))")
-    result = verdict(asked)
+    result = solve_form(asked)
     assert (result.status, result.how, result.answer) == ("open", "looks", "5")
     assert result.assumed == ("angle BAC is a right angle",)
-    assert verdict(asked, looks=False).value is None
+    assert solve_form(asked, looks=False).value is None
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
 def test_facts_that_exclude_each_other_are_named(
     facts: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
-    result = verdict(
+    result = solve_form(
         form(
             TRIANGLE,
             SIDES,
@@ -236,7 +236,7 @@ def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: flo
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
     at = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
-    result = verdict(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.status == "answered"
     assert result.value == pytest.approx(expected_AB, rel=1e-6)
 
@@ -247,7 +247,9 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
         "Equals(LengthOf(Line(B, C)), 5)",
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
-    result = verdict(replace(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={}))
+    result = solve_form(
+        replace(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={})
+    )
     assert result.status == "ambiguous"
     assert "two figures fit" in result.why
 
@@ -259,7 +261,7 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
         "Equals(LengthOf(Line(A, B)), 5)",
         "Equals(LengthOf(Line(B, C)), 50)",
     ]
-    result = verdict(form(TRIANGLE, SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))"))
+    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))"))
     assert (result.status, result.how, result.answer) == ("answered", "angles", "70")
 
 
@@ -270,7 +272,9 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
         "Equals(LengthOf(Line(A, B)), 9)",
         "Equals(LengthOf(Line(A, C)), 5)",
     ]
-    assert verdict(form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")).status in (
+    assert solve_form(
+        form(line, ("AC", "AB", "BC"), facts, "Find(LengthOf(Line(B, C)))")
+    ).status in (
         "conflict",
         "collapsed",
     )
@@ -278,13 +282,13 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
 
 def test_a_letter_may_be_negative() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 2-x)", "Equals(LengthOf(Line(A, B)), 10)"]
-    assert verdict(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "-8"
+    assert solve_form(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "-8"
 
 
 def test_a_double_root_is_an_answer() -> None:
     # PQ = 6 - x, QR = 6 + x and both similar triangles: x is 0, where the equation x^2 = 0 touches.
     facts = ["Equals(LengthOf(Line(A, B)), x^2-6x+14)", "Equals(LengthOf(Line(A, B)), 5)"]
-    assert verdict(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "3"
+    assert solve_form(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "3"
 
 
 # Bad input
@@ -296,7 +300,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
         "Perpendiculr(Line(A, B), Line(B, C))",
         "Equals(LengthOf(Line(A, B), 3",
     ]
-    result = verdict(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.answer == "5"
     assert result.unread[0].startswith("fact 3, ")
     assert "brackets" in result.unread[0]
@@ -321,7 +325,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
 )
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
     asked = form(TRIANGLE, SIDES, [], "Find(LengthOf(Line(A, B)))")
-    result = verdict(replace(asked, **changed))
+    result = solve_form(replace(asked, **changed))
     assert result.status == "unread"
     assert said in result.why
 
@@ -331,7 +335,7 @@ def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
 )
 def test_no_value_makes_it_raise_or_hang(value: str) -> None:
     facts = [f"Equals(LengthOf(Line(A, B)), {value})", "Equals(LengthOf(Line(B, C)), x)"]
-    verdict(form(TRIANGLE, SIDES, facts, "Find(x)"))
+    solve_form(form(TRIANGLE, SIDES, facts, "Find(x)"))
 
 
 def test_the_engine_imports_numpy_alone() -> None:
@@ -347,5 +351,5 @@ def test_the_engine_imports_numpy_alone() -> None:
 def test_a_regular_polygon_goes_once_round(sides: int) -> None:
     """Without a name for its number of corners too: a hexagon once fell together to 60 degrees."""
     corners = "ABCDEFGHIJKL"[:sides]
-    result = verdict(form_of_text(f"regular polygon {corners}\nfind angle ABC"))
+    result = solve_form(read_form_from_text(f"regular polygon {corners}\nfind angle ABC"))
     assert result.value == pytest.approx((sides - 2) * 180 / sides)

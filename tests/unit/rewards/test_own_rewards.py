@@ -638,7 +638,7 @@ def saving(folder: Path, saved: list[Path]) -> Any:
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
     saved: list[Path] = []
     guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
-    sound, failing = guard.around(
+    sound, failing = guard.wrap_functions(
         [lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"]
     )
     call(sound, ["0", "1"])
@@ -658,7 +658,7 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
     guard = RewardGuard(step_context(save_now=Path, adora_reward_timeout=0.2))
     model = torch.nn.Linear(1, 1)
     preset = choose_rewards(["accuracy"]).functions[0]
-    around = guard.around([model, preset], ["model", "accuracy_reward"])
+    around = guard.wrap_functions([model, preset], ["model", "accuracy_reward"])
     assert around[0] is model
     assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
     call(around[1], ["5"])

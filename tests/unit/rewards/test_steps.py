@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.advantage.adora import Adora
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.steps import step_figures, step_lines
-from adora_vl.geometry.figure import written
-from adora_vl.geometry.text import form_of_text
-from adora_vl.geometry.verdict import verdict
+from adora_vl.geometry.figure import figure_as_json
+from adora_vl.geometry.text import read_form_from_text
+from adora_vl.geometry.verdict import solve_form
 from adora_vl.preflight.check_rewards import check_criteria
 from adora_vl.report.run_view import ROLLOUT, load_run
 from adora_vl.rewards.choose import check_reward_sums, choose_rewards, reward_range
@@ -42,9 +42,9 @@ CLAIMS = (
 @pytest.fixture(scope="module")
 def drawn() -> str:
     """The figure of the facts, as a row stores it."""
-    result = verdict(form_of_text(FACTS))
+    result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None
-    return written(result.figure)
+    return figure_as_json(result.figure)
 
 
 def scores(reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any) -> Any:
@@ -145,9 +145,9 @@ def test_what_stands_behind_the_last_box_is_not_read(text: str, part: str) -> No
 def test_a_figure_that_its_values_settle_counts_as_none() -> None:
     """Nothing new can be said of it, and each right answer would count as luck."""
     facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
-    result = verdict(form_of_text(facts))
+    result = solve_form(read_form_from_text(facts))
     assert result.figure is not None
-    assert scores(StepsReward({}), ["∠C = 89"], [written(result.figure)]) == [None]
+    assert scores(StepsReward({}), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
 
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
@@ -242,7 +242,7 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
         for number, text in enumerate([GOOD, FALSE, BARE])
     ]
     rows.append({"pid": "3", "response": GOOD})
-    graded = [Graded(row["pid"], RowGrade("correct", None, "")) for row in rows]
+    graded = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
     figures = step_figures(rows, graded)
     assert figures is not None
     assert figures["answers"] == 3
@@ -251,7 +251,7 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
     assert figures["lucky"]["count"] == 2
     assert "right by luck: 66.7 % " in step_lines(figures)[2]
     assert step_figures(rows[3:], graded[3:]) is None
-    wrong = [Graded("0", RowGrade("wrong", None, ""))]
+    wrong = [GradedAnswer("0", RowGrade("wrong", None, ""))]
     figures = step_figures(rows[:1], wrong)
     assert figures is not None
     assert step_lines(figures)[2] == "right by luck: no answer is right"

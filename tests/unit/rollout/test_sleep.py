@@ -112,7 +112,7 @@ def trainer(engine: Any, **changed: Any) -> Any:
 
 
 def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
-    with trainer(engine)._engine_awake():
+    with trainer(engine)._keeping_engine_awake():
         for _ in range(3):
             engine.sample(ASKS)
     assert engine.did.count("sync") == 1
@@ -142,7 +142,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     engine.settings = EngineSettings()
     engine._init_vllm()
     clock.enter("policy")
-    with trainer(engine, tries=batches)._engine_awake():
+    with trainer(engine, tries=batches)._keeping_engine_awake():
         for _ in range(batches or 2):
             with clock.phase("rollout"):
                 engine.sample(ASKS)
@@ -155,7 +155,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
-    with pytest.raises(RuntimeError), trainer(engine)._engine_awake():
+    with pytest.raises(RuntimeError), trainer(engine)._keeping_engine_awake():
         engine.sample(ASKS)
         raise RuntimeError
     assert engine.did[-1] == "sleep"
@@ -167,7 +167,7 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
     for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}):
         with subtests.test(str(changed)):
             engine.did.clear()
-            with trainer(engine, **changed)._engine_awake():
+            with trainer(engine, **changed)._keeping_engine_awake():
                 for _ in range(2):
                     engine.sample(ASKS)
             assert engine.did.count("sync") == 2
@@ -188,7 +188,7 @@ def test_the_weights_of_a_step_are_synced_once(engine):
 
 def test_without_sleep_mode_nothing_sleeps(engine):
     engine.enable_sleep_mode = engine._llm_weights_sleeping = False
-    with trainer(engine)._engine_awake():
+    with trainer(engine)._keeping_engine_awake():
         engine.sample(ASKS)
     assert engine.did == ["generate"]
 

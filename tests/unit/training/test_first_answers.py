@@ -26,7 +26,7 @@ def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().look(ROWS, facts_of_verdicts(WRONG))
+    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts(WRONG))
     printed = capsys.readouterr().err.splitlines()
     assert "none of the first 4 rollouts is right" in printed[0]
     assert "so B is right.Answer:B" in printed[1]
@@ -39,9 +39,9 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().look(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
+    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
     second_generation_wrong = FirstAnswers()
-    second_generation_wrong.look(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
-    second_generation_wrong.look(ROWS, facts_of_verdicts(WRONG))
-    FirstAnswers().look(ROWS, facts_of_verdicts([]))
+    second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
+    second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts(WRONG))
+    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts([]))
     assert capsys.readouterr().err == ""

@@ -51,7 +51,7 @@ def training():
 
     context = step_context(log, adora_max_ratio=1000.0)
     ratios = RatioGuard(context)
-    guard = SkipBadSteps(context, ratios, deepspeed=None)
+    guard = SkipBadSteps(context, ratios, deepspeed_engine=None)
     control = TrainerControl()
     guard.max_bad_steps = 2
 
@@ -120,7 +120,7 @@ def two_deepspeed_steps(
     context = step_context(
         fp16=fp16, accelerator=SimpleNamespace(optimizer_step_was_skipped=skipped)
     )
-    guard = SkipBadSteps(context, RatioGuard(context), deepspeed=lambda: engine)
+    guard = SkipBadSteps(context, RatioGuard(context), deepspeed_engine=lambda: engine)
     control = TrainerControl()
     if not fp16:
         guard.max_bad_steps = max_bad_steps
@@ -177,7 +177,7 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
         with subtests.test(f"bound {bound}"):
             log: dict[str, float] = {}
             guard = RatioGuard(step_context(log, adora_max_ratio=bound))
-            loss = guard.loss(torch.tensor(2.0), logps_BC, micro).item()
+            loss = guard.loss_or_nan(torch.tensor(2.0), logps_BC, micro).item()
             assert log == {"adora/ratio_max": pytest.approx(4)}
             exceeding_ratio = guard.take_exceeding_ratio()
             if is_exceeded:
@@ -189,7 +189,7 @@ def test_a_ratio_above_the_bound_makes_the_loss_nan_and_is_told_once(subtests):
             assert guard.take_exceeding_ratio() is None
     guard = RatioGuard(step_context(adora_max_ratio=1.0))
     without_old_logps: Batch = {"completion_mask": mask_BC}
-    assert guard.loss(torch.tensor(2.0), logps_BC, without_old_logps) == 2
+    assert guard.loss_or_nan(torch.tensor(2.0), logps_BC, without_old_logps) == 2
 
 
 def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
@@ -197,7 +197,7 @@ def test_a_ratio_that_explodes_on_another_rank_skips_the_step_here_too():
     two_ranks = SimpleNamespace(gather=lambda value: torch.cat([value, torch.tensor([4.0])]))
     guard = RatioGuard(step_context(log, accelerator=two_ranks, adora_max_ratio=3.0))
     micro: Batch = {"old_per_token_logps": torch.zeros(1, 2), "completion_mask": torch.ones(1, 2)}
-    assert math.isnan(guard.loss(torch.tensor(2.0), torch.zeros(1, 2), micro))
+    assert math.isnan(guard.loss_or_nan(torch.tensor(2.0), torch.zeros(1, 2), micro))
     assert log == {"adora/ratio_max": 4.0}
     assert guard.take_exceeding_ratio() == 4.0
 
@@ -246,7 +246,7 @@ def test_the_drift_is_of_what_the_present_weights_have_sampled(tmp_path):
 def test_without_a_server_the_run_ends_with_a_checkpoint_to_go_on_from(tmp_path):
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
     line = rf"^step 1: no server, and go on with --resume_from_checkpoint {tmp_path}$"
-    with pytest.raises(RunError, match=line), guard.watching():
+    with pytest.raises(RunError, match=line), guard.guarding_servers():
         raise NoServerError("no server")
 
 
@@ -383,12 +383,12 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
 
 def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
-    with guard.beginning(6):
+    with guard.guarding_user_code(6):
         pass
     ends_run = pytest.raises(
         UserError, match=f"^step 7: row 3: reset: oh, and go on with .*checkpoint {tmp_path}$"
     )
-    with ends_run, guard.beginning(6):
+    with ends_run, guard.guarding_user_code(6):
         raise UserError("row 3: reset: oh")
 
 

@@ -395,10 +395,10 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     grpo = batcher(banks=banks, loss_type="grpo")
     with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
-    scaled = [float(loss * grpo.weight(micro)) for micro in with_work]
+    scaled = [float(loss * grpo.loss_weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
     dapo = batcher(banks=banks, loss_type="dapo")
-    assert float(loss * dapo.weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
+    assert float(loss * dapo.loss_weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
 
 
 def test_which_groups_are_learned_from_and_where(subtests):
@@ -443,7 +443,7 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
             rows = len(micro["advantages"])
             weight_in_mean = 1.0 if loss_type == "dapo" else 1 / rows
             for number in micro["rollout_number"].tolist():
-                weights[number] = weight_in_mean * float(cutting_batcher.weight(micro))
+                weights[number] = weight_in_mean * float(cutting_batcher.loss_weight(micro))
         return weights
 
     separate = weights_of_rows(None, expected_count=4)

@@ -116,7 +116,7 @@ def learn(
     if not trainer.use_vllm:
         del batch["sampling_per_token_logps"]
     trainer._add_logps(batch, "train")
-    micro_batches = trainer.batcher.split(batch, "0/0")
+    micro_batches = trainer.micro_batcher.split(batch, "0/0")
     trainer._add_old_logps(micro_batches)
     layout = trainer.layout
     for micro_step in range(layout.micro_batches_per_generation):
@@ -143,7 +143,7 @@ def learn(
 def rollouts_of_second_update(**keys: object) -> list[int]:
     """Return the numbers of the rollouts that the second optimizer step learns from."""
     trainer = table_trainer(logits_table(), **keys)
-    micro_batches = trainer.batcher.split(generation(), "0/0")
+    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
     later = micro_batches[trainer.layout.micro_batches_before_update :]
     return [row for micro in later for row in micro["rollout_number"].tolist()]
 
@@ -229,12 +229,12 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     )
     batch = generation()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
-    micro_batches = trainer.batcher.split(batch, "0/0")
+    micro_batches = trainer.micro_batcher.split(batch, "0/0")
     trainer._add_old_logps(micro_batches)
     assert trainer.recorder.measured_rows == []
     for micro in micro_batches[2:]:
         assert micro["old_per_token_logps"].isnan().all()
-        assert not trainer.ratio.is_due(micro)
+        assert not trainer.importance_ratio.is_due(micro)
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
@@ -247,12 +247,12 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
 
     context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATES, **REFERENCE)
     old_logps = OldLogps(context, has_dropout=False)
-    micro_batches = table_trainer(logits_table(), **TWO_UPDATES, **REFERENCE).batcher.split(
+    micro_batches = table_trainer(logits_table(), **TWO_UPDATES, **REFERENCE).micro_batcher.split(
         generation(), "0/0"
     )
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
-    passes = old_logps.due(micro_batches)
+    passes = old_logps.passes_due(micro_batches)
     assert [old_pass.rows for old_pass in passes] == [list(range(GROUP_SIZE))] * 2
 
 
@@ -280,7 +280,7 @@ def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
     trainer = table_trainer(logits_table(), **keys)
     trainer.drift_guard.save_now = lambda: "none"
-    micro_batches = trainer.batcher.split(generation(), "0/0")
+    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
         trainer._add_old_logps(micro_batches)
 
@@ -305,7 +305,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
     ):
         with subtests.test(name):
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
-            assert len(old_logps.due(micro_batches)) == count
+            assert len(old_logps.passes_due(micro_batches)) == count
             # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
             assert old_logps.come_from_same_pass(0)
 

@@ -332,10 +332,10 @@ def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any
     trainer.layout = run.pool.layout
     trainer.num_generations = GROUP_SIZE
     trainer.pool = run.pool
-    trainer.rollouts = run.rollouts
+    trainer.generation_sampler = run.generation_sampler
     trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
-    trainer.unfinished = SimpleNamespace(begins=lambda *_: None)
-    trainer.advantages = scorer
+    trainer.unfinished_generation = SimpleNamespace(note_step_begin=lambda *_: None)
+    trainer.advantage_computer = scorer
     trainer.log_figure = run.log.__setitem__
     trainer._facts = dict
     trainer._logs = {}
@@ -392,7 +392,7 @@ class Run:
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
-        guard: Any = SimpleNamespace(check=lambda *_: None, watching=nullcontext)
+        guard: Any = SimpleNamespace(check=lambda *_: None, guarding_servers=nullcontext)
         scorer = StandInScorer(context.accelerator, has_signal)
         stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
         if tools:
@@ -414,7 +414,7 @@ class Run:
             policy_logps=lambda _: None,
             images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
         )
-        self.rollouts = GenerationSampler(
+        self.generation_sampler = GenerationSampler(
             context=context,
             pool=self.pool,
             group_sampler=groups,
@@ -564,10 +564,10 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
     without_tools = Run(4, tools=True, budget=None)
-    without_tools.rollouts.group_sampler.tool_loop = None
+    without_tools.generation_sampler.group_sampler.tool_loop = None
     silent_tools: Any = SilentTools()
     with_silent_tools = Run(4, tools=True, budget=None)
-    with_silent_tools.rollouts.group_sampler.tool_loop = silent_tools
+    with_silent_tools.generation_sampler.group_sampler.tool_loop = silent_tools
     without_tools.go_on()
     with_silent_tools.go_on()
     assert without_tools.learned_rollouts == with_silent_tools.learned_rollouts
@@ -580,7 +580,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
         run = Run(4, accelerator, tools=True, budget=None)
         if rank == 1:
             silent_tools: Any = SilentTools()
-            run.rollouts.group_sampler.tool_loop = silent_tools
+            run.generation_sampler.group_sampler.tool_loop = silent_tools
         run.go_on()
         return [len(requests) for requests in run.engine.requests_of_calls]
 
