@@ -40,14 +40,14 @@ def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
             yield relation
         return
     yield touches_line(
-        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
+        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.ends_of_line(line)
     )
 
 
 def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a segment is a diameter: its middle is the centre, and an end lies on the circle."""
     circle = measures.drawing.circle(term.arguments[1])
-    line = measures.drawing.segment(term.arguments[0])
+    line = measures.drawing.ends_of_line(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
     yield lies_on_circle(measures, line[0], circle)
 
@@ -55,7 +55,7 @@ def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
 def chord(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that both ends of a chord lie on the circle; of a radius, the outer one."""
     circle = measures.drawing.circle(term.arguments[1])
-    for name in measures.drawing.segment(term.arguments[0]):
+    for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name != circle.centre:
             yield lies_on_circle(measures, name, circle)
 
@@ -63,7 +63,7 @@ def chord(measures: Measures, term: Term) -> Iterator[Relation]:
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say which points of a secant lie on the circle, which the picture has already."""
     circle = measures.drawing.circle(term.arguments[1])
-    for name in measures.drawing.segment(term.arguments[0]):
+    for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name in circle.points:
             yield lies_on_circle(measures, name, circle)
 
@@ -73,13 +73,13 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
-        names = measures.drawing.shape(target)
+        names = measures.drawing.corners_of_shape(target)
         for side in sides_of_polygon(names):
             yield touches_line(measures, circle, side)
         yield target
         return
     circle = measures.drawing.circle(target)
-    names = measures.inscribed(shape, circle)
+    names = measures.inscribed_corners(shape, circle)
     if shape.head == "Regular" or shape.head == "Equilateral":
         yield from all_equal(measures, names)
     else:
@@ -90,7 +90,7 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
 
 def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
     """Say that the sides of a shape touch a circle."""
-    names = measures.drawing.shape(term.arguments[0])
+    names = measures.drawing.corners_of_shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
     for side in sides_of_polygon(names):
         yield touches_line(measures, circle, side)

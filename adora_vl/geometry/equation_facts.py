@@ -32,7 +32,7 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if measure.head == "Line" and size.head in ("AltitudeOf", "HeightOf"):
         yield from foot_relations(
             measures,
-            line=measures.drawing.segment(measure),
+            line=measures.drawing.ends_of_line(measure),
             corners=size.arguments[0].names,
             is_median=False,
         )
@@ -46,8 +46,8 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     unit = unit_of_term(measure)
     if unit == "length":
         unit = unit_of_term(size)
-    value = measures.value(measure)
-    size_value = measures.value(size)
+    value = measures.quantity(measure)
+    size_value = measures.quantity(size)
     if unit == "degrees" and (_means_other_side(measure, size) or _is_shorter_arc(measures, term)):
         value = minus(Constant(360.0), value)
     yield Equal(left=value, right=size_value, unit=unit)
@@ -68,7 +68,7 @@ def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Ite
     `UnreadError` for a segment that is no side.
     """
     corners = unwrap_shape(role.arguments[0]).names
-    ends = measures.drawing.segment(line)
+    ends = measures.drawing.ends_of_line(line)
     if not set(ends) <= set(corners):
         raise UnreadError(f"{''.join(ends)} is no side of {''.join(corners)}")
     if role.head == "BaseOf":
@@ -88,7 +88,7 @@ def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Ite
 def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two angles are supplementary, 180 degrees together, or complementary, 90."""
     total = 180.0 if term.head == "Supplementary" else 90.0
-    angles = [measures.value(angle) for angle in term.arguments]
+    angles = [measures.quantity(angle) for angle in term.arguments]
     if len(angles) != 2:
         raise UnreadError(f"{term} has not two angles")
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")

@@ -32,7 +32,7 @@ _MAX_OFFSET_FROM_MIDDLE = 0.05
 
 def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that opposite sides are parallel; rectangle, rhombus and square say more."""
-    a, b, c, d = require_four(measures.drawing.shape(term))
+    a, b, c, d = require_four(measures.drawing.corners_of_shape(term))
     yield Parallel(a=a, b=b, c=d, d=c)
     yield Parallel(a=a, b=d, c=b, d=c)
     if term.head in ("Rectangle", "Square"):
@@ -48,7 +48,7 @@ def kite(measures: Measures, term: Term) -> Iterator[Relation]:
 
     The equal pairs meet at two opposite corners. Which two is not in the name of the shape.
     """
-    a, b, c, d = require_four(measures.drawing.shape(term))
+    a, b, c, d = require_four(measures.drawing.corners_of_shape(term))
     if _equal_sides_meet_at_second(measures, (a, b, c, d)):
         a, b, c, d = b, c, d, a
     yield same_length(measures, (a, b), (a, d))
@@ -59,7 +59,7 @@ def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str
     """Tell whether a kite's equal sides meet at its second and fourth corner."""
     a, b, c, d = corners
     drawing = measures.drawing
-    if drawing.are_called_equal((a, b), (b, c)) or drawing.are_called_equal((c, d), (d, a)):
+    if drawing.are_stated_equal((a, b), (b, c)) or drawing.are_stated_equal((c, d), (d, a)):
         return True
     places = drawing.places
     if not set(corners) <= places.keys():
@@ -76,20 +76,20 @@ def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two opposite sides are parallel, those that the facts or the picture show."""
     a, b, c, d = require_four(
-        measures.drawing.with_base_first(require_four(measures.drawing.shape(term)))
+        measures.drawing.with_base_first(require_four(measures.drawing.corners_of_shape(term)))
     )
     yield Parallel(a=a, b=b, c=d, d=c)
 
 
 def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that two sides are equal; of a trapezoid the legs are, and the diagonals."""
-    names = measures.drawing.shape(inner_shape(term))
+    names = measures.drawing.corners_of_shape(inner_shape(term))
     if len(names) == 4:
         a, b, c, d = require_four(measures.drawing.with_base_first(names))
         yield Parallel(a=a, b=b, c=d, d=c)
         yield same_length(measures, (a, c), (b, d))
         yield same_length(measures, (b, c), (d, a))
-    elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
+    elif len(names) == 3 and not measures.drawing.has_stated_equal_parts(names):
         apex = measures.drawing.apex(names)
         first, last = [name for name in names if name != apex]
         yield same_length(measures, (apex, first), (apex, last))
@@ -102,7 +102,7 @@ def inner_shape(term: Term) -> Term:
 
 def right(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a triangle has a right angle at the corner that is marked, or looks like it."""
-    names = measures.drawing.shape(inner_shape(term))
+    names = measures.drawing.corners_of_shape(inner_shape(term))
     corner = measures.drawing.right_corner(names)
     first, last = [name for name in names if name != corner][:2]
     yield right_angle_at(corner, first, last)
@@ -110,7 +110,7 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that all sides are equal, and where these do not say so, all angles."""
-    corners = measures.drawing.shape(inner_shape(term))
+    corners = measures.drawing.corners_of_shape(inner_shape(term))
     # Equal sides make a triangle regular, and of require_four corners a rhombus: "Square" says its right
     # angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
@@ -182,10 +182,10 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
         yield Equal(left=first_radius, right=second_radius, unit="length")
         return
     if first.head in ("Angle", "Arc") and second.head in ("Angle", "Arc"):
-        yield Equal(left=measures.value(first), right=measures.value(second), unit="degrees")
+        yield Equal(left=measures.quantity(first), right=measures.quantity(second), unit="degrees")
         return
     if first.head == "Line" and second.head == "Line":
-        yield same_length(measures, drawing.segment(first), drawing.segment(second))
+        yield same_length(measures, drawing.ends_of_line(first), drawing.ends_of_line(second))
         return
     corners = unwrap_shape(first).names
     partners = unwrap_shape(second).names

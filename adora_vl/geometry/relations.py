@@ -40,7 +40,9 @@ def same_length(measures: Measures, first: Sequence[str], second: Sequence[str])
 
 def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
     """Say that two angles are equal."""
-    return Equal(left=measures.corner(*first), right=measures.corner(*second), unit="degrees")
+    return Equal(
+        left=measures.angle_between(*first), right=measures.angle_between(*second), unit="degrees"
+    )
 
 
 def lies_on_circle(measures: Measures, point: str, circle: Circle) -> Relation:
@@ -59,7 +61,7 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
     if not shared:
-        shared = [name for name in circle.points if drawing.are_on_one_row((name, *line))]
+        shared = [name for name in circle.points if drawing.are_on_one_line((name, *line))]
     if shared:
         far_end = next(name for name in line if name != shared[0])
         return Perpendicular(a=circle.centre, b=shared[0], c=shared[0], d=far_end)
@@ -69,7 +71,7 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
 
 def point_of_term(measures: Measures, term: Term) -> str:
     """Return the point that a term is or names."""
-    return measures.drawing.point(term.names[0] if term.arguments else term.head)
+    return measures.drawing.require_point(term.names[0] if term.arguments else term.head)
 
 
 def require_four(names: Sequence[str]) -> tuple[str, str, str, str]:

@@ -30,10 +30,10 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
     """
     drawing = measures.drawing
     line, shape = term.arguments
-    ends = drawing.segment(line)
+    ends = drawing.ends_of_line(line)
     corners: list[str] = []
     if len(shape.names) > 2 or shape.head == "Trapezoid":
-        corners = drawing.shape(shape)
+        corners = drawing.corners_of_shape(shape)
     if len(corners) == 4:
         yield from _trapezoid_midsegment(measures, ends, corners)
         return
@@ -44,8 +44,8 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a line joins the middles of two sides, or of a trapezoid's legs."""
-    line = measures.drawing.segment(term.arguments[0])
-    names = measures.drawing.shape(term.arguments[1])
+    line = measures.drawing.ends_of_line(term.arguments[0])
+    names = measures.drawing.corners_of_shape(term.arguments[1])
     if len(names) == 4:
         yield from _trapezoid_midsegment(measures, line, names)
         return
@@ -92,7 +92,7 @@ def foot_relations(
         return
     # Without a triangle the foot_relations is the end that lies within another line of the picture.
     for top, foot_point in (line, line[::-1]):
-        for row in measures.drawing.lines:
+        for row in measures.drawing.all_lines:
             if foot_point in row[1:-1] and top not in row:
                 position = row.index(foot_point)
                 beside = (row[position - 1], row[position + 1])
@@ -117,15 +117,15 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
     """
     drawing = measures.drawing
     point = point_of_term(measures, term.arguments[0])
-    names = drawing.shape(term.arguments[1])
+    names = drawing.corners_of_shape(term.arguments[1])
     yield Mean(point=point, points=tuple(names))
     for corner in names:
         ends = [name for name in names if name != corner]
-        for row in drawing.lines:
+        for row in drawing.all_lines:
             if corner not in row or point not in row:
                 continue
             for foot_relations in row:
-                if foot_relations not in names and drawing.are_on_one_row((foot_relations, *ends)):
+                if foot_relations not in names and drawing.are_on_one_line((foot_relations, *ends)):
                     yield Mean(point=foot_relations, points=tuple(ends))
 
 
@@ -136,7 +136,7 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
     if term.arguments[1].head == "Angle" and len(names) == 3:
         yield same_angle(measures, (names[0], names[1], point), (point, names[1], names[2]))
         return
-    names = measures.drawing.shape(term.arguments[1])
+    names = measures.drawing.corners_of_shape(term.arguments[1])
     for i in range(3):
         corner = names[i - 1]
         yield same_angle(measures, (names[i - 2], corner, point), (point, corner, names[i]))
@@ -145,7 +145,7 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a point lies on two altitudes of a triangle, and so on the third."""
     point = point_of_term(measures, term.arguments[0])
-    a, b, c = measures.drawing.shape(term.arguments[1])[:3]
+    a, b, c = measures.drawing.corners_of_shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
     yield Perpendicular(a=point, b=b, c=a, d=c)
 
@@ -153,5 +153,5 @@ def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 def hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that a side is the hypotenuse of a triangle."""
     yield from opposite_right_angle(
-        term.arguments[0].names, measures.drawing.shape(term.arguments[1])
+        term.arguments[0].names, measures.drawing.corners_of_shape(term.arguments[1])
     )
