@@ -75,10 +75,7 @@ def solved_problems(
     # The numbers are texts without leading zeros, so that the longer one is the larger.
     by_number = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
     for number, form in tqdm(by_number, desc="solve", unit="form", disable=None):
-        if questions is not None:
-            question = questions[number]
-        else:
-            question = _question_of_form(number, form)
+        question = _question_of_form(number, form) if questions is None else questions[number]
         solution = solve_form(form, looks=False, repair=False)
         if solution.status != "answered":
             left_out[f"are {solution.status}"] += 1

@@ -33,7 +33,7 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line touches_line a circle; unnamed lines are those that look like tangents."""
+    """Say that a line touches a circle; unnamed lines are those that look like tangents."""
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
         for relation, _ in tangents_seen(measures, MAX_DEGREES_OF_STATED_TANGENT):
@@ -69,7 +69,7 @@ def secant(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that a circle touches_line all sides of a shape, or a shape has its corners on a circle."""
+    """Say that a circle touches all sides of a shape, or a shape has its corners on a circle."""
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)

@@ -38,7 +38,7 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        # All require_four, though one would do: angles alone go by pairs of equal sides.
+        # All four, though one would do: angles alone go by pairs of equal sides.
         for first, second in pairwise((a, b, c, d, a, b)[i : i + 2] for i in range(5)):
             yield same_length(measures, first, second)
 
@@ -111,7 +111,7 @@ def right(measures: Measures, term: Term) -> Iterator[Relation]:
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
     """Say that all sides are equal, and where these do not say so, all angles."""
     corners = measures.drawing.corners_of_shape(inner_shape(term))
-    # Equal sides make a triangle regular, and of require_four corners a rhombus: "Square" says its right
+    # Equal sides make a triangle regular, and of four corners a rhombus: "Square" says its right
     # angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
     yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)

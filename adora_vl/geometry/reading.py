@@ -32,7 +32,7 @@ from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import term_in_words
 
 _MIN_RADII_OUTSIDE = (
-    1.1  # of a drawn radius; a point farther from the centre is relations_seen to lie outside
+    1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
 )
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")

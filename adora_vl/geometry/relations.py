@@ -53,7 +53,7 @@ def lies_on_circle(measures: Measures, point: str, circle: Circle) -> Relation:
 
 
 def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """Say that a line touches_line a circle.
+    """Say that a line touches a circle.
 
     It is perpendicular to the radius at the point that they share, else at the distance of a
     radius.
@@ -75,7 +75,7 @@ def point_of_term(measures: Measures, term: Term) -> str:
 
 
 def require_four(names: Sequence[str]) -> tuple[str, str, str, str]:
-    """Return the require_four corners of a shape. Raises `UnreadError` for another number."""
+    """Return the four corners of a shape. Raises `UnreadError` for another number."""
     if len(names) != 4:
-        raise UnreadError(f"{''.join(names)} has not require_four corners")
+        raise UnreadError(f"{''.join(names)} has not four corners")
     return names[0], names[1], names[2], names[3]

@@ -90,7 +90,7 @@ def foot_relations(
         yield collinear(feet[0], base[0], base[1])
         yield _foot_relation(line, feet[0], (base[0], base[1]), is_median=is_median)
         return
-    # Without a triangle the foot_relations is the end that lies within another line of the picture.
+    # Without a triangle the foot is the end that lies within another line of the picture.
     for top, foot_point in (line, line[::-1]):
         for row in measures.drawing.all_lines:
             if foot_point in row[1:-1] and top not in row:
@@ -104,7 +104,7 @@ def foot_relations(
 def _foot_relation(
     line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
 ) -> Relation:
-    """Say that a line's foot_relations is the middle of a base, or that the line is perpendicular to it."""
+    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it."""
     if is_median:
         return Mean(point=foot_point, points=base)
     return Perpendicular(a=line[0], b=line[1], c=base[0], d=base[1])
