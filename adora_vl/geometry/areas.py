@@ -36,11 +36,11 @@ def has_coloured_part(term: Term) -> bool:
 
 
 def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
-    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region.
+    """Return the quantity of `AreaOf(...)` or `PerimeterOf(...)` a shape, circle, sector or region.
 
-    The order of trial matters: a coloured region may be written as a shape, and a shape in a drawing
-    with circles may have round sides, so the plain polygon comes last. Raises `UnreadError` where
-    the form does not say which region is meant.
+    The order of trial matters: a coloured region may be written as a shape, and a shape in a
+    drawing with circles may have round sides, so the plain polygon comes last. Raises `UnreadError`
+    where the form does not say which region is meant.
     """
     inner = term.arguments[0]
     shape = unwrap_shape(inner)
@@ -56,7 +56,11 @@ def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
 
 
 def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
-    """Return the area of a sector: of the named one, else of the one with a marked angle."""
+    """Return the area of a sector, such as that of `Sector(A, O, B)`.
+
+    The centre stands among its three points. A sector without points is the one whose angle at the
+    centre a fact marks. Raises `UnreadError` where none of the points is a centre.
+    """
     names = term.names
     if len(names) == 3:
         centres = [circle for circle in measures.drawing.circles if circle.centre in names]
@@ -72,7 +76,10 @@ def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
 
 
 def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
-    """Return the area of a sector of a circle with this angle at the centre, in degrees."""
+    """Return the area of a sector of a circle.
+
+    `angle` is the angle of the sector at the centre, in degrees.
+    """
     radius = measures.radius(circle)
     return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
@@ -134,7 +141,10 @@ def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quant
 
 
 def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-    """Return half of a disc over a side of an outline that is its diameter; None without one."""
+    """Return the area of half of a disc that stands on a side of an outline.
+
+    The side is a diameter of the circle, so that the centre lies on it. None where no side is one.
+    """
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
         if side <= set(circle.points) and measures.drawing.are_on_one_line((*side, circle.centre)):
@@ -146,7 +156,9 @@ def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) 
 def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Quantity:
     """Return the area of a coloured region, by what lies inside what.
 
-    `assumed` says which region was taken.
+    `term` is the whole measure such as `AreaOf(Shaded(Shape($)))`, and `shape` the shape in it.
+    `measures.assumed` says which region was taken. Raises `UnreadError` where the form does not say
+    which region is meant.
     """
     drawing = measures.drawing
     if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
@@ -159,7 +171,10 @@ def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Qua
 
 
 def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
-    """Return the one of two similar shapes whose area or perimeter no fact gives."""
+    """Return the area or perimeter of the one of two similar shapes for which no fact gives it.
+
+    Raises `UnreadError` where facts give it for both shapes, or for none.
+    """
     first, second = measures.drawing.similar_pair()
     measured = [
         set(part.arguments[0].names)
@@ -175,7 +190,11 @@ def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
 
 
 def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity:
-    """Return the region between the outermost shape of a drawing and what lies inside it."""
+    """Return the area between the outermost shape of a drawing and what lies inside it.
+
+    It may be a ring between two circles, a circle without the polygon in it, or a polygon without
+    the circles in it. Raises `UnreadError` for any other picture.
+    """
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
     discs = drawing.circles
@@ -202,9 +221,9 @@ def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity
 
 
 def _note_assumed_region(measures: Measures, words: str) -> None:
-    """Note what is assumed of a region, unless the question names the shapes that bound it.
+    """Note in words what is assumed of a region, unless the question names shapes that bound it.
 
-    A region that were one of them would be asked for by its name.
+    If the region were one of these shapes, the question would ask for it by its name.
     """
     heads = {part.head for term in measures.drawing.question_terms for part in term.walk()}
     names_shape = bool(heads & {*CORNER_COUNT_BY_SHAPE, "Polygon", "Regular"})

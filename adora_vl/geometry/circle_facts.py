@@ -20,7 +20,11 @@ from adora_vl.geometry.shapes import sides_of_polygon
 
 
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on a circle; of concentric ones, on that which has it."""
+    """Say that a point lies on a circle, as the fact `PointLiesOnCircle(A, Circle(O))` does.
+
+    Several circles may have the same centre. Then it is the one on which the annotation has the
+    point.
+    """
     name = term.names[0]
     target = term.arguments[1]
     centre = target.names[0] if target.names else target.head
@@ -33,7 +37,10 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line touches a circle; unnamed lines are those that look like tangents."""
+    """Say that a line touches a circle, as the fact `Tangent(Line(A, B), Circle(O))` does.
+
+    `Line($)` names no line. All lines are meant then that look like tangents in the picture.
+    """
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
         for relation, _ in tangents_seen(measures, MAX_DEGREES_OF_STATED_TANGENT):
@@ -45,7 +52,10 @@ def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a segment is a diameter: its middle is the centre, and an end lies on the circle."""
+    """Say that a segment is a diameter of a circle, as `IsDiameterOf(Line(A, B), Circle(O))` does.
+
+    Its middle is the centre, and one end lies on the circle, so that the other end does too.
+    """
     circle = measures.drawing.circle(term.arguments[1])
     line = measures.drawing.ends_of_line(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
@@ -53,7 +63,11 @@ def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def chord(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that both ends of a chord lie on the circle; of a radius, the outer one."""
+    """Say that the ends of a chord lie on the circle, as `IsChordOf(Line(A, B), Circle(O))` does.
+
+    Of a radius, which is read here too, one end is the centre, and only the other lies on the
+    circle.
+    """
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name != circle.centre:
@@ -61,7 +75,10 @@ def chord(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say which points of a secant lie on the circle, which the picture has already."""
+    """Say which ends of a secant lie on the circle, as `Secant(Line(P, B), Circle(O))` does.
+
+    They are those that the annotation has on the circle already.
+    """
     circle = measures.drawing.circle(term.arguments[1])
     for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name in circle.points:
@@ -69,7 +86,12 @@ def secant(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that a circle touches all sides of a shape, or a shape has its corners on a circle."""
+    """Say that one figure is inscribed in another, as `InscribedIn(Triangle(A, B, C), Circle(O))`
+    does.
+
+    A circle in a shape touches all its sides. A shape in a circle has all its corners on it. The
+    shape itself is yielded as a term, since its kind says more: a square has right angles.
+    """
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
@@ -89,7 +111,10 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
 
 
 def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that the sides of a shape touch a circle."""
+    """Say that the sides of a shape touch a circle: `CircumscribedTo(Square(...), Circle(O))`.
+
+    The shape itself is yielded as a term, since its kind says more.
+    """
     names = measures.drawing.corners_of_shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
     for side in sides_of_polygon(names):

@@ -29,7 +29,11 @@ _MAX_DIFFERENCE_OF_HALVES = 0.12  # share by which two halves may differ and sti
 
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on a line: collinear with its two ends, unless it is one of them."""
+    """Say that a point lies on a line, as the fact `PointLiesOnLine(D, Line(A, B))` does.
+
+    The point is collinear with both ends. An end lies on its line anyway, so that nothing is said
+    of it.
+    """
     point = measures.drawing.require_point(term.names[0])
     start, end = measures.drawing.ends_of_line(term.arguments[1])
     if point not in (start, end):
@@ -37,14 +41,18 @@ def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two lines are perpendicular."""
+    """Say that two lines are perpendicular, as `Perpendicular(Line(A, B), Line(C, D))` does."""
     a, b = measures.drawing.ends_of_line(term.arguments[0])
     c, d = measures.drawing.ends_of_line(term.arguments[1])
     yield Perpendicular(a=a, b=b, c=c, d=d)
 
 
 def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that lines are parallel to the first; unnamed ones are those that look most parallel."""
+    """Say that lines are parallel to the first one, as `Parallel(Line(A, B), Line(C, D))` does.
+
+    Lines without names in the picture, as in `Parallel(Line(m), Line(n))`, are the drawn lines that
+    look most parallel. Raises `UnreadError` where only some of the lines are unknown.
+    """
     try:
         lines = [measures.drawing.ends_of_line(line) for line in term.arguments]
     except UnreadError:
@@ -56,7 +64,10 @@ def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that lines meet in a point, which is collinear with the ends of each."""
+    """Say that lines meet in a point, as `IntersectAt(Line(A, B), Line(C, D), Point(E))` does.
+
+    The point is collinear with the two ends of each line.
+    """
     point = measures.drawing.require_point(term.arguments[-1].names[0])
     for line in term.arguments[:-1]:
         if line.head == "Line" and len(line.names) == 2 and point not in line.names:
@@ -64,7 +75,11 @@ def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the midpoint of a segment, or of the side of a shape that it lies on."""
+    """Say that a point is a midpoint, as the fact `IsMidpointOf(Point(M), Line(A, B))` does.
+
+    `LegOf(...)` or `SideOf(...)` in place of the line name a shape, of which the side is meant that
+    the point lies on. Raises `UnreadError` for anything else.
+    """
     point = point_of_term(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
@@ -77,13 +92,21 @@ def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that an angle is right."""
+    """Say that an angle is right, as the fact `RightAngle(Angle(A, B, C))` does."""
     first, corner, last = measures.drawing.points_of_angle(term.arguments[0])
     yield right_angle_at(corner, first, last)
 
 
 def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line halves a segment or an angle."""
+    """Say that a line halves a segment or an angle, as `BisectsAngle(Line(B, D), Angle(A, B, C))`
+    does.
+
+    A segment is halved where the line meets it. An angle may be named by three points, by its
+    corner alone, or by a triangle in which the line begins at one corner.
+
+    Raises `UnreadError` where the form does not say where the lines meet, or the line does not
+    begin at the corner of the angle.
+    """
     drawing = measures.drawing
     line = drawing.ends_of_line(term.arguments[0])
     target = term.arguments[1]
@@ -119,7 +142,12 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle."""
+    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle.
+
+    The fact is `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`, or has a triangle as its second
+    part. Then its perpendicular bisectors meet in the point of a fact `IntersectAt`, which is as
+    far from all corners. Raises `UnreadError` where no fact names that point.
+    """
     drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -148,9 +176,10 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _midpoint_of_drawn_foot(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that a perpendicular bisector stands on the point that looks like its midpoint.
+    """Say that the point on a side that looks like its midpoint is the midpoint.
 
-    There is at most one such point for a side.
+    A perpendicular bisector is drawn through that point. There is at most one such point for the
+    side from `start` to `end`; `names` are the corners of the triangle, which are no feet.
     """
     places = drawing.places
     candidates = []

@@ -79,7 +79,8 @@ _LENGTH_HEADS = (
 def unit_of_term(term: Term) -> Unit:
     """Return what a term is measured in, by the first of its heads that says so.
 
-    A bare letter is like a length.
+    `MeasureOf(Angle(A, B, C))` is in degrees, `LengthOf(...)` a length. A bare letter is like a
+    length, unless `LengthOf` stands around an angle.
     """
     for part in term.walk():
         if (
@@ -96,10 +97,11 @@ def unit_of_term(term: Term) -> Unit:
 
 
 class Measures:
-    """Reads terms as quantities of a drawing.
+    """Turns terms such as `LengthOf(Line(A, B))` into quantities of a figure.
 
-    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so
-    far.
+    `drawing` is the picture of the logic form, which says which points, circles and shapes the
+    terms mean. `assumed` collects, in words, what the facts do not say and the picture shows, of
+    terms read so far.
     """
 
     def __init__(self, drawing: Drawing) -> None:
@@ -107,7 +109,10 @@ class Measures:
         self.assumed: list[str] = []
 
     def quantity(self, term: Term) -> Quantity:
-        """Return the quantity that a term measures. Raises `UnreadError`."""
+        """Return the quantity that a term measures: the distance AB for `LengthOf(Line(A, B))`.
+
+        Raises `UnreadError` where the term is no measure that is known.
+        """
         if not term.arguments:
             return self._quantity_of_text(term.head)
         rule = _RULE_BY_HEAD.get(term.head)
@@ -146,13 +151,14 @@ class Measures:
         )
 
     def radius(self, circle: Circle) -> Unknown:
-        """Return the radius of a circle as an unknown."""
+        """Return the radius of a circle as an unknown, whose value the solver finds."""
         return Unknown(circle.radius)
 
     def segment_length(self, term: Term) -> Quantity:
         """Return the length of a segment, by its two ends or by its small letter.
 
-        Raises `UnreadError`.
+        `Line(m)` is the segment whose length the problem calls m. Raises `UnreadError` for any
+        other name.
         """
         names = term.names
         if len(names) == 2:
@@ -162,7 +168,11 @@ class Measures:
         raise UnreadError(f"{term} is no segment")
 
     def length_of(self, term: Term) -> Quantity:
-        """Return `LengthOf` a segment, an arc (its angle times the radius) or a measure."""
+        """Return the quantity of a term `LengthOf(...)`, whose argument is a segment, an arc or a
+        measure.
+
+        The length of an arc is its angle at the centre, in radians, times the radius.
+        """
         inner = term.arguments[0]
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
@@ -175,7 +185,11 @@ class Measures:
         return self.quantity(inner)
 
     def circle_measure(self, head: str, circle: Circle) -> Quantity:
-        """Return radius, diameter, area or circumference of a circle, by the head of the term."""
+        """Return radius, diameter, area or circumference of a circle.
+
+        `head` says which of them is meant: `RadiusOf`, `DiameterOf`, `AreaOf` or any other for the
+        circumference.
+        """
         radius = self.radius(circle)
         if head == "RadiusOf":
             return radius
@@ -186,7 +200,7 @@ class Measures:
         return times(Constant(2 * math.pi), radius)
 
     def named_circle_measure(self, term: Term) -> Quantity:
-        """Return a measure of the circle that a term names."""
+        """Return what a term such as `RadiusOf(Circle(O))` measures of the circle that it names."""
         return self.circle_measure(term.head, self.drawing.circle(unwrap_shape(term.arguments[0])))
 
     def side_length(self, term: Term) -> Quantity:
@@ -210,7 +224,7 @@ class Measures:
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
 
     def _has_lettered_length(self, side: tuple[str, str]) -> bool:
-        """Tell whether a fact gives the length of a side by a letter alone."""
+        """Tell whether a fact gives the length of a side by a letter alone, as in `AB = x`."""
         for fact in self.drawing.fact_terms:
             if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
@@ -219,17 +233,18 @@ class Measures:
         return False
 
     def hypotenuse_length(self, term: Term) -> Quantity:
-        """Return the side of a right triangle that lies opposite its right angle."""
+        """Return the length of the side of a right triangle that lies opposite its right angle."""
         names = self.drawing.corners_of_shape(term.arguments[0])
         corner = self.drawing.right_corner(names)
         legs_ends = [name for name in names if name != corner]
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """Return the height of a shape.
+        """Return the height of a shape that a term such as `HeightOf(Trapezoid(A, B, C, D))` names.
 
-        It is a drawn perpendicular, else a segment that a fact calls so, else the height over the
-        base.
+        It is a drawn perpendicular, else a segment that a fact calls so. A shape with four corners
+        has its height over the base even if nothing is drawn. Raises `UnreadError` for a triangle
+        of which none of these is known.
         """
         drawn = drawn_height(self.drawing)
         if drawn is not None:
@@ -244,7 +259,10 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
-        """Return the median of a trapezoid, half of its parallel sides together."""
+        """Return the length of the median of a trapezoid: half of its parallel sides together.
+
+        Raises `UnreadError` for a triangle, which has three medians.
+        """
         names = self.drawing.corners_of_shape(term.arguments[0])
         if len(names) != 4:
             raise UnreadError(f"the form does not say which median {term} is")
@@ -252,7 +270,12 @@ class Measures:
         return over(plus(self.distance(a, b), self.distance(c, d)), Constant(2.0))
 
     def scale_factor(self, term: Term) -> Quantity:
-        """Return the ratio of two shapes: of distances from a centre, else of their first sides."""
+        """Return the ratio of two similar shapes.
+
+        Where the shapes are two single points, they are a point and its image: the ratio is that of
+        their distances from a centre on the same line. Else it is the ratio of the first sides of
+        the shapes. Raises `UnreadError` where the term has not two shapes.
+        """
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
         first = unwrap_shape(term.arguments[0]).names
@@ -274,10 +297,10 @@ class Measures:
     # Angles and arcs
 
     def drawn_turn(self, first: str, corner: str, last: str) -> int:
-        """Return the side of `first` on which the picture has `last`.
+        """Return on which side of the ray from `corner` to `first` the picture has `last`.
 
-        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show
-        it.
+        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show it
+        or one of the points has no place.
         """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
@@ -288,12 +311,20 @@ class Measures:
         return 1 if bend > 0 else -1
 
     def angle_between(self, first: str, corner: str, last: str) -> Angle:
-        """Return the angle at `corner`, with the side to which the picture turns it."""
+        """Return the angle at `corner` between the rays to `first` and `last`.
+
+        It remembers the side to which the picture turns it, so that a mirrored figure is no
+        solution.
+        """
         names = [self.drawing.require_point(name) for name in (first, corner, last)]
         return Angle(first=names[0], corner=names[1], last=names[2], turn=self.drawn_turn(*names))
 
     def angle(self, term: Term) -> Quantity:
-        """Return the angle that a term names by points, its corner, a number or a letter."""
+        """Return the angle that a term names by three points, its corner, a number or a letter.
+
+        A number or a letter, as in `Angle(1)`, is an unknown by itself. `Angle($)` is the angle at
+        the centre over one side of a regular polygon.
+        """
         names = term.names
         if (
             len(names) == 1
@@ -306,7 +337,10 @@ class Measures:
         return self.angle_between(*self.drawing.points_of_angle(term))
 
     def central_angle(self) -> Quantity:
-        """Return the angle at the centre over one side of a regular polygon: `Angle($)`."""
+        """Return the angle at the centre of a circle over one side of the regular polygon in it.
+
+        Raises `UnreadError` where no fact inscribes a regular polygon in a circle.
+        """
         for term in self.drawing.terms:
             if term.head != "InscribedIn" or len(term.arguments) != 2:
                 continue
@@ -318,9 +352,10 @@ class Measures:
         raise UnreadError("the form does not say which angle is meant")
 
     def inscribed_corners(self, shape: Term, circle: Circle) -> list[str]:
-        """Return the corners of a shape in a circle.
+        """Return the corners of a shape that is inscribed in a circle.
 
-        They are as the facts name them, else as drawn, else the points on the circle in order.
+        For a `Polygon` whose centre is drawn they are the points of the circle with two drawn lines
+        or more, in the order round it. For any other shape the facts or the drawing name them.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrap_shape(shape).head != "Polygon":
@@ -335,9 +370,11 @@ class Measures:
         )
 
     def arc_angle(self, term: Term) -> Quantity:
-        """Return the angle of an arc at the centre; three letters go through the middle one.
+        """Return the angle of an arc at the centre, in degrees.
 
-        Some annotations write the centre for that point, which then says no more than two letters.
+        Two letters name the shorter way round, three letters the way through the middle one. Some
+        annotations write the centre for that point, which then says no more than two letters.
+        Raises `UnreadError` where the picture does not show the way round.
         """
         names = term.names
         if len(names) not in (2, 3):
@@ -359,7 +396,10 @@ class Measures:
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor_arc_angle(self, term: Term) -> Quantity:
-        """Return the angle at the centre of the shorter way round between the ends of an arc."""
+        """Return the angle at the centre of the shorter way round between the ends of an arc.
+
+        The term is `Minor(Arc(A, B))` or `Major(Arc(A, B))`.
+        """
         names = term.arguments[0].names
         if len(names) < 2:
             raise UnreadError(f"{term} is no arc")
@@ -372,7 +412,11 @@ class Measures:
     # Areas and perimeters
 
     def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon, or its area for any other head."""
+        """Return the perimeter of a polygon for the head `PerimeterOf`, and its area for any other
+        head.
+
+        `names` are the corners in the order round the polygon.
+        """
         if head == "PerimeterOf":
             return plus(*(self.distance(*side) for side in sides_of_polygon(names)))
         return Area(corners=tuple(names))
@@ -380,7 +424,10 @@ class Measures:
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
-        """Return a quotient of two measures; of two shapes their scale factor."""
+        """Return the quotient of the two measures of `RatioOf(...)` or `Div(...)`.
+
+        The quotient of two shapes is their scale factor, and a single argument is a ratio already.
+        """
         if len(term.arguments) == 1:
             return self.quantity(term.arguments[0])
         if any(unwrap_shape(argument).head in CORNER_COUNT_BY_SHAPE for argument in term.arguments):
@@ -420,7 +467,7 @@ class Measures:
         return times(*self.quantities(term))
 
     def difference(self, term: Term) -> Quantity:
-        """Return the first argument minus the second."""
+        """Return the first argument minus the second. Raises `UnreadError` unless there are two."""
         parts = self.quantities(term)
         if len(parts) != 2:
             raise UnreadError(f"{term} has not two parts")
@@ -436,7 +483,10 @@ class Measures:
         return over(Constant(1.0), self.trigonometric(tangent))
 
     def trigonometric(self, term: Term) -> Quantity:
-        """Return sine, cosine or tangent of an angle, which may be named by its corner alone."""
+        """Return sine, cosine or tangent of an angle, as in `SinOf(Angle(A, B, C))`.
+
+        A capital letter alone, as in `SinOf(A)`, names the corner of the angle.
+        """
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
@@ -448,7 +498,7 @@ class Measures:
 
 
 def _imaginary_and_real(location: complex) -> tuple[float, float]:
-    """Return the coordinates in the order in which `math.atan2` takes them."""
+    """Return the coordinates y and x of a place, in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 

@@ -107,7 +107,12 @@ _HEADS_WITHOUT_RELATIONS = (
 
 
 def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Yield what a fact says, in primitives. Raises `UnreadError` for one that is not known."""
+    """Yield the relations that a fact says, in primitives: equal quantities, parallel lines and the
+    like.
+
+    `term` is the fact, and `measures` makes its quantities. Raises `UnreadError` for a fact that is
+    not known.
+    """
     if term.head in _HEADS_WITHOUT_RELATIONS:
         return
     rule = RULE_BY_FACT.get(term.head)

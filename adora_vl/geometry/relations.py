@@ -34,12 +34,12 @@ def opposite_right_angle(hypotenuse: Sequence[str], triangle: Sequence[str]) -> 
 
 
 def same_length(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Say that two distances are equal."""
+    """Say that two distances are equal; each is named by its two points."""
     return Equal(left=measures.distance(*first), right=measures.distance(*second), unit="length")
 
 
 def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Say that two angles are equal."""
+    """Say that two angles are equal; each is named by three points with the corner in the middle."""
     return Equal(
         left=measures.angle_between(*first), right=measures.angle_between(*second), unit="degrees"
     )
@@ -70,7 +70,7 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
 
 
 def point_of_term(measures: Measures, term: Term) -> str:
-    """Return the point that a term is or names."""
+    """Return the name of the point that a term is (`A`) or names (`Point(A)`)."""
     return measures.drawing.require_point(term.names[0] if term.arguments else term.head)
 
 

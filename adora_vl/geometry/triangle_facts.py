@@ -23,10 +23,10 @@ from adora_vl.geometry.shapes import UnreadError
 
 
 def median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say what a median or an altitude of a triangle says, or the median of a trapezoid.
+    """Say what a median or an altitude is, as `IsMedianOf(Line(A, M), Triangle(A, B, C))` does.
 
-    The latter joins the middles of the legs. A triangle may be unnamed, a trapezoid is then the
-    drawn one.
+    It goes from a corner to the opposite side. The median of a trapezoid joins the middles of the
+    legs instead. A triangle may be unnamed; an unnamed trapezoid is the drawn one.
     """
     drawing = measures.drawing
     line, shape = term.arguments
@@ -43,7 +43,10 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line joins the middles of two sides, or of a trapezoid's legs."""
+    """Say that a line joins the middles of two sides, or of the legs of a trapezoid.
+
+    The fact is `IsMidsegmentOf(Line(D, E), Triangle(A, B, C))`.
+    """
     line = measures.drawing.ends_of_line(term.arguments[0])
     names = measures.drawing.corners_of_shape(term.arguments[1])
     if len(names) == 4:
@@ -56,7 +59,11 @@ def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
 def _trapezoid_midsegment(
     measures: Measures, line: tuple[str, str], names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that the median of a trapezoid joins the middles of its legs."""
+    """Say that the midsegment of a trapezoid joins the middles of its legs.
+
+    `names` are the corners of the trapezoid, whose bases are parallel. The picture shows which end
+    lies on which leg. Without places the first end of the line lies on the leg b-c.
+    """
     a, b, c, d = require_four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -104,16 +111,21 @@ def foot_relations(
 def _foot_relation(
     line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
 ) -> Relation:
-    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it."""
+    """Say that the foot of a line is the middle of a base, or that the line is perpendicular to the
+    base.
+
+    `foot_point` is the end of the line on the base, and `base` has the two points beside it.
+    """
     if is_median:
         return Mean(point=foot_point, points=base)
     return Perpendicular(a=line[0], b=line[1], c=base[0], d=base[1])
 
 
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the mean of the corners.
+    """Say that a point is the mean of the corners, as `IsCentroidOf(Point(G), Triangle(A, B, C))`
+    does.
 
-    Drawn lines from a corner through it end at the midpoint of the opposite side.
+    A drawn line from a corner through the point ends at the midpoint of the opposite side.
     """
     drawing = measures.drawing
     point = point_of_term(measures, term.arguments[0])
@@ -130,7 +142,11 @@ def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on the bisectors of a triangle, or of one angle."""
+    """Say that a point lies on the bisectors of all angles of a triangle.
+
+    The fact is `IsIncenterOf(Point(I), Triangle(A, B, C))`. With `Angle(A, B, C)` in place of the
+    triangle the point lies on the bisector of that angle alone.
+    """
     point = point_of_term(measures, term.arguments[0])
     names = term.arguments[1].names
     if term.arguments[1].head == "Angle" and len(names) == 3:
@@ -143,7 +159,10 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on two altitudes of a triangle, and so on the third."""
+    """Say that a point lies on two altitudes of a triangle, and so on the third.
+
+    The fact is `IsOrthocenterOf(Point(H), Triangle(A, B, C))`.
+    """
     point = point_of_term(measures, term.arguments[0])
     a, b, c = measures.drawing.corners_of_shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
@@ -151,7 +170,7 @@ def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a side is the hypotenuse of a triangle."""
+    """Say that a side is the hypotenuse, as `IsHypotenuseOf(Line(A, B), Triangle(A, B, C))` does."""
     yield from opposite_right_angle(
         term.arguments[0].names, measures.drawing.corners_of_shape(term.arguments[1])
     )
