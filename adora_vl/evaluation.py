@@ -17,14 +17,14 @@ from transformers.trainer_utils import IntervalStrategy
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import (
     benchmark_name_for,
-    data_options,
+    default_data_options,
     find_benchmark,
     load_checked_problems,
 )
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import ConversationEngine
-from adora_vl.evals.inference.runner import AnswerSample, answer, refuse_control_tokens
-from adora_vl.evals.inference.views import VIEWS, problems_in_view
+from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.scoring.files import figures_in_training
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
@@ -201,7 +201,7 @@ def _load_tasks(
             "problems=DIR"
         )
     benchmark = find_benchmark(name, "adora_eval")
-    options = data_options(benchmark, path, prompt_template)
+    options = default_data_options(benchmark, path, prompt_template)
     try:
         problems = load_checked_problems(benchmark, options).problems
     except UserError as error:
@@ -224,10 +224,10 @@ def _load_tasks(
     return [
         EvaluationTask(
             benchmark=replace(benchmark, name=f"{benchmark.name}_{view}"),
-            problems=problems_in_view(shown_problems, view),
+            problems=show_in_view(shown_problems, view),
             problems_in_data=len(problems),
         )
-        for view in VIEWS
+        for view in DESCRIPTION_BY_VIEW
     ]
 
 
@@ -359,7 +359,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
                 AnswerSample(problem, number=0)  # one answer to each problem
                 for problem in problems_of_rank[first : first + engine.batch_size]
             ]
-            rows += answer(engine, batch, seed=0, system_prompt=self.system_prompt)
+            rows += answer_batch(engine, batch, seed=0, system_prompt=self.system_prompt)
         return rows
 
     def _log_figures(

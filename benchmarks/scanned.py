@@ -38,7 +38,7 @@ import yaml
 from PIL import Image
 
 from adora_vl.builtin import SHIPPED_SIZE, ModelSize
-from adora_vl.evals.scoring.statistics import half_width
+from adora_vl.evals.scoring.statistics import student_half_width
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas, Point
 from adora_vl.synthetic.perimeter import USUAL_DIGITS, perimeter_digit
 from adora_vl.utils.cli import Parser, exit_code_of, number
@@ -151,7 +151,7 @@ def interval(differences: Sequence[float]) -> str:
     if len(differences) < 2:
         return "-"
     mean = statistics.fmean(differences)
-    half = half_width(differences)
+    half = student_half_width(differences)
     text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
     return f"**{text}**" if abs(mean) > half else text
 
@@ -303,7 +303,7 @@ def train(
     """
     from adora_vl.config.command import read
     from adora_vl.prepare import prepare
-    from adora_vl.record.metrics import METRICS, read_metrics
+    from adora_vl.record.metrics import METRICS_FILE, read_metrics
     from adora_vl.train import build_trainer
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -314,7 +314,7 @@ def train(
         trainer.train()
     trainer.prefetch.finish()  # as its `close`, which would end the engine too
     trainer.run.folder.release()
-    lines = read_metrics(folder / METRICS)
+    lines = read_metrics(folder / METRICS_FILE)
     del trainer
     gc.collect()
     return lines

@@ -27,14 +27,14 @@ from adora_vl.data.output import complete_or_absent, refuse_foreign
 from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
 from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
-from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE, read_predictions
 from adora_vl.evals.inference.provenance import FINGERPRINT_FILE, read_fingerprint
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings
 from adora_vl.evals.inference.runner import infer
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import GraderOptions, load
 from adora_vl.evals.records import Prediction
-from adora_vl.evals.scoring.score import graded_rows
+from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -83,7 +83,7 @@ def tallies(
     options = GraderOptions(rounding=rounding, answer_tags=answer_tags)
     right_counts: Counter[str] = Counter()
     answer_counts: Counter[str] = Counter()
-    _, grades = graded_rows(benchmark, rows, options)
+    _, grades = grade_rows(benchmark, rows, options)
     for grade in grades:
         answer_counts[grade.pid] += 1
         if grade.correct:
@@ -165,7 +165,7 @@ def sample(
         build=build,
         samples=samples,
     )
-    return folder / PREDICTIONS
+    return folder / PREDICTIONS_FILE
 
 
 def filter_dataset(

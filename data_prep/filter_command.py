@@ -4,9 +4,13 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts, unusual_prompts
+from adora_vl.evals.inference.provenance import (
+    KEY_AND_DEFAULT_BY_PROMPT,
+    resolve_prompts,
+    unusual_prompts,
+)
 from adora_vl.evals.inference.requests import EngineOptions, SamplingOptions, default_engine
-from adora_vl.evals.options import OF_THE_RUN, add_options, options_from
+from adora_vl.evals.options import PROMPT_OF_TRAINING, add_options, options_from
 from adora_vl.utils.cli import (
     Commands,
     number,
@@ -79,7 +83,7 @@ def _add_answer_options(command: argparse.ArgumentParser) -> None:
     add(
         "--prompt",
         type=optional(text),
-        default=OF_THE_RUN,
+        default=PROMPT_OF_TRAINING,
         metavar="TEMPLATE",
         help="as adora_prompt of the training that the rows are for, or none; default: that of "
         "the model's own training, else with the choices listed",
@@ -123,7 +127,7 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
         return
     for name in ("prompt", "system_prompt"):
         # Answers that are stored were sampled with prompts of their own.
-        if getattr(arguments, name) is not OF_THE_RUN:
+        if getattr(arguments, name) is not PROMPT_OF_TRAINING:
             option = name.replace("_", "-")
             raise UserError(
                 f"{name}: --{option} is for sampling, and --predictions has answers already; "
@@ -179,12 +183,12 @@ class _Answers(NamedTuple):
 
 def _sample_answers(arguments: argparse.Namespace) -> _Answers:
     """Sample several answers to each problem with the model that the command names."""
-    from adora_vl.evals.inference.engines import settings_of
+    from adora_vl.evals.inference.engines import build_settings
     from data_prep import filter as filtering
 
     engine = arguments.engine or default_engine()
-    settings = settings_of(options_from(EngineOptions, arguments, engine=engine))
-    prompt_options = {name: getattr(arguments, name) for name in PROMPTS}
+    settings = build_settings(options_from(EngineOptions, arguments, engine=engine))
+    prompt_options = {name: getattr(arguments, name) for name in KEY_AND_DEFAULT_BY_PROMPT}
     prompts = resolve_prompts(arguments.model, prompt_options)
     file = filtering.sample(
         arguments.input,

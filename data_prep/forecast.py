@@ -19,10 +19,10 @@ from pyarrow.dataset import dataset
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.evals.benchmark import find_benchmark
-from adora_vl.evals.inference.predictions import PREDICTIONS, read_predictions
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE, read_predictions
 from adora_vl.evals.prepared import GraderOptions
-from adora_vl.evals.scoring.score import graded_rows
-from adora_vl.evals.scoring.statistics import paired_t, wilson
+from adora_vl.evals.scoring.score import grade_rows
+from adora_vl.evals.scoring.statistics import paired_t_interval, wilson_interval
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import asked_for_tags
 
@@ -45,7 +45,7 @@ class Share:
         """Return the share with its 95 % interval and its counts."""
         if not self.total:
             return "-"
-        low, high = wilson(self.count, self.total)
+        low, high = wilson_interval(self.count, self.total)
         return (
             f"{self.count / self.total:6.1%}  [{low:.1%}, {high:.1%}]  {self.count} of {self.total}"
         )
@@ -151,7 +151,7 @@ def forecast(groups: Groups) -> Forecast:
     shares = _right_shares_by_length(groups, has_signal_P)
     longest_minus_shortest = Interval(math.nan, math.nan)
     if len(shares) > 1:  # one difference has no spread
-        low, high = paired_t([share.longest - share.shortest for share in shares])
+        low, high = paired_t_interval([share.longest - share.shortest for share in shares])
         longest_minus_shortest = Interval(low, high)
     tds_count = int(is_tds_P.sum())
     return Forecast(
@@ -252,7 +252,7 @@ def sampled_groups(predictions: Path) -> Groups:
             f"attenuation: {str(predictions)!r} has {group_size} answers to a problem, or not their "
             "lengths; sample several with `python -m data_prep filter --samples 8`"
         )
-    _, grades = graded_rows(benchmark, rows, options)
+    _, grades = grade_rows(benchmark, rows, options)
     return _groups_of_columns(
         rewards=[float(grade.correct) for grade in grades],
         lengths=[row["n_tokens"] for row in rows],
@@ -284,6 +284,6 @@ def _groups_of_columns(
 
 def forecast_at(path: Path) -> Forecast:
     """Make the forecast of a run's folder, a folder of stored answers, or a file of them."""
-    file = path / PREDICTIONS if path.is_dir() else path
+    file = path / PREDICTIONS_FILE if path.is_dir() else path
     groups = sampled_groups(file) if file.is_file() else recorded_groups(path)
     return forecast(groups)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
-from adora_vl.evals.benchmark import NAMES, find_benchmark
+from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 
 # Names that are not benchmarks, with the module of each command.
 _OTHER_COMMANDS = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = (
-    f"usage: python -m eval {{{','.join((*NAMES, *_OTHER_COMMANDS))},FILE.py:NAME}} ...\n"
+    f"usage: python -m eval {{{','.join((*BENCHMARK_NAMES, *_OTHER_COMMANDS))},FILE.py:NAME}} ...\n"
     "       adora-vl-eval does the same, where a folder eval/ of your own is in the way"
 )
 _EXAMPLES = """
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _print_help() -> None:
     """Print the usage, a line for each benchmark, and examples."""
     lines = [_USAGE, ""]
-    for name in NAMES:
+    for name in BENCHMARK_NAMES:
         lines.append(f"  {name:<12}{_description_of(name)}")
     lines.append(_EXAMPLES)
     print("\n".join(lines))

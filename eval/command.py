@@ -13,11 +13,11 @@ from adora_vl.evals.asking import (
     answer_problems,
     check_options,
     check_output,
-    problems_to_ask,
+    load_asked_problems,
 )
-from adora_vl.evals.inference.engines import tool_options_of
-from adora_vl.evals.inference.predictions import PREDICTIONS
-from adora_vl.evals.inference.provenance import PROMPTS, resolve_prompts
+from adora_vl.evals.inference.engines import parse_tool_options
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
+from adora_vl.evals.inference.provenance import KEY_AND_DEFAULT_BY_PROMPT, resolve_prompts
 from adora_vl.evals.inference.ranks import join_ranks
 from adora_vl.evals.options import ScoreOptions, add_options, option_names, options_from
 from adora_vl.evals.records import Benchmark
@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     options = _parse_with_config_file(parser, words, benchmark)
     # Only the verbs that ask a model have this option.
     if getattr(options, "tool_options", None) is not None:
-        options.tool_options = tool_options_of(options.tools, options.tool_options)
+        options.tool_options = parse_tool_options(options.tools, options.tool_options)
     for name in _NEEDED_OPTIONS[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
@@ -116,10 +116,12 @@ def _parse_with_config_file(
 def _fill_in_training_prompts(options: Namespace) -> None:
     """Set the prompts that no option gives to those that the model was trained with.
 
-    Without an option a prompt is `OF_THE_RUN` here. A model that was not trained by this package
+    Without an option a prompt is `PROMPT_OF_TRAINING` here. A model that was not trained by this package
     gets the default prompt. Not every benchmark has both options, `system_prompt` and `prompt`.
     """
-    parsed_prompts = {name: getattr(options, name) for name in PROMPTS if hasattr(options, name)}
+    parsed_prompts = {
+        name: getattr(options, name) for name in KEY_AND_DEFAULT_BY_PROMPT if hasattr(options, name)
+    }
     vars(options).update(resolve_prompts(options.model, parsed_prompts))
 
 
@@ -275,11 +277,11 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
             benchmark=benchmark,
             options=command.ask,
             settings=settings,
-            selection=problems_to_ask(benchmark, command.ask),
+            selection=load_asked_problems(benchmark, command.ask),
             processes=processes,
         )
         # Rank 0 has gathered the answers of all ranks into one file.
         if command.score is not None and processes.rank == 0:
-            write_score(benchmark, command.ask.output / PREDICTIONS, command.score)
+            write_score(benchmark, command.ask.output / PREDICTIONS_FILE, command.score)
 
     return exit_code_of(run, "what was answered is kept, and the same command goes on from there")

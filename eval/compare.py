@@ -5,7 +5,7 @@ With the scores it prints tests of their differences (`adora_vl.evals.compare`).
 
 from collections.abc import Sequence
 
-from adora_vl.evals.compare import comparison
+from adora_vl.evals.compare import compare_runs
 from adora_vl.evals.score_files import read_run
 from adora_vl.utils.cli import Parser, exit_code_of, text
 
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         """Read the score files and print their comparison."""
         options = parser.parse_args(argv)
         runs = [read_run(path) for path in options.runs]
-        lines = comparison(runs, by=options.by, published=not options.no_published)
+        lines = compare_runs(runs, by=options.by, published=not options.no_published)
         print("\n".join(lines))
 
     return exit_code_of(command, "nothing was written")

@@ -15,13 +15,13 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields
+    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         Problem,
         RowGrade,
@@ -29,15 +29,15 @@ with imports():
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
         correct_by_problem,
-        extraction_item,
+        describe_extracted_answer,
         verdict_of,
     )
 
 # Each split has one variant of every problem.
 SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
 # The columns that each row has, and what their values have to be.
-COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT)
-check = partial(fault_of_fields, kinds=COLUMNS)
+COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT_VALUE)
+check = partial(find_field_fault, kinds=COLUMNS)
 _TOLERANCE = 0.001  # by which the official score lets a number differ
 _GUIDE = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
@@ -120,8 +120,8 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: ScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ScoreOptions
+) -> BenchmarkFigures:
     """Compute the worst case and the robustness.
 
     The worst case is the share of problems whose variants are all right. The robustness is the
@@ -145,7 +145,7 @@ def _summary(
         warnings.append(
             f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
         )
-    return OwnFigures(
+    return BenchmarkFigures(
         {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
     )
 
@@ -190,7 +190,7 @@ BENCHMARK = Benchmark(
     fingerprint=("data_revision",),
     id_column="id",
     summary=_summary,
-    item=extraction_item,
+    item=describe_extracted_answer,
 )
 if __name__ == "__main__":
     with imports():

@@ -8,7 +8,7 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import NAMES_OF_CHOICES
     from adora_vl.evals.prepared_benchmark import prepared_benchmark
-    from adora_vl.evals.records import Published
+    from adora_vl.evals.records import PublishedFigures
 
 
 def _caution(score: Mapping[str, Any]) -> str | None:
@@ -50,7 +50,7 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     )
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="EasyR1's reports, Geometry3K test",
     rows={
         "7B before GRPO": {"all": 37.0},

@@ -10,23 +10,23 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, TEXTS, fault_of_fields
+    from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
     from adora_vl.evals.options import HubDataOptions
     from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
     from adora_vl.evals.scoring.choice import extract_choice
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
-        extraction_rules,
-        with_extractions,
+        describe_extraction,
+        extract_answers,
     )
     from adora_vl.evals.scoring.score import verdict_of
     from adora_vl.rewards.completion import answer_block, last_boxed
     from adora_vl.rewards.thinking import final_part
 
 # The columns that each row has, and what their values have to be.
-COLUMNS = {"question": TEXT, "answer": TEXT, "skill": TEXTS}
-check = partial(fault_of_fields, kinds=COLUMNS)
+COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
+check = partial(find_field_fault, kinds=COLUMNS)
 _LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
 _LETTERS_PATTERN = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
@@ -107,14 +107,14 @@ BENCHMARK = Benchmark(
     split="test",
     load=load,
     grade=grade,
-    rules=lambda options: {"rules": "official", **extraction_rules(options)},
+    rules=lambda options: {"rules": "official", **describe_extraction(options)},
     score_options=ExtractionOptions,
     data_options=HubDataOptions,
     check=check,
     fingerprint=("data_revision",),
     id_column="id",
     prepare=partial(
-        with_extractions,
+        extract_answers,
         question_of=lambda row: Question(
             kind="text", text=row["question"], choices=(), response=row["response"]
         ),

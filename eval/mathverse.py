@@ -12,16 +12,22 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of, or_null
+    from adora_vl.evals.inference.predictions import (
+        ANY_VALUE,
+        TEXT_VALUE,
+        find_field_fault,
+        one_of,
+        or_null,
+    )
     from adora_vl.evals.inference.views import without_images
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         JUDGE_FAILED,
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         Problem,
         RowGrade,
@@ -30,11 +36,11 @@ with imports():
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
-        extraction_rules,
-        judge_client,
-        judge_reports,
-        report_in,
-        with_extractions,
+        ask_judge,
+        create_judge_client,
+        describe_extraction,
+        extract_answers,
+        read_report,
     )
     from adora_vl.evals.scoring.number import extract_number
     from adora_vl.evals.scoring.response_text import without_markup
@@ -177,25 +183,25 @@ def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
 
 # The columns that each row has, and what their values have to be.
 COLUMNS = {
-    "problem_index": ANY,
+    "problem_index": ANY_VALUE,
     "problem_version": one_of(*VERSIONS),
-    "question": or_null(TEXT),
-    "answer": TEXT,
+    "question": or_null(TEXT_VALUE),
+    "answer": TEXT_VALUE,
     "question_type": one_of("multi-choice", "free-form"),
-    "metadata": ANY,
+    "metadata": ANY_VALUE,
 }
 
 
 def check(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = fault_of_fields(row, COLUMNS)
+    fault = find_field_fault(row, COLUMNS)
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return fault_of_fields({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
+    return find_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
 
 
-_OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT)}
+_OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT_VALUE)}
 
 
 def question_of(row: Prediction) -> Question:
@@ -228,14 +234,14 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     `judge_reply`: an `Extraction` whose text is `1` if the judge says that the answer is right and
     `0` if not, or None where our rules decide without the judge.
     """
-    judge = judge_client(options) if options.extraction == "judge" else None
-    extracted_rows = with_extractions(
+    judge = create_judge_client(options) if options.extraction == "judge" else None
+    extracted_rows = extract_answers(
         rows, options=options, question_of=question_of, extract=extract_by_rules, judge=judge
     )
     if judge is None:
         return extracted_rows
     conversations = [_judge_messages(row) if _needs_judge(row) else None for row in extracted_rows]
-    replies = judge_reports(conversations, judge, _one_or_zero)
+    replies = ask_judge(conversations, judge, _one_or_zero)
     return [
         {**row, "judge_reply": reply} for row, reply in zip(extracted_rows, replies, strict=True)
     ]
@@ -287,7 +293,7 @@ def _one_or_zero(reply: str) -> str:
 
     Raises `EndpointError` for any other report, so that the judge is asked again.
     """
-    report = report_in(reply)
+    report = read_report(reply)
     if report not in ("0", "1"):
         raise EndpointError(f"the report is {report!r:.60}, neither 1 nor 0")
     return report
@@ -369,7 +375,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 
 def _rules(options: ExtractionOptions) -> dict[str, Any]:
     """Describe the rules of a score, and the judge where one was asked."""
-    extraction = extraction_rules(options)
+    extraction = describe_extraction(options)
     if extraction["judge"]:
         rules = "ours, and a judge where they do not find a free answer right"
     else:
@@ -378,8 +384,8 @@ def _rules(options: ExtractionOptions) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: ExtractionOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ExtractionOptions
+) -> BenchmarkFigures:
     """Compute the figure that papers quote: the accuracy over the five versions with images.
 
     A note says that the score is not the official one. A warning counts the reference answers with
@@ -399,7 +405,9 @@ def _summary(
         note = (
             f"note: {options.judge_model} was the judge; the official score's own may say otherwise"
         )
-    return OwnFigures({"overall": {"five_versions": overall}}, lines=[note], warnings=warnings)
+    return BenchmarkFigures(
+        {"overall": {"five_versions": overall}}, lines=[note], warnings=warnings
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,27 +15,33 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import PLACEHOLDER, lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, TEXTS, fault_of_fields, one_of
+    from adora_vl.evals.inference.predictions import (
+        ANY_VALUE,
+        LIST_OF_TEXTS,
+        TEXT_VALUE,
+        find_field_fault,
+        one_of,
+    )
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         CORRECT,
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
-        OwnFigures,
+        GradedAnswer,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.judge import (
         ExtractionOptions,
         Question,
+        describe_extraction,
+        extract_answers,
         extract_by_rules,
-        extraction_rules,
-        with_extractions,
     )
     from adora_vl.evals.scoring.number import extract_number
-    from adora_vl.evals.scoring.score import extraction_item, verdict_of
+    from adora_vl.evals.scoring.score import describe_extracted_answer, verdict_of
     from adora_vl.rewards import grade as graded_as_in_training
     from adora_vl.rewards.completion import last_boxed
     from adora_vl.utils.cli import amount
@@ -291,7 +297,13 @@ def is_officially_right(answer: str, reference: str, choices: Sequence[str]) -> 
 
 
 # The columns that each row has, and what their values have to be.
-COLUMNS = {"question": TEXT, "options": TEXTS, "answer": TEXT, "level": ANY, "subject": TEXT}
+COLUMNS = {
+    "question": TEXT_VALUE,
+    "options": LIST_OF_TEXTS,
+    "answer": TEXT_VALUE,
+    "level": ANY_VALUE,
+    "subject": TEXT_VALUE,
+}
 
 
 def check(row: Prediction) -> str | None:
@@ -300,11 +312,11 @@ def check(row: Prediction) -> str | None:
     The reference answer to a multiple-choice question has to be the letter of one of its options.
     That to a free-form question, which has no options, may be any text.
     """
-    fault = fault_of_fields(row, COLUMNS)
+    fault = find_field_fault(row, COLUMNS)
     if fault or not row["options"]:
         return fault
     letters = ascii_uppercase[: len(row["options"])]
-    return fault_of_fields(row, {"answer": one_of(*letters)})
+    return find_field_fault(row, {"answer": one_of(*letters)})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,7 +341,7 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
             "extraction"
         )
     extract = _by_official_rules if is_official else _by_our_rules
-    return with_extractions(rows, options=options, question_of=question_of, extract=extract)
+    return extract_answers(rows, options=options, question_of=question_of, extract=extract)
 
 
 def question_of(row: Prediction) -> Question:
@@ -386,8 +398,8 @@ def grade(row: Prediction, options: MathVisionScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVisionScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVisionScoreOptions
+) -> BenchmarkFigures:
     """Count the questions that number several images, though each row has one picture.
 
     Their images are parts of that picture.
@@ -399,14 +411,14 @@ def _summary(
             f"{amount(len(pids), 'question')} with several numbered images, which are the parts of "
             "one picture"
         )
-    return OwnFigures(notes={"several_parts": len(pids)}, lines=lines)
+    return BenchmarkFigures(notes={"several_parts": len(pids)}, lines=lines)
 
 
 def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
     """Describe the rules of a score; the official ones have an extraction of their own."""
     if options.rules == "official":
         return {"rules": options.rules}
-    return {"rules": options.rules, **extraction_rules(options)}
+    return {"rules": options.rules, **describe_extraction(options)}
 
 
 load = partial(
@@ -426,7 +438,7 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     return "the quoted rows are by the rules `official`"
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
     rows={
         "Gemini-Pro": {"all": 17.66},
@@ -451,7 +463,7 @@ BENCHMARK = Benchmark(
     id_column="id",
     prepare=_prepare,
     summary=_summary,
-    item=extraction_item,
+    item=describe_extracted_answer,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

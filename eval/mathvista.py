@@ -12,23 +12,23 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.data.prompts import lettered
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, fault_of_fields, one_of
+    from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
     from adora_vl.evals.options import HubDataOptions, option
     from adora_vl.evals.records import (
         Benchmark,
+        BenchmarkFigures,
         Extraction,
-        Graded,
-        OwnFigures,
+        GradedAnswer,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.judge import (
+        AnswerKind,
         ExtractionOptions,
-        Kind,
         Question,
-        extraction_rules,
-        with_extractions,
+        describe_extraction,
+        extract_answers,
     )
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
@@ -268,13 +268,13 @@ ID_OOD = (
 )
 # The columns that each row has, and what their values have to be.
 COLUMNS = {
-    "question": TEXT,
+    "question": TEXT_VALUE,
     "question_type": one_of("multi_choice", "free_form"),
     "answer_type": one_of("text", "integer", "float", "list"),
-    "precision": ANY,
-    "choices": ANY,
-    "answer": TEXT,
-    "metadata": ANY,
+    "precision": ANY_VALUE,
+    "choices": ANY_VALUE,
+    "answer": TEXT_VALUE,
+    "metadata": ANY_VALUE,
 }
 _MOST_PLACES = 15  # decimal places that a float holds
 
@@ -285,7 +285,7 @@ def check(row: Prediction) -> str | None:
     Beside the columns that each row needs, a multiple-choice question needs choices, and an answer
     of the type `float` a number of decimal places.
     """
-    fault = fault_of_fields(row, COLUMNS)
+    fault = find_field_fault(row, COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":
@@ -305,7 +305,7 @@ def check(row: Prediction) -> str | None:
 def question_of(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model."""
     is_choice = row["question_type"] == "multi_choice"
-    kind: Kind = "choice" if is_choice else row["answer_type"]
+    kind: AnswerKind = "choice" if is_choice else row["answer_type"]
     return Question(
         kind=kind, text=row["question"], choices=row["choices"] or (), response=row["response"]
     )
@@ -334,7 +334,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     )
 
 
-def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
+def _item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, before and after it was brought into form."""
     return {
         "verdict": graded.grade.verdict,
@@ -347,8 +347,8 @@ def _item(row: Prediction, graded: Graded) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MathVistaScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MathVistaScoreOptions
+) -> BenchmarkFigures:
     """Compute the accuracies ID and OOD of the table in ADORA's paper.
 
     ID (in distribution) is over geometry problems, like those of the training, and OOD (out of
@@ -371,7 +371,9 @@ def _summary(
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
     ood_cell = cell_from_counts(ood_correct, ood_total, n_samples)
-    return OwnFigures(figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}})
+    return BenchmarkFigures(
+        figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}}
+    )
 
 
 def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
@@ -379,7 +381,7 @@ def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     return {
         "rules": options.rules,
         "ignore_empty_extractions": options.ignore_empty_extractions,
-        **extraction_rules(options),
+        **describe_extraction(options),
     }
 
 
@@ -415,7 +417,7 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     return _BY_OTHER_RULES
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 67.3, "ID": 69.6, "OOD": 65.5},
@@ -437,7 +439,7 @@ BENCHMARK = Benchmark(
     data_options=HubDataOptions,
     check=check,
     fingerprint=("data_revision",),
-    prepare=partial(with_extractions, question_of=question_of),
+    prepare=partial(extract_answers, question_of=question_of),
     summary=_summary,
     item=_item,
     published=_PUBLISHED,

@@ -12,23 +12,32 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY, TEXT, FieldKind, fault_of_fields
+    from adora_vl.evals.inference.predictions import (
+        ANY_VALUE,
+        TEXT_VALUE,
+        FieldKind,
+        find_field_fault,
+    )
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
         RowGrade,
     )
     from adora_vl.evals.scoring.choice import extract_choice
-    from adora_vl.evals.scoring.score import extraction_item, rule_set, verdict_of
+    from adora_vl.evals.scoring.score import (
+        describe_extracted_answer,
+        describe_rule_set,
+        verdict_of,
+    )
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
-COLUMNS = {"options": ANY, "answer": TEXT, "subject": TEXT}
+COLUMNS = {"options": ANY_VALUE, "answer": TEXT_VALUE, "subject": TEXT_VALUE}
 _LAST_LINE = (
     "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
     "quotes) where LETTER is one of options."
@@ -125,7 +134,7 @@ def check(row: Prediction) -> str | None:
 
     The options have to be a list, and the answer the letter of one of them.
     """
-    fault = fault_of_fields(row, COLUMNS)
+    fault = find_field_fault(row, COLUMNS)
     if fault:
         return fault
     try:
@@ -134,7 +143,7 @@ def check(row: Prediction) -> str | None:
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
     letter_of_option = FieldKind(lambda answer: answer in (*letters,), expected)
-    return fault_of_fields(row, {"answer": letter_of_option})
+    return find_field_fault(row, {"answer": letter_of_option})
 
 
 def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
@@ -158,8 +167,8 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMMUProScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMMUProScoreOptions
+) -> BenchmarkFigures:
     """Count the answers without a letter, for which the official score draws one at random."""
     n_drawn = sum(item.grade.reason == "drawn" for item in graded)
     lines: list[str] = []
@@ -168,7 +177,7 @@ def _summary(
             f"note: {amount(n_drawn, 'answer')} without a letter, wrong here; the official score "
             "draws one at random"
         )
-    return OwnFigures(notes={"drawn": n_drawn}, lines=lines)
+    return BenchmarkFigures(notes={"drawn": n_drawn}, lines=lines)
 
 
 def load(options: MMMUProDataOptions) -> LoadedProblems:
@@ -192,14 +201,14 @@ BENCHMARK = Benchmark(
     split="test",
     load=load,
     grade=grade,
-    rules=rule_set,
+    rules=describe_rule_set,
     score_options=MMMUProScoreOptions,
     data_options=MMMUProDataOptions,
     check=check,
     fingerprint=("data_revision", "query"),
     id_column="id",
     summary=_summary,
-    item=extraction_item,
+    item=describe_extracted_answer,
 )
 if __name__ == "__main__":
     with imports():

@@ -13,31 +13,31 @@ from adora_vl.utils.cli import imports
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
-        TEXT,
-        fault_of_fields,
-        key,
-        matching,
+        TEXT_VALUE,
+        find_field_fault,
+        matching_text,
         read_predictions,
+        row_key,
     )
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
     from adora_vl.evals.records import (
         Benchmark,
-        Graded,
+        BenchmarkFigures,
+        GradedAnswer,
         LoadedProblems,
-        OwnFigures,
         Prediction,
-        Published,
+        PublishedFigures,
         RowGrade,
     )
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
         correct_by_problem,
-        extraction_item,
-        graded_rows,
-        rule_set,
+        describe_extracted_answer,
+        describe_rule_set,
+        grade_rows,
         verdict_of,
     )
-    from adora_vl.evals.scoring.statistics import bootstrap
+    from adora_vl.evals.scoring.statistics import bootstrap_interval
     from adora_vl.evals.scoring.table import percent_with_interval
     from adora_vl.utils.cli import optional, path
     from adora_vl.utils.errors import UserError
@@ -45,13 +45,13 @@ with imports():
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
 COLUMNS = {
-    "question": TEXT,
-    "answer": matching(r"\s*[A-Za-z]\s*", "a letter"),
-    "category": TEXT,
-    "l2_category": TEXT,
+    "question": TEXT_VALUE,
+    "answer": matching_text(r"\s*[A-Za-z]\s*", "a letter"),
+    "category": TEXT_VALUE,
+    "l2_category": TEXT_VALUE,
 }
 _OPTION_MARK = re.compile(r"(?:^|[\s,])([A-Z]): ")
-check = partial(fault_of_fields, kinds=COLUMNS)
+check = partial(find_field_fault, kinds=COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,8 +130,8 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
+) -> BenchmarkFigures:
     """Compute the multi-modal gain MG and the leakage ML (see `_leakage`).
 
     Both need other runs to compare with, and are None without one.
@@ -146,11 +146,11 @@ def _summary(
         if "ML" in leakage:
             leaked = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
             lines.append(f"leakage ML: {leaked}, S_t {leakage['S_t']:.3f}")
-    return OwnFigures(notes={"leakage": leakage}, lines=lines)
+    return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
 
 
 def _leakage(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: MMStarScoreOptions
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
     """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
 
@@ -185,7 +185,7 @@ def _leakage(
         "S_v": _mean(shares_with_image),
         "S_wv": _mean(shares_without_image),
         "MG": _mean(gains),
-        "MG_bootstrap_95": bootstrap(gains),
+        "MG_bootstrap_95": bootstrap_interval(gains),
     }
     if shares_of_language_model is not None:
         leaks = [
@@ -194,7 +194,7 @@ def _leakage(
                 shares_without_image, shares_of_language_model, strict=True
             )
         ]
-        low, high = bootstrap(leaks)
+        low, high = bootstrap_interval(leaks)
         figures["S_t"] = _mean(shares_of_language_model)
         figures["ML"] = max(0.0, _mean(leaks))
         figures["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
@@ -218,8 +218,8 @@ def _shares_of_run(
     if file is None:
         return None
     other_rows = read_predictions(file, check, BENCHMARK.id_column)
-    other_row_by_key = {key(row): row for row in other_rows}
-    missing_pids = [row["pid"] for row in rows if key(row) not in other_row_by_key]
+    other_row_by_key = {row_key(row): row for row in other_rows}
+    missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]
     if missing_pids or len(other_row_by_key) != len(rows):
         fault = f"it has {len(other_row_by_key)} rows and this run {len(rows)}"
         if missing_pids:
@@ -228,12 +228,12 @@ def _shares_of_run(
             f"{option_name}: {file} does not have the items of this run ({fault}); run it on the "
             "same data"
         )
-    rows_in_order = [other_row_by_key[key(row)] for row in rows]
-    _, graded = graded_rows(BENCHMARK, rows_in_order, options)
+    rows_in_order = [other_row_by_key[row_key(row)] for row in rows]
+    _, graded = grade_rows(BENCHMARK, rows_in_order, options)
     return _shares(graded)
 
 
-def _shares(graded: Sequence[Graded]) -> list[float]:
+def _shares(graded: Sequence[GradedAnswer]) -> list[float]:
     """Return the share of right answers to each problem, which may have several answers."""
     are_right_of_problems = correct_by_problem(graded).values()
     return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
@@ -261,7 +261,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     )
 
 
-_PUBLISHED = Published(
+_PUBLISHED = PublishedFigures(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 63.9},
@@ -276,14 +276,14 @@ BENCHMARK = Benchmark(
     split="val",
     load=load,
     grade=grade,
-    rules=rule_set,
+    rules=describe_rule_set,
     score_options=MMStarScoreOptions,
     data_options=MMStarDataOptions,
     check=check,
     fingerprint=("data_revision", "no_image"),
     id_column="index",
     summary=_summary,
-    item=extraction_item,
+    item=describe_extracted_answer,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

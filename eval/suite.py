@@ -18,11 +18,11 @@ with imports():
         answer_problems,
         check_options,
         check_output,
-        problems_to_ask,
+        load_asked_problems,
     )
     from adora_vl.evals.benchmark import find_benchmark
     from adora_vl.evals.inference.engines import build_engine
-    from adora_vl.evals.inference.predictions import PREDICTIONS
+    from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
     from adora_vl.evals.inference.ranks import join_ranks
     from adora_vl.evals.inference.runner import with_engine_bounds
     from adora_vl.evals.options import ScoreOptions
@@ -132,7 +132,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
     # The options of the engine are the same for all benchmarks.
     first_options = tasks[0].ask_options
     settings = check_options(first_options)
-    selections = [problems_to_ask(task.benchmark, task.ask_options) for task in tasks]
+    selections = [load_asked_problems(task.benchmark, task.ask_options) for task in tasks]
     all_problems = [problem for selection in selections for problem in selection.problems]
     system_prompt = settings.with_tool_prompt(first_options.system_prompt)
     # The engine has to fit the longest text and the most images of all benchmarks. It is built at
@@ -151,7 +151,7 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
             build=lambda _: shared_engine(),
         )
         if processes.rank == 0:
-            predictions_file = task.ask_options.output / PREDICTIONS
+            predictions_file = task.ask_options.output / PREDICTIONS_FILE
             write_score(task.benchmark, predictions_file, task.score_options)
     if processes.rank == 0:
         runs = [

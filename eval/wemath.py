@@ -13,15 +13,21 @@ from adora_vl.utils.cli import imports
 
 with imports():
     from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT, fault_of_fields, matching
+    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import Benchmark, Graded, OwnFigures, Prediction, RowGrade
+    from adora_vl.evals.records import (
+        Benchmark,
+        BenchmarkFigures,
+        GradedAnswer,
+        Prediction,
+        RowGrade,
+    )
     from adora_vl.evals.scoring.choice import extract_choice, lettered_options
     from adora_vl.evals.scoring.score import (
         cell_from_counts,
         correct_by_problem,
+        describe_rule_set,
         mean_with_interval,
-        rule_set,
         verdict_of,
     )
     from adora_vl.evals.scoring.table import percent_with_interval
@@ -38,16 +44,16 @@ Regarding the format, please answer following the template below, and be sure to
 _OPTION_MARK = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
 _UNKNOWN_OPTIONS = [""] * 5  # of a question whose options have no text; no question has more
 COLUMNS = {
-    "ID": TEXT,
-    "key": matching(
+    "ID": TEXT_VALUE,
+    "key": matching_text(
         "2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"
     ),
-    "knowledge concept": TEXT,
-    "question": TEXT,
-    "option": TEXT,
-    "answer": matching("[A-H]", "a letter from A to H"),
+    "knowledge concept": TEXT_VALUE,
+    "question": TEXT_VALUE,
+    "option": TEXT_VALUE,
+    "answer": matching_text("[A-H]", "a letter from A to H"),
 }
-check = partial(fault_of_fields, kinds=COLUMNS)
+check = partial(find_field_fault, kinds=COLUMNS)
 # The brackets of the official form of an answer; its group is what stands inside them.
 _TEMPLATE_BRACKETS = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
@@ -147,8 +153,8 @@ _DEFINITION = (
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: WeMathScoreOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: WeMathScoreOptions
+) -> BenchmarkFigures:
     """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
     A problem is diagnosed by the answers to its steps and to the whole (see `diagnosis`). Problems
@@ -170,7 +176,7 @@ def _summary(
         )
     if not complete:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
-        return OwnFigures(figures={"score": no_score}, warnings=warnings)
+        return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
     n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _DEFINITION}
@@ -189,7 +195,7 @@ def _summary(
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
-    return OwnFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
+    return BenchmarkFigures({"score": scores, "diagnosis": cells}, lines=lines, warnings=warnings)
 
 
 class _ProblemSample(NamedTuple):
@@ -200,7 +206,7 @@ class _ProblemSample(NamedTuple):
 
 
 def _answers_by_problem(
-    rows: Sequence[Prediction], graded: Sequence[Graded]
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
 ) -> dict[_ProblemSample, dict[str, bool]]:
     """Collect whether the answers to the parts of each problem are right.
 
@@ -258,7 +264,7 @@ BENCHMARK = Benchmark(
     split="testmini",
     load=load,
     grade=grade,
-    rules=rule_set,
+    rules=describe_rule_set,
     score_options=WeMathScoreOptions,
     data_options=HubDataOptions,
     check=check,

@@ -1,7 +1,7 @@
 """Asks a model the problems of a benchmark, and stores its answers, as the verb `infer` does.
 
 The commands, `eval.suite` and an evaluation during a training come through here: `check_options`
-finds mistakes before anything is loaded, `problems_to_ask` loads the problems, and `answer_problems` writes the
+finds mistakes before anything is loaded, `load_asked_problems` loads the problems, and `answer_problems` writes the
 answers into a folder.
 """
 
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adora_vl.evals.benchmark import load_checked_problems
-from adora_vl.evals.checklist import DESCRIPTION, VIEW, checklist
-from adora_vl.evals.inference.engines import build_engine, check_loadable, settings_of
-from adora_vl.evals.inference.predictions import PREDICTIONS
-from adora_vl.evals.inference.provenance import Fields
+from adora_vl.evals.checklist import CHECKLIST_DESCRIPTION, CHECKLIST_VIEW, build_checklist
+from adora_vl.evals.inference.engines import build_engine, build_settings, check_loadable
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
+from adora_vl.evals.inference.provenance import FingerprintFields
 from adora_vl.evals.inference.ranks import Ranks
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
@@ -23,7 +23,7 @@ from adora_vl.evals.inference.requests import (
     EngineOptions,
 )
 from adora_vl.evals.inference.runner import Summary, infer
-from adora_vl.evals.inference.views import VIEWS, problems_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.options import DataOptions, option
 from adora_vl.evals.records import Benchmark, Problem
 from adora_vl.models.load import model_hash
@@ -67,9 +67,11 @@ class AskOptions(EngineOptions):
     )
     view: str = option(
         "image",
-        help="; ".join(f"{name}: {description}" for name, description in VIEWS.items())
-        + f"; eval.compare lays them side by side. {VIEW}: {DESCRIPTION}",
-        choices=[*VIEWS, VIEW],
+        help="; ".join(
+            f"{name}: {description}" for name, description in DESCRIPTION_BY_VIEW.items()
+        )
+        + f"; eval.compare lays them side by side. {CHECKLIST_VIEW}: {CHECKLIST_DESCRIPTION}",
+        choices=[*DESCRIPTION_BY_VIEW, CHECKLIST_VIEW],
     )
 
 
@@ -94,7 +96,7 @@ def check_options(options: AskOptions) -> AnswerEngineSettings:
             f"samples: {options.samples} greedy answers are the same; give --temperature, such as "
             "1.0"
         )
-    settings = settings_of(options)
+    settings = build_settings(options)
     check_loadable(settings)
     return settings
 
@@ -112,21 +114,21 @@ class AskedProblems(NamedTuple):
     """The data options that changed nothing; see `LoadedProblems`."""
 
 
-def problems_to_ask(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
+def load_asked_problems(benchmark: Benchmark, options: AskOptions) -> AskedProblems:
     """Load the problems of a benchmark, and show them as the view of the run does.
 
     The view decides what the model sees of a problem, such as its picture or the facts of the
-    picture in words (see `VIEWS`). The view `checklist` asks questions on what is marked in the
+    picture in words (see `DESCRIPTION_BY_VIEW`). The view `checklist` asks questions on what is marked in the
     pictures instead.
 
     `options.limit` is not applied yet. Raises `UserError` for data that cannot be loaded or asked.
     """
     loaded = load_checked_problems(benchmark, options.data)
-    if options.view == VIEW:
-        problems = checklist(loaded.problems)
+    if options.view == CHECKLIST_VIEW:
+        problems = build_checklist(loaded.problems)
         n_left_out = 0
     else:
-        problems = problems_in_view(loaded.problems, options.view)
+        problems = show_in_view(loaded.problems, options.view)
         n_left_out = len(loaded.problems) - len(problems)
     return AskedProblems(
         problems=problems,
@@ -152,7 +154,7 @@ def answer_problems(
         benchmark: The benchmark, whose name and options are a part of the fingerprint.
         options: How the model is asked, and where the answers go.
         settings: The settings of the engine, as `check_options` returned them.
-        selection: The problems, as `problems_to_ask` returned them.
+        selection: The problems, as `load_asked_problems` returned them.
         processes: The rank of this process. Each asks its share, and only rank 0 prints.
         build: Builds the engine, in place of `build_engine`.
 
@@ -167,7 +169,7 @@ def answer_problems(
         selection.problems[: options.limit],
         output=options.output,
         settings=settings,
-        fingerprint=_fingerprint(benchmark, options, settings, selection, weights_hash),
+        fingerprint=_collect_fingerprint(benchmark, options, settings, selection, weights_hash),
         system_prompt=settings.with_tool_prompt(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,
@@ -175,22 +177,24 @@ def answer_problems(
         ranks=processes,
     )
     if processes.rank == 0:
-        _report(summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS)
+        _print_summary(
+            summary, n_left_out=selection.left_out, predictions=options.output / PREDICTIONS_FILE
+        )
 
 
-def _fingerprint(
+def _collect_fingerprint(
     benchmark: Benchmark,
     options: AskOptions,
     settings: AnswerEngineSettings,
     selection: AskedProblems,
     weights_hash: str | None,
-) -> Fields:
+) -> FingerprintFields:
     """Collect what the answers of a run depend on, for its fingerprint.
 
     A run is resumed only with equal fields. Those that few runs need are left out where they have
     their usual value, so that older fingerprints stay equal.
     """
-    fields: Fields = {
+    fields: FingerprintFields = {
         "benchmark": benchmark.name,
         "model": settings.model,
         "model_hash": weights_hash,
@@ -214,7 +218,7 @@ def _fingerprint(
     return fields
 
 
-def _report(summary: Summary, *, n_left_out: int, predictions: Path) -> None:
+def _print_summary(summary: Summary, *, n_left_out: int, predictions: Path) -> None:
     """Print on stderr how many answers a run got, and how many problems could not be asked.
 
     Args:

@@ -1,6 +1,6 @@
 """The list of the benchmarks.
 
-A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `NAMES`; or a file
+A new benchmark is one file, `eval/NAME.py`, with a `BENCHMARK`, and its name in `BENCHMARK_NAMES`; or a file
 of the user's own.
 """
 
@@ -16,7 +16,7 @@ from adora_vl.evals.records import Benchmark, LoadedProblems
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import from_file, is_own
 
-NAMES = (
+BENCHMARK_NAMES = (
     "geometry3k",
     "mathvista",
     "mathvision",
@@ -30,9 +30,9 @@ NAMES = (
     "problems",
 )
 # A checkout and an installed wheel both have the folder beside the package.
-BENCHMARK_FILES = Path(__file__).resolve().parents[2] / "eval"
+BENCHMARK_FOLDER = Path(__file__).resolve().parents[2] / "eval"
 # The name under which `eval/` is imported as a package; no folder has it.
-_PACKAGE = "adora_vl_benchmarks"
+_BENCHMARK_PACKAGE = "adora_vl_benchmarks"
 # The benchmark of a prepared data set, by the source that its manifest names.
 _BENCHMARK_BY_SOURCE = {"knights": "knights", "geometry3k": "geometry3k"}
 
@@ -41,13 +41,13 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
     """Return the benchmark of this name, or the one in a user's own `FILE.py:NAME`.
 
     Args:
-        name: One of `NAMES`, or `FILE.py:NAME`.
+        name: One of `BENCHMARK_NAMES`, or `FILE.py:NAME`.
         key: The option or config key that has the name, with which an error begins.
         extra_names: Further names that the caller understands; an error lists them too.
 
     Raises `UserError` for any other name, and for a file without such a benchmark.
     """
-    if name in NAMES:
+    if name in BENCHMARK_NAMES:
         return load_shipped_benchmark(name)
     if is_own(name):
         user_file = from_file(
@@ -55,7 +55,7 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
         )
         benchmark: Benchmark = replace(user_file.value, file=user_file.hash)
         return benchmark
-    names = (*NAMES, *extra_names)
+    names = (*BENCHMARK_NAMES, *extra_names)
     suggestion = did_you_mean(name, names)
     raise UserError(
         f"{key}: {name!r} is not one of {', '.join(names)}, or FILE.py:NAME{suggestion}"
@@ -65,20 +65,20 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
 def load_shipped_benchmark(name: str) -> Benchmark:
     """Import one of our own benchmarks from its file `eval/NAME.py` beside this package.
 
-    The file is found by its location, and imported as a part of `_PACKAGE`. Under the name `eval`
+    The file is found by its location, and imported as a part of `_BENCHMARK_PACKAGE`. Under the name `eval`
     Python might find an `eval.py` or a folder `eval/` of the user's, and would run it. Raises
     `UserError` where the file is missing.
     """
-    if not (BENCHMARK_FILES / f"{name}.py").is_file():
+    if not (BENCHMARK_FOLDER / f"{name}.py").is_file():
         raise UserError(
-            f"benchmark: there is no {name}.py in {str(BENCHMARK_FILES)!r}; install adora-vl again"
+            f"benchmark: there is no {name}.py in {str(BENCHMARK_FOLDER)!r}; install adora-vl again"
         )
-    if _PACKAGE not in sys.modules:
-        package = ModuleType(_PACKAGE)
+    if _BENCHMARK_PACKAGE not in sys.modules:
+        package = ModuleType(_BENCHMARK_PACKAGE)
         # A module with a path is a package, so that a benchmark can import a file beside it.
-        package.__path__ = [str(BENCHMARK_FILES)]
-        sys.modules[_PACKAGE] = package
-    benchmark: Benchmark = import_module(f"{_PACKAGE}.{name}").BENCHMARK
+        package.__path__ = [str(BENCHMARK_FOLDER)]
+        sys.modules[_BENCHMARK_PACKAGE] = package
+    benchmark: Benchmark = import_module(f"{_BENCHMARK_PACKAGE}.{name}").BENCHMARK
     return benchmark
 
 
@@ -89,7 +89,7 @@ def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedP
     have the same id, by which answers are matched, or where the text of one cannot be asked.
     """
     # Imported here, because pyarrow takes long, and Ctrl-C in the meantime ends with a line.
-    from adora_vl.evals.inference.dataset import unaskable
+    from adora_vl.evals.inference.dataset import find_prompt_fault
 
     # A user's own benchmark may return a plain tuple.
     loaded = LoadedProblems(*benchmark.load(options))
@@ -97,14 +97,14 @@ def load_checked_problems(benchmark: Benchmark, options: DataOptions) -> LoadedP
     for problem in loaded.problems:
         if problem.pid in pids:
             raise UserError(f"data: the id {problem.pid!r} occurs twice; ids have to be unique")
-        fault = unaskable(problem.prompt, has_image=problem.n_images > 0)
+        fault = find_prompt_fault(problem.prompt, has_image=problem.n_images > 0)
         if fault:
             raise UserError(f"data: the problem {problem.pid!r} {fault}")
         pids.add(problem.pid)
     return loaded
 
 
-def data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
+def default_data_options(benchmark: Benchmark, data: str, prompt: str | None) -> DataOptions:
     """Return the options with which a benchmark loads data during a training.
 
     Its own options have their defaults.

@@ -21,14 +21,14 @@ from adora_vl.geometry.expressions import number_in_text
 from adora_vl.geometry.figure import Figure, figure_from_json
 from adora_vl.utils.errors import UserError
 
-VIEW = "checklist"
-DESCRIPTION = "questions on what is marked in the picture, in place of the problem"
-MOST_QUESTIONS = 4  # on the picture of one problem
+CHECKLIST_VIEW = "checklist"
+CHECKLIST_DESCRIPTION = "questions on what is marked in the picture, in place of the problem"
+MAX_QUESTIONS_OF_PICTURE = 4  # on the picture of one problem
 # An angle is asked about as no right angle only if it differs from one by this many degrees.
 _RIGHT_ANGLE_MARGIN = 5.0
 # Two lines are asked about as not parallel, or as the sides of an angle, only between these degrees.
-_LEAST_ANGLE = 10
-_MOST_ANGLE = 170
+_MIN_ASKED_ANGLE = 10
+_MAX_ASKED_ANGLE = 170
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class MarkQuestion:
     """The kind of mark: `length`, `angle`, `right angle` or `parallel`."""
 
 
-def checklist(problems: Sequence[Problem]) -> list[Problem]:
+def build_checklist(problems: Sequence[Problem]) -> list[Problem]:
     """Replace problems by questions on what is marked in their pictures.
 
     Only problems whose figure has been solved have such questions. Raises `UserError` where no
@@ -49,16 +49,16 @@ def checklist(problems: Sequence[Problem]) -> list[Problem]:
     """
     questions: list[Problem] = []
     for problem in problems:
-        questions += _questions_on(problem)
+        questions += _problems_from_marks(problem)
     if not questions:
         raise UserError(
-            f"view: {VIEW}, and no row of the data has a figure with marks (the column `figure`, as "
+            f"view: {CHECKLIST_VIEW}, and no row of the data has a figure with marks (the column `figure`, as "
             "`python -m data_prep geometry3k --source facts` writes it)"
         )
     return questions
 
 
-def _questions_on(problem: Problem) -> list[Problem]:
+def _problems_from_marks(problem: Problem) -> list[Problem]:
     """Return the questions on the marks in one problem's picture, each as a problem to ask.
 
     A question takes the place of the problem's own one in its prompt. The id is that of the problem
@@ -85,14 +85,14 @@ def _questions_on(problem: Problem) -> list[Problem]:
             "question": text,
             "answer": mark_question.answer,
             "choices": None,
-            "metadata": {"family": VIEW, "kind": mark_question.kind},
+            "metadata": {"family": CHECKLIST_VIEW, "kind": mark_question.kind},
         }
         problems.append(replace(problem, fields=fields, prompt=prompt, facts=None))
     return problems
 
 
 def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
-    """Choose at most `MOST_QUESTIONS` questions on what is marked in a figure.
+    """Choose at most `MAX_QUESTIONS_OF_PICTURE` questions on what is marked in a figure.
 
     If there are any, one that is answered with yes and one of the same kind that is answered with no
     are among them, so that neither answer is right more often. `seed` and the figure decide which
@@ -110,7 +110,7 @@ def questions_on_marks(figure: Figure, seed: str) -> list[MarkQuestion]:
         if yes_question.kind == no_question.kind
     ]
     questions = list(generator.choice(yes_no_pairs)) if yes_no_pairs else []
-    n_further = min(len(number_questions), MOST_QUESTIONS - len(questions))
+    n_further = min(len(number_questions), MAX_QUESTIONS_OF_PICTURE - len(questions))
     questions += generator.sample(number_questions, n_further)
     generator.shuffle(questions)
     return questions
@@ -164,7 +164,7 @@ def _no_questions(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
     for corner in sorted(drawing.neighbours):
         for first_end, second_end in combinations(sorted(drawing.neighbours[corner]), 2):
             angle = _angle_between(figure, (corner, first_end), (corner, second_end))
-            if angle is None or not _LEAST_ANGLE < angle < _MOST_ANGLE:
+            if angle is None or not _MIN_ASKED_ANGLE < angle < _MAX_ASKED_ANGLE:
                 continue
             if abs(angle - 90) > _RIGHT_ANGLE_MARGIN:
                 yield _question_on_right_angle(first_end, corner, second_end, answer="no")
@@ -173,7 +173,7 @@ def _no_questions(drawing: Drawing, figure: Figure) -> Iterator[MarkQuestion]:
         have_common_point = bool(set(first_line) & set(second_line))
         if have_common_point or angle is None:
             continue
-        if _LEAST_ANGLE < angle < _MOST_ANGLE:
+        if _MIN_ASKED_ANGLE < angle < _MAX_ASKED_ANGLE:
             yield _question_on_parallels(first_line, second_line, answer="no")
 
 

@@ -9,16 +9,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adora_vl.evals.benchmark import NAMES, find_benchmark
+from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.evals.compare_views import (
-    FIELDS_OF_A_VIEW,
-    FIELDS_OF_TOOLS,
+    TOOL_FIELDS,
+    VIEW_FIELDS,
     differ_in_tools,
-    groups_of_views,
+    group_runs_by_view,
     tool_lines,
     view_lines,
 )
-from adora_vl.evals.records import Published
+from adora_vl.evals.records import PublishedFigures
 from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
 from adora_vl.evals.scoring.coverage import partial_notes, share_of_the_data
@@ -34,7 +34,7 @@ _MODEL_FIELDS = (
     "revision",
     "seed",
 )
-_MOST_VALUE_CHARACTERS = 60
+_MAX_VALUE_CHARS = 60
 
 
 def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
@@ -58,8 +58,8 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
         names = ", ".join(without_fingerprint)
         lines.append(f"warning: {names}: no fingerprint, so {unknown}")
     may_differ = (*_MODEL_FIELDS, *subject)
-    if groups_of_views(runs):
-        may_differ = (*may_differ, *FIELDS_OF_A_VIEW)
+    if group_runs_by_view(runs):
+        may_differ = (*may_differ, *VIEW_FIELDS)
     differing_fields = _differing_values(with_fingerprint, "fields", ignored=may_differ)
     # `auto` and a limit that is not given are the model's own, which only the engine knows.
     with_resolved = [run for run in with_fingerprint if fingerprint_part(run.score, "resolved")]
@@ -109,21 +109,22 @@ def _differing_values(
         distinct = {json.dumps(values.get(key), sort_keys=True) for _, values in parts_of_runs}
         if len(distinct) > 1:
             texts = [
-                f"{name} {shortened(json.dumps(values.get(key)))}" for name, values in parts_of_runs
+                f"{name} {shorten_middle(json.dumps(values.get(key)))}"
+                for name, values in parts_of_runs
             ]
             values_text_by_key[key] = ", ".join(texts)
     return values_text_by_key
 
 
-def shortened(value: str) -> str:
+def shorten_middle(value: str) -> str:
     """Leave out the middle of a text that is too long for a line."""
-    if len(value) <= _MOST_VALUE_CHARACTERS:
+    if len(value) <= _MAX_VALUE_CHARS:
         return value
-    half = _MOST_VALUE_CHARACTERS // 2
+    half = _MAX_VALUE_CHARS // 2
     return f"{value[:half]}...{value[-half:]}"
 
 
-def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
+def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool) -> list[str]:
     """Compare runs of one benchmark: a table of their accuracies, tests, and notes, in lines.
 
     Args:
@@ -154,7 +155,7 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     for run in runs:
         if run.score.get("steps"):
             lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
-    view_groups = groups_of_views(runs)
+    view_groups = group_runs_by_view(runs)
     # Beside views of ours, MathVerse's own versions of each problem are of interest too.
     if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
         by = ["version"]
@@ -169,14 +170,14 @@ def comparison(runs: Sequence[ScoreFile], by: Sequence[str], *, published: bool)
     return lines + _note_lines(runs, quoted)
 
 
-def _published_figures(runs: Sequence[ScoreFile]) -> Published | None:
+def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
     """Return the published figures to show beside these scores; None where none belong there.
 
     They belong beside scores of all the problems that they are of, and of a benchmark of ours.
     """
     names = {str(run.score["benchmark"]) for run in runs}
     benchmark_name = names.pop()
-    if names or benchmark_name not in NAMES:
+    if names or benchmark_name not in BENCHMARK_NAMES:
         return None
     published = find_benchmark(benchmark_name).published
     if published is None or any(share_of_the_data(run.score) for run in runs):
@@ -252,14 +253,14 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     return [text + f"; McNemar p = {test.p:.3g} ({counts})"]
 
 
-def _note_lines(runs: Sequence[ScoreFile], quoted: Published | None) -> list[str]:
+def _note_lines(runs: Sequence[ScoreFile], quoted: PublishedFigures | None) -> list[str]:
     """Return what limits a comparison: settings and problems that differ, and partial scores.
 
     `quoted` are the published figures that are shown, which may be by other rules.
     """
     if len(runs) > 1:
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
-        notes = caution_lines(runs, subject=FIELDS_OF_TOOLS if is_about_tools else ())
+        notes = caution_lines(runs, subject=TOOL_FIELDS if is_about_tools else ())
     else:
         notes = partial_notes(runs[0].score)
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):

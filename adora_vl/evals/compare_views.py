@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from adora_vl.evals.inference.views import VIEWS
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
 from adora_vl.evals.score_differences import (
     common_problems,
     paired_difference,
@@ -17,20 +17,20 @@ from adora_vl.evals.score_differences import (
 )
 from adora_vl.evals.score_files import ScoreFile, fingerprint_part
 from adora_vl.evals.scoring.score import mean_with_interval
-from adora_vl.evals.scoring.statistics import bootstrap_ratio
+from adora_vl.evals.scoring.statistics import bootstrap_ratio_interval
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import amount
 
 # The fields of a fingerprint in which runs of one model with other views, or other tools, differ.
-FIELDS_OF_A_VIEW = ("view", "left_out", "seed")
-FIELDS_OF_TOOLS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
+VIEW_FIELDS = ("view", "left_out", "seed")
+TOOL_FIELDS = ("tools", "max_tool_calling_iterations", "tool_options", "tool_files")
 
 
-def groups_of_views(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
+def group_runs_by_view(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
     """Return the groups of runs that differ only in what the model was shown (`--view`).
 
     Each group has at least two views. It maps a view to its run, the first of several, in the order
-    of `VIEWS`.
+    of `DESCRIPTION_BY_VIEW`.
     """
     # The runs by their other settings, as text, and by view.
     runs_by_settings: dict[str, dict[str, ScoreFile]] = {}
@@ -38,14 +38,16 @@ def groups_of_views(runs: Sequence[ScoreFile]) -> list[dict[str, ScoreFile]]:
         fields = fingerprint_part(run.score, "fields")
         if not fields:
             continue
-        other_settings = {**fields, **dict.fromkeys(FIELDS_OF_A_VIEW)}
+        other_settings = {**fields, **dict.fromkeys(VIEW_FIELDS)}
         settings_text = json.dumps(other_settings, sort_keys=True)
         run_by_view = runs_by_settings.setdefault(settings_text, {})
         run_by_view.setdefault(fields.get("view", "image"), run)
     groups: list[dict[str, ScoreFile]] = []
     for run_by_view in runs_by_settings.values():
         if len(run_by_view) > 1:
-            groups.append({view: run_by_view[view] for view in VIEWS if view in run_by_view})
+            groups.append(
+                {view: run_by_view[view] for view in DESCRIPTION_BY_VIEW if view in run_by_view}
+            )
     return groups
 
 
@@ -53,7 +55,7 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     """Compare the views of one model, and say whether it sees and whether it reasons, in lines.
 
     They are over the problems that the model answered in all views; there are no lines where it
-    has none. `run_by_view` is a group of `groups_of_views`.
+    has none. `run_by_view` is a group of `group_runs_by_view`.
     """
     common = common_problems(list(run_by_view.values()))
     if not common:
@@ -66,7 +68,7 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     for view, shares in shares_by_view.items():
         figure = mean_with_interval(shares)
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
-        lines.append(f"  {view:<6} {accuracy}  {VIEWS[view]}")
+        lines.append(f"  {view:<6} {accuracy}  {DESCRIPTION_BY_VIEW[view]}")
     views = shares_by_view.keys()
     if {"text", "image"} <= views:
         from_words = shares_by_view["text"]
@@ -138,7 +140,7 @@ def _ratio_text(parts: Sequence[float], wholes: Sequence[float]) -> str:
     """Format sum(parts) / sum(wholes) in percent, with its bootstrap interval over the pairs."""
     if not sum(wholes):
         return "nothing of nothing,"
-    interval = list(bootstrap_ratio(parts, wholes))
+    interval = list(bootstrap_ratio_interval(parts, wholes))
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from adora_vl.utils.cli import optional, text
 
 # The parser's default of both prompts. It stands for the prompt that the model was trained with.
-OF_THE_RUN: Any = object()
-_ARGUMENT = "argument"  # the key in the metadata of a field
+PROMPT_OF_TRAINING: Any = object()
+_ARGUMENT_KEY = "argument"  # the key in the metadata of a field
 
 Options = TypeVar("Options")
 
@@ -35,18 +35,18 @@ def option(
     if parser_default is MISSING:
         parser_default = None if default is MISSING else default
     argument = {"default": parser_default, "help": help, **arguments}
-    return field(default=default, metadata={_ARGUMENT: argument})
+    return field(default=default, metadata={_ARGUMENT_KEY: argument})
 
 
-def argument_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
+def parser_arguments_of(option_field: "Field[Any]") -> Mapping[str, Any] | None:
     """Return the arguments of `add_argument` for a field; None for a field that is no option."""
-    arguments: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT)
+    arguments: Mapping[str, Any] | None = option_field.metadata.get(_ARGUMENT_KEY)
     return arguments
 
 
 def option_names(kind: type) -> list[str]:
     """Return the names of the options of a dataclass, in its order."""
-    return [field.name for field in fields(kind) if argument_of(field) is not None]
+    return [field.name for field in fields(kind) if parser_arguments_of(field) is not None]
 
 
 def required_names(kind: type) -> list[str]:
@@ -61,7 +61,7 @@ def required_names(kind: type) -> list[str]:
 def add_options(parser: ArgumentParser, kind: type) -> None:
     """Add the options of a dataclass to a parser, in the order of its fields."""
     for option_field in fields(kind):
-        arguments = argument_of(option_field)
+        arguments = parser_arguments_of(option_field)
         if arguments is not None:
             parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
 

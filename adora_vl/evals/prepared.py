@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 # The forms in which a reference answer may be written. The first pattern that is found decides.
-_PATTERN_OF_FORM = (
+_PATTERN_BY_ANSWER_FORM = (
     ("radical", re.compile(r"\\sqrt|√")),
     ("pi", re.compile(r"\\pi|π")),
     ("fraction", re.compile(r"\\[dt]?frac|/")),
@@ -54,12 +54,14 @@ def answer_form(answer: str, choices: Sequence[str] | None = None) -> str:
     text = "".join(answer.split())
     if choices and re.fullmatch(r"\(?[A-Z]\)?", text):
         return "letter"
-    return next((form for form, pattern in _PATTERN_OF_FORM if pattern.search(text)), "other")
+    return next(
+        (form for form, pattern in _PATTERN_BY_ANSWER_FORM if pattern.search(text)), "other"
+    )
 
 
 # The fields of `meta` with texts that the tiny model learns from in its warm start. A prediction
 # leaves them out.
-_TRAINING_TEXTS = (
+_WARM_START_FIELDS = (
     "solution",
     "slip",
 )
@@ -95,7 +97,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
         if fault:
             faults.append(f"row {row.get('id') or f'number {index}'}: {fault}")
     refuse_rows(error_start, faults)
-    loaded_problems = problems(dataset, prompt_template)
+    loaded_problems = build_problems(dataset, prompt_template)
     # A template can make a text that cannot be asked from a row that could.
     if prompt_template is not None:
         for problem in loaded_problems:
@@ -106,7 +108,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     return LoadedProblems(loaded_problems, split_hash, unused_options)
 
 
-def problems(dataset: Dataset, prompt_template: Template | None = None) -> list[Problem]:
+def build_problems(dataset: Dataset, prompt_template: Template | None = None) -> list[Problem]:
     """Build the problems of a prepared split; their images stay encoded until they are needed.
 
     Args:
@@ -139,7 +141,7 @@ def _prediction_fields(row: dict[str, Any]) -> dict[str, Any]:
     """Return what a prediction keeps of a row of the dataset."""
     metadata = {key: row[key] for key in ("source", "split") if row.get(key)}
     for key, value in (row.get("meta") or {}).items():
-        if key not in _TRAINING_TEXTS:
+        if key not in _WARM_START_FIELDS:
             metadata[key] = value
     fields = {
         "pid": row["id"],

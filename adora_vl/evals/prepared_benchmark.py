@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from adora_vl.data.prompts import DEFAULT_PROMPT
-from adora_vl.evals.options import OF_THE_RUN, DataOptions, option
+from adora_vl.evals.options import PROMPT_OF_TRAINING, DataOptions, option
 from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import (
     Benchmark,
-    Graded,
+    BenchmarkFigures,
+    GradedAnswer,
     LoadedProblems,
-    OwnFigures,
     Prediction,
-    Published,
+    PublishedFigures,
     RowGrade,
 )
 from adora_vl.evals.scoring.score import metadata_groups
-from adora_vl.evals.variants import variant_lines, with_variants
+from adora_vl.evals.variants import add_variants, variant_lines
 from adora_vl.rewards import grade as graded_as_in_training
 from adora_vl.utils.cli import amount, optional, text, whole
 
@@ -39,7 +39,7 @@ class PreparedDataOptions(DataOptions):
         DEFAULT_PROMPT,
         help="the problem's text from its columns, or none for the problem alone; default: that "
         "of the model's own training, else with the choices listed",
-        parser_default=OF_THE_RUN,
+        parser_default=PROMPT_OF_TRAINING,
         type=optional(text),
         metavar="TEMPLATE",
     )
@@ -57,7 +57,7 @@ def load(options: PreparedDataOptions) -> LoadedProblems:
     loaded = load_prepared(options, options.prompt)
     if not options.variants:
         return loaded
-    return with_variants(
+    return add_variants(
         loaded, options=options, prompt=options.prompt, n_per_problem=options.variants
     )
 
@@ -79,7 +79,7 @@ def grade(row: Prediction, options: GraderOptions) -> RowGrade:
         verdict=result.verdict,
         extracted=result.extracted,
         reason=result.reason,
-        groups=_groups(row),
+        groups=_find_groups(row),
     )
 
 
@@ -92,8 +92,8 @@ def _rules(options: GraderOptions) -> dict[str, Any]:
 
 
 def _summary(
-    rows: Sequence[Prediction], graded: Sequence[Graded], options: GraderOptions
-) -> OwnFigures:
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: GraderOptions
+) -> BenchmarkFigures:
     """Describe the rules and the data of a score, and compare problems with their variants.
 
     A warning counts the reference answers that the grader cannot read, which no answer can meet.
@@ -107,18 +107,18 @@ def _summary(
     if n_unreadable:
         references = amount(n_unreadable, "reference answer")
         warnings.append(f"{references} cannot be graded against; see the items with a gold_ reason")
-    return OwnFigures(
-        notes={"unusable_golds": n_unreadable, "data_set": _data_set(rows)},
+    return BenchmarkFigures(
+        notes={"unusable_golds": n_unreadable, "data_set": _describe_data(rows)},
         warnings=warnings,
         by=rules,
         lines=variant_lines(graded),
     )
 
 
-def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
+def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
     """Describe the data of a score: its sources, its splits, and the number of its problems.
 
-    Published figures are quoted only beside a score of a whole split.
+    PublishedFigures figures are quoted only beside a score of a whole split.
     """
     metadata_of_rows = [row.get("metadata") or {} for row in rows]
     return {
@@ -128,7 +128,7 @@ def _data_set(rows: Sequence[Prediction]) -> dict[str, Any]:
     }
 
 
-def _groups(row: Prediction) -> dict[str, list[str]]:
+def _find_groups(row: Prediction) -> dict[str, list[str]]:
     """Return the groups in which a row is counted.
 
     They are its goal, its shapes, its family and kind if it is a drawn problem, and the form of its
@@ -143,7 +143,7 @@ def _groups(row: Prediction) -> dict[str, list[str]]:
     return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
 
 
-def prepared_benchmark(name: str, *, published: Published | None = None) -> Benchmark:
+def prepared_benchmark(name: str, *, published: PublishedFigures | None = None) -> Benchmark:
     """Build a benchmark of prepared problems under a name of its own.
 
     `published` are figures of others to quote beside its scores.

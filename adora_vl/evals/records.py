@@ -71,7 +71,7 @@ class RowGrade(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Graded:
+class GradedAnswer:
     """One graded answer: its grade, and what the score needs of its row.
 
     The groups of the grade include those that every benchmark has.
@@ -91,7 +91,7 @@ class Graded:
         return self.grade.verdict == CORRECT
 
 
-class Cell(TypedDict):
+class AccuracyCell(TypedDict):
     """A share of right answers. A figure that is no count has `accuracy` alone."""
 
     accuracy: float
@@ -101,10 +101,10 @@ class Cell(TypedDict):
 
 
 @dataclass(frozen=True)
-class OwnFigures:
+class BenchmarkFigures:
     """What a benchmark adds to its score, in the file and in the table."""
 
-    figures: dict[str, dict[str, Cell | float | str | None]] = field(default_factory=dict)
+    figures: dict[str, dict[str, AccuracyCell | float | str | None]] = field(default_factory=dict)
     """Named figures under each key of the score file: cells (see `cell`) or, for what is no count,
     shares. Each is a row of the table, a column of a comparison and a number in the log of a
     training. None stands where there is nothing to count, and a text explains the figures."""
@@ -119,7 +119,7 @@ class OwnFigures:
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedFigures:
     """Figures that others have published, in percent, by row and then by column.
 
     They are quoted, not measured here.
@@ -174,12 +174,14 @@ class Benchmark:
     """The column of the data with the id of a row, which is `pid` in a predictions row."""
     prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None
     """Makes the rows that `grade` gets, for work that is done on all of them at once."""
-    summary: Callable[[Sequence[Prediction], Sequence[Graded], Any], OwnFigures] | None = None
+    summary: (
+        Callable[[Sequence[Prediction], Sequence[GradedAnswer], Any], BenchmarkFigures] | None
+    ) = None
     """Computes figures of the benchmark's own."""
-    item: Callable[[Prediction, Graded], dict[str, Any]] | None = None
+    item: Callable[[Prediction, GradedAnswer], dict[str, Any]] | None = None
     """What the score file says about an answer, in place of verdict, extracted answer and
     reason."""
-    published: Published | None = None
+    published: PublishedFigures | None = None
     """Figures of others to compare with."""
     file: str | None = None
     """The hash of the user's own file in which the benchmark stands; `named` fills it in."""
@@ -200,5 +202,5 @@ class Scored(NamedTuple):
 
     score: Score
     """The content of the score file."""
-    summary: OwnFigures
+    summary: BenchmarkFigures
     """The figures, notes and lines of the benchmark's own; the score has the figures and notes."""

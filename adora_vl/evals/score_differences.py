@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from adora_vl.evals.score_files import ScoreFile
-from adora_vl.evals.scoring.statistics import bootstrap, mcnemar
+from adora_vl.evals.scoring.statistics import bootstrap_interval, mcnemar_p
 from adora_vl.utils.cli import amount
 
 
@@ -66,7 +66,7 @@ def difference_between(
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
     """Compute the difference of the means of paired values, with its bootstrap interval."""
     differences = [second - first for first, second in zip(before, after, strict=True)]
-    low, high = bootstrap(differences)
+    low, high = bootstrap_interval(differences)
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
@@ -91,7 +91,7 @@ def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
         elif second < first:
             lost += 1
     are_single_answers = {*before, *after} <= {0.0, 1.0}
-    p = mcnemar(only_first=lost, only_second=gained) if are_single_answers else None
+    p = mcnemar_p(only_first=lost, only_second=gained) if are_single_answers else None
     return PairedTest(gained=gained, lost=lost, p=p)
 
 

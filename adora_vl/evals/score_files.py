@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from adora_vl.evals.inference.predictions import SCORE
+from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.records import Score
-from adora_vl.evals.scoring.score import cells_of_benchmark
+from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.utils.errors import UserError
 
 # The keys that a score file has to have.
@@ -46,7 +46,7 @@ class ScoreFile:
         of answers to a problem.
         """
         cell_by_name: dict[str, Any] = {"all": self.score}
-        for cells in cells_of_benchmark(self.score).values():
+        for cells in find_benchmark_cells(self.score).values():
             cell_by_name |= cells
         samples = self.score.get("samples") or {}
         k = samples.get("k")
@@ -65,7 +65,7 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
 
     Raises `UserError` if it is no score file.
     """
-    file = Path(path) / SCORE if Path(path).is_dir() else Path(path)
+    file = Path(path) / SCORE_FILE if Path(path).is_dir() else Path(path)
     try:
         score = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
@@ -92,14 +92,14 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     """Raise `UserError` if the runs are of different benchmarks."""
     first = runs[0]
     for run in runs:
-        if _grader(run) != _grader(first):
+        if _name_of_rules(run) != _name_of_rules(first):
             raise UserError(
                 f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of "
                 f"{first.score['benchmark']}; compare runs of one benchmark"
             )
 
 
-def _grader(run: ScoreFile) -> str:
+def _name_of_rules(run: ScoreFile) -> str:
     """Name the rules of a score; `geometry3k` and `problems` are two names of one benchmark."""
     name = str(run.score["benchmark"])
     return "geometry3k" if name == "problems" else name

@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
-from adora_vl.evals.records import Graded, LoadedProblems, Problem
+from adora_vl.evals.records import GradedAnswer, LoadedProblems, Problem
 from adora_vl.evals.scoring.score import accuracy_cell
-from adora_vl.evals.scoring.statistics import bootstrap
+from adora_vl.evals.scoring.statistics import bootstrap_interval
 from adora_vl.utils.errors import UserError
 
 VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
@@ -41,7 +41,7 @@ def parse_variant_id(pid: str) -> VariantId | None:
     return VariantId(original, number=int(number))
 
 
-def with_variants(
+def add_variants(
     loaded: LoadedProblems, options: DataOptions, prompt: str | None, n_per_problem: int
 ) -> LoadedProblems:
     """Add the first variants of each problem behind all problems.
@@ -81,16 +81,16 @@ def with_variants(
     )
 
 
-def variant_lines(graded: Sequence[Graded]) -> list[str]:
+def variant_lines(graded: Sequence[GradedAnswer]) -> list[str]:
     """Compare the answers to problems with those to their variants, in lines for the table.
 
     A model that remembers a problem may fail at its variants. The difference is paired by problem,
     and its interval is a bootstrap over the problems. There are no lines where no problem has
     variants.
     """
-    graded_originals: dict[str, list[Graded]] = defaultdict(list)
+    graded_originals: dict[str, list[GradedAnswer]] = defaultdict(list)
     # The key is the id of the original here too.
-    graded_variants: dict[str, list[Graded]] = defaultdict(list)
+    graded_variants: dict[str, list[GradedAnswer]] = defaultdict(list)
     for item in graded:
         variant_id = parse_variant_id(item.pid)
         if variant_id is None:
@@ -108,7 +108,7 @@ def variant_lines(graded: Sequence[Graded]) -> list[str]:
         original_share - variant_share
         for original_share, variant_share in zip(original_shares, variant_shares, strict=True)
     ]
-    low, high = bootstrap(differences)
+    low, high = bootstrap_interval(differences)
     n_variants = sum(len(graded_variants[pid]) for pid in pids)
     mean_difference = sum(differences) / len(pids)
     return [
@@ -120,7 +120,7 @@ def variant_lines(graded: Sequence[Graded]) -> list[str]:
     ]
 
 
-def _share_right(items: Sequence[Graded]) -> float:
+def _share_right(items: Sequence[GradedAnswer]) -> float:
     """Return the share of right answers."""
     return float(accuracy_cell(items)["accuracy"])
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
 
-from adora_vl.evals.compare import caution_lines, shortened
+from adora_vl.evals.compare import caution_lines, shorten_middle
 from adora_vl.evals.score_differences import Difference, difference_between
-from adora_vl.evals.scoring.statistics import paired_t, welch
+from adora_vl.evals.scoring.statistics import paired_t_interval, welch_interval
 from adora_vl.report.comparison_sides import PASS_RATE, Axis, Side, make_sides, read_compared
 from adora_vl.utils.errors import UserError
 
@@ -71,10 +71,10 @@ def between_seeds(a_by_seed: Mapping[int, float], b_by_seed: Mapping[int, float]
     if count_of_a == 1 or count_of_b == 1:
         return Difference(first=mean_of_a, second=mean_of_b, over="one seed on a side: no interval")
     if a_by_seed.keys() == b_by_seed.keys():
-        low, high = paired_t([b_by_seed[seed] - a_by_seed[seed] for seed in a_by_seed])
+        low, high = paired_t_interval([b_by_seed[seed] - a_by_seed[seed] for seed in a_by_seed])
         over = f"{count_of_a} pairs of seeds"
     else:
-        low, high = welch(list(a_by_seed.values()), list(b_by_seed.values()))
+        low, high = welch_interval(list(a_by_seed.values()), list(b_by_seed.values()))
         over = f"{count_of_a} and {count_of_b} seeds"
     return Difference(first=mean_of_a, second=mean_of_b, low=low, high=high, over=over)
 
@@ -249,8 +249,8 @@ def comparison_lines(first: Sequence[Path], second: Sequence[Path]) -> list[str]
         "",
     ]
     for difference in differences:
-        value_of_a = shortened(difference.value_of_a)
-        value_of_b = shortened(difference.value_of_b)
+        value_of_a = shorten_middle(difference.value_of_a)
+        value_of_b = shorten_middle(difference.value_of_b)
         lines.append(f"differs: {difference.key}: {value_of_a} -> {value_of_b}")
     return [*lines, *_caution_lines(a, b)]
 

@@ -37,21 +37,25 @@ from adora_vl.utils.errors import RolloutError  # noqa: E402
 
 
 @contextmanager
-def expanded(examination: Examination) -> Iterator[None]:
+def send_expanded_image_tokens(examination: Examination) -> Iterator[None]:
     """Stock TRL: the engine gets expanded image tokens."""
     with patch.object(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids)):
         yield
 
 
 @contextmanager
-def unnoticed(examination: Examination) -> Iterator[None]:
-    """Take the comparison away, so that nobody notices a difference."""
-    with expanded(examination), patch.object(engine_module, "check_prompts", lambda **_: None):
+def send_expanded_tokens_unchecked(examination: Examination) -> Iterator[None]:
+    """Give the engine expanded image tokens, and take the comparison of prompts away."""
+    with (
+        send_expanded_image_tokens(examination),
+        patch.object(engine_module, "check_prompts", lambda **_: None),
+    ):
         yield
 
 
 @contextmanager
-def no_sync(examination: Examination) -> Iterator[None]:
+def skip_weight_sync(examination: Examination) -> Iterator[None]:
+    """Let a weight sync read all tensors and give the engine none."""
     with patch.object(
         engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors)
     ):
@@ -59,96 +63,100 @@ def no_sync(examination: Examination) -> Iterator[None]:
 
 
 @contextmanager
-def stale_encoder_cache(examination: Examination) -> Iterator[None]:
+def keep_encoder_cache(examination: Examination) -> Iterator[None]:
+    """Reset the prefix cache alone after a sync; the engine keeps features of old weights."""
     with patch.object(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache()):
         yield
 
 
 @contextmanager
-def pixel_limits(examination: Examination) -> Iterator[None]:
-    """The trainer's processor is changed after the engine was told its limits."""
+def change_pixel_limits(examination: Examination) -> Iterator[None]:
+    """Change the pixel limits of the trainer's processor after the engine got its own."""
     image_processor = examination.pair.processor.image_processor
     with patch.object(image_processor, "size", {"shortest_edge": 28 * 28, "longest_edge": 28 * 28}):
-        read_again(examination)
+        read_prompts_again(examination)
         yield
-    read_again(examination)
+    read_prompts_again(examination)
 
 
 @contextmanager
-def unbanned(examination: Examination) -> Iterator[None]:
-    generation: Any = examination.pair.engine
-    free = {
-        key: value for key, value in generation.generation_kwargs.items() if key != "logit_bias"
+def allow_banned_tokens(examination: Examination) -> Iterator[None]:
+    """Remove the bias that keeps the engine from sampling image tokens."""
+    engine: Any = examination.pair.engine
+    without_bias = {
+        key: value for key, value in engine.generation_kwargs.items() if key != "logit_bias"
     }
-    with patch.object(generation, "generation_kwargs", free):
+    with patch.object(engine, "generation_kwargs", without_bias):
         yield
 
 
 @contextmanager
-def doubled_in_the_trainer(examination: Examination) -> Iterator[None]:
-    """The processor's ids have twice the image tokens that it makes features for."""
+def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
+    """Give the processor's ids twice the image tokens that it makes features for."""
     images = examination.pair.images
-    token = examination.pair.processor.image_token_id
-    real = images.read
+    image_token_id = examination.pair.processor.image_token_id
+    read_once = images.read
 
-    def doubled(rows: Any) -> Any:
-        read = real(rows)
-        return replace(
-            read,
-            ids=[
-                [t for token_id in row for t in [token_id] * (2 if token_id == token else 1)]
-                for row in read.ids
-            ],
-        )
+    def read_with_doubled_tokens(rows: Any) -> Any:
+        prompts = read_once(rows)
+        doubled_ids: list[list[int]] = []
+        for ids in prompts.ids:
+            doubled_ids.append([])
+            for token_id in ids:
+                copies = 2 if token_id == image_token_id else 1
+                doubled_ids[-1] += [token_id] * copies
+        return replace(prompts, ids=doubled_ids)
 
-    with patch.object(images, "read", doubled):
-        read_again(examination)
+    with patch.object(images, "read", read_with_doubled_tokens):
+        read_prompts_again(examination)
         yield
-    read_again(examination)
+    read_prompts_again(examination)
 
 
 @contextmanager
-def rounded(examination: Examination) -> Iterator[None]:
-    """The policy's rotary frequencies as ZeRO-3 with bfloat16 makes them; the engine's are right."""
-    buffers = [b for name, b in examination.pair.policy().named_buffers() if "inv_freq" in name]
-    right = [buffer.data for buffer in buffers]
+def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
+    """Round the policy's rotary frequencies as ZeRO-3 with bfloat16 does; the engine's are right."""
+    buffers = [
+        buffer for name, buffer in examination.pair.policy().named_buffers() if "inv_freq" in name
+    ]
+    exact_frequencies = [buffer.data for buffer in buffers]
     for buffer in buffers:
         buffer.data = buffer.data.bfloat16()
     yield
-    for buffer, data in zip(buffers, right, strict=True):
+    for buffer, data in zip(buffers, exact_frequencies, strict=True):
         buffer.data = data
 
 
-def read_again(examination: Examination) -> None:
+def read_prompts_again(examination: Examination) -> None:
     """Read the rows of the examination's prompts anew."""
     pair = examination.pair
     examination.prompts = pair.read_prompts(pair.first_rows(len(examination.prompts.names)))
 
 
-STEPS: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
-    "expanded": (expanded, lambda e: e.check_agreement()),
-    "unnoticed": (unnoticed, lambda e: e.check_agreement()),
-    "no_sync": (no_sync, lambda e: [e.after_change(vision=False)]),
-    "pixel_limits": (pixel_limits, lambda e: examine(e, 2)),
-    "unbanned": (unbanned, lambda e: [e.banned()]),
+SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
+    "expanded": (send_expanded_image_tokens, lambda e: e.check_agreement()),
+    "unnoticed": (send_expanded_tokens_unchecked, lambda e: e.check_agreement()),
+    "no_sync": (skip_weight_sync, lambda e: [e.after_change(vision=False)]),
+    "pixel_limits": (change_pixel_limits, lambda e: examine(e, 2)),
+    "unbanned": (allow_banned_tokens, lambda e: [e.banned()]),
     "rounded": (
-        rounded,
+        round_rotary_frequencies,
         lambda e: [check_buffers(e.models()), *e.check_agreement(), e.check_distant_agreement()],
     ),
-    "doubled": (doubled_in_the_trainer, lambda e: examine(e, 2)[:1]),
+    "doubled": (double_image_tokens_in_trainer, lambda e: examine(e, 2)[:1]),
     "healthy_again": (
         lambda e: patch.object(e, "max_tokens", 8),
         lambda e: [*e.check_agreement(), e.check_distant_agreement()],
     ),
     "stale_encoder_cache": (
-        stale_encoder_cache,
+        keep_encoder_cache,
         lambda e: [e.after_change(vision=True)],
     ),  # may break the engine
 }
 
 
-def fingerprint(trainer: Any) -> str:
-    """Return all that a run could notice: weights, random states, counters, what is to be logged.
+def hash_trainer_state(trainer: Any) -> str:
+    """Hash all that a run could notice: weights, random states, counters, what is to be logged.
 
     That the engine has the weights of this step by then saves a sync and changes nothing.
     """
@@ -156,7 +164,7 @@ def fingerprint(trainer: Any) -> str:
     for _, parameter in sorted(trainer.model.named_parameters()):
         digest.update(parameter.detach().numpy().tobytes())
     generation = trainer.vllm_generation
-    facts = (
+    noticeable = (
         random.getstate(),
         np.random.get_state(),
         torch.get_rng_state().tolist(),
@@ -173,11 +181,11 @@ def fingerprint(trainer: Any) -> str:
         generation.generation_kwargs,
         trainer.model.training,
     )
-    digest.update(pickle.dumps(facts))
+    digest.update(pickle.dumps(noticeable))
     return digest.hexdigest()
 
 
-def self_check(examination: Examination) -> str:
+def self_check_error(examination: Examination) -> str:
     """Return the message of the self-check's error, or an empty string where it passes."""
     try:
         SelfCheck(examination.pair).on_train_begin(None, None, None)
@@ -198,20 +206,20 @@ def main() -> int:
 
     def examine_all(examination: Examination, merge: int) -> list[Check]:
         (trainer,) = trainers
-        before = fingerprint(trainer)
+        hash_before = hash_trainer_state(trainer)
         checks = examine(examination, merge)
-        results["examined_unchanged"] = fingerprint(trainer) == before
-        refusals = {"healthy": self_check(examination)}
-        results["self_check_unchanged"] = fingerprint(trainer) == before
+        results["examined_unchanged"] = hash_trainer_state(trainer) == hash_before
+        refusals = {"healthy": self_check_error(examination)}
+        results["self_check_unchanged"] = hash_trainer_state(trainer) == hash_before
         for name in ("expanded", "pixel_limits", "rounded"):
-            with STEPS[name][0](examination):
-                refusals[name] = self_check(examination)
+            with SABOTAGE_AND_CHECKS_BY_NAME[name][0](examination):
+                refusals[name] = self_check_error(examination)
         results["refusals"] = refusals
         examination.max_tokens = 12  # enough to show, and half the time
-        for name, (sabotage, step) in STEPS.items():
+        for name, (sabotage, run_checks) in SABOTAGE_AND_CHECKS_BY_NAME.items():
             try:
                 with sabotage(examination):
-                    results[name] = as_json(step(examination))
+                    results[name] = as_json(run_checks(examination))
             except Exception as error:  # a cache that misses says so itself on a CPU
                 results[name] = [{"raised": "".join(traceback.format_exception(error))}]
         output.write_text(json.dumps(results))

@@ -16,41 +16,44 @@ from typing import Any
 
 import torch
 
-# gets the stack of patches and whether it is time
+# patches a place (by pytest's MonkeyPatch); the fault happens there while `due()` is true
 Fault = Callable[[Any, Callable[[], bool]], None]
 
 
 @contextmanager
-def faults(words: str) -> Iterator[None]:
-    """Inside, the faults of `words` happen to whatever trainer runs."""
+def inject_faults(words: str) -> Iterator[None]:
+    """Inside the block, let the faults of `words` happen to whatever trainer runs.
+
+    words: `name:step[:rank]`, with commas between several.
+    """
     from pytest import MonkeyPatch
 
     from adora_vl.training.guards import GenerationGuard
 
     patches = MonkeyPatch()
-    now = {"step": 1}
-    stock = GenerationGuard.check
+    current = {"step": 1}
+    stock_check = GenerationGuard.check
 
     def check(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
-        now["step"] = step + 1
-        stock(self, rows, step)
+        current["step"] = step + 1
+        stock_check(self, rows, step)
 
     patches.setattr(GenerationGuard, "check", check)
 
     def is_due(step: int, on_this_rank: bool) -> bool:
-        return on_this_rank and now["step"] == step
+        return on_this_rank and current["step"] == step
 
     for word in filter(None, words.split(",")):
         name, step, *rank = word.split(":")
         on_this_rank = not rank or os.environ.get("RANK", "0") == rank[0]
-        KNOWN[name](patches, partial(is_due, int(step), on_this_rank))
+        FAULT_BY_NAME[name](patches, partial(is_due, int(step), on_this_rank))
     try:
         yield
     finally:
         patches.undo()
 
 
-def _nan(patches: Any, due: Callable[[], bool]) -> None:
+def _make_loss_nan(patches: Any, due: Callable[[], bool]) -> None:
     """Make a loss that is not a number."""
     from trl import GRPOTrainer
 
@@ -60,7 +63,7 @@ def _nan(patches: Any, due: Callable[[], bool]) -> None:
     )
 
 
-def _ratio(patches: Any, due: Callable[[], bool]) -> None:
+def _enlarge_ratio(patches: Any, due: Callable[[], bool]) -> None:
     """Make a policy that has run away from the one that sampled."""
     from adora_vl.training import guards
 
@@ -68,7 +71,7 @@ def _ratio(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(guards, "largest_ratio", lambda *args: stock(*args) * (1e6 if due() else 1.0))
 
 
-def _drift(patches: Any, due: Callable[[], bool]) -> None:
+def _enlarge_drift(patches: Any, due: Callable[[], bool]) -> None:
     """Make an engine that does not have the trainer's weights."""
     from adora_vl.rollout.importance import drift_sums
     from adora_vl.training import guards
@@ -80,7 +83,7 @@ def _drift(patches: Any, due: Callable[[], bool]) -> None:
     )
 
 
-def _generate(patches: Any, due: Callable[[], bool]) -> None:
+def _break_generation(patches: Any, due: Callable[[], bool]) -> None:
     """Make an engine that dies over its requests."""
     from adora_vl.utils.launch import prepare_engine_environment
 
@@ -88,24 +91,28 @@ def _generate(patches: Any, due: Callable[[], bool]) -> None:
     from adora_vl.rollout import llm, rollouts
 
     stock = rollouts.merge_requests
-    patches.setattr(llm, "merge_requests", lambda asks: broken() if due() else stock(asks))
+    patches.setattr(
+        llm, "merge_requests", lambda asks: raise_engine_error() if due() else stock(asks)
+    )
 
 
-def _sync(patches: Any, due: Callable[[], bool]) -> None:
+def _break_weight_sync(patches: Any, due: Callable[[], bool]) -> None:
     """Make an engine that dies over new weights."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     stock = GPUModelRunner.reload_weights
     patches.setattr(
-        GPUModelRunner, "reload_weights", lambda *a, **k: broken() if due() else stock(*a, **k)
+        GPUModelRunner,
+        "reload_weights",
+        lambda *a, **k: raise_engine_error() if due() else stock(*a, **k),
     )
 
 
-def broken(*args: Any, **kwargs: Any) -> Any:
+def raise_engine_error(*args: Any, **kwargs: Any) -> Any:
     raise ValueError("the engine core died\nits second line")
 
 
-def _disk(patches: Any, due: Callable[[], bool]) -> None:
+def _fill_disk(patches: Any, due: Callable[[], bool]) -> None:
     """No space left on the device while a checkpoint is written."""
     from adora_vl.checkpoint import store
     from adora_vl.utils.files import replace_file as stock
@@ -118,7 +125,7 @@ def _disk(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(store, "replace_file", write)
 
 
-def _reward(patches: Any, due: Callable[[], bool]) -> None:
+def _break_reward(patches: Any, due: Callable[[], bool]) -> None:
     """Make a reward function that raises."""
     from adora_vl.rewards import safe_call
 
@@ -132,18 +139,18 @@ def _reward(patches: Any, due: Callable[[], bool]) -> None:
     patches.setattr(safe_call, "check_returned_rewards", check_or_raise)
 
 
-KNOWN: dict[str, Fault] = {
-    "nan": _nan,
-    "ratio": _ratio,
-    "drift": _drift,
-    "generate": _generate,
-    "sync": _sync,
-    "disk": _disk,
-    "reward": _reward,
+FAULT_BY_NAME: dict[str, Fault] = {
+    "nan": _make_loss_nan,
+    "ratio": _enlarge_ratio,
+    "drift": _enlarge_drift,
+    "generate": _break_generation,
+    "sync": _break_weight_sync,
+    "disk": _fill_disk,
+    "reward": _break_reward,
 }
 
 
-def several(arguments: list[str], starts: list[str]) -> int:
+def start_in_turn(arguments: list[str], starts: list[str]) -> int:
     """Start the command once for each entry of `starts`, all with the first one's engine.
 
     An entry is `FAULTS [argument ...]`. Prints `start N ended with CODE` for each, and returns the
@@ -156,9 +163,8 @@ def several(arguments: list[str], starts: list[str]) -> int:
 
     def build_once(run: Any) -> Any:
         if trainers:
-            trainers[
-                0
-            ].create_accelerator_and_postprocess()  # the new start has forgotten the one of before
+            # the new start has forgotten the accelerator of the one before
+            trainers[0].create_accelerator_and_postprocess()
         else:
             trainers.append(build(run))
         trainer = trainers[0]
@@ -181,9 +187,10 @@ def several(arguments: list[str], starts: list[str]) -> int:
     train.build_trainer = build_once
     code = 0
     for number, start in enumerate(starts):
-        words, *extra = start.split()
-        with contextlib.redirect_stderr(sys.stdout), faults(words.strip("-")):
-            code = train.main([*arguments, *extra])
+        fault_words, *extra_arguments = start.split()
+        # `-` stands for no fault
+        with contextlib.redirect_stderr(sys.stdout), inject_faults(fault_words.strip("-")):
+            code = train.main([*arguments, *extra_arguments])
         print(f"start {number} ended with {code}", flush=True)
     return code
 
@@ -192,8 +199,8 @@ def main() -> int:
     from adora_vl.train import main as train
 
     if "STARTS" in os.environ:
-        return several(sys.argv[1:], os.environ["STARTS"].split(";"))
-    with faults(os.environ["FAULTS"]):
+        return start_in_turn(sys.argv[1:], os.environ["STARTS"].split(";"))
+    with inject_faults(os.environ["FAULTS"]):
         return train(sys.argv[1:])
 
 

@@ -20,15 +20,15 @@ from adora_vl.config.command import read
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.utils.errors import RunError
 
-POSITIONS = (500, 1000, 2000)
-WINDOW = 50  # tokens up to and with each position
+FAR_POSITIONS = (500, 1000, 2000)
+TOKENS_PER_POSITION = 50  # tokens up to and with each position
 
 
-class LookedAt(Exception):  # noqa: N818  # ends a training that was never meant to begin
-    pass
+class LookedAtError(Exception):
+    """Ends a training that was never meant to begin."""
 
 
-def constants(model: nn.Module) -> dict[str, Tensor]:
+def constant_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every tensor of the model that is not a parameter.
 
     These are buffers, and plain attributes of its modules.
@@ -40,7 +40,7 @@ def constants(model: nn.Module) -> dict[str, Tensor]:
     return values
 
 
-def text_frequencies(model: Any) -> Tensor:
+def exact_text_frequencies(model: Any) -> Tensor:
     """Return the text's rotary frequencies, (head size / 2,), by RoPE's own formula in float32."""
     config = model.config.get_text_config()
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
@@ -48,24 +48,27 @@ def text_frequencies(model: Any) -> Tensor:
 
 
 @torch.no_grad()
-def far_logps(model: nn.Module) -> dict[str, Tensor]:
-    """Log-probabilities of all tokens, (window, vocabulary), up to each of `POSITIONS`, after the
+def logps_at_far_positions(model: nn.Module) -> dict[str, Tensor]:
+    """Log-probabilities of all tokens, (window, vocabulary), up to each of `FAR_POSITIONS`, after the
     same text.
     """
     # ordinary tokens begin before 50
-    length = POSITIONS[-1] + 1
+    length = FAR_POSITIONS[-1] + 1
     first = 50
-    words = torch.randint(first, 400, (1, length), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(first, 400, (1, length), generator=torch.Generator().manual_seed(0))
     logits = model(
-        input_ids=words, attention_mask=torch.ones_like(words), logits_to_keep=length
+        input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=length
     ).logits[0]
     logps = logits.float().log_softmax(dim=-1)
     return {
-        str(position): logps[position - WINDOW + 1 : position + 1].clone() for position in POSITIONS
+        str(position): logps[position - TOKENS_PER_POSITION + 1 : position + 1].clone()
+        for position in FAR_POSITIONS
     }
 
 
-class Look(TrainerCallback):
+class SaveTensorsAtStart(TrainerCallback):
+    """Saves what both models compute with at the start of a training, and ends it."""
+
     def __init__(self, trainer: Any, folder: Path) -> None:
         self.trainer = trainer
         self.folder = folder
@@ -77,20 +80,21 @@ class Look(TrainerCallback):
         tensors: dict[str, Any] = {}
         for role, model in models.items():
             tensors |= {
-                f"{role}/constants/{name}": value for name, value in constants(model).items()
+                f"{role}/constants/{name}": value for name, value in constant_tensors(model).items()
             }
             tensors |= {
-                f"{role}/built/{position}": value for position, value in far_logps(model).items()
+                f"{role}/built/{position}": value
+                for position, value in logps_at_far_positions(model).items()
             }
-            exact = text_frequencies(model)
-            for which, frequencies in (
+            exact = exact_text_frequencies(model)
+            for precision, frequencies in (
                 ("float32", exact),
                 ("rounded", exact.bfloat16()),
             ):
                 model.get_decoder().rotary_emb.inv_freq.data = frequencies
                 tensors |= {
-                    f"{role}/{which}/{position}": value
-                    for position, value in far_logps(model).items()
+                    f"{role}/{precision}/{position}": value
+                    for position, value in logps_at_far_positions(model).items()
                 }
             refusals[role] = self.refusal()
             model.get_decoder().rotary_emb.inv_freq.data = exact
@@ -102,9 +106,10 @@ class Look(TrainerCallback):
                 self.folder / "tensors.safetensors",
             )
             (self.folder / "facts.json").write_text(json.dumps(facts))
-        raise LookedAt
+        raise LookedAtError
 
     def refusal(self) -> str:
+        """Return the guard's error of wrong buffers, or an empty string."""
         try:
             RefuseWrongBuffers(self.trainer.models_by_role).on_train_begin(None, None, None)
         except RunError as error:
@@ -119,8 +124,8 @@ def main() -> int:
     from adora_vl.train import build_trainer
 
     trainer: Any = build_trainer(prepare(read(sys.argv[2:]), "look"))
-    trainer.callback_handler.callbacks.insert(0, Look(trainer, Path(sys.argv[1])))
-    with contextlib.suppress(LookedAt):
+    trainer.callback_handler.callbacks.insert(0, SaveTensorsAtStart(trainer, Path(sys.argv[1])))
+    with contextlib.suppress(LookedAtError):
         GRPOTrainer.train(trainer)  # which notes no failure
     trainer.accelerator.end_training()
     return 0

@@ -18,19 +18,20 @@ from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
 from eval.mmstar import BENCHMARK as MMSTAR
 
-_engines: dict[str, AnswerEngine] = {}
+_ENGINE_BY_SETTINGS: dict[str, AnswerEngine] = {}
 
 
-def shared(settings: AnswerEngineSettings) -> AnswerEngine:
+def build_engine_once(settings: AnswerEngineSettings) -> AnswerEngine:
+    """Return one engine for all benchmarks, whose limits hold for each of them."""
     common = dataclasses.replace(settings, max_images=1, max_text_bytes=700)
     assert settings.max_text_bytes <= common.max_text_bytes
-    if repr(common) not in _engines:
-        _engines[repr(common)] = build_engine(common)
-    return _engines[repr(common)]
+    if repr(common) not in _ENGINE_BY_SETTINGS:
+        _ENGINE_BY_SETTINGS[repr(common)] = build_engine(common)
+    return _ENGINE_BY_SETTINGS[repr(common)]
 
 
 def main(model: str, folder: Path) -> int:
-    mock.patch.object(asking, "build_engine", shared).start()
+    mock.patch.object(asking, "build_engine", build_engine_once).start()
     for benchmark, name, options in (
         (GEOMETRY3K, "geometry3k", []),
         (MATHVISTA, "mathvista", ["--rules", "vlmevalkit"]),
@@ -51,7 +52,7 @@ def main(model: str, folder: Path) -> int:
         ]
         if command.main(benchmark, [*words, "--max-tokens", "32", *options]) != 0:
             return 1
-    assert len(_engines) == 1
+    assert len(_ENGINE_BY_SETTINGS) == 1
     return 0
 
 

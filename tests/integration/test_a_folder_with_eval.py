@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from adora_vl.evals.benchmark import NAMES
+from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import arguments
 
 pytestmark = pytest.mark.slow
 # An import of a user's own file ends the process with a line that no other error has.
-OWN_FILE = "raise SystemExit('a file of the user was run')\n"
+ENDING_MODULE = "raise SystemExit('a file of the user was run')\n"
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder into which the wheel of this project is installed."""
+def installed_wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel of this project and install it; return the folder into which it went."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     # Of a copy, since the build writes beside what it reads.
@@ -64,18 +64,21 @@ def run_in(folder: Path, package: Path, *words: str) -> str:
     return done.stdout
 
 
-def own_files(folder: Path, kind: str) -> None:
-    """Files of the user's with the names of our two packages of commands."""
+def write_modules_of_the_user(folder: Path, kind: str) -> None:
+    """Write modules of the user's with the names of our two packages of commands.
+
+    A run that imports one of them ends. kind: `files`, or `packages` for folders.
+    """
     for name in ("eval", "data_prep"):
         if kind == "files":
-            (folder / f"{name}.py").write_text(OWN_FILE)
+            (folder / f"{name}.py").write_text(ENDING_MODULE)
         else:
             (folder / name).mkdir()
-            (folder / name / "__init__.py").write_text(OWN_FILE)
+            (folder / name / "__init__.py").write_text(ENDING_MODULE)
 
 
-def training(output: Path, data: str) -> list[str]:
-    """Return one step, with an evaluation before it and one behind it."""
+def one_step_with_evaluations(output: Path, drawn_data: str) -> list[str]:
+    """Return the command of a training of one step, with an evaluation before it and one behind."""
     words = arguments(
         output,
         use_vllm="true",  # which evaluations during training need
@@ -84,23 +87,24 @@ def training(output: Path, data: str) -> list[str]:
         eval_strategy="steps",
         eval_steps=1,
         eval_on_start="true",
-        adora_eval=f"geometry3k={data}",
+        adora_eval=f"geometry3k={drawn_data}",
         adora_eval_limit=2,
     )
     return ["-m", "adora_vl.train", *words]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def drawn_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Draw a data set of geometry problems, and return its folder."""
     folder = tmp_path_factory.mktemp("data") / "drawn"
     words = ["synthetic", "--output", str(folder), "--rows", "1", "--test-rows", "2"]
     run_in(folder.parent, REPOSITORY, "-m", "data_prep", *words)
     yield str(folder)
 
 
-def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, data: str) -> None:
-    own_files(tmp_path, "files")
-    printed = run_in(tmp_path, REPOSITORY, *training(tmp_path / "run", data))
+def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) -> None:
+    write_modules_of_the_user(tmp_path, "files")
+    printed = run_in(tmp_path, REPOSITORY, *one_step_with_evaluations(tmp_path / "run", drawn_data))
     assert "step 0: geometry3k" in printed
     assert "step 1: geometry3k" in printed
     # What the run says to do next does not run the user's file either.
@@ -109,20 +113,26 @@ def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, data: str) -> None:
 
 
 def test_from_the_wheel_a_folder_eval_is_not_run(
-    tmp_path: Path, installed: Path, data: str
+    tmp_path: Path, installed_wheel: Path, drawn_data: str
 ) -> None:
-    own_files(tmp_path, "packages")
+    write_modules_of_the_user(tmp_path, "packages")
     where = "import adora_vl; print(adora_vl.__file__)"
-    assert run_in(tmp_path, installed, "-c", where).startswith(str(installed))
-    printed = run_in(tmp_path, installed, *training(tmp_path / "run", data))
+    assert run_in(tmp_path, installed_wheel, "-c", where).startswith(str(installed_wheel))
+    printed = run_in(
+        tmp_path, installed_wheel, *one_step_with_evaluations(tmp_path / "run", drawn_data)
+    )
     assert "step 0: geometry3k" in printed
     assert "step 1: geometry3k" in printed
 
 
-def test_the_wheel_has_the_commands_and_all_benchmarks(tmp_path: Path, installed: Path) -> None:
-    for name in NAMES:
-        assert (installed / "eval" / f"{name}.py").is_file()
+def test_the_wheel_has_the_commands_and_all_benchmarks(
+    tmp_path: Path, installed_wheel: Path
+) -> None:
+    for name in BENCHMARK_NAMES:
+        assert (installed_wheel / "eval" / f"{name}.py").is_file()
     assert "usage: python -m eval.mathvista" in run_in(
-        tmp_path, installed, "-m", "eval.mathvista", "--help"
+        tmp_path, installed_wheel, "-m", "eval.mathvista", "--help"
     )
-    assert "usage: python -m data_prep" in run_in(tmp_path, installed, "-m", "data_prep", "--help")
+    assert "usage: python -m data_prep" in run_in(
+        tmp_path, installed_wheel, "-m", "data_prep", "--help"
+    )

@@ -7,7 +7,7 @@ from statistics import fmean
 import pytest
 
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
@@ -26,21 +26,23 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     assert scores["after-grpo"]["wilson_95"][1] < scores["after-adora"]["wilson_95"][0]
     assert scores["after-adora"]["accuracy"] - scores["after-grpo"]["accuracy"] >= 0.15
     logs = {
-        name: [line for line in read_metrics(tmp_path / name / METRICS) if line["kind"] == "train"]
+        name: [
+            line for line in read_metrics(tmp_path / name / METRICS_FILE) if line["kind"] == "train"
+        ]
         for name in ("grpo", "adora")
     }
-    worked = {name: lines[-1]["grading/worked"] for name, lines in logs.items()}
+    worked_share = {name: lines[-1]["grading/worked"] for name, lines in logs.items()}
     assert 0.3 < logs["grpo"][0]["grading/worked"] < 0.7, "the start knows both ways"
-    assert worked["grpo"] < 0.1, worked
-    assert worked["adora"] > 0.9, worked
-    learned = done.stdout[done.stdout.index("held-out accuracy") :]
-    assert "    usual" in learned
-    assert "    any" in learned
-    assert "after - GRPO: " in learned
-    assert "warning" not in learned, "the scores are of other problems or settings"
+    assert worked_share["grpo"] < 0.1, worked_share
+    assert worked_share["adora"] > 0.9, worked_share
+    comparison = done.stdout[done.stdout.index("held-out accuracy") :]
+    assert "    usual" in comparison
+    assert "    any" in comparison
+    assert "after - GRPO: " in comparison
+    assert "warning" not in comparison, "the scores are of other problems or settings"
     assert "built to show the mechanism" in done.stdout
     assert (tmp_path / "report.html").stat().st_size > 100_000
-    print(learned)
+    print(comparison)
 
 
 def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
@@ -78,7 +80,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
     assert 0.2 <= json.loads((tmp_path / "out" / "score.json").read_text())["accuracy"] <= 0.5
 
 
-WITHHELD = """
+ZOOM_THAT_SHOWS_NOTHING = """
 from adora_vl.tools import ours
 
 def zoom(x1: float, y1: float, x2: float, y2: float, picture: int = 0) -> str:
@@ -92,7 +94,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
     """The start is right on about 0.3; after ten steps it was 0.55 to 0.7, and at most 0.03 where
     nothing is shown.
     """
-    (tmp_path / "own.py").write_text(WITHHELD)
+    (tmp_path / "own.py").write_text(ZOOM_THAT_SHOWS_NOTHING)
     preparation = [
         "synthetic",
         "--families",
@@ -133,14 +135,14 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
         )
         rewards[name] = [
             line["reward"]
-            for line in read_metrics(tmp_path / name / METRICS)
+            for line in read_metrics(tmp_path / name / METRICS_FILE)
             if line["kind"] == "train"
         ]
     rewards_with_view = rewards["shown"]
-    withheld = rewards["withheld"]
-    assert len(rewards_with_view) == len(withheld) == 14
+    rewards_without_view = rewards["withheld"]
+    assert len(rewards_with_view) == len(rewards_without_view) == 14
     assert fmean(rewards_with_view[-4:]) > max(0.45, fmean(rewards_with_view[:2]) + 0.1), (
         rewards_with_view
     )
-    assert max(withheld) < 0.15, withheld
-    assert fmean(withheld[-4:]) < 0.05, withheld
+    assert max(rewards_without_view) < 0.15, rewards_without_view
+    assert fmean(rewards_without_view[-4:]) < 0.05, rewards_without_view

@@ -17,11 +17,16 @@ from tests.support.launch import run
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
-SCRIPT = str(Path(__file__).with_name("doctor_run.py"))
+DOCTOR_SCRIPT = str(Path(__file__).with_name("doctor_run.py"))
 
 
 @pytest.fixture(scope="module")
-def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def doctor_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Run the doctor on a healthy run, then with each correction taken out.
+
+    Returns the checks of each, by the name of the sabotage, the healthy run's table and output, and
+    its folder.
+    """
     folder = tmp_path_factory.mktemp("doctor")
     output = folder / "result.json"
     words = [
@@ -40,7 +45,7 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--model_name_or_path",
         "tiny_perimeter",  # its answers begin with what it sees, those of `tiny` with wording
     ]
-    done = run([sys.executable, SCRIPT, str(output), *words])
+    done = run([sys.executable, DOCTOR_SCRIPT, str(output), *words])
     return {
         **json.loads(output.read_text()),
         "table": json.loads(output.with_suffix(".table.json").read_text()),
@@ -49,31 +54,32 @@ def examined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def line(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (entry,) = [check for check in checks if check["name"] == name]
-    return entry
+def only_check(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """Return the check of this name, of which there is one."""
+    (check,) = [check for check in checks if check["name"] == name]
+    return check
 
 
-def test_a_healthy_run_passes_every_line(examined):
-    assert [check for check in examined["table"] if check["status"] == "failed"] == []
-    status = {check["name"]: check["status"] for check in examined["table"]}
+def test_a_healthy_run_passes_every_line(doctor_results):
+    assert [check for check in doctor_results["table"] if check["status"] == "failed"] == []
+    status = {check["name"]: check["status"] for check in doctor_results["table"]}
     checks = (FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, BANNED)
     for name in (*checks, "grader on 8 reference answers", "output folder has room"):
         assert status[name] == "passed", name
     assert status[SLEEP] == "skipped"
-    assert "vllm_enable_sleep_mode: false" in line(examined["table"], SLEEP)["detail"]
-    assert "moved the policy by" in line(examined["table"], LANGUAGE)["detail"]
-    assert "answers from position 19" in line(examined["table"], DISTANT)["detail"]
-    assert "0 failed" in examined["stdout"]
+    assert "vllm_enable_sleep_mode: false" in only_check(doctor_results["table"], SLEEP)["detail"]
+    assert "moved the policy by" in only_check(doctor_results["table"], LANGUAGE)["detail"]
+    assert "answers from position 19" in only_check(doctor_results["table"], DISTANT)["detail"]
+    assert "0 failed" in doctor_results["stdout"]
 
 
-def test_nothing_of_the_run_is_changed(examined):
+def test_nothing_of_the_run_is_changed(doctor_results):
     """Weights, random states, counters, figures: so a checked run is the run that it would have
     been, to the bit.
     """
-    assert examined["examined_unchanged"]
-    assert examined["self_check_unchanged"]
-    assert not examined["run"].exists(), "the user's folder is not touched"
+    assert doctor_results["examined_unchanged"]
+    assert doctor_results["self_check_unchanged"]
+    assert not doctor_results["run"].exists(), "the user's folder is not touched"
 
 
 @pytest.mark.parametrize(
@@ -87,34 +93,36 @@ def test_nothing_of_the_run_is_changed(examined):
         ("unbanned", BANNED, "remove logit_bias"),
     ],
 )
-def test_without_a_correction_its_line_fails_with_the_remedy(examined, sabotage, name, remedy):
-    checks = examined[sabotage]
+def test_without_a_correction_its_line_fails_with_the_remedy(
+    doctor_results, sabotage, name, remedy
+):
+    checks = doctor_results[sabotage]
     if "raised" in checks[0]:
         assert sabotage == "stale_encoder_cache", checks[0]
         assert lost_image_features(checks[0]["raised"]), checks[0]
         return
-    check = line(checks, name)
+    check = only_check(checks, name)
     assert check["status"] == "failed", check
     assert remedy in check["remedy"]
 
 
-def test_expanded_prompts_also_show_in_the_log_probabilities(examined):
-    assert line(examined["unnoticed"], COLD)["status"] == "failed"
+def test_expanded_prompts_also_show_in_the_log_probabilities(doctor_results):
+    assert only_check(doctor_results["unnoticed"], COLD)["status"] == "failed"
 
 
-def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(examined):
-    checks = examined["rounded"]
-    assert "inv_freq is bfloat16, not float32" in line(checks, BUFFERS)["detail"]
-    assert line(checks, PROMPTS)["status"] == line(checks, COLD)["status"] == "passed"
-    assert line(checks, DISTANT)["status"] == "failed"
+def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doctor_results):
+    checks = doctor_results["rounded"]
+    assert "inv_freq is bfloat16, not float32" in only_check(checks, BUFFERS)["detail"]
+    assert only_check(checks, PROMPTS)["status"] == only_check(checks, COLD)["status"] == "passed"
+    assert only_check(checks, DISTANT)["status"] == "failed"
 
 
-def test_the_engine_is_healthy_again_after_each(examined):
-    assert {check["status"] for check in examined["healthy_again"]} == {"passed"}
+def test_the_engine_is_healthy_again_after_each(doctor_results):
+    assert {check["status"] for check in doctor_results["healthy_again"]} == {"passed"}
 
 
-def test_a_training_refuses_to_start_where_the_doctor_fails(examined):
-    refusals = examined["refusals"]
+def test_a_training_refuses_to_start_where_the_doctor_fails(doctor_results):
+    refusals = doctor_results["refusals"]
     assert refusals["healthy"] == ""
     for name in ("expanded", "pixel_limits", "rounded"):
         assert refusals[name].startswith("before the first step:")

@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from adora_vl.packing.policy_pass import PolicyPass
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn
 from tests.support.stand_ins import config_of
 from tests.support.tiny_run import train
 
-LORA = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
+LORA_KEYS = {"use_peft": "true", "lora_r": 8, "lora_target_modules": "all-linear"}
 
 
-def by_server(server: StandIn, folder: Path) -> dict[str, object]:
-    """Return the keys of a run that a stand-in samples for, whose numbers are no policy's."""
+def keys_with_stand_in_server(server: StandIn, folder: Path) -> dict[str, object]:
+    """Return the keys of a run whose rollouts a stand-in for a vLLM server makes up."""
     (folder / "mine.py").write_text(
         "def reward(completions, **_):\n"
         "    return [float(len(str(one)) % 9 == 0) for one in completions]\n"
@@ -44,13 +44,14 @@ def by_server(server: StandIn, folder: Path) -> dict[str, object]:
     }
 
 
-def steps_of(run: Path) -> list[dict[str, Any]]:
-    return [line for line in read_metrics(run / METRICS) if "reward" in line]
+def read_steps(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics that are of training steps."""
+    return [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
 
 
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     server = StandIn(vocabulary=200, tokens=14, shortest=2)
-    keys = {**by_server(server, tmp_path), **LORA, "learning_rate": 1e-2}
+    keys = {**keys_with_stand_in_server(server, tmp_path), **LORA_KEYS, "learning_rate": 1e-2}
     uninterrupted = train(tmp_path / "whole", **keys)
     adapter = json.loads((uninterrupted / "adapter_config.json").read_text())
     assert adapter["lora_dropout"] == 0.05
@@ -61,64 +62,66 @@ def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):
     server.start_again()
     train(resumed, **keys)
     server.close()
-    losses = [[step["loss"] for step in steps_of(run)] for run in (uninterrupted, resumed)]
+    losses = [[step["loss"] for step in read_steps(run)] for run in (uninterrupted, resumed)]
     assert losses[0] == losses[1]
     assert len(losses[0]) == 4
     weights = [(run / "adapter_model.safetensors").read_bytes() for run in (uninterrupted, resumed)]
     assert weights[0] == weights[1]
-    clipped = [step["clip_ratio/region_mean"] for step in steps_of(uninterrupted)]
+    clipped = [step["clip_ratio/region_mean"] for step in read_steps(uninterrupted)]
     assert clipped == [0.0] * 4, "within one optimizer step the policy is the one that sampled"
 
 
 @pytest.fixture
-def policy() -> Any:
-    """A pass over a model that is dropout alone, `score(learns)`, and the model."""
+def dropout_policy() -> Any:
+    """Return a model that is dropout alone, and `score(learns)`, the policy's pass over it."""
     model = nn.Dropout(0.5)
     model.train()
     policy_pass = PolicyPass(Accelerator(cpu=True), config_of(adora_stock_step=True))
 
-    def separate(model: nn.Module, ids_BS: Tensor, *_: object) -> tuple[Tensor, None, None]:
+    def pass_by_stock_trl(
+        model: nn.Module, ids_BS: Tensor, *_: object
+    ) -> tuple[Tensor, None, None]:
         return model(torch.ones(ids_BS.shape)), None, None
 
     def score(*, learns: bool) -> Tensor:
         ids_BS = torch.zeros(4, 50, dtype=torch.long)
         with torch.set_grad_enabled(learns):
-            return policy_pass(separate, model, ids_BS, ids_BS, 50)[0]
+            return policy_pass(pass_by_stock_trl, model, ids_BS, ids_BS, 50)[0]
 
     return SimpleNamespace(score=score, model=model)
 
 
-def test_scores_have_no_dropout_and_learning_has(policy):
-    assert (policy.score(learns=False) == 1).all()
-    assert policy.model.training, "the model goes on as it was"
-    assert (policy.score(learns=True) == 0).any()
+def test_scores_have_no_dropout_and_learning_has(dropout_policy):
+    assert (dropout_policy.score(learns=False) == 1).all()
+    assert dropout_policy.model.training, "the model goes on as it was"
+    assert (dropout_policy.score(learns=True) == 0).any()
 
 
-def test_what_is_drawn_follows_from_the_place_alone(policy):
+def test_what_is_drawn_follows_from_the_place_alone(dropout_policy):
     torch.manual_seed(0)
-    before = torch.get_rng_state()
+    run_state = torch.get_rng_state()
 
-    def drawn(seed_name: str) -> Tensor:
+    def score_at(seed_name: str) -> Tensor:
         with drawn_at(seed_name):
-            return policy.score(learns=True)
+            return dropout_policy.score(learns=True)
 
-    first = drawn("micro-batch/42/3/0/0")
-    assert torch.equal(torch.get_rng_state(), before), "what draws from the run's state is kept"
+    scores = score_at("micro-batch/42/3/0/0")
+    assert torch.equal(torch.get_rng_state(), run_state), "nothing is drawn from the run's state"
     torch.rand(7)
-    assert torch.equal(drawn("micro-batch/42/3/0/0"), first)
+    assert torch.equal(score_at("micro-batch/42/3/0/0"), scores)
     for another_name in ("micro-batch/42/3/1/0", "micro-batch/42/3/0/1", "micro-batch/43/3/0/0"):
-        assert not torch.equal(drawn(another_name), first)
+        assert not torch.equal(score_at(another_name), scores)
 
 
 def test_the_policy_samples_without_dropout(tmp_path, monkeypatch):
     """A policy that samples by itself does so without dropout, as its log-probabilities show."""
-    sampled_with: list[bool] = []
+    modes_while_sampling: list[bool] = []
     generate = GenerationMixin.generate
 
-    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
-        sampled_with.append(self.training)
+    def generate_and_note_mode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        modes_while_sampling.append(self.training)
         return generate(self, *args, **kwargs)
 
-    monkeypatch.setattr(GenerationMixin, "generate", watched)
-    train(tmp_path / "run", **LORA, max_steps=1, save_strategy="no")
-    assert sampled_with == [False]
+    monkeypatch.setattr(GenerationMixin, "generate", generate_and_note_mode)
+    train(tmp_path / "run", **LORA_KEYS, max_steps=1, save_strategy="no")
+    assert modes_while_sampling == [False]

@@ -27,24 +27,36 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("benchmarks")
-    write_geometry3k(folder / "data" / "geometry3k")
+def benchmark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Answer and score three benchmarks with one engine; return the folder with a folder of each.
+
+    MathVista's second image cannot be read.
+    """
+    benchmark_folder = tmp_path_factory.mktemp("benchmarks")
+    write_geometry3k(benchmark_folder / "data" / "geometry3k")
     rows = mathvista_rows()
     rows[1]["decoded_image"]["bytes"] = b"no picture"
-    write_mathvista(folder / "data" / "mathvista", rows)
-    write_mmstar(folder / "data" / "mmstar", mmstar_rows())
-    run([sys.executable, "-m", "tests.integration.run_benchmarks", str(PRETRAINED), str(folder)])
-    return folder
+    write_mathvista(benchmark_folder / "data" / "mathvista", rows)
+    write_mmstar(benchmark_folder / "data" / "mmstar", mmstar_rows())
+    run(
+        [
+            sys.executable,
+            "-m",
+            "tests.integration.run_benchmarks",
+            str(PRETRAINED),
+            str(benchmark_folder),
+        ]
+    )
+    return benchmark_folder
 
 
-def score(folder: Path, name: str) -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((folder / name / "score.json").read_text())
+def read_score(benchmark_folder: Path, name: str) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads((benchmark_folder / name / "score.json").read_text())
     return result
 
 
-def test_geometry3k_is_answered_and_graded(folder: Path) -> None:
-    result = score(folder, "geometry3k")
+def test_geometry3k_is_answered_and_graded(benchmark_folder: Path) -> None:
+    result = read_score(benchmark_folder, "geometry3k")
     # The shipped model is warm-started on such problems: it boxes an answer to most and gets some
     # right.
     assert result["total"] == 6
@@ -53,8 +65,8 @@ def test_geometry3k_is_answered_and_graded(folder: Path) -> None:
     assert result["tokens"]["wrong"] or result["tokens"]["correct"]
 
 
-def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> None:
-    result = score(folder, "mathvista")
+def test_mathvista_is_answered_and_its_broken_image_recorded(benchmark_folder: Path) -> None:
+    result = read_score(benchmark_folder, "mathvista")
     assert result["total"] == 6
     assert result["image_failed"] == 1
     assert result["verdicts"]["failed"] == 1
@@ -65,7 +77,7 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
         "list": 1,
     }
     assert result["rules"]["rules"] == "vlmevalkit"
-    rows = read_predictions(folder / "mathvista" / "predictions.jsonl")
+    rows = read_predictions(benchmark_folder / "mathvista" / "predictions.jsonl")
     assert [row["finish_reason"] == IMAGE_FAILED for row in rows] == [
         False,
         True,
@@ -78,17 +90,17 @@ def test_mathvista_is_answered_and_its_broken_image_recorded(folder: Path) -> No
     assert all(row["response"] for row in rows if row["finish_reason"] != IMAGE_FAILED)
 
 
-def test_mmstar_sees_the_image_unless_told_not_to(folder: Path) -> None:
-    with_image = read_predictions(folder / "mmstar" / "predictions.jsonl")
-    blind = read_predictions(folder / "mmstar_blind" / "predictions.jsonl")
+def test_mmstar_sees_the_image_unless_told_not_to(benchmark_folder: Path) -> None:
+    with_image = read_predictions(benchmark_folder / "mmstar" / "predictions.jsonl")
+    blind = read_predictions(benchmark_folder / "mmstar_blind" / "predictions.jsonl")
     # 56 x 56 pixels are 4 image tokens; with the two tokens around them the blind prompt lacks 6.
     assert [
         a["n_prompt_tokens"] - b["n_prompt_tokens"] for a, b in zip(with_image, blind, strict=True)
     ] == [6] * 6
-    leakage = score(folder, "mmstar")["leakage"]
+    leakage = read_score(benchmark_folder, "mmstar")["leakage"]
     assert leakage["MG"] == pytest.approx(leakage["S_v"] - leakage["S_wv"])
-    assert score(folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
-    assert len(score(folder, "mmstar")["groups"]["l2_category"]) == 2
+    assert read_score(benchmark_folder, "mmstar_blind")["fingerprint"]["fields"]["no_image"] is True
+    assert len(read_score(benchmark_folder, "mmstar")["groups"]["l2_category"]) == 2
 
 
 def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
@@ -110,6 +122,6 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     of_one_process = tmp_path / "one" / "predictions.jsonl"
     of_two_processes = tmp_path / "two" / "predictions.jsonl"
     assert of_two_processes.read_bytes() == of_one_process.read_bytes()
-    assert score(tmp_path, "two")["items"] == score(tmp_path, "one")["items"]
+    assert read_score(tmp_path, "two")["items"] == read_score(tmp_path, "one")["items"]
     file_names = {path.name for path in (tmp_path / "two").iterdir()}
     assert file_names == {"predictions.jsonl", "fingerprint.json", "score.json", STARTUP_LOG}

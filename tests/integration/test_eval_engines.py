@@ -26,9 +26,9 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # The images are 112 x 112, which is 16 image tokens without a limit and 4 with this one. The lower
 # limit is left out on purpose: the image processor ignores an upper one that comes alone.
-MAX_PIXELS = 56 * 56
-IMAGE_TOKENS = 4
-QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
+PIXEL_LIMIT = 56 * 56
+IMAGE_TOKENS_UNDER_LIMIT = 4
+TWO_QUESTIONS = ("Find x.", "Find the measure of the angle x in the figure.")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = list(generate(8, split="test", seed=1, size=112))
     processor = build_processor([f"{row['problem']} {row['meta']['solution']}" for row in rows])
     for index, row in enumerate(rows):
-        row["problem"] = QUESTIONS[index % len(QUESTIONS)]
+        row["problem"] = TWO_QUESTIONS[index % len(TWO_QUESTIONS)]
     processor.save_pretrained(folder / "model")
     model = build_model(processor.tokenizer, seed=0)
     with torch.no_grad():
@@ -56,42 +56,46 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(workspace: Path, engine: str) -> list[str]:
+def run_words(workspace: Path, engine: str) -> list[str]:
+    """Return the arguments of an evaluation with this engine."""
     words = ["run", "--model", str(workspace / "model"), "--data", str(workspace / "data")]
     words += ["--output", str(workspace / engine), "--engine", engine]
-    return [*words, "--max-tokens", "48", "--max-pixels", str(MAX_PIXELS), "--batch-size", "5"]
+    return [*words, "--max-tokens", "48", "--max-pixels", str(PIXEL_LIMIT), "--batch-size", "5"]
 
 
 @pytest.fixture(scope="module")
-def predictions(workspace: Path) -> dict[str, list[Prediction]]:
-    """The rows of each engine. vLLM in a process of its own, so that its memory and threads go away
-    with it.
+def predictions_by_engine(workspace: Path) -> dict[str, list[Prediction]]:
+    """Return the predictions of each engine.
+
+    vLLM runs in a process of its own, so that its memory and threads go away with it.
     """
     subprocess.run(
-        [sys.executable, "-m", "eval.geometry3k", *command(workspace, "vllm")], cwd=ROOT, check=True
+        [sys.executable, "-m", "eval.geometry3k", *run_words(workspace, "vllm")],
+        cwd=ROOT,
+        check=True,
     )
-    assert main(BENCHMARK, command(workspace, "transformers")) == 0
+    assert main(BENCHMARK, run_words(workspace, "transformers")) == 0
     return {
         engine: read_predictions(workspace / engine / "predictions.jsonl")
         for engine in ("vllm", "transformers")
     }
 
 
-def test_both_engines_give_the_same_answers(predictions):
-    assert len(predictions["vllm"]) == 8
-    assert predictions["vllm"] == predictions["transformers"]
+def test_both_engines_give_the_same_answers(predictions_by_engine):
+    assert len(predictions_by_engine["vllm"]) == 8
+    assert predictions_by_engine["vllm"] == predictions_by_engine["transformers"]
     assert all(
-        len(row["response"]) > 20 for row in predictions["vllm"]
+        len(row["response"]) > 20 for row in predictions_by_engine["vllm"]
     )  # special tokens decode to nothing
-    assert len({row["response"] for row in predictions["vllm"]}) > 2 * len(
-        QUESTIONS
+    assert len({row["response"] for row in predictions_by_engine["vllm"]}) > 2 * len(
+        TWO_QUESTIONS
     )  # so the images matter
 
 
-def test_the_pixel_limit_reaches_both_engines(workspace, predictions):
+def test_the_pixel_limit_reaches_both_engines(workspace, predictions_by_engine):
     chat = ChatProcessor(str(workspace / "model"))
-    for rows in predictions.values():
+    for rows in predictions_by_engine.values():
         for row in rows:
             prompt = chat.render(conversation_with_images(row["question"], 1, SYSTEM_PROMPT))
             one_placeholder = len(chat._tokenizer(prompt)["input_ids"])
-            assert row["n_prompt_tokens"] == one_placeholder - 1 + IMAGE_TOKENS
+            assert row["n_prompt_tokens"] == one_placeholder - 1 + IMAGE_TOKENS_UNDER_LIMIT

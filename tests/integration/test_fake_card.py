@@ -15,22 +15,38 @@ import yaml
 from adora_vl.models.shape import SHAPES_FOLDER
 
 pytestmark = pytest.mark.slow
-CONFIGS = Path("configs/train")
-LEARNING = ("generation", "forward", "backward")  # phases of the card
-SMALL = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "384"]
-ONE_UPDATE = ["--updates", "2", "--updates-per-generation", "1"]  # whatever the recipe says
+TRAIN_CONFIGS = Path("configs/train")
+LEARNING_PHASES = ("generation", "forward", "backward")  # phases of the card
+SMALL_CARD_RUN = ["--layers", "2", "--blocks", "2", "--lengths", "384", "384", "384", "384"]
+ONE_UPDATE_A_GENERATION = [
+    "--updates",
+    "2",
+    "--updates-per-generation",
+    "1",
+]  # whatever the recipe says
 
 
-def _published(config: Path) -> bool:
+def _has_published_shape(config: Path) -> bool:
+    """Tell whether the shape of a recipe's model ships with the package."""
     keys = yaml.safe_load(config.read_text(encoding="utf-8"))
     return (
         SHAPES_FOLDER / str(keys.get("model_name_or_path")).split("/")[-1] / "config.json"
     ).is_file()
 
 
-def _figures(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
-    """Return what the command says of each recipe, by its name, with so many layers recomputed."""
-    command = [sys.executable, "-m", "benchmarks.fake_card", *configs, *SMALL, *ONE_UPDATE]
+def _pretend_runs(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
+    """Run recipes on a pretended card, and return the figures of each by its name.
+
+    recompute: value of `adora_recompute`, how many layers are recomputed.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fake_card",
+        *configs,
+        *SMALL_CARD_RUN,
+        *ONE_UPDATE_A_GENERATION,
+    ]
     command += ["--json", str(file), "--", "--adora_recompute", recompute]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert file.is_file(), done.stderr[-2000:]
@@ -38,36 +54,40 @@ def _figures(configs: list[str], file: Path, recompute: str) -> dict[str, dict[s
 
 
 @pytest.fixture(scope="module")
-def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def figures_by_recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Return the figures of each recipe with all layers recomputed, by its name."""
     file = tmp_path_factory.mktemp("card") / "figures.json"
-    configs = [str(config) for config in sorted(CONFIGS.glob("*.yaml")) if _published(config)]
-    return _figures(configs, file, "all")
+    configs = [
+        str(config)
+        for config in sorted(TRAIN_CONFIGS.glob("*.yaml"))
+        if _has_published_shape(config)
+    ]
+    return _pretend_runs(configs, file, "all")
 
 
-def test_no_recipe_has_a_fault_of_device_or_dtype(recipes):
-    assert {name: run["fault"] for name, run in recipes.items() if run["fault"]} == {}
+def test_no_recipe_has_a_fault_of_device_or_dtype(figures_by_recipe):
+    assert {name: run["fault"] for name, run in figures_by_recipe.items() if run["fault"]} == {}
     assert {"adora_3b_12gb", "adora_7b_geo3k", "adora_llm_kk", "adora_qwen3_vl_2b_1gpu"} <= set(
-        recipes
+        figures_by_recipe
     )
 
 
-def test_the_host_seldom_waits_and_never_for_a_row(recipes, subtests):
-    for name, run in recipes.items():
+def test_the_host_seldom_waits_and_never_for_a_row(figures_by_recipe, subtests):
+    for name, run in figures_by_recipe.items():
         with subtests.test(name):
             assert run["waits"] * run["updates"] <= 6 * run["micro_batches"], (
                 "one for each of 4 rows would be more"
             )
             # The first of the generations has one more with a reference model, since it is compared
             # with the policy there. Without one the bound is 10.
-            keys = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
+            keys = yaml.safe_load((TRAIN_CONFIGS / f"{name}.yaml").read_text(encoding="utf-8"))
             assert run["generation_waits"] <= (11 if keys.get("beta") else 10)
             assert run["kernels"].get("attention: math", 0) == 0
 
 
-def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
+def test_learning_takes_the_memory_that_the_dry_run_predicts(figures_by_recipe, subtests):
     """Answers of equal length take what is predicted, since a prediction takes all for the longest."""
-    for name, run in recipes.items():
+    for name, run in figures_by_recipe.items():
         with subtests.test(name):
             assert run["peak"] < 1.07 * run["predicted"], (
                 "of the one-time check, which weighs less with all layers"
@@ -79,29 +99,44 @@ def test_learning_takes_the_memory_that_the_dry_run_predicts(recipes, subtests):
                 assert predicted == pytest.approx(peak, rel=0.03)
 
 
-def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(recipes, tmp_path, subtests):
+def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(
+    figures_by_recipe, tmp_path, subtests
+):
     """Two layers have room on a card of 80 GB, so by default none is recomputed."""
     names = ["adora_3b_1gpu_lora", "adora_7b_geo3k"]
-    configs = [str(CONFIGS / f"{name}.yaml") for name in names]
-    runs = {key: _figures(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")}
+    configs = [str(TRAIN_CONFIGS / f"{name}.yaml") for name in names]
+    runs = {key: _pretend_runs(configs, tmp_path / f"{key}.json", key) for key in ("auto", "1")}
     for name in names:
-        fewer = [runs["auto"][name], runs["1"][name], recipes[name]]
+        runs_by_layers = [runs["auto"][name], runs["1"][name], figures_by_recipe[name]]
         with subtests.test(name):
-            assert [run["fault"] for run in fewer] == ["", "", ""]
-            backward = [run["flops"]["backward"] for run in fewer]
+            assert [run["fault"] for run in runs_by_layers] == ["", "", ""]
+            backward = [run["flops"]["backward"] for run in runs_by_layers]
             assert backward == sorted(set(backward)), "each recomputed layer is work"
             assert backward[1] - backward[0] == pytest.approx(backward[2] - backward[1], rel=0.02)
-            assert fewer[0]["flops"]["forward"] == recipes[name]["flops"]["forward"]
-            for run in fewer:
+            assert (
+                runs_by_layers[0]["flops"]["forward"] == figures_by_recipe[name]["flops"]["forward"]
+            )
+            for run in runs_by_layers:
                 for peak, predicted in run["first_and_later"]:
                     assert predicted == pytest.approx(peak, rel=0.03)
 
 
-def by_the_recipe(folder: Path, way: str) -> dict[str, Any]:
-    """Return the figures of a generation of the 3B recipe, which two updates learn from."""
+def figures_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
+    """Run the 3B recipe on a pretended card; return the figures of a generation with two updates.
+
+    way: `ours`, or `stock` for TRL's own code.
+    """
     file = folder / f"{way}.json"
-    recipe = str(CONFIGS / "adora_3b_1gpu_lora.yaml")
-    command = [sys.executable, "-m", "benchmarks.fake_card", recipe, *SMALL, "--groups", "1"]
+    recipe = str(TRAIN_CONFIGS / "adora_3b_1gpu_lora.yaml")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.fake_card",
+        recipe,
+        *SMALL_CARD_RUN,
+        "--groups",
+        "1",
+    ]
     command += ["--way", way, "--json", str(file)]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert "No fault of device or dtype." in done.stdout, done.stdout[-2000:]
@@ -115,15 +150,16 @@ def test_the_recipes_old_pass_is_over_half_of_what_stock_trls_is(tmp_path):
 
     The frozen tower's one pass is in either.
     """
-    ours = by_the_recipe(tmp_path, "ours")["flops"]
-    stock = by_the_recipe(tmp_path, "stock")["flops"]
+    ours = figures_of_two_updates(tmp_path, "ours")["flops"]
+    stock = figures_of_two_updates(tmp_path, "stock")["flops"]
     assert ours["generation"] == pytest.approx(ours["forward"] / 2, rel=0.05)
     assert stock["generation"] > 0.95 * stock["forward"]
-    total = {name: sum(flops[p] for p in LEARNING) for name, flops in (("o", ours), ("s", stock))}
-    assert total["o"] < 0.75 * total["s"], "of answers alike and of two layers, with a large head"
+    our_total = sum(ours[phase] for phase in LEARNING_PHASES)
+    stock_total = sum(stock[phase] for phase in LEARNING_PHASES)
+    assert our_total < 0.75 * stock_total, "of answers alike and of two layers, with a large head"
 
 
-_FAULT = """
+_HOST_TENSOR_SCRIPT = """
 import benchmarks.fake_card.device as device
 from benchmarks.fake_card.card import Card
 import torch
@@ -145,6 +181,6 @@ with card, card.during("x"):
 def test_a_tensor_of_the_host_in_an_operation_of_the_card_is_refused():
     """A value that is looked at has to be on the card, is waited for, and takes memory there."""
     out = subprocess.run(
-        [sys.executable, "-c", _FAULT], capture_output=True, text=True, check=True
+        [sys.executable, "-c", _HOST_TENSOR_SCRIPT], capture_output=True, text=True, check=True
     ).stdout.split("\n")
     assert out[:3] == ["refused", "[0, 1, 2, 3, 4, 5] 15.0 512 2", "True"]

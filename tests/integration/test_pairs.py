@@ -24,18 +24,26 @@ from tests.support.launch import run
 
 pytestmark = pytest.mark.slow
 # Three generations of four problems, so an epoch is a step and a half.
-TWO = {"steps_per_generation": 1, "gradient_accumulation_steps": 2, "adora_synthetic_rows": 12}
+TWO_GENERATIONS_A_STEP = {
+    "steps_per_generation": 1,
+    "gradient_accumulation_steps": 2,
+    "adora_synthetic_rows": 12,
+}
 # Two generations of four optimizer steps each: a kill after the second is in the middle of one.
-FOUR_UPDATES = {
+FOUR_UPDATES_A_GENERATION = {
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 1,
     "steps_per_generation": 4,
     "max_steps": 8,
     "adora_synthetic_rows": 24,
 }
-TWICE = {**FOUR_UPDATES, "steps_per_generation": 2, "num_iterations": 2}
-NOISY = f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
-LOOKING = {
+TWICE_OVER_A_GENERATION = {
+    **FOUR_UPDATES_A_GENERATION,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+}
+NOISY_ROLLOUTS = f"{{{example_entry('noisy_rollouts.py:NoisyRollouts')}: {{share: 0.5}}}}"
+ZOOM_TOOL_KEYS = {
     "model_name_or_path": "tiny_zoom",
     "adora_system_prompt": "Look with zoom.",
     "tools": "[zoom]",
@@ -44,7 +52,7 @@ LOOKING = {
     "vllm_max_model_length": 640,
 }
 # the rules, other keys, and the figures that show that both were at work
-PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+RULES_KEYS_AND_FIGURES_BY_PAIR: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "budget + servers": ("{budget: 6, ahead: 0}", {}, ("adora/unfinished", "adora/staleness")),
     "budget + ahead": ("{budget: 6, ahead: 1}", {}, ("adora/unfinished", "adora/trainer_waited_s")),
     "refill + ahead": ("{refill: 2, ahead: 1}", {}, ("adora/refilled_groups", "adora/staleness")),
@@ -53,10 +61,14 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {},
         ("adora/unfinished", "adora/staleness"),
     ),
-    "noisy + servers": ("{ahead: 0}", {"adora_extensions": NOISY}, ("noisy_rollouts/level",)),
+    "noisy + servers": (
+        "{ahead: 0}",
+        {"adora_extensions": NOISY_ROLLOUTS},
+        ("noisy_rollouts/level",),
+    ),
     "noisy + budget + ahead": (
         "{budget: 6, ahead: 1}",
-        {"adora_extensions": NOISY},
+        {"adora_extensions": NOISY_ROLLOUTS},
         ("noisy_rollouts/level",),
     ),
     "no cache + refill + budget + ahead": (
@@ -66,14 +78,22 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     ),
     "two generations a step + budget + ahead": (
         "{budget: 6, ahead: 1}",
-        TWO,
+        TWO_GENERATIONS_A_STEP,
         ("adora/unfinished",),
     ),
-    "four updates a generation + ahead": ("{ahead: 1}", FOUR_UPDATES, ("adora/staleness",)),
-    "twice over a generation + ahead": ("{ahead: 1}", TWICE, ("adora/staleness",)),
+    "four updates a generation + ahead": (
+        "{ahead: 1}",
+        FOUR_UPDATES_A_GENERATION,
+        ("adora/staleness",),
+    ),
+    "twice over a generation + ahead": (
+        "{ahead: 1}",
+        TWICE_OVER_A_GENERATION,
+        ("adora/staleness",),
+    ),
     "four updates by the engine's log-probabilities + ahead": (
         "{ahead: 1, old_logps: engine}",
-        {**FOUR_UPDATES, "vllm_importance_sampling_correction": "false"},
+        {**FOUR_UPDATES_A_GENERATION, "vllm_importance_sampling_correction": "false"},
         ("adora/staleness", "adora/ratio_max"),
     ),
     "evaluation + ahead": (
@@ -81,35 +101,39 @@ PAIRS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
         {"eval_strategy": "steps", "eval_steps": 1, "adora_eval_limit": 4},
         ("adora/staleness",),
     ),
-    "tools + ahead": ("{ahead: 1}", LOOKING, ("adora/called", "adora/staleness")),
+    "tools + ahead": ("{ahead: 1}", ZOOM_TOOL_KEYS, ("adora/called", "adora/staleness")),
     "tools + refill + budget + ahead 2": (
         "{refill: 1, budget: 60, ahead: 2}",
-        LOOKING,
+        ZOOM_TOOL_KEYS,
         ("adora/called", "adora/unfinished"),
     ),
 }
-CALL = (
+ZOOM_CALL_TEXT = (
     '<tool_call>\n{"name": "zoom", "arguments": {"x1": 0, "y1": 0, "x2": 28, "y2": 28}}\n'
     "</tool_call><|im_end|>"
 )
-REWARD = """
+REWARD_BY_LENGTH = """
 def reward(completions, **kwargs):
     return [float(len(str(one)) % 3 == 0) for one in completions]
 """
 
 
-def calls() -> list[list[int]]:
-    return [AutoTokenizer.from_pretrained(local_model("tiny_zoom"))(CALL)["input_ids"]]
+def zoom_call_ids() -> list[list[int]]:
+    """Return the token ids of a call of `zoom`, as the one turn that a stand-in server may say."""
+    return [AutoTokenizer.from_pretrained(local_model("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]]
 
 
-def asked_in_steps(server: StandIn) -> list[str]:
-    """After each sync of the weights, in which order first and later turns were asked for."""
+def order_of_turns_in_steps(server: StandIn) -> list[str]:
+    """Return, for each sync of the weights, in which order first and later turns were asked for.
+
+    A later turn's prompt has the ids of the call before it.
+    """
     turns = list[str]()
-    (call,) = server.turns
+    (call_ids,) = server.turns
     for path, body in server.asked:
         if path == "/collective_rpc":
             turn = "weights"
-        elif str(call)[1:-1] in str(body):
+        elif str(call_ids)[1:-1] in str(body):
             turn = "later"
         else:
             turn = "first"
@@ -125,27 +149,27 @@ def server() -> Iterator[StandIn]:
     stand_in.close()
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", RULES_KEYS_AND_FIGURES_BY_PAIR)
 def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
-    rules, changed, figures = PAIRS[pair]
-    server.turns = calls() if "tools" in changed else []
-    (tmp_path / "mine.py").write_text(REWARD)
+    rollout_rules, changed_keys, figures = RULES_KEYS_AND_FIGURES_BY_PAIR[pair]
+    server.turns = zoom_call_ids() if "tools" in changed_keys else []
+    (tmp_path / "mine.py").write_text(REWARD_BY_LENGTH)
     keys = {
-        "adora_rollouts": rules,
+        "adora_rollouts": rollout_rules,
         "max_steps": 4,
         "adora_reward": f"{tmp_path / 'mine.py'}:reward",
         "vllm_importance_sampling_mode": "token_truncate",
-        **changed,
+        **changed_keys,
     }
     assert main(server_arguments(tmp_path / "whole", server, **keys)) == 0
     assert all(
         any(step.get(name) for step in read_step_metrics(tmp_path / "whole")) for name in figures
     )
     if pair == "tools + ahead":
-        assert asked_in_steps(server)[0] == "first later first", (
+        assert order_of_turns_in_steps(server)[0] == "first later first", (
             "later turns do not wait for those of the next one"
         )
-        assert all(step.endswith("later first") for step in asked_in_steps(server)[:-1])
+        assert all(step.endswith("later first") for step in order_of_turns_in_steps(server)[:-1])
     rows = pq.read_table(tmp_path / "whole" / "rollouts").to_pylist()
     assert len({(row["step"], row["id"], row["completion"]) for row in rows}) > 8
     assert_equal_end_after_kill(
@@ -157,7 +181,7 @@ def test_a_pair_trains_and_goes_on_to_the_bit(tmp_path, server, pair):
     )
 
 
-ZOOMS = {
+ZOOM_ENVIRONMENT_KEYS = {
     "model_name_or_path": "tiny_zoom",
     "adora_prompt": "{problem}",
     "adora_reward": "[accuracy]",
@@ -170,7 +194,7 @@ ZOOMS = {
     "adora_rollouts.refill": 2,
 }
 
-LOOKS = """
+LOOKS_ENVIRONMENT = """
 from adora_vl.tools import ours
 
 class Looks:
@@ -190,13 +214,15 @@ class Looks:
 
 
 @pytest.mark.parametrize(
-    "servers", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"]
+    "has_server", [False, True], ids=["environment + refill", "tools + refill + budget + ahead"]
 )
-def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
+def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, has_server):
     """Each has other groups and environments, of which other numbers have ended or have signal."""
-    (tmp_path / "mine.py").write_text(REWARD.replace("3", "9"))  # more groups without signal
-    (tmp_path / "looks.py").write_text(LOOKS)
-    keys: dict[str, Any] = {**ZOOMS, "dataset_name": tmp_path / "data"}
+    (tmp_path / "mine.py").write_text(
+        REWARD_BY_LENGTH.replace("3", "9")
+    )  # more groups without signal
+    (tmp_path / "looks.py").write_text(LOOKS_ENVIRONMENT)
+    keys: dict[str, Any] = {**ZOOM_ENVIRONMENT_KEYS, "dataset_name": tmp_path / "data"}
     keys["environment_factory"] = f"{tmp_path}/looks.py:Looks"
     preparation = [
         "synthetic",
@@ -209,12 +235,12 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
         "--output",
         str(tmp_path / "data"),
     ]
-    if not servers:
+    if not has_server:
         assert data_prep(preparation) == 0
     else:
-        server.turns = calls()
+        server.turns = zoom_call_ids()
         keys = {
-            **LOOKING,
+            **ZOOM_TOOL_KEYS,
             "use_vllm": "true",
             "vllm_mode": "server",
             "vllm_server_base_url": server.url,
@@ -241,11 +267,14 @@ def test_two_killed_processes_go_on_to_the_bit(tmp_path, server, servers):
     (uninterrupted,) = tmp_path.glob("runs/*/whole")
     assert max(step["adora/refilled_groups"] for step in read_step_metrics(uninterrupted)) > 0
     assert all(
-        step["adora/called"] > (0 if servers else 0.3) for step in read_step_metrics(uninterrupted)
+        step["adora/called"] > (0 if has_server else 0.3)
+        for step in read_step_metrics(uninterrupted)
     )
-    if not servers:
+    if not has_server:
         for row in pq.read_table(uninterrupted / "rollouts").to_pylist():
-            answered = sum(turn["by"] == "tool" and not turn["failed"] for turn in row["turns"])
-            assert answered <= round(row["reward/Looks"] * 10) <= row["calls"], (
+            answered_calls = sum(
+                turn["by"] == "tool" and not turn["failed"] for turn in row["turns"]
+            )
+            assert answered_calls <= round(row["reward/Looks"] * 10) <= row["calls"], (
                 "of its own environment, begun anew"
             )

@@ -13,7 +13,7 @@ from benchmarks.kill_and_resume import comparable_results
 from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
-RUN = {
+RUN_KEYS = {
     "config": "configs/train/smoke_cpu.yaml",
     "logging_steps": 1,
     "save_strategy": "no",
@@ -26,36 +26,42 @@ RUN = {
 
 
 def train(folder: Path, **keys: object) -> Path:
+    """Train a small run with its own engine, and return its folder."""
     words = [
         word
-        for key, value in {**RUN, **keys, "output_dir": folder}.items()
+        for key, value in {**RUN_KEYS, **keys, "output_dir": folder}.items()
         for word in (f"--{key}", str(value))
     ]
     launch("cpu", "-m", "adora_vl.train", *words)
     return folder
 
 
-def logged(folder: Path, name: str) -> list[float]:
+def read_figure(folder: Path, name: str) -> list[float]:
+    """Return the values of a figure in the log, in order."""
     history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
     return [entry[name] for entry in history if name in entry]
 
 
 def test_a_budget_that_no_answer_reaches_is_the_run_without_it_to_the_bit(tmp_path):
-    def known(folder: Path) -> dict[str, Any]:
-        run_facts = comparable_results(folder)
-        own_figures = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
-        steps = run_facts["steps"].items()
-        del run_facts[
-            "rollouts"
-        ]  # their ages are recorded with a budget alone; the tables have the rest
-        run_facts["steps"] = {
-            n: {k: v for k, v in step.items() if not k.startswith(own_figures)} for n, step in steps
+    def results_of_any_run(folder: Path) -> dict[str, Any]:
+        results = comparable_results(folder)
+        figures_of_a_budget = ("adora/staleness", "adora/unfinished", "adora/rollout_budget")
+        # their ages are recorded with a budget alone; the tables have the rest
+        del results["rollouts"]
+        results["steps"] = {
+            number: {
+                name: value
+                for name, value in figures.items()
+                if not name.startswith(figures_of_a_budget)
+            }
+            for number, figures in results["steps"].items()
         }
-        return run_facts
+        return results
 
-    without = known(train(tmp_path / "without"))
-    assert without == known(train(tmp_path / "with", adora_rollouts="{budget: 32}"))
-    assert len(without["steps"]) == len(without["tables"]) == 4
+    without_budget = results_of_any_run(train(tmp_path / "without"))
+    with_budget = results_of_any_run(train(tmp_path / "with", adora_rollouts="{budget: 32}"))
+    assert without_budget == with_budget
+    assert len(without_budget["steps"]) == len(without_budget["tables"]) == 4
 
 
 def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_never_cut(tmp_path):
@@ -67,17 +73,17 @@ def test_with_the_same_weights_a_continued_answer_is_as_likely_as_one_that_was_n
     rollouts = pd.read_parquet(out / "rollouts")
     assert (rollouts["segments"] > 1).mean() > 0.5
     assert rollouts["age"].max() >= 1
-    assert max(logged(out, "sampling/sampling_logp_difference/max")) < 1e-4
-    assert logged(out, "adora/unfinished")[0] > 0
-    assert logged(out, "adora/unfinished")[-1] == 0
+    assert max(read_figure(out, "sampling/sampling_logp_difference/max")) < 1e-4
+    assert read_figure(out, "adora/unfinished")[0] > 0
+    assert read_figure(out, "adora/unfinished")[-1] == 0
 
 
 def test_only_tokens_of_the_present_weights_are_held_against_the_engine(tmp_path):
     out = train(tmp_path / "run", adora_rollouts="{budget: 9}", learning_rate=1e-3)
-    assert max(logged(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
+    assert max(read_figure(out, "sampling/sampling_logp_difference/max")) > 1e-2, (
         "to which the ratio corrects"
     )
-    assert max(logged(out, "adora/drift")) < 1e-4
+    assert max(read_figure(out, "adora/drift")) < 1e-4
     assert pd.read_parquet(out / "rollouts")["drift"].max() < 1e-4
 
 
@@ -87,16 +93,17 @@ def test_an_answer_that_loops_is_ended_by_the_engine_and_counts_as_truncated(tmp
         "repetition_detection": {"max_pattern_size": 2, "min_count": 4},
         "logit_bias": {"50": 100.0},
     }
-    unlike = {"adora_self_check": "false", "adora_max_drift": "null"}  # which has no such bias
+    # the policy has no such bias, so it is not compared with the engine
+    uncompared = {"adora_self_check": "false", "adora_max_drift": "null"}
     out = train(
         tmp_path,
         adora_rollouts="{budget: 9}",
         max_steps=1,
         generation_kwargs=json.dumps(loops),
-        **unlike,
+        **uncompared,
     )
     rollouts = pd.read_parquet(out / "rollouts")
     assert set(rollouts["length"]) == {4}
     assert set(rollouts["segments"]) == {1}
     assert rollouts["truncated"].all()
-    assert logged(out, "adora/unfinished") == [0]
+    assert read_figure(out, "adora/unfinished") == [0]

@@ -13,18 +13,21 @@ from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from adora_vl.models.load import PRETRAINED
-from tests.integration.precision_run import POSITIONS, constants
+from tests.integration.precision_run import FAR_POSITIONS, constant_tensors
 from tests.support.launch import launch
 
 pytestmark = pytest.mark.slow
-ROLES = ("policy", "reference")
+MODEL_ROLES = ("policy", "reference")
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read what `precision_run.py` saw in one process.
+def zero3_results(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Build policy and reference under ZeRO-3 in bfloat16, and return what they compute with.
 
-    ZeRO-3 shards and casts the same in one process as in eight.
+    First the facts: refusals by role, whether the weights are sharded, and the dtype. Then tensors
+    by `role/kind/name`. ZeRO-3 shards and casts the same in one process as in eight.
     """
     folder: Path = tmp_path_factory.mktemp("precision")
     launch(
@@ -61,8 +64,8 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], d
 
 
 @pytest.fixture(scope="module")
-def plain() -> Qwen2_5_VLForConditionalGeneration:
-    """The same bfloat16 weights, loaded without DeepSpeed: its rotary frequencies are float32."""
+def plain_model() -> Qwen2_5_VLForConditionalGeneration:
+    """Load the same bfloat16 weights without DeepSpeed; the rotary frequencies are float32."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
         PRETRAINED, dtype=torch.bfloat16
     ).eval()
@@ -70,7 +73,8 @@ def plain() -> Qwen2_5_VLForConditionalGeneration:
     return model
 
 
-def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def tensors_with_prefix(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
     return {
         name.removeprefix(prefix): value
         for name, value in tensors.items()
@@ -78,38 +82,42 @@ def part(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("role", ROLES)
-def test_every_constant_is_that_of_a_plain_model(sharded, plain, role):
-    facts, tensors = sharded
+@pytest.mark.parametrize("role", MODEL_ROLES)
+def test_every_constant_is_that_of_a_plain_model(zero3_results, plain_model, role):
+    facts, tensors = zero3_results
     assert facts["sharded"]
     assert facts["dtype"] == "torch.bfloat16"
-    actual = part(tensors, f"{role}/constants/")
-    expected = constants(plain)
+    actual = tensors_with_prefix(tensors, f"{role}/constants/")
+    expected = constant_tensors(plain_model)
     assert actual.keys() == expected.keys()
     assert {name: value.dtype for name, value in actual.items()} == {
-        n: v.dtype for n, v in expected.items()
+        name: value.dtype for name, value in expected.items()
     }
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
-@pytest.mark.parametrize("role", ROLES)
-@pytest.mark.parametrize("position", POSITIONS)
-def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(sharded, role, position):
+@pytest.mark.parametrize("role", MODEL_ROLES)
+@pytest.mark.parametrize("position", FAR_POSITIONS)
+def test_log_probabilities_far_from_the_start_are_those_of_float32_angles(
+    zero3_results, role, position
+):
     """Three passes of one process over the same tokens agree to the bit.
 
     Between them the angles alone may change.
     """
-    built = sharded[1][f"{role}/built/{position}"]
-    right = sharded[1][f"{role}/float32/{position}"]
-    rounded = sharded[1][f"{role}/rounded/{position}"]
-    assert not torch.equal(rounded, right)
-    assert torch.equal(built, right)
+    _, tensors = zero3_results
+    logps_as_built = tensors[f"{role}/built/{position}"]
+    logps_with_float32 = tensors[f"{role}/float32/{position}"]
+    logps_with_rounded = tensors[f"{role}/rounded/{position}"]
+    assert not torch.equal(logps_with_rounded, logps_with_float32)
+    assert torch.equal(logps_as_built, logps_with_float32)
 
 
-def test_training_would_begin_with_them_and_is_refused_with_rounded_ones(sharded):
-    refusals = sharded[0]["refusals"]
+def test_training_would_begin_with_them_and_is_refused_with_rounded_ones(zero3_results):
+    facts, _ = zero3_results
+    refusals = facts["refusals"]
     assert refusals["built"] == ""
-    for role in ROLES:
+    for role in MODEL_ROLES:
         assert refusals[role].startswith(f"before the first step: {role}: ")
         assert "language_model.rotary_emb.inv_freq is bfloat16, not float32" in refusals[role]
         assert "\n" not in refusals[role]

@@ -6,48 +6,51 @@ from typing import Any
 
 import pytest
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.training.recompute import RECOMPUTED_LAYERS_FIGURE
 from tests.support.tiny_run import train
 
-KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
+RECOMPUTE_KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dropout": 0.2}
 
 
-def figures_of(run: Path) -> list[dict[str, Any]]:
+def read_step_figures(run: Path) -> list[dict[str, Any]]:
     """Return the figures of the training steps that no clock and no number of layers changes."""
-    lines = [line for line in read_metrics(run / METRICS) if "reward" in line]
+    lines = [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
     names = ("step", "loss", "grad_norm", "entropy", "reward")
     return [{name: line[name] for name in names} for line in lines]
 
 
-def numbers_of(run: Path) -> list[float | None]:
-    """Return the recomputed layers of each training step."""
+def read_recomputed_layers(run: Path) -> list[float | None]:
+    """Return how many layers each training step recomputed; None stands for all."""
     return [
         line.get(RECOMPUTED_LAYERS_FIGURE)
-        for line in read_metrics(run / METRICS)
+        for line in read_metrics(run / METRICS_FILE)
         if "reward" in line
     ]
 
 
 @pytest.fixture(scope="module")
-def every_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a run on a CPU, where all layers are recomputed by default."""
-    return train(tmp_path_factory.mktemp("recompute") / "all", **KEYS)
+def run_with_all_recomputed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Train on a CPU, where all layers are recomputed by default; return the folder."""
+    return train(tmp_path_factory.mktemp("recompute") / "all", **RECOMPUTE_KEYS)
 
 
-def test_the_default_changes_nothing_on_a_cpu(every_layer):
-    assert numbers_of(every_layer) == [None] * 4
+def test_the_default_changes_nothing_on_a_cpu(run_with_all_recomputed):
+    assert read_recomputed_layers(run_with_all_recomputed) == [None] * 4
 
 
-def test_a_run_goes_on_to_the_bit_with_another_number(every_layer, tmp_path, capsys):
+def test_a_run_goes_on_to_the_bit_with_another_number(run_with_all_recomputed, tmp_path, capsys):
     """The checkpoint was written with all layers recomputed, and the rest is made with one."""
-    resumed = Path(shutil.copytree(every_layer, tmp_path / "resumed"))
+    resumed = Path(shutil.copytree(run_with_all_recomputed, tmp_path / "resumed"))
     shutil.rmtree(resumed / "checkpoint-4")
     for file in resumed.glob("*.safetensors"):
         file.unlink()
-    train(resumed, **KEYS, adora_recompute=1)
-    assert numbers_of(resumed) == [None, None, 1.0, 1.0]
+    train(resumed, **RECOMPUTE_KEYS, adora_recompute=1)
+    assert read_recomputed_layers(resumed) == [None, None, 1.0, 1.0]
     assert "layers are recomputed in the first micro-batch" in capsys.readouterr().out
-    assert figures_of(resumed) == figures_of(every_layer)
-    weights = [(run / "adapter_model.safetensors").read_bytes() for run in (resumed, every_layer)]
+    assert read_step_figures(resumed) == read_step_figures(run_with_all_recomputed)
+    weights = [
+        (run / "adapter_model.safetensors").read_bytes()
+        for run in (resumed, run_with_all_recomputed)
+    ]
     assert weights[0] == weights[1]

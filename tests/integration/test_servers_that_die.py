@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from tests.support.tiny_run import arguments
@@ -15,14 +15,16 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def pair() -> Iterator[list[StandIn]]:
+def two_servers() -> Iterator[list[StandIn]]:
+    """Start two stand-ins for vLLM servers."""
     servers = [StandIn(vocabulary=200), StandIn(vocabulary=200)]
     yield servers
     for server in servers:
         server.close()
 
 
-def words(folder, servers, **changed):
+def two_server_arguments(folder, servers, **changed):
+    """Return the arguments of a run of four steps that samples from these servers."""
     return arguments(
         folder,
         **{
@@ -48,39 +50,41 @@ def dies_after(server: StandIn, requests: int) -> None:
     """
     server.asked.clear()
 
-    def spoil(reply):
+    def die_when_due(reply):
         server.dead = sum(path in GENERATE for path, _ in server.asked) > requests
         return reply
 
-    server.spoil = spoil
+    server.spoil = die_when_due
 
 
-def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(tmp_path, pair, capfd):
+def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(
+    tmp_path, two_servers, capfd
+):
     """The stand-ins' answers are drawn from the seeds alone, so all of these runs have to end with
     the same weights.
     """
-    assert main(words(tmp_path / "whole", pair)) == 0
+    assert main(two_server_arguments(tmp_path / "whole", two_servers)) == 0
     expected = (tmp_path / "whole" / "model.safetensors").read_bytes()
     capfd.readouterr()
-    dies_after(pair[1], 2)
-    assert main(words(tmp_path / "one", pair)) == 0
+    dies_after(two_servers[1], 2)
+    assert main(two_server_arguments(tmp_path / "one", two_servers)) == 0
     assert capfd.readouterr().out.count(" is left out (1 of 2 servers go on): ") == 1
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == expected
-    pair[1].start_again()
-    dies_after(pair[0], 2)
-    dies_after(pair[1], 6)
-    assert main(words(tmp_path / "none", pair)) == 1
+    two_servers[1].start_again()
+    dies_after(two_servers[0], 2)
+    dies_after(two_servers[1], 6)
+    assert main(two_server_arguments(tmp_path / "none", two_servers)) == 1
     printed = capfd.readouterr()
     last = printed.err.strip().splitlines()[-1]
     assert last.startswith("error: step 3: no vLLM server is left; the last one: ")
     assert last.endswith(
         f"go on with --resume_from_checkpoint {tmp_path / 'none' / 'checkpoint-2'}"
     )
-    for server in pair:
+    for server in two_servers:
         server.spoil = lambda reply: reply
         server.start_again()
-    assert main(words(tmp_path / "none", pair)) == 0
+    assert main(two_server_arguments(tmp_path / "none", two_servers)) == 0
     assert (tmp_path / "none" / "model.safetensors").read_bytes() == expected
     assert [
-        step["step"] for step in read_metrics(tmp_path / "none" / METRICS) if "reward" in step
+        step["step"] for step in read_metrics(tmp_path / "none" / METRICS_FILE) if "reward" in step
     ] == [1, 2, 3, 4]

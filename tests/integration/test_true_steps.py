@@ -27,8 +27,10 @@ from tests.support.async_servers import (
 from tests.support.pictures import drawing
 
 pytestmark = pytest.mark.slow
-FACTS = "triangle ABC\nAB = BC, AB = 13, AC = 10\nD on AC\nBD perpendicular AC\nfind area ABC"
-ANSWERS = (
+TRIANGLE_FACTS = (
+    "triangle ABC\nAB = BC, AB = 13, AC = 10\nD on AC\nBD perpendicular AC\nfind area ABC"
+)
+SERVER_ANSWERS = (
     r"AD = 5. \boxed{60}<|im_end|>",  # right by working
     r"AD = 5. BD = 12. \boxed{60}<|im_end|>",
     r"AD = 6. \boxed{60}<|im_end|>",  # right by luck
@@ -36,7 +38,7 @@ ANSWERS = (
     r"AD = 5. \boxed{7}<|im_end|>",  # wrong, and works
     r"AD = 5. BD = 12. \boxed{65}<|im_end|>",
 )
-KEYS = {
+TRUE_STEPS_KEYS = {
     "adora_reward": "[accuracy, steps]",
     "adora_method": "{adora: {criteria: [working]}}",
     # Groups that are kept for a later step keep their measure of work.
@@ -49,17 +51,17 @@ KEYS = {
 
 @pytest.fixture
 def server() -> Iterator[StandIn]:
-    """A server that says one of `ANSWERS` in half of its rollouts."""
+    """Start a stand-in server that says one of `SERVER_ANSWERS` in half of its rollouts."""
     stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
     tokenizer = AutoTokenizer.from_pretrained(local_model("tiny"))
-    stand_in.turns = [tokenizer(answer)["input_ids"] for answer in ANSWERS]
+    stand_in.turns = [tokenizer(answer)["input_ids"] for answer in SERVER_ANSWERS]
     yield stand_in
     stand_in.close()
 
 
-def write_rows(folder: Path) -> Path:
+def write_triangle_rows(folder: Path) -> Path:
     """Write twelve rows, of which every fourth one has no figure."""
-    figure = solve_form(read_form_from_text(FACTS)).figure
+    figure = solve_form(read_form_from_text(TRIANGLE_FACTS)).figure
     assert figure is not None
     rows = [
         {
@@ -79,7 +81,7 @@ def write_rows(folder: Path) -> Path:
 def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
     tmp_path: Path, server: StandIn
 ) -> None:
-    keys = {**KEYS, "dataset_name": write_rows(tmp_path / "triangles")}
+    keys = {**TRUE_STEPS_KEYS, "dataset_name": write_triangle_rows(tmp_path / "triangles")}
     uninterrupted = tmp_path / "whole"
     killed = tmp_path / "killed"
     assert main(server_arguments(uninterrupted, server, **keys)) == 0
@@ -111,8 +113,10 @@ def test_a_run_that_is_rewarded_for_true_steps_goes_on_to_the_bit(
         "reward/steps_reward",
         "advantage",
     ]
-    again = pq.read_table(killed / "rollouts").to_pandas()
-    pd.testing.assert_frame_equal(again[columns], rows[columns])
-    for before, after in zip(metrics, read_step_metrics(killed), strict=True):
-        measured = {name for name in before if name.startswith("steps/") and name != "steps/ms"}
-        assert {name: after[name] for name in measured} == {name: before[name] for name in measured}
+    rows_of_killed = pq.read_table(killed / "rollouts").to_pandas()
+    pd.testing.assert_frame_equal(rows_of_killed[columns], rows[columns])
+    for step, step_of_killed in zip(metrics, read_step_metrics(killed), strict=True):
+        names = {name for name in step if name.startswith("steps/") and name != "steps/ms"}
+        assert {name: step_of_killed[name] for name in names} == {
+            name: step[name] for name in names
+        }

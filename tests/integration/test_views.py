@@ -27,8 +27,8 @@ from eval.geometry3k import BENCHMARK
 pytestmark = pytest.mark.slow
 
 
-def told(split: str, count: int) -> list[Row]:
-    """Isosceles triangles, and what their picture says: the apex."""
+def triangles_with_facts(split: str, count: int) -> list[Row]:
+    """Draw isosceles triangles whose column `facts` says the angle that the picture shows."""
     rows = generate(
         count,
         split=split,
@@ -42,7 +42,10 @@ def told(split: str, count: int) -> list[Row]:
 def teach(
     model: Any, processor: Any, rows: list[Row], steps: int, answer: Callable[[Row], str]
 ) -> None:
-    """Teach the tiny model to answer from words and from pictures alike."""
+    """Teach a model to answer, in turn from pictures and from their facts in words.
+
+    `answer`: what it is to say to a row.
+    """
     rng = random.Random(0)
 
     def loss_of(step: int) -> torch.Tensor:
@@ -59,12 +62,13 @@ def teach(
         prompts = [
             conversation_with_images(text, len(image_inputs), SYSTEM_PROMPT) for text in texts
         ]
-        begun = [
+        prompt_texts = [
             processor.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
             for prompt in prompts
         ]
         texts_with_answers = [
-            f"{text}{answer(row)}{END_OF_TURN}" for text, row in zip(begun, batch, strict=True)
+            f"{text}{answer(row)}{END_OF_TURN}"
+            for text, row in zip(prompt_texts, batch, strict=True)
         ]
         inputs = processor(
             text=texts_with_answers,
@@ -73,11 +77,15 @@ def teach(
             return_tensors="pt",
             **image_inputs,
         )
-        alone = processor(
-            text=begun, padding=True, padding_side="right", return_tensors="pt", **image_inputs
+        prompt_inputs = processor(
+            text=prompt_texts,
+            padding=True,
+            padding_side="right",
+            return_tensors="pt",
+            **image_inputs,
         )
         labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-        for label, length in zip(labels, alone["attention_mask"].sum(1), strict=True):
+        for label, length in zip(labels, prompt_inputs["attention_mask"].sum(1), strict=True):
             label[:length] = -100
         loss: torch.Tensor = model(**inputs, labels=labels).loss
         return loss
@@ -89,24 +97,25 @@ def test_each_model_is_called_what_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     write_split(
-        told("test", 64),
+        triangles_with_facts("test", 64),
         tmp_path / "data",
         "test",
         Features({**schema(), "facts": Value("string")}),
     )
     processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
     model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
-    rows = told("train", 400)
-    lessons = {
+    rows = triangles_with_facts("train", 400)
+    # one learns to solve the problem, the other to say what it reads
+    answer_by_model = {
         "able": lambda row: row["meta"]["solution"],
         "reads": lambda row: rf"\boxed{{{row['facts'][5:-1]}}}",
     }
-    for name, answer in lessons.items():
+    for name, answer in answer_by_model.items():
         teach(model, processor, rows, 200 if name == "able" else 40, answer)
         model.save_pretrained(tmp_path / name)
         processor.save_pretrained(tmp_path / name)
 
-    def blind(settings: Any) -> TransformersEngine:
+    def build_blind_engine(settings: Any) -> TransformersEngine:
         engine = TransformersEngine(settings)
         engine._model.model.visual.merger.register_forward_hook(
             lambda module, args, output: torch.zeros_like(output)
@@ -120,7 +129,7 @@ def test_each_model_is_called_what_it_is(
         ("reads", "reads"),
     ):
         monkeypatch.setattr(
-            asking, "build_engine", blind if name == "blind" else TransformersEngine
+            asking, "build_engine", build_blind_engine if name == "blind" else TransformersEngine
         )
         words = [
             "run",

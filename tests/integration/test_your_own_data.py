@@ -24,13 +24,13 @@ from tests.support.launch import run
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
-PAGE = (
+YOUR_OWN_DATA_SECTION = (
     (REPOSITORY / "docs" / "data.md")
     .read_text()
     .partition("\n## Your own data\n")[2]
     .partition("\n## ")[0]
 )
-COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+MAIN_BY_MODULE: dict[str, Callable[[list[str]], int | None]] = {
     "data_prep": data_prep,
     "adora_vl.rewards.explain": explain,
     "adora_vl.train": train,
@@ -43,13 +43,15 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
     """The page's commands run in their order, in this process, with 2 steps in place of 20."""
     monkeypatch.chdir(tmp_path)
     files = re.findall(
-        r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```", PAGE, re.DOTALL
+        r"Save\s+this\s+as `(\w+\.(?:py|yaml))`.*?```(?:python|yaml)\n(.*?)```",
+        YOUR_OWN_DATA_SECTION,
+        re.DOTALL,
     )
     assert [name for name, _ in files] == ["make_rows.py", "my_rewards.py", "mine.yaml"]
     for name, content in files:
         Path(name).write_text(content)
     ran = []
-    for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL):
+    for block in re.findall(r"```bash\n(.*?)```", YOUR_OWN_DATA_SECTION, re.DOTALL):
         for line in block.strip().splitlines():
             words = shlex.split(line)
             assert words[0] == "python"
@@ -58,7 +60,7 @@ def test_the_commands_of_the_page(tmp_path, monkeypatch, capsys):
                 continue
             options = ["--max_steps", "2"] if words[2] == "adora_vl.train" else []
             ran.append(words[2])
-            assert not COMMANDS[words[2]]([*words[3:], *options]), (
+            assert not MAIN_BY_MODULE[words[2]]([*words[3:], *options]), (
                 f"{line}\n{capsys.readouterr().err}"
             )
     assert ran == [

@@ -8,7 +8,7 @@ from tests.support.paths import REPOSITORY
 
 CONFIGS = REPOSITORY / "configs"
 # train config -> the accelerate config that its header names
-PAIRS = {
+ACCELERATE_CONFIG_BY_RECIPE = {
     "smoke_cpu": "cpu",
     "demo_cpu": "cpu",
     "smoke_text_cpu": "cpu",

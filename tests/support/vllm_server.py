@@ -15,7 +15,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.utils.launch import free_port
 
 
-class VLLMServer:
+class RunningVLLMServer:
     """One server.
 
     Left out of the page's command are the limits of pixels, which the tiny model's processor has.
@@ -103,9 +103,9 @@ class VLLMServer:
 @contextmanager
 def vllm_server(
     folder: Path, model: str = str(PRETRAINED), words: Sequence[str] = ("--dtype", "float32")
-) -> Iterator[VLLMServer]:
+) -> Iterator[RunningVLLMServer]:
     """A server that answers inside the block; its log is in `folder`."""
-    server = VLLMServer(folder / "server.log", model, *words)
+    server = RunningVLLMServer(folder / "server.log", model, *words)
     try:
         server.wait()
         yield server

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from adora_vl.evals.inference.requests import AnswerEngineSettings
 
 # More tokens than any chat template and the rounding of image sizes add to a prompt.
-_TEMPLATE_TOKENS = 256
+_MAX_TEMPLATE_TOKENS = 256
 
 
-def _combined_limits(
+def _combine_limits(
     model_limits: Mapping[str, int], user_limits: Mapping[str, int]
 ) -> dict[str, int]:
     """Combine the pixel limits of the user with those of the model, where the user gave none.
@@ -91,7 +91,7 @@ class ChatProcessor:
             user_limits["min_pixels"] = min_pixels
         if max_pixels:
             user_limits["max_pixels"] = max_pixels
-        self._limits = _combined_limits(model_limits or {}, user_limits)
+        self._limits = _combine_limits(model_limits or {}, user_limits)
         self.pixel_limits = self._limits if user_limits else {}
         self._tokenizer = self.processor if self.text_only else self.processor.tokenizer
         # The prompts of a batch end together, so that generation begins at one position.
@@ -173,7 +173,7 @@ class ChatProcessor:
         """
         if self.text_only:
             messages = [
-                {**message, "content": _text_of(message["content"])} for message in messages
+                {**message, "content": _join_text_parts(message["content"])} for message in messages
             ]
         text: str = self.processor.apply_chat_template(
             messages, add_generation_prompt=True, tokenize=False, **self._template
@@ -274,7 +274,7 @@ class ChatProcessor:
 
         It is at most the model's own context length.
         """
-        bound = max_text_bytes + _TEMPLATE_TOKENS + max_tokens
+        bound = max_text_bytes + _MAX_TEMPLATE_TOKENS + max_tokens
         if not self.text_only:
             # The side of the square of pixels that becomes one token.
             token_side = self._image_processor.patch_size * self._image_processor.merge_size
@@ -284,7 +284,7 @@ class ChatProcessor:
         return min(self.context, int(bound))
 
 
-def _text_of(content: str | list[Message]) -> str:
+def _join_text_parts(content: str | list[Message]) -> str:
     """Join the parts of a message to one text, which templates of models without vision expect.
 
     Raises `UserError` where a part is an image.

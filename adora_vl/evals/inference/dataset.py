@@ -15,8 +15,12 @@ from PIL import Image
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
-from adora_vl.evals.inference.predictions import fault_of_row, missing_fields, refuse_rows
-from adora_vl.evals.inference.requests import HUB_ID
+from adora_vl.evals.inference.predictions import (
+    describe_missing_fields,
+    find_row_fault,
+    refuse_rows,
+)
+from adora_vl.evals.inference.requests import HUB_ID_PATTERN
 from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import LoadedProblems, Problem
 from adora_vl.utils.cli import read_json
@@ -27,9 +31,9 @@ from adora_vl.utils.hub import no_hub, why_missing
 Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
 # The name of a file that begins with that of a split.
-_NAMED_AFTER_SPLIT = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
+_SPLIT_NAME_PATTERN = re.compile(r"(?:train|test(?:mini)?|val(?:idation)?|dev)[-_.]", re.IGNORECASE)
 _MOST_NAMED_FILES = 5  # that a message lists
-_MOST_PATH_CHARACTERS = 300  # a longer text is Base64
+_MAX_PATH_CHARS = 300  # a longer text is Base64
 
 
 @dataclass(frozen=True)
@@ -130,18 +134,18 @@ def load_problems(
     if loaded.folder and image_folder and (loaded.folder / image_folder).is_dir():
         loaded = replace(loaded, folder=loaded.folder / image_folder)
     if our_names:
-        loaded = replace(loaded, rows=[_with_our_names(row, our_names) for row in loaded.rows])
+        loaded = replace(loaded, rows=[_rename_columns(row, our_names) for row in loaded.rows])
     has_image = bool(image_columns) and not without_images
 
     def fault_of(row: Row) -> str | None:
         """Return the first thing that is wrong with a row; None where nothing is."""
-        answered_row = _as_answered(row, id_column)
+        answered_row = _as_prediction(row, id_column)
         return (
-            missing_fields(row, needed)
-            or fault_of_row(answered_row)
+            describe_missing_fields(row, needed)
+            or find_row_fault(answered_row)
             or check(answered_row)
-            or unaskable(prompt(row), has_image=has_image)
-            or _path_fault(row, image_columns, loaded.folder)
+            or find_prompt_fault(prompt(row), has_image=has_image)
+            or _find_path_fault(row, image_columns, loaded.folder)
         )
 
     _refuse_faulty_rows(loaded, fault_of)
@@ -176,12 +180,12 @@ def _refuse_faulty_rows(loaded: _LoadedRows, fault_of: Callable[[Row], str | Non
         raise UserError(f"data: {loaded.origin} has no rows")
 
 
-def _with_our_names(row: Row, our_names: Mapping[str, str]) -> Row:
+def _rename_columns(row: Row, our_names: Mapping[str, str]) -> Row:
     """Return a row with the names of its columns replaced by those in `our_names`."""
     return {our_names.get(name, name): value for name, value in row.items()}
 
 
-def _as_answered(row: Row, id_column: str) -> Row:
+def _as_prediction(row: Row, id_column: str) -> Row:
     """Return a row in the form of a prediction with an empty response, for the checks of one.
 
     Its id is the text `pid`. A value that is no id stays as it is, so that the check names it.
@@ -209,7 +213,7 @@ def _load_split(
     if path.exists():
         return _load_local_rows(path, split=split, image_columns=image_columns, id_column=id_column)
     # A path with a slip has the form of a hub id too, if it has one slash.
-    if HUB_ID.fullmatch(options.data) and not path.parent.is_dir():
+    if HUB_ID_PATTERN.fullmatch(options.data) and not path.parent.is_dir():
         revision = options.data_revision if isinstance(options, HubDataOptions) else None
         return _load_hub_rows(
             options.data, split=split, revision=revision, image_columns=image_columns, config=config
@@ -256,7 +260,7 @@ def _read_and_convert(
     return [convert(content) for content in read_images()]
 
 
-def _path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
+def _find_path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> str | None:
     """Return what is wrong with the image path of a row that leads out of `folder`.
 
     Such a path could show the model any file of this machine. None where all paths are inside, and
@@ -273,7 +277,7 @@ def _path_fault(row: Row, image_columns: Sequence[str], folder: Path | None) -> 
     return None
 
 
-def unaskable(prompt: object, *, has_image: bool = True) -> str | None:
+def find_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
     """Return why a model cannot be asked this text; None where it can.
 
     The text may be empty if there is an image, since a question can be a part of its picture. A
@@ -326,7 +330,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
                 data_files.append(path)
     tables = [path for path in data_files if path.suffix == ".parquet"]
     # MMStar's only file is named after the benchmark.
-    if len(tables) == 1 and not _NAMED_AFTER_SPLIT.match(tables[0].name):
+    if len(tables) == 1 and not _SPLIT_NAME_PATTERN.match(tables[0].name):
         return tables
     contents = ", ".join(path.name for path in data_files[:_MOST_NAMED_FILES])
     n_unnamed = len(data_files) - _MOST_NAMED_FILES
@@ -468,4 +472,4 @@ def _rows_from_json(path: Path, id_column: str) -> _LoadedRows:
 
 def _is_path(value: object) -> bool:
     """Return whether the value of an image column is a path, and not a text of Base64."""
-    return isinstance(value, str) and 0 < len(value) <= _MOST_PATH_CHARACTERS
+    return isinstance(value, str) and 0 < len(value) <= _MAX_PATH_CHARS

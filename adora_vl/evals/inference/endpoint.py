@@ -28,12 +28,12 @@ from adora_vl.utils.openai_client import (
     check_url,
 )
 
-_BATCH_SIZE = 64  # answers that are written at once
+_DEFAULT_BATCH_SIZE = 64  # answers that are written at once
 # The options that only an engine in this process obeys.
 _LOCAL_OPTIONS = ("min_pixels", "max_pixels", "revision", "dtype")
 
 
-def endpoint_of(options: EngineOptions) -> Endpoint | None:
+def build_endpoint(options: EngineOptions) -> Endpoint | None:
     """Return the endpoint that the options name; None for an engine in this process.
 
     Raises `UserError` for an address that is missing or of no use, and for options that only an
@@ -72,7 +72,7 @@ class EndpointEngine:
     def __init__(self, settings: AnswerEngineSettings) -> None:
         """Create the client of the endpoint that the settings name."""
         assert settings.endpoint is not None  # there is one for the engine `openai`
-        self.batch_size = settings.batch_size or _BATCH_SIZE
+        self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
         # What the fingerprint of a run says of its engine.
         self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         self._client = ChatClient(settings.endpoint)

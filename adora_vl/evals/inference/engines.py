@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.endpoint import EndpointEngine, endpoint_of
-from adora_vl.evals.inference.provenance import training_config_of
+from adora_vl.evals.inference.endpoint import EndpointEngine, build_endpoint
+from adora_vl.evals.inference.provenance import read_training_config
 from adora_vl.evals.inference.requests import (
-    HUB_ID,
+    HUB_ID_PATTERN,
     AnswerEngine,
     AnswerEngineSettings,
     EngineOptions,
@@ -46,14 +46,14 @@ def check_model(model: str) -> str:
         return str(folder.resolve())
     # `runs/tyni` has the form of a hub id too, but where there is a folder `runs` it is rather a
     # path with a slip.
-    if not HUB_ID.fullmatch(model) or folder.parent.is_dir():
+    if not HUB_ID_PATTERN.fullmatch(model) or folder.parent.is_dir():
         raise UserError(
             f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
         )
     return model
 
 
-def settings_of(options: EngineOptions) -> AnswerEngineSettings:
+def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     """Turn the options of an engine into its settings, which an engine can be built from.
 
     A model that was trained by this package is asked with the arguments of the chat template that
@@ -63,10 +63,10 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
         raise UserError(
             f"min_pixels: {options.min_pixels} is over max_pixels, {options.max_pixels}; lower it"
         )
-    endpoint = endpoint_of(options)
+    endpoint = build_endpoint(options)
     # The name of a model on a server says nothing here.
     model = check_model(options.model) if endpoint is None else options.model
-    template_arguments = training_config_of(model).get("chat_template_kwargs") or {}
+    template_arguments = read_training_config(model).get("chat_template_kwargs") or {}
     if template_arguments:
         print(
             f"chat_template_kwargs: those of the model's training, {template_arguments}",
@@ -92,7 +92,7 @@ def settings_of(options: EngineOptions) -> AnswerEngineSettings:
     return replace(settings, toolbox=_build_toolbox(options, settings))
 
 
-def tool_options_of(tools: Sequence[str], mapping: str) -> ToolOptions:
+def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
     """Parse the limits of tools from a mapping in YAML, such as `{images: 4}`.
 
     Raises `UserError`, also where no tools are named that the limits could be of.

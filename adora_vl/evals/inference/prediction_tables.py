@@ -16,7 +16,7 @@ from adora_vl.utils.errors import UserError, in_one_line
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-_WORKBOOKS = (".xlsx", ".xlsm")
+_WORKBOOK_SUFFIXES = (".xlsx", ".xlsm")
 _SEPARATOR_BY_SUFFIX = {".tsv": "\t", ".csv": ","}
 # The fields of a prediction that are numbers. In a table every cell is text.
 _NUMBER_FIELDS = ("precision", "sample", "n_tokens")
@@ -24,10 +24,10 @@ _NUMBER_FIELDS = ("precision", "sample", "n_tokens")
 
 def is_table(path: Path) -> bool:
     """Return whether the name of a file says that it is a table."""
-    return path.suffix.lower() in (*_WORKBOOKS, *_SEPARATOR_BY_SUFFIX)
+    return path.suffix.lower() in (*_WORKBOOK_SUFFIXES, *_SEPARATOR_BY_SUFFIX)
 
 
-def rows_of_table(path: Path) -> Iterator[Prediction]:
+def read_table_rows(path: Path) -> Iterator[Prediction]:
     """Yield the rows of a table of predictions, with the values that their cells stand for.
 
     A table has no column of objects. Where it lacks the column `metadata`, all cells of a row are
@@ -37,7 +37,7 @@ def rows_of_table(path: Path) -> Iterator[Prediction]:
     for cells in _read_table(path).to_dict(orient="records"):
         row: Prediction = {}
         for name, cell in cells.items():
-            row[str(name)] = _value_of_cell(str(name), cell)
+            row[str(name)] = _parse_cell(str(name), cell)
         row.setdefault("metadata", dict(row))
         yield row
 
@@ -48,7 +48,7 @@ def _read_table(path: Path) -> DataFrame:
 
     suffix = path.suffix.lower()
     try:
-        if suffix in _WORKBOOKS:
+        if suffix in _WORKBOOK_SUFFIXES:
             return pd.read_excel(path, dtype=str, keep_default_na=False)
         separator = _SEPARATOR_BY_SUFFIX[suffix]
         return pd.read_csv(path, sep=separator, dtype=str, keep_default_na=False)
@@ -64,7 +64,7 @@ def _read_table(path: Path) -> DataFrame:
         ) from error
 
 
-def _value_of_cell(name: str, cell: str) -> object:
+def _parse_cell(name: str, cell: str) -> object:
     """Return what a cell stands for: None, a number, a list, an object, or its text.
 
     Args:

@@ -12,21 +12,21 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
 
-from adora_vl.evals.inference.prediction_tables import is_table, rows_of_table
+from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, unwritable, written_to
 
 # The names of files in the output folder of `run`.
-PREDICTIONS = "predictions.jsonl"
-SCORE = "score.json"
+PREDICTIONS_FILE = "predictions.jsonl"
+SCORE_FILE = "score.json"
 REQUIRED_FIELDS = ("pid", "answer", "response")
 # The finish reasons of a problem that was never asked: its image is broken, or its prompt leaves no
 # room for an answer.
 IMAGE_FAILED = "image_failed"
-TOO_LONG = "prompt_too_long"
-NOT_ASKED = (IMAGE_FAILED, TOO_LONG)
+PROMPT_TOO_LONG = "prompt_too_long"
+NOT_ASKED_REASONS = (IMAGE_FAILED, PROMPT_TOO_LONG)
 # The id of a problem, and the number of an answer among those to it, from 0 on.
 RowKey = tuple[str, int]
 
@@ -35,10 +35,10 @@ def score_path(output: Path) -> Path:
     """Return the score file for `--output`: that path itself if it ends in .json, else one in it."""
     if output.suffix == ".json" and not output.is_dir():
         return output
-    return output / SCORE
+    return output / SCORE_FILE
 
 
-def key(row: Prediction) -> RowKey:
+def row_key(row: Prediction) -> RowKey:
     """Return the key of a row, unique in its file: the problem, and the number of its answer."""
     return row["pid"], row.get("sample", 0)
 
@@ -63,7 +63,7 @@ def read_predictions(
 
     Returns the rows in the order of the file, with numbers as ids turned into texts and null
     responses into empty ones. Raises `UserError` with a line for each row that is no JSON object,
-    has a fault (`fault_of_row`), or has the key of an earlier row, and for a name in `columns` that
+    has a fault (`find_row_fault`), or has the key of an earlier row, and for a name in `columns` that
     no row has.
     """
     if not path.is_file():
@@ -72,19 +72,19 @@ def read_predictions(
     faults: list[str] = []
     columns = columns or {}
     unseen_names = set(columns.values())
-    for number, parsed in enumerate(_objects(path), start=1):
+    for number, parsed in enumerate(_read_objects(path), start=1):
         if isinstance(parsed, str):  # what is wrong with an object that cannot be read
             faults.append(f"row {number} {parsed}")
             continue
-        unseen_names -= {name for name in unseen_names if _values_at(parsed, name)}
-        fault = _fault_of_columns(parsed, columns)
-        row = _with_our_fields(parsed, id_column, columns)
+        unseen_names -= {name for name in unseen_names if _find_values(parsed, name)}
+        fault = _find_column_fault(parsed, columns)
+        row = _rename_fields(parsed, id_column, columns)
         if fault is None:
-            fault = fault_of_row(row)
+            fault = find_row_fault(row)
         if fault is None and check is not None:
             fault = check(row)
         if fault is None:
-            first_number, _ = numbered_row_by_key.setdefault(key(row), (number, row))
+            first_number, _ = numbered_row_by_key.setdefault(row_key(row), (number, row))
             if first_number != number:
                 fault = f"has the pid {row['pid']!r} of row {first_number}; keep one of them"
         if fault:
@@ -101,7 +101,7 @@ def read_predictions(
 
 
 _MOST_SHOWN_FAULTS = 20  # in a message
-_LONGEST_FAULT = 300  # characters; a value in it may be huge
+_MAX_FAULT_CHARS = 300  # characters; a value in it may be huge
 
 
 def refuse_rows(where: str, faults: Sequence[str]) -> None:
@@ -115,7 +115,7 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
         return
     lines: list[str] = []
     for fault in faults[:_MOST_SHOWN_FAULTS]:
-        short_fault = fault if len(fault) <= _LONGEST_FAULT else fault[:_LONGEST_FAULT] + "..."
+        short_fault = fault if len(fault) <= _MAX_FAULT_CHARS else fault[:_MAX_FAULT_CHARS] + "..."
         lines.append(f"{where} {short_fault}")
     n_hidden = len(faults) - _MOST_SHOWN_FAULTS
     if n_hidden > 0:
@@ -124,7 +124,7 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
     raise MistakesError(lines)
 
 
-def missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
+def describe_missing_fields(row: Prediction, needed: Sequence[str]) -> str | None:
     """Say which of the needed fields a row lacks; None where it has all of them."""
     missing = [field for field in needed if field not in row]
     if not missing:
@@ -149,9 +149,9 @@ def _is_list_of_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-ANY = FieldKind(lambda value: True, "anything")
-TEXT = FieldKind(lambda value: isinstance(value, str), "a string")
-TEXTS = FieldKind(_is_list_of_texts, "a list of texts")
+ANY_VALUE = FieldKind(lambda value: True, "anything")
+TEXT_VALUE = FieldKind(lambda value: isinstance(value, str), "a string")
+LIST_OF_TEXTS = FieldKind(_is_list_of_texts, "a list of texts")
 
 
 def one_of(*words: str) -> FieldKind:
@@ -159,7 +159,7 @@ def one_of(*words: str) -> FieldKind:
     return FieldKind(lambda value: value in words, f"one of {', '.join(words)}")
 
 
-def matching(pattern: str, expected: str) -> FieldKind:
+def matching_text(pattern: str, expected: str) -> FieldKind:
     """Return the kind of a text that has to match a pattern as a whole.
 
     `expected` says in words what matches.
@@ -176,7 +176,7 @@ def or_null(kind: FieldKind) -> FieldKind:
     return FieldKind(lambda value: value is None or kind.fits(value), f"{kind.expected} or null")
 
 
-def fault_of_fields(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | None:
+def find_field_fault(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | None:
     """Say what is wrong with the fields of a row: some are missing, or one is not of its kind.
 
     Args:
@@ -185,7 +185,7 @@ def fault_of_fields(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | No
 
     Returns None where nothing is wrong.
     """
-    missing = missing_fields(row, tuple(kinds))
+    missing = describe_missing_fields(row, tuple(kinds))
     if missing:
         return missing
     for name, kind in kinds.items():
@@ -194,13 +194,13 @@ def fault_of_fields(row: Prediction, kinds: Mapping[str, FieldKind]) -> str | No
     return None
 
 
-def _objects(path: Path) -> Iterator[Prediction | str]:
+def _read_objects(path: Path) -> Iterator[Prediction | str]:
     """Yield the objects of a file of predictions, in any of the forms that `read_predictions` names.
 
     Where one is no object, a text that says so is yielded in its place.
     """
     if is_table(path):
-        yield from rows_of_table(path)
+        yield from read_table_rows(path)
         return
     try:
         content = path.read_bytes()
@@ -236,14 +236,14 @@ def _parse_line(line: bytes) -> Prediction | str:
     return row if isinstance(row, dict) else f"is a JSON {type(row).__name__}, expected an object"
 
 
-def _fault_of_columns(row: Prediction, columns: Mapping[str, str]) -> str | None:
+def _find_column_fault(row: Prediction, columns: Mapping[str, str]) -> str | None:
     """Say which field that `columns` names a row lacks, while it has another field of our name.
 
     That other field would else be taken in its place: the answer of the model, say, as the
     reference answer. None where nothing is wrong.
     """
     for our_name, path in columns.items():
-        if our_name in row and not _values_at(row, path):
+        if our_name in row and not _find_values(row, path):
             return (
                 f"has no {path!r}, which --columns names for {our_name!r}, but a field "
                 f"{our_name!r} of its own; correct the name"
@@ -251,7 +251,7 @@ def _fault_of_columns(row: Prediction, columns: Mapping[str, str]) -> str | None
     return None
 
 
-def _with_our_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
+def _rename_fields(row: Prediction, id_column: str, columns: Mapping[str, str]) -> Prediction:
     """Give a row our names of its fields, its id as a text, and a response that is a text.
 
     The arguments are those of `read_predictions`. The row itself is changed.
@@ -259,7 +259,7 @@ def _with_our_fields(row: Prediction, id_column: str, columns: Mapping[str, str]
     # All are read before any is written: `answer=gold response=answer` names the row's own answer.
     renamed_fields: dict[str, Any] = {}
     for our_name, path in columns.items():
-        for value in _values_at(row, path):
+        for value in _find_values(row, path):
             renamed_fields[our_name] = value
     row.update(renamed_fields)
     if "pid" not in row and id_column in row:
@@ -272,7 +272,7 @@ def _with_our_fields(row: Prediction, id_column: str, columns: Mapping[str, str]
     return row
 
 
-def _values_at(content: object, path: str) -> list[Any]:
+def _find_values(content: object, path: str) -> list[Any]:
     """Return the value at a path such as `meta.answers.0`, as a list of one.
 
     A part of the path is a key of an object or an index of a list. A key may have dots itself. The
@@ -287,7 +287,7 @@ def _values_at(content: object, path: str) -> list[Any]:
         value = content[name]
     else:
         return []
-    return _values_at(value, rest) if rest else [value]
+    return _find_values(value, rest) if rest else [value]
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:
@@ -304,13 +304,13 @@ def parse_columns(words: Sequence[str]) -> dict[str, str]:
     return their_name_by_ours
 
 
-def fault_of_row(row: Prediction) -> str | None:
+def find_row_fault(row: Prediction) -> str | None:
     """Say what is wrong with the fields that are the same for every benchmark; None if nothing is."""
-    fault = fault_of_fields(row, dict.fromkeys(REQUIRED_FIELDS, TEXT))
+    fault = find_field_fault(row, dict.fromkeys(REQUIRED_FIELDS, TEXT_VALUE))
     if fault:
         return fault
-    kinds = {name: kind for name, kind in _OPTIONAL_FIELDS.items() if name in row}
-    return fault_of_fields(row, kinds)
+    kinds = {name: kind for name, kind in _KIND_BY_OPTIONAL_FIELD.items() if name in row}
+    return find_field_fault(row, kinds)
 
 
 def _is_count(value: object) -> bool:
@@ -323,15 +323,15 @@ def _is_size(value: object) -> bool:
     return isinstance(value, list) and len(value) == 2 and all(_is_count(side) for side in value)
 
 
-_COUNT = FieldKind(_is_count, "a whole number from 0 on")
-_OPTIONAL_FIELDS = {
+_COUNT_KIND = FieldKind(_is_count, "a whole number from 0 on")
+_KIND_BY_OPTIONAL_FIELD = {
     "choices": or_null(FieldKind(_is_list_of_texts, "a list of strings")),
     "metadata": or_null(FieldKind(lambda value: isinstance(value, dict), "an object")),
-    "sample": _COUNT,
-    "n_tokens": or_null(_COUNT),
-    "finish_reason": or_null(TEXT),
-    "error": or_null(TEXT),
-    "figure": or_null(TEXT),  # a solved figure, on which claims are checked
+    "sample": _COUNT_KIND,
+    "n_tokens": or_null(_COUNT_KIND),
+    "finish_reason": or_null(TEXT_VALUE),
+    "error": or_null(TEXT_VALUE),
+    "figure": or_null(TEXT_VALUE),  # a solved figure, on which claims are checked
     "calls": or_null(FieldKind(lambda value: isinstance(value, list), "a list")),
     "thinking_opened": FieldKind(lambda value: isinstance(value, bool), "true or false"),
     "image_size": or_null(FieldKind(_is_size, "width and height")),
@@ -360,10 +360,10 @@ class PredictionLog:
             self._file.seek(0)
             end_of_last_line = self._file.read().rfind(b"\n") + 1
             self._file.truncate(end_of_last_line)
-            self.done = {key(row) for row in read_rows(self.path)}
+            self.done = {row_key(row) for row in read_rows(self.path)}
         except BaseException as error:
             # The holder of the lock is looked for before the file is closed.
-            message = f"output: {_holder(self._file)} is writing {self.path}"
+            message = f"output: {_describe_lock_holder(self._file)} is writing {self.path}"
             self._file.close()
             if isinstance(error, BlockingIOError):
                 raise UserError(f"{message}; wait for it or use another --output") from None
@@ -392,10 +392,10 @@ class PredictionLog:
             with suppress(OSError):
                 self._file.truncate(size_before)
             raise unwritable("output", self.path, error) from error
-        self.done.update(key(row) for row in rows)
+        self.done.update(row_key(row) for row in rows)
 
 
-def _holder(file: BinaryIO) -> str:
+def _describe_lock_holder(file: BinaryIO) -> str:
     """Name the process that has locked a file, with its command, as far as Linux says it."""
     inode = str(os.fstat(file.fileno()).st_ino)
     with suppress(OSError, ValueError, IndexError):
@@ -414,12 +414,12 @@ def read_rows(path: Path) -> list[Prediction]:
     return read_predictions(path) if path.is_file() and path.stat().st_size else []
 
 
-def part_path(folder: Path, rank: int) -> Path:
+def rank_file_path(folder: Path, rank: int) -> Path:
     """Return the file into which one of several ranks writes its answers, until they are merged."""
     return folder / f"predictions.rank{rank}.jsonl"
 
 
-def absorb_parts(folder: Path, log: PredictionLog) -> bool:
+def merge_rank_files(folder: Path, log: PredictionLog) -> bool:
     """Move the answers that the ranks have written into files of their own to `log`.
 
     Such a file is removed only when its rows are on the disk in the log. A run that is killed here
@@ -430,7 +430,7 @@ def absorb_parts(folder: Path, log: PredictionLog) -> bool:
     parts = sorted(folder.glob("predictions.rank*.jsonl"))
     for path in parts:
         with PredictionLog(path):  # removes a half line at the end, and locks the file
-            log.append(row for row in read_rows(path) if key(row) not in log.done)
+            log.append(row for row in read_rows(path) if row_key(row) not in log.done)
             path.unlink()
     return bool(parts)
 
@@ -440,7 +440,7 @@ def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:
 
     The new file replaces the old one at once.
     """
-    row_by_key = {key(row): row for row in read_rows(path)}
+    row_by_key = {row_key(row): row for row in read_rows(path)}
     lines = [json.dumps(row_by_key[row_key]) + "\n" for row_key in keys if row_key in row_by_key]
     with written_to("output", path):
         replace_file(path, "".join(lines))

@@ -9,14 +9,14 @@ from typing import Any
 
 from adora_vl import __version__
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
-from adora_vl.evals.options import OF_THE_RUN
+from adora_vl.evals.options import PROMPT_OF_TRAINING
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object, replace_file
 from adora_vl.utils.versions import installed
 
-_MADE_BY = "adora_vl.train"
+_TRAINING_PROGRAM = "adora_vl.train"
 # For each prompt, the config key of a training that has it, and the default of that key.
-PROMPTS = {
+KEY_AND_DEFAULT_BY_PROMPT = {
     "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
     "prompt": ("adora_prompt", DEFAULT_PROMPT),
 }
@@ -31,17 +31,17 @@ def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
     Args:
         model: The model; its folder may have the config of its training.
         prompts: The values of `system_prompt` and `prompt`, of which one may be missing.
-            `OF_THE_RUN` stands for one that was not given.
+            `PROMPT_OF_TRAINING` stands for one that was not given.
     """
     training_config: dict[str, Any] | None = None
     resolved: dict[str, str | None] = {}
     for name, prompt in prompts.items():
-        if prompt is not OF_THE_RUN:
+        if prompt is not PROMPT_OF_TRAINING:
             resolved[name] = prompt
             continue
         if training_config is None:  # read once, and only where a prompt needs it
-            training_config = training_config_of(model)
-        key, default = PROMPTS[name]
+            training_config = read_training_config(model)
+        key, default = KEY_AND_DEFAULT_BY_PROMPT[name]
         resolved[name] = training_config.get(key, default)
         if resolved[name] != default:
             words = "none" if resolved[name] is None else f"{resolved[name]!r:.80}"
@@ -53,13 +53,13 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the prompts that differ from the defaults, which a manifest names."""
     unusual: dict[str, str | None] = {}
     for name, prompt in prompts.items():
-        _, default = PROMPTS[name]
+        _, default = KEY_AND_DEFAULT_BY_PROMPT[name]
         if prompt != default:
             unusual[name] = prompt
     return unusual
 
 
-def training_config_of(model: str | None) -> dict[str, Any]:
+def read_training_config(model: str | None) -> dict[str, Any]:
     """Read the config of the training that wrote a model; empty for any other model.
 
     The model may be the folder of the run, or a checkpoint or the folder `merged` in it.
@@ -69,18 +69,22 @@ def training_config_of(model: str | None) -> dict[str, Any]:
         return {}
     for directory in (folder, folder.resolve().parent):
         manifest = read_object(directory / "manifest.json")
-        if manifest.get("made_by") == _MADE_BY:
+        if manifest.get("made_by") == _TRAINING_PROGRAM:
             config = manifest.get("config")
             return config if isinstance(config, dict) else {}
     return {}
 
 
 FINGERPRINT_FILE = "fingerprint.json"
-Fields = dict[str, Any]
+FingerprintFields = dict[str, Any]
 
 
 def write_or_check_fingerprint(
-    output: Path, fields: Fields, *, has_predictions: bool, answer_counts: Fields
+    output: Path,
+    fields: FingerprintFields,
+    *,
+    has_predictions: bool,
+    answer_counts: FingerprintFields,
 ) -> None:
     """Write the fingerprint of a new folder, or check that of a folder with predictions.
 
@@ -96,7 +100,9 @@ def write_or_check_fingerprint(
     """
     path = output / FINGERPRINT_FILE
     if not has_predictions:
-        write_json(path, {"fields": fields, "versions": versions(), "asked": answer_counts})
+        write_json(
+            path, {"fields": fields, "versions": software_versions(), "asked": answer_counts}
+        )
         return
     if not path.is_file():
         raise UserError(
@@ -141,7 +147,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     replace_file(path, json.dumps(value, indent=2) + "\n")
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """Return the versions of Python and of the packages on which an answer or a grade can depend.
 
     A package that is not installed is left out.

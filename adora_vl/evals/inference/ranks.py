@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-_PATIENCE = timedelta(days=7)  # how long a rank waits for the slowest one
+_MAX_WAIT = timedelta(days=7)  # how long a rank waits for the slowest one
 # The variables that a launcher such as torchrun sets.
 _LAUNCHER_VARIABLES = (
     "RANK",
@@ -43,10 +43,10 @@ class Ranks:
         n_arrivals = self.store.add(arrivals_key, 1)
         if n_arrivals == self.world:
             self.store.set(f"{arrivals_key}/all", "1")
-        self.store.wait([f"{arrivals_key}/all"], _PATIENCE)
+        self.store.wait([f"{arrivals_key}/all"], _MAX_WAIT)
 
 
-ALONE = Ranks()
+SINGLE_PROCESS = Ranks()
 
 
 def join_ranks() -> Ranks:
@@ -57,10 +57,10 @@ def join_ranks() -> Ranks:
     started without a launcher is alone.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return ALONE
+        return SINGLE_PROCESS
     from torch.distributed.rendezvous import rendezvous
 
-    store, rank, world = next(rendezvous("env://", timeout=_PATIENCE))
+    store, rank, world = next(rendezvous("env://", timeout=_MAX_WAIT))
     take_gpu(int(os.environ.get("LOCAL_RANK", "0")))
     for name in _LAUNCHER_VARIABLES:
         os.environ.pop(name, None)

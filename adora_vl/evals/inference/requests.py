@@ -12,7 +12,7 @@ from PIL import Image
 
 from adora_vl.data.images import MAX_PIXELS, UNIT
 from adora_vl.data.prompts import SYSTEM_PROMPT, Message, with_tools
-from adora_vl.evals.options import OF_THE_RUN, option
+from adora_vl.evals.options import PROMPT_OF_TRAINING, option
 from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
 from adora_vl.utils.openai_client import Endpoint, Reply
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from adora_vl.config.blocks import ToolOptions
     from adora_vl.tools.run import Toolbox
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
+HUB_ID_PATTERN = re.compile(r"[A-Za-z0-9][\w-]*/[A-Za-z0-9][\w.-]*")
 EngineName = Literal["vllm", "transformers", "openai"]
-ENGINES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
+ENGINE_NAMES: tuple[EngineName, ...] = ("vllm", "transformers", "openai")
 
 
 def default_engine() -> EngineName:
@@ -60,7 +60,7 @@ class AnswerEngine(Protocol):
         ...
 
 
-_pixels = optional(whole(UNIT**2, MAX_PIXELS))
+_pixel_limit = optional(whole(UNIT**2, MAX_PIXELS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,16 +80,16 @@ class SamplingOptions:
         "auto", help="auto: the model's own", choices=("auto", "float32", "bfloat16")
     )
     min_pixels: int | None = option(
-        None, help="default: the model's own", type=_pixels, metavar="N"
+        None, help="default: the model's own", type=_pixel_limit, metavar="N"
     )
     max_pixels: int | None = option(
-        None, help="default: the model's own", type=_pixels, metavar="N"
+        None, help="default: the model's own", type=_pixel_limit, metavar="N"
     )
     system_prompt: str | None = option(
         SYSTEM_PROMPT,
         help="or none; default: that of the model's own training, as its folder says, else the "
         "paper's",
-        parser_default=OF_THE_RUN,
+        parser_default=PROMPT_OF_TRAINING,
         type=optional(text),
         metavar="TEXT",
     )
@@ -111,7 +111,7 @@ class EngineOptions(SamplingOptions):
         type=optional(text),
     )
     engine: EngineName = option(
-        default_engine(), help="default: vllm where it is installed", choices=ENGINES
+        default_engine(), help="default: vllm where it is installed", choices=ENGINE_NAMES
     )
     base_url: str | None = option(
         None,

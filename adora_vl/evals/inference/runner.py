@@ -18,24 +18,24 @@ from tqdm import tqdm
 from adora_vl.data.prompts import control_token_in, conversation_with_images
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
-    PREDICTIONS,
-    TOO_LONG,
+    PREDICTIONS_FILE,
+    PROMPT_TOO_LONG,
     PredictionLog,
     RowKey,
-    absorb_parts,
-    key,
-    part_path,
+    merge_rank_files,
+    rank_file_path,
     read_rows,
+    row_key,
     sort_rows,
 )
 from adora_vl.evals.inference.provenance import (
     FINGERPRINT_FILE,
-    Fields,
+    FingerprintFields,
     read_fingerprint,
     write_json,
     write_or_check_fingerprint,
 )
-from adora_vl.evals.inference.ranks import ALONE, Ranks
+from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks
 from adora_vl.evals.inference.requests import (
     AnswerEngine,
     AnswerEngineSettings,
@@ -59,7 +59,7 @@ class AnswerSample(NamedTuple):
 
     @property
     def key(self) -> RowKey:
-        """The key of the row that has this answer (see `predictions.key`)."""
+        """The key of the row that has this answer (see `predictions.row_key`)."""
         return self.problem.pid, self.number
 
 
@@ -107,7 +107,7 @@ class _Answerer:
         Returns the seconds of generation.
         """
         rank = self.ranks.rank
-        with PredictionLog(part_path(self.output, rank)) as part_log:
+        with PredictionLog(rank_file_path(self.output, rank)) as part_log:
             part_log.done |= earlier_keys
             return self.answer_missing(part_log, samples[rank :: self.ranks.world])
 
@@ -134,7 +134,7 @@ class _Answerer:
                 missing = [sample for sample in batch if sample.key not in log.done]
                 if not missing:
                     continue
-                rows = answer(
+                rows = answer_batch(
                     engine, missing, seed=self.settings.seed, system_prompt=self.system_prompt
                 )
                 log.append(rows)
@@ -159,13 +159,13 @@ def infer(
     problems: Sequence[Problem],
     output: Path,
     settings: AnswerEngineSettings,
-    fingerprint: Fields,
+    fingerprint: FingerprintFields,
     *,
     system_prompt: str | None,
     build: Callable[[AnswerEngineSettings], AnswerEngine],
     samples: int = 1,
     problems_in_data: int | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
 ) -> Summary:
     """Get every answer to the problems that the folder `output` does not have yet.
 
@@ -199,9 +199,9 @@ def infer(
     )
     if ranks.rank:
         return _answer_beside_rank_0(answerer, answer_samples)
-    with PredictionLog(output / PREDICTIONS) as log, _removed_if_unanswered(output):
+    with PredictionLog(output / PREDICTIONS_FILE) as log, _removed_if_unanswered(output):
         # A run that was killed may have left files of its ranks that rank 0 did not merge.
-        has_merged_parts = absorb_parts(output, log)
+        has_merged_parts = merge_rank_files(output, log)
         earlier_keys = set(log.done)
         n_problems_in_data = problems_in_data or len(problems)
         with written_to("output", output):
@@ -222,7 +222,7 @@ def infer(
             n_answers=len(answer_samples),
             n_resumed=resumed,
         )
-        _print_size(len(problems), samples, resumed=resumed, pending=pending)
+        _print_counts(len(problems), samples, resumed=resumed, pending=pending)
         # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
@@ -230,13 +230,13 @@ def infer(
         else:
             seconds = answerer.answer_slice(answer_samples, earlier_keys)
             ranks.barrier("end")  # every rank has written its file
-            has_merged_parts |= absorb_parts(output, log)
+            has_merged_parts |= merge_rank_files(output, log)
         # Answers that an earlier run missed, and further samples, are at the end of the file.
         has_late_rows = resumed and pending and (settings.endpoint or samples > 1)
         if has_merged_parts or has_late_rows:
-            sort_rows(output / PREDICTIONS, [sample.key for sample in answer_samples])
+            sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])
     return _summary_of_run(
-        read_rows(output / PREDICTIONS),
+        read_rows(output / PREDICTIONS_FILE),
         earlier_keys,
         total=len(answer_samples),
         pending=pending,
@@ -262,7 +262,7 @@ def _summary_of_run(
         seconds: The time of generation.
     """
     finish_reason_counts = Counter(
-        row["finish_reason"] for row in rows if key(row) not in earlier_keys
+        row["finish_reason"] for row in rows if row_key(row) not in earlier_keys
     )
     return Summary(
         total=total,
@@ -271,7 +271,7 @@ def _summary_of_run(
         image_failed=finish_reason_counts[IMAGE_FAILED],
         seconds=seconds,
         missing=total - len(rows),
-        too_long=finish_reason_counts[TOO_LONG],
+        too_long=finish_reason_counts[PROMPT_TOO_LONG],
     )
 
 
@@ -282,7 +282,7 @@ def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) 
     """
     ranks = answerer.ranks
     ranks.barrier("start")
-    earlier_keys = {key(row) for row in read_rows(answerer.output / PREDICTIONS)}
+    earlier_keys = {row_key(row) for row in read_rows(answerer.output / PREDICTIONS_FILE)}
     answerer.answer_slice(samples, earlier_keys)
     ranks.barrier("end")
     return Summary(
@@ -290,7 +290,7 @@ def _answer_beside_rank_0(answerer: _Answerer, samples: Sequence[AnswerSample]) 
     )
 
 
-def _print_size(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
+def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) -> None:
     """Print on stderr how many answers a run has already, and how many it asks for.
 
     `samples` is the number of answers to each of the problems.
@@ -334,8 +334,12 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
         # An error here would hide the user's mistake. A file that vanished meanwhile is one.
         with suppress(OSError, KeyError):
             path_by_name = {path.name: path for path in output.iterdir()}
-            has_only_our_files = path_by_name.keys() <= {PREDICTIONS, FINGERPRINT_FILE, STARTUP_LOG}
-            has_no_answer = has_only_our_files and not path_by_name[PREDICTIONS].stat().st_size
+            has_only_our_files = path_by_name.keys() <= {
+                PREDICTIONS_FILE,
+                FINGERPRINT_FILE,
+                STARTUP_LOG,
+            }
+            has_no_answer = has_only_our_files and not path_by_name[PREDICTIONS_FILE].stat().st_size
             if has_no_answer:
                 for path in path_by_name.values():
                     path.unlink()
@@ -343,7 +347,7 @@ def _removed_if_unanswered(output: Path) -> Iterator[None]:
         raise
 
 
-def answer(
+def answer_batch(
     engine: AnswerEngine, batch: Sequence[AnswerSample], *, seed: int, system_prompt: str | None
 ) -> list[Prediction]:
     """Get a batch of answers from an engine, as rows of the file of predictions.
@@ -387,7 +391,7 @@ def answer(
             failed_positions.add(position)
         elif isinstance(reply, Unanswerable):
             print(f"warning: {row['pid']!r} is not asked: {reply.reason}", file=sys.stderr)
-            _fill_without_answer(row, TOO_LONG, reply.reason)
+            _fill_without_answer(row, PROMPT_TOO_LONG, reply.reason)
         else:
             _fill_with_reply(row, reply)
     return [row for position, row in enumerate(rows) if position not in failed_positions]

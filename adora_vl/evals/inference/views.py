@@ -18,7 +18,7 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from PIL import Image
 
-VIEWS = {
+DESCRIPTION_BY_VIEW = {
     "image": "the picture",
     "text": "the facts of the picture in words, and no picture",
     "both": "the picture and its facts in words",
@@ -26,8 +26,8 @@ VIEWS = {
 }
 
 
-def problems_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
-    """Change problems to what one of the `VIEWS` shows of them.
+def show_in_view(problems: Sequence[Problem], view: str) -> list[Problem]:
+    """Change problems to what one of the `DESCRIPTION_BY_VIEW` shows of them.
 
     Problems without facts in words are left out of `text` and `both`. Raises `UserError` where no
     problem has what the view needs.

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from adora_vl.evals.records import Extraction
 from adora_vl.evals.scoring.choice_matcher import (
     ChoiceMatcher,
-    has_value,
     is_called_wrong,
-    text_key,
+    may_be_value,
+    normalise_choice_text,
 )
 from adora_vl.evals.scoring.number import concluding_number
 from adora_vl.evals.scoring.response_text import (
-    MAX_CHARS,
-    answer_in_json,
+    MAX_RESPONSE_CHARS,
+    find_answer_in_json,
     is_refusal,
     split_sentences,
     without_markup,
@@ -26,37 +26,39 @@ from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
 
 # Words behind which a sentence says its answer, such as `the answer to this is`.
-_ANSWER_WORDS = re.compile(
+_ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\banswers?\b(?: to [^.\n]{0,80}?)?(?: \w+)? (?:is|are|would be|should be|must "
     r"be)\b|\banswer\s*[:：]"
     r"|答案[是为:：]|选)\s*[:：]?",
     re.IGNORECASE,
 )
 # Words before a letter in brackets that rule it out: `not a square (B)`.
-_RULED_OUT = re.compile(
+_RULING_OUT_PATTERN = re.compile(
     r"(?:\bnot\b|\brather than\b|\binstead of\b)"
     r"(?:(?!\b(?:so|but|thus|therefore|hence|is|it)\b)[^.,;()（）\n]){0,40}$",
     re.IGNORECASE,
 )
 # A remark in brackets, which may name choices that are not the answer.
-_REMARK = re.compile(r"[(（]\s*(?:note|n\.b\.|remark|注)[^()（）]*[)）]", re.IGNORECASE)
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+_REMARK_PATTERN = re.compile(r"[(（]\s*(?:note|n\.b\.|remark|注)[^()（）]*[)）]", re.IGNORECASE)
+_ORDINAL_WORDS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _CHINESE_ORDINALS = "一二三四五六"
-_ORDINAL = re.compile(
-    rf"\b({'|'.join(_ORDINALS)}|last)\s+(?:option|choice|answer|one)\b|第([{_CHINESE_ORDINALS}])(?:个)?选?项",
+_ORDINAL_PATTERN = re.compile(
+    rf"\b({'|'.join(_ORDINAL_WORDS)}|last)\s+(?:option|choice|answer|one)\b|第([{_CHINESE_ORDINALS}])(?:个)?选?项",
     re.IGNORECASE,
 )
-_LONGEST_ORDINAL = 60  # characters of a response that says no more than `The third option.`
+_MAX_ORDINAL_ANSWER_CHARS = (
+    60  # characters of a response that says no more than `The third option.`
+)
 # What gives the reason of a statement, which may name other choices.
-_REASON = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
+_REASON_WORDS_PATTERN = re.compile(r",?\s+(?:since|because|given that)\b", re.IGNORECASE)
 # A word of a choice, so that the choice is more than a value; no LaTeX command is one.
-_WORD = re.compile(r"(?<![\\a-z])[a-z]{4}")
+_WORD_OF_CHOICE_PATTERN = re.compile(r"(?<![\\a-z])[a-z]{4}")
 # Words that begin a conclusion.
-_CONCLUSION = re.compile(
+_CONCLUSION_WORDS_PATTERN = re.compile(
     r"\b(?:so|therefore|thus|hence|conclusion|consequently|which means|因此|所以)\b", re.IGNORECASE
 )
 # Words that negate a sentence.
-_NEGATION = re.compile(
+_NEGATION_PATTERN = re.compile(
     r"\b(?:not?|n't|never|cannot|none|neither|nor|isn't|aren't|doesn't|don't)\b|n't\b",
     re.IGNORECASE,
 )
@@ -95,12 +97,12 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
         choices: The texts of 1 to 26 choices, empty where only their number is known.
     """
     response = final_part(response)
-    response = (answer_block(response) or response)[-MAX_CHARS:].strip()
-    response = answer_in_json(response) or response
+    response = (answer_block(response) or response)[-MAX_RESPONSE_CHARS:].strip()
+    response = find_answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
     matcher = ChoiceMatcher(choices)
-    text = matcher.without_options(_REMARK.sub(" ", without_markup(response))).strip()
+    text = matcher.without_options(_REMARK_PATTERN.sub(" ", without_markup(response))).strip()
     if not text:
         return Extraction("", "no_answer")
     value_of_no_choice = _boxed_value_of_no_choice(matcher, response)
@@ -133,17 +135,19 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
     The text is empty in any other case.
     """
     box = last_boxed(response) or ""
-    if not has_value(box):
+    if not may_be_value(box):
         return ""
-    choices_are_values = all(has_value(key) and not _WORD.search(key) for key in matcher.keys)
+    choices_are_values = all(
+        may_be_value(key) and not _WORD_OF_CHOICE_PATTERN.search(key) for key in matcher.keys
+    )
     if not choices_are_values or matcher.choice_of_short_text(box) is not None:
         return ""
     return without_markup(box).strip()
 
 
-def _exact(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice if the whole text is its text or its letter."""
-    key = text_key(text)
+    key = normalise_choice_text(text)
     # A text of this length may be a sentence.
     letter = matcher.letter_alone.fullmatch(text) if len(text) < 40 else None
     if letter and key not in matcher.keys:
@@ -151,13 +155,13 @@ def _exact(matcher: ChoiceMatcher, text: str) -> int | None:
     return matcher.keys.index(key) if key and key in matcher.keys else None
 
 
-def _boxed(matcher: ChoiceMatcher, response: str) -> int | None:
+def _choice_in_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
     """Return the choice that the content of the last box means."""
     box = last_boxed(response)
     return None if box is None else matcher.choice_of_short_text(box)
 
 
-def _stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is stated as the answer, as in `the answer is (B)`.
 
     A correction behind it, such as `wait, C`, counts before it. In `The answer is A circle` the `A`
@@ -179,13 +183,13 @@ def _stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     return matcher.index_of(last_match) if index_of_text is None else index_of_text
 
 
-def _stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice whose text or value is stated as the answer, as in `the answer is a kite`.
 
     The last sentence with such a statement that names exactly one choice counts.
     """
     for sentence in reversed(split_sentences(text)):
-        statements = list(_ANSWER_WORDS.finditer(sentence))
+        statements = list(_ANSWER_WORDS_PATTERN.finditer(sentence))
         if not statements:
             continue
         statement = sentence[statements[-1].end() :]
@@ -200,7 +204,7 @@ def _stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
     return None
 
 
-def _only_right_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice that is called right, where all others with a verdict are called wrong.
 
     Such a text goes through the choices: `A: no. B: yes. C: no.`
@@ -212,12 +216,12 @@ def _only_right_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     return right[0] if len(is_right_by_index) > 1 and len(right) == 1 else None
 
 
-def _concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that ends a conclusion, as in `therefore it is B`."""
     return matcher.last_index(matcher.concluding_letter, text)
 
 
-def _leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the letter with which the text begins, as in `B. a dam`."""
     match = matcher.leading_letter.match(text)
     if match is None or matcher.is_one_of_several(text, match):
@@ -225,7 +229,7 @@ def _leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     return matcher.index_of(match)
 
 
-def _bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter in brackets that is not ruled out.
 
     It is C in `a triangle (C), not a square (B)`.
@@ -233,38 +237,40 @@ def _bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     indices: list[int] = []
     for match in matcher.bracketed_letter.finditer(text):
         before = text[max(0, match.start() - 60) : match.start()]
-        is_ruled_out = is_called_wrong(text, match) or _RULED_OUT.search(before) is not None
+        is_ruled_out = (
+            is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(before) is not None
+        )
         if not is_ruled_out and not matcher.is_one_of_several(text, match):
             indices.append(matcher.index_of(match))
     return indices[-1] if indices else None
 
 
-def _fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is said to fit, as in `B matches`."""
     return matcher.last_index(matcher.fitting_letter, text)
 
 
-def _ordinal(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice that a short text names by its position, as in `the third option`.
 
     A text that names several positions means none of them.
     """
-    ordinals = _ORDINAL.findall(text) if len(text) < _LONGEST_ORDINAL else []
+    ordinals = _ORDINAL_PATTERN.findall(text) if len(text) < _MAX_ORDINAL_ANSWER_CHARS else []
     if len(ordinals) != 1:
         return None
     english, chinese = ordinals[0]
     if english.lower() == "last":
         return len(matcher.choices) - 1
-    index = _ORDINALS.index(english.lower()) if english else _CHINESE_ORDINALS.index(chinese)
+    index = _ORDINAL_WORDS.index(english.lower()) if english else _CHINESE_ORDINALS.index(chinese)
     return index if index < len(matcher.choices) else None
 
 
-def _named_option(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is named as an option, as in `option B`."""
     return matcher.last_index(matcher.named_letter, text)
 
 
-def _leading_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
     if match is None or match[1].lower() not in matcher.keys:
@@ -272,15 +278,15 @@ def _leading_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
     return matcher.keys.index(match[1].lower())
 
 
-def _mentioned(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last sentence that mentions exactly one.
 
     Sentences that conclude are searched before all others. A sentence with several choices is
     searched again without those that it denies, and then only up to where it gives a reason, as in
     `a square, since a circle has no sides`.
     """
-    for sentence in _conclusions_first(text):
-        head = _REASON.split(sentence, maxsplit=1)[0]
+    for sentence in _sentences_conclusions_first(text):
+        head = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
         for searched_text, count_denied in ((sentence, True), (sentence, False), (head, True)):
             mentioned = set(matcher.mentioned_choices(searched_text, count_denied=count_denied))
             if len(mentioned) == 1:
@@ -288,14 +294,14 @@ def _mentioned(matcher: ChoiceMatcher, text: str) -> int | None:
     return None
 
 
-def _conclusions_first(text: str) -> list[str]:
+def _sentences_conclusions_first(text: str) -> list[str]:
     """Return the sentences of a text from the last to the first, those that conclude before all."""
     from_last = split_sentences(text)[::-1]
-    conclusions = [sentence for sentence in from_last if _CONCLUSION.search(sentence)]
+    conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
     return [*conclusions, *from_last]
 
 
-def _all_words(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last sentence that has all the words of exactly one, in any order.
 
     Only choices of several words count.
@@ -312,7 +318,7 @@ def _all_words(matcher: ChoiceMatcher, text: str) -> int | None:
     return None
 
 
-def _negation(matcher: ChoiceMatcher, text: str) -> int | None:
+def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return `no` for a text with a negation and `yes` for any other, if these are the choices.
 
     The last conclusion decides, or the first sentence of a text without one.
@@ -320,30 +326,32 @@ def _negation(matcher: ChoiceMatcher, text: str) -> int | None:
     if set(matcher.keys) != {"yes", "no"} or is_refusal(text):
         return None
     text_sentences = split_sentences(text) or [text]
-    conclusions = [sentence for sentence in text_sentences if _CONCLUSION.search(sentence)]
+    conclusions = [
+        sentence for sentence in text_sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)
+    ]
     decisive_sentence = conclusions[-1] if conclusions else text_sentences[0]
-    return matcher.keys.index("no" if _NEGATION.search(decisive_sentence) else "yes")
+    return matcher.keys.index("no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes")
 
 
 # The rules with the names that an extraction gives them, the surest first.
-_Rules = tuple[tuple[str, Callable[[ChoiceMatcher, str], int | None]], ...]
-_STATEMENT_RULES: _Rules = (
-    ("exact", _exact),
-    ("box", _boxed),
-    ("stated_letter", _stated_letter),
-    ("stated_text", _stated_text),
+_NamedRules = tuple[tuple[str, Callable[[ChoiceMatcher, str], int | None]], ...]
+_STATEMENT_RULES: _NamedRules = (
+    ("exact", _choice_by_whole_text),
+    ("box", _choice_in_last_box),
+    ("stated_letter", _choice_by_stated_letter),
+    ("stated_text", _choice_by_stated_text),
 )
-_ALL_RULES: _Rules = (
+_ALL_RULES: _NamedRules = (
     *_STATEMENT_RULES,
-    ("judged", _only_right_letter),
-    ("concluded_letter", _concluding_letter),
-    ("leading_letter", _leading_letter),
-    ("letter_in_brackets", _bracketed_letter),
-    ("letter_that_fits", _fitting_letter),
-    ("ordinal", _ordinal),
-    ("named_option", _named_option),
-    ("yes_no", _leading_yes_or_no),
-    ("mentioned", _mentioned),
-    ("all_words", _all_words),
-    ("negation", _negation),
+    ("judged", _choice_called_right),
+    ("concluded_letter", _choice_by_concluding_letter),
+    ("leading_letter", _choice_by_leading_letter),
+    ("letter_in_brackets", _choice_by_bracketed_letter),
+    ("letter_that_fits", _choice_by_fitting_letter),
+    ("ordinal", _choice_by_position),
+    ("named_option", _choice_by_named_letter),
+    ("yes_no", _choice_by_yes_or_no),
+    ("mentioned", _choice_by_mention),
+    ("all_words", _choice_by_all_words),
+    ("negation", _choice_by_negation),
 )

@@ -14,7 +14,7 @@ from adora_vl.rewards import grade
 
 # Words that say that the next letter is the answer. `option B` alone does not say so, since it may
 # be called wrong.
-_ANSWER_WORDS = (
+_ANSWER_WORDS_REGEX = (
     r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
     r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
     r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
@@ -28,7 +28,7 @@ _ANSWER_WORDS = (
     r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
 )
 # Words before or behind a letter that call it wrong. ` | ` stands in the place of the letter.
-_CALLED_WRONG = re.compile(
+_CALLED_WRONG_PATTERN = re.compile(
     r"\b(?:incorrect|wrong|false|other)\s+\|"
     r"| \| *[)）\]]?[^.,;()（）]{0,12}\b(?:is|are|was)(?:n't| not|) *(?:also "
     r")?(?:incorrect|wrong|false|not)\b",
@@ -36,30 +36,34 @@ _CALLED_WRONG = re.compile(
 )
 # Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
 # `Therefore: B`.
-_CONCLUSION_WORDS = (
+_CONCLUSION_WORDS_REGEX = (
     r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
     r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
     r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
 )
-_CORRECTION_WORDS = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
+_CORRECTION_WORDS_REGEX = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
 # Words at the end of a text that deny what follows: `not`, `rather than`.
-_DENIAL = re.compile(r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$")
+_DENIAL_PATTERN = re.compile(
+    r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$"
+)
 # Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
-_SUPPOSITION = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
+_SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
 # What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
-_OR = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
-_AND = r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+_OR_REGEX = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
+_AND_REGEX = (
+    r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+)
 # What ends a list of letters, and not `A and B are wrong`.
-_LIST_END = (
+_LIST_END_REGEX = (
     r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
 )
-_YES = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
-_NOT_SO = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
+_RIGHT_WORDS_REGEX = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
+_WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
 # Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
-_LONGEST_VALUE = 100
+_MAX_VALUE_CHARS = 100
 # What every match of `ChoiceMatcher.list_before_letter` ends with. It is tried first, since that
 # pattern is slow.
-_END_OF_LIST_BEFORE = re.compile(
+_END_OF_LIST_PATTERN = re.compile(
     r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
     re.IGNORECASE,
 )
@@ -78,7 +82,7 @@ class ChoiceMatcher:
         self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
         # The texts of the choices in one spelling, by which they are looked for. A choice that is
         # itself one of the letters gets none: a lone `B` is option B, whatever the choices say.
-        keys = [text_key(choice) for choice in self.choices]
+        keys = [normalise_choice_text(choice) for choice in self.choices]
         self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
         last = self.letters[-1]
         capital = f"[A-{last}]"
@@ -97,11 +101,11 @@ class ChoiceMatcher:
         )
         letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
         # `The answer is (B)`.
-        self.stated_letter = re.compile(rf"(?i:{_ANSWER_WORDS})[\"'“‘]?{letter}")
+        self.stated_letter = re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}")
         # `Therefore it is B.`
-        self.concluding_letter = re.compile(f"(?i:{_CONCLUSION_WORDS}){letter_at_end}")
+        self.concluding_letter = re.compile(f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}")
         # `Wait, B.`
-        self.correcting_letter = re.compile(f"(?i:{_CORRECTION_WORDS}){letter_at_end}")
+        self.correcting_letter = re.compile(f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}")
         # `Option B` as a whole text.
         self.letter_alone = re.compile(
             rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
@@ -117,11 +121,11 @@ class ChoiceMatcher:
         listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
         # What follows a letter that is one of several, as in `A or C` and `A, B and C.`
         self.list_behind_letter = re.compile(
-            rf"[)）]?(?:(?:{_AND}{listed_letter})*{_OR}{listed_letter}|(?:{_AND}{listed_letter})+{_LIST_END})"
+            rf"[)）]?(?:(?:{_AND_REGEX}{listed_letter})*{_OR_REGEX}{listed_letter}|(?:{_AND_REGEX}{listed_letter})+{_LIST_END_REGEX})"
         )
         # What stands before such a letter.
         self.list_before_letter = re.compile(
-            rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR}|{_AND})(?:(?i:option|choice)\s+)?[(（]?$"
+            rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR_REGEX}|{_AND_REGEX})(?:(?i:option|choice)\s+)?[(（]?$"
         )
         # `B matches` and `B is correct`.
         self.fitting_letter = re.compile(
@@ -131,10 +135,10 @@ class ChoiceMatcher:
         # `A: no` and `B is true`, with the group `yes` where the letter is called right.
         self.letter_with_verdict = re.compile(
             rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
-            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_YES})|({_NOT_SO}))(?![A-Za-z])",
+            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_RIGHT_WORDS_REGEX})|({_WRONG_WORDS_REGEX}))(?![A-Za-z])",
             re.IGNORECASE,
         )
-        self._repeated_options = _pattern_of_options(self.choices, self.letters)
+        self._repeated_options = _build_options_pattern(self.choices, self.letters)
 
     def index_of(self, match: re.Match[str]) -> int:
         """Return the index of the choice whose letter a pattern has matched.
@@ -164,7 +168,7 @@ class ChoiceMatcher:
         if self.list_behind_letter.match(text, end, end + 60) is not None:
             return True
         text_before = text[max(0, start - 30) : start]
-        if _END_OF_LIST_BEFORE.search(text_before) is None:
+        if _END_OF_LIST_PATTERN.search(text_before) is None:
             return False
         return self.list_before_letter.search(text_before) is not None
 
@@ -188,7 +192,7 @@ class ChoiceMatcher:
         it, or by its number without a unit, in this order. None where a step finds several.
         """
         stripped = without_markup(text)
-        key = text_key(stripped)
+        key = normalise_choice_text(stripped)
         if key and key in self.keys:
             return self.keys.index(key)
         letter = self._letter_of_short_text(stripped)
@@ -230,7 +234,7 @@ class ChoiceMatcher:
         The grader of a training compares the values. `2\pi` equals `2 \pi`, and `0.5` equals
         `\frac{1}{2}` and `1:2`.
         """
-        if len(text) > _LONGEST_VALUE or not has_value(text):
+        if len(text) > _MAX_VALUE_CHARS or not may_be_value(text):
             return None
         # The grader knows a ratio as a fraction.
         boxed_text = rf"\boxed{{{text.replace(':', '/')}}}"
@@ -251,7 +255,7 @@ class ChoiceMatcher:
         """
         if not text.startswith("A "):
             return None
-        first_line = text_key(text.split("\n")[0], keep_end=True)
+        first_line = normalise_choice_text(text.split("\n")[0], keep_end=True)
         indices = [
             index
             for index, key in enumerate(self.keys)
@@ -270,7 +274,7 @@ class ChoiceMatcher:
             count_denied: Whether a choice behind a word such as `not` counts, as the circle in `not
                 a circle but a kite`.
         """
-        text = text_key(without_markup(text), keep_end=True)
+        text = normalise_choice_text(without_markup(text), keep_end=True)
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
         # A longer choice is taken out of the text before a shorter one is looked for.
         longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
@@ -282,7 +286,7 @@ class ChoiceMatcher:
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"
             for match in re.finditer(pattern, text):
                 start = match.start()
-                is_denied = _DENIAL.search(text[max(0, start - 20) : start]) is not None
+                is_denied = _DENIAL_PATTERN.search(text[max(0, start - 20) : start]) is not None
                 if count_denied or not is_denied:
                     mentions.append((start, index))
             # Characters that no choice has keep all other positions as they are.
@@ -298,14 +302,14 @@ def is_called_wrong(text: str, match: re.Match[str]) -> bool:
     """
     before = text[max(0, match.start() - 15) : match.start()]
     behind = text[match.end() : match.end() + 40]
-    if _SUPPOSITION.match(behind):
+    if _SUPPOSITION_PATTERN.match(behind):
         return True
     rest_of_line = behind.split("\n")[0]
     # The mark stands in the place of the letter, so that one pattern sees both sides of it.
-    return _CALLED_WRONG.search(f"{before} | {rest_of_line}") is not None
+    return _CALLED_WRONG_PATTERN.search(f"{before} | {rest_of_line}") is not None
 
 
-def _pattern_of_options(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
+def _build_options_pattern(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:
     """Build the pattern of the list of all options with their letters, as a question shows them.
 
     None where there is one option, or an option has no text.
@@ -320,7 +324,7 @@ def _pattern_of_options(choices: Sequence[str], letters: str) -> re.Pattern[str]
     return re.compile(r"(?<![A-Za-z0-9])" + r"[\s,;.，；。]*".join(options))
 
 
-def text_key(text: str, *, keep_end: bool = False) -> str:
+def normalise_choice_text(text: str, *, keep_end: bool = False) -> str:
     """Bring a text into one spelling, by which choices are compared.
 
     Case, spaces, thousands separators, `.0`, degree words and markup do not count.
@@ -340,7 +344,7 @@ def text_key(text: str, *, keep_end: bool = False) -> str:
     return text if keep_end else text.rstrip(" .。")
 
 
-def has_value(text: str) -> bool:
+def may_be_value(text: str) -> bool:
     """Return whether a text has a digit or a π, so that it may be a value."""
     return re.search(r"\d|\\pi|π", text) is not None
 

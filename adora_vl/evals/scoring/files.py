@@ -17,13 +17,13 @@ from adora_vl.evals.inference.predictions import (
 from adora_vl.evals.inference.provenance import (
     FINGERPRINT_FILE,
     read_fingerprint,
-    versions,
+    software_versions,
     write_json,
 )
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
-from adora_vl.evals.scoring.score import cells_of_benchmark, score
-from adora_vl.evals.scoring.table import table
+from adora_vl.evals.scoring.score import find_benchmark_cells, score
+from adora_vl.evals.scoring.table import format_score
 from adora_vl.utils.files import check_json, make_folder, written_to
 
 
@@ -42,14 +42,16 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
         is_ours=lambda score: {"benchmark", "items"} <= score.keys(),
     )
     make_folder("output", output.parent)
-    scored = score_file(benchmark, predictions, options)
+    scored = score_predictions_file(benchmark, predictions, options)
     with written_to("output", output):
         write_json(output, scored.score)
-    print(table(scored))
+    print(format_score(scored))
     print(f"-> {output}", file=sys.stderr)
 
 
-def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> Scored:
+def score_predictions_file(
+    benchmark: Benchmark, predictions: Path, options: ScoreOptions
+) -> Scored:
     """Score a file of predictions, and add the fingerprint that lies beside it.
 
     The fingerprint says how the answers were made; it is None, null in the file, where there is
@@ -71,7 +73,7 @@ def score_file(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -
             "asked": answer_counts.get("answers"),
             "in_data": answer_counts.get("in_data"),
         },
-        "versions": versions(),
+        "versions": software_versions(),
         "fingerprint": fingerprint,
         "items": items,
     }
@@ -106,7 +108,7 @@ def figures_in_training(
     for key, name in (("truncated", "truncated"), ("reflective_words", "reflective")):
         if content[key]:
             figures[name] = content[key]["share"]
-    for cells in cells_of_benchmark(content).values():
+    for cells in find_benchmark_cells(content).values():
         for name, cell in cells.items():
             figures[f"accuracy_{name}"] = cell["accuracy"]
     for kind, cell in content["groups"].get("kind", {}).items():  # of drawn problems

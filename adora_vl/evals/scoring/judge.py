@@ -15,12 +15,12 @@ from typing import Any, Literal, NamedTuple
 from tqdm import tqdm
 
 from adora_vl.data.prompts import lettered
-from adora_vl.evals.inference.predictions import NOT_ASKED, score_path
+from adora_vl.evals.inference.predictions import NOT_ASKED_REASONS, score_path
 from adora_vl.evals.options import ScoreOptions, option
 from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
 from adora_vl.evals.scoring.choice import extract_choice
 from adora_vl.evals.scoring.number import extract_list, extract_number
-from adora_vl.evals.scoring.response_text import MAX_CHARS
+from adora_vl.evals.scoring.response_text import MAX_RESPONSE_CHARS
 from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
@@ -29,7 +29,7 @@ from adora_vl.utils.files import written_to
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
 # The form that an answer should have.
-Kind = Literal["choice", "integer", "float", "list", "text"]
+AnswerKind = Literal["choice", "integer", "float", "list", "text"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class ExtractionOptions(ScoreOptions):
 class Question(NamedTuple):
     """A problem as an extraction needs it, with the response to it."""
 
-    kind: Kind
+    kind: AnswerKind
     """The form that the answer should have."""
     text: str
     """The text of the question."""
@@ -78,7 +78,7 @@ class Question(NamedTuple):
     """The response of the model."""
 
 
-def with_extractions(
+def extract_answers(
     rows: Sequence[Prediction],
     options: ExtractionOptions,
     question_of: Callable[[Prediction], Question],
@@ -101,9 +101,9 @@ def with_extractions(
     if options.extraction == "judge":
         questions: list[Question | None] = []
         for row in rows:
-            was_asked = row.get("finish_reason") not in NOT_ASKED
+            was_asked = row.get("finish_reason") not in NOT_ASKED_REASONS
             questions.append(question_of(row) if was_asked else None)
-        extractions = extract_with_judge(questions, judge or judge_client(options))
+        extractions = extract_with_judge(questions, judge or create_judge_client(options))
     elif options.extraction == "rules":
         if extract is None:
             extractions = [extract_by_rules(question_of(row)) for row in rows]
@@ -123,7 +123,7 @@ def with_extractions(
     ]
 
 
-def extraction_rules(options: ExtractionOptions) -> dict[str, Any]:
+def describe_extraction(options: ExtractionOptions) -> dict[str, Any]:
     """Describe how answers were extracted, and by which judge, for the rules of a score."""
     judge = options.judge_model if options.extraction == "judge" else None
     return {"extraction": options.extraction, "judge": judge}
@@ -179,16 +179,16 @@ def extract_exactly(question: Question) -> Extraction | None:
 
 
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
-_NO_ANSWER = "NONE"
-_LONGEST_ANSWER = 200  # characters; an extraction that is longer is an essay, not an answer
+_NO_ANSWER_WORD = "NONE"
+_MAX_REPORT_CHARS = 200  # characters; an extraction that is longer is an essay, not an answer
 # What the judge is asked to do; the form of the answer is filled in.
-_INSTRUCTION = (
+_JUDGE_INSTRUCTION = (
     "You are given a question and a reply to it. Report the final answer that the reply commits "
     "to, and nothing else: no explanation, no judgement of whether it is right, no repair of its "
-    f"mistakes. {{form}} If the reply commits to no answer, report {_NO_ANSWER}. Put the report "
+    f"mistakes. {{form}} If the reply commits to no answer, report {_NO_ANSWER_WORD}. Put the report "
     "between <answer> and </answer>."
 )
-_FORM_OF_KIND = {
+_REQUEST_BY_KIND = {
     "choice": "Report the letter of the option that the reply picks.",
     "integer": "Report it as an integer in digits.",
     "float": "Report it as a decimal number in digits.",
@@ -196,7 +196,7 @@ _FORM_OF_KIND = {
 }
 
 
-def judge_client(options: ExtractionOptions) -> ChatClient:
+def create_judge_client(options: ExtractionOptions) -> ChatClient:
     """Create the client of the judge that the options name.
 
     Its replies are kept in a file, by default beside the score. Raises `UserError` where the
@@ -240,8 +240,8 @@ def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) 
             continue
         exact = extract_exactly(question)
         extractions.append(exact)
-        conversations.append(extraction_messages(question) if exact is None else None)
-    reports = judge_reports(conversations, judge, report_in)
+        conversations.append(build_extraction_messages(question) if exact is None else None)
+    reports = ask_judge(conversations, judge, read_report)
     complete: list[Extraction] = []
     for extraction, report in zip(extractions, reports, strict=True):
         answer = extraction or report
@@ -250,7 +250,7 @@ def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) 
     return complete
 
 
-def judge_reports(
+def ask_judge(
     conversations: Sequence[Messages | None], judge: ChatClient, parse_reply: Callable[[str], str]
 ) -> list[Extraction | None]:
     """Ask the judge all conversations at once, and return what it reports, in their order.
@@ -294,24 +294,24 @@ def judge_reports(
     return reports
 
 
-def extraction_messages(question: Question) -> list[dict[str, str]]:
+def build_extraction_messages(question: Question) -> list[dict[str, str]]:
     """Build the conversation that asks the judge for the answer of a response.
 
     The reference answer is not in it, so that the judge cannot be guided by it.
     """
-    form = _FORM_OF_KIND.get(question.kind, "Report it as briefly as it can be said.")
+    form = _REQUEST_BY_KIND.get(question.kind, "Report it as briefly as it can be said.")
     lines = [f"<question>\n{question.text}"]
     if question.kind == "choice":
         lines += lettered(question.choices)
-    reply = final_part(question.response)[-MAX_CHARS:]
+    reply = final_part(question.response)[-MAX_RESPONSE_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
     return [
-        {"role": "system", "content": _INSTRUCTION.format(form=form)},
+        {"role": "system", "content": _JUDGE_INSTRUCTION.format(form=form)},
         {"role": "user", "content": "\n".join(lines)},
     ]
 
 
-def report_in(text: object) -> str:
+def read_report(text: object) -> str:
     """Return what a judge reports between `<answer>` and `</answer>`; empty for no answer.
 
     Raises `EndpointError` for a reply without a report, or with one that is too long to be an
@@ -322,6 +322,6 @@ def report_in(text: object) -> str:
         raise EndpointError("the reply has no <answer>...</answer>")
     behind_last_tag = reply.rsplit("<answer>", 1)[1]
     report = behind_last_tag.split("</answer>", 1)[0].strip()
-    if len(report) > _LONGEST_ANSWER:
+    if len(report) > _MAX_REPORT_CHARS:
         raise EndpointError(f"the report has {len(report)} characters")
-    return "" if report in ("", _NO_ANSWER) else report
+    return "" if report in ("", _NO_ANSWER_WORD) else report

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from adora_vl.evals.records import Extraction
 from adora_vl.evals.scoring.response_text import (
-    MAX_CHARS,
-    answer_in_json,
-    before_next_question,
+    MAX_RESPONSE_CHARS,
+    cut_before_next_question,
+    find_answer_in_json,
     is_refusal,
     split_sentences,
     without_markup,
@@ -18,38 +18,42 @@ from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.thinking import final_part
 
 # A heading that says no more than that the answer follows.
-_ANSWER_HEADING = re.compile(
+_ANSWER_HEADING_PATTERN = re.compile(
     r"\W*(?:(?:final|correct)\s+)?(?:answer|result|答案)\s*[:：]?\W*", re.IGNORECASE
 )
 # The beginning of a heading such as `### Step 2:`, whose number is that of the step.
-_STEP_HEADING = re.compile(r"^#+\s*(?:step|part)?\s*\d+\s*[:.)]?\s*|^#+\s*", re.IGNORECASE)
+_STEP_HEADING_PATTERN = re.compile(r"^#+\s*(?:step|part)?\s*\d+\s*[:.)]?\s*|^#+\s*", re.IGNORECASE)
 # Words that begin an explanation of the number before them.
-_EXPLANATION = re.compile(
+_EXPLANATION_WORDS_PATTERN = re.compile(
     r",?\s+(?:since|because|given that|rounded from)\b|,\s*(?:which|where|whereas|while)\b",
     re.IGNORECASE,
 )
-_BRACKETS = re.compile(r"\([^()]*\)")
-_NUMBER = re.compile(  # no exponent, as that of `cm^2`
+_BRACKETS_PATTERN = re.compile(r"\([^()]*\)")
+_NUMBER_PATTERN = re.compile(  # no exponent, as that of `cm^2`
     r"(?<![A-Za-z0-9_.^])(?<!\^\{)-?(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+(?!\w))?"
 )
-_FORMULA = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[√π]")
-_SLASH = re.compile(r"(?<![\w./])(\d+)/(\d+)(?![\w/]|\.\d)")
-_FRACTION = re.compile(r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}")
-_SCIENTIFIC = re.compile(
+_FORMULA_SIGN_PATTERN = re.compile(r"\\(?:sqrt|pi)(?![A-Za-z])|[√π]")
+_SLASH_FRACTION_PATTERN = re.compile(r"(?<![\w./])(\d+)/(\d+)(?![\w/]|\.\d)")
+_LATEX_FRACTION_PATTERN = re.compile(
+    r"(-?)\\frac\s*\{\s*(\d+(?:\.\d+)?)\s*\}\s*\{\s*(\d+(?:\.\d+)?)\s*\}"
+)
+_POWER_OF_TEN_PATTERN = re.compile(
     r"(?<![\w.])(\d+(?:\.\d+)?) ?(?:\\times|\\cdot|[×x*]) ?10 ?\^ ?\{? ?(-?\d+) ?\}?"
 )
-_LIST = re.compile(r"\[[^\[\]]*\]")
+_BRACKETED_LIST_PATTERN = re.compile(r"\[[^\[\]]*\]")
 # Words behind which a sentence says its answer.
-_ANSWER_WORDS = re.compile(
+_ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\b(?:answer|final value|result)\b[^.\n]{0,60}?(?:\bis\b|\bare\b|\bwould "
     r"be\b|[:：=])|答案[是为:：]*)[\s:：]*",
     re.IGNORECASE,
 )
-_BOLD = re.compile(r"\*\*([^*\n]+)\*\*")
+_BOLD_PATTERN = re.compile(r"\*\*([^*\n]+)\*\*")
 # Words that begin a conclusion.
-_CONCLUSION = re.compile(r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE)
+_CONCLUSION_WORDS_PATTERN = re.compile(
+    r"\b(?:so|therefore|thus|hence|consequently)\b|因此|所以", re.IGNORECASE
+)
 # Verbs and signs behind which a sentence gives its number.
-_VERB = re.compile(
+_VERB_PATTERN = re.compile(
     r"(?:\b(?:is|are|was|were|be|equals?|gives?|get|left "
     r"with|have|has|had|approximately|about|around|total of)\b"
     r"|[=≈]|\\approx|:(?!\d))",
@@ -107,7 +111,7 @@ _FUNCTION_WORDS = {
     "can",
     "all",
 }
-_NUMBER_WORD = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
+_NUMBER_WORD_PATTERN = re.compile(rf"\b({'|'.join(_NUMBER_WORDS)})\b", re.IGNORECASE)
 
 
 class _PlacedNumber(NamedTuple):
@@ -133,45 +137,45 @@ def extract_number(response: str, question: str = "") -> Extraction:
 
     The text is a number as `float` reads it, and empty where there is none. Rules are tried from
     the surest to the weakest: the whole response, its last box, a statement of the answer and the
-    like (`_candidates`), and the last sentence with a number.
+    like (`_find_candidates`), and the last sentence with a number.
 
     Args:
         response: The response of the model. A block of thinking is left out.
         question: The question. Its numbers count only where a sentence has no other.
     """
-    response = final_part(response)[-MAX_CHARS:].strip()
-    response = answer_in_json(response) or response
+    response = final_part(response)[-MAX_RESPONSE_CHARS:].strip()
+    response = find_answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
-    own_part = before_next_question(response)
+    own_part = cut_before_next_question(response)
     text = without_markup(own_part).strip()
     without_units = re.sub(r"^\$\s*|\s*%?\s*\.?$", "", text)
-    lone_number = _NUMBER.fullmatch(without_units)
+    lone_number = _NUMBER_PATTERN.fullmatch(without_units)
     if lone_number:
         return Extraction(_without_commas(lone_number), "exact")
-    boxed_number = _number_in_last_box(response)
+    boxed_number = _find_number_in_last_box(response)
     if boxed_number:
         return Extraction(boxed_number, "box")
-    question_numbers = set(_numbers(without_markup(question)))
+    question_numbers = set(_find_numbers(without_markup(question)))
     sentences = split_sentences(text)
-    for rule, part in _candidates(own_part, sentences, question):
+    for rule, part in _find_candidates(own_part, sentences, question):
         number: str | None = ""
         # A stated formula such as `5\sqrt{3}` has a value. Its single numbers say little.
-        if rule == "stated" and _FORMULA.search(part):
-            number = _value(part.strip(" .:"))
-        number = number or _number_of_sentence(part, question_numbers)
+        if rule == "stated" and _FORMULA_SIGN_PATTERN.search(part):
+            number = _evaluate_as_number(part.strip(" .:"))
+        number = number or _find_answer_number(part, question_numbers)
         if number:
             return Extraction(number, rule)
     if is_refusal(text):
         return Extraction("", "refusal")
     for sentence in reversed(sentences):
-        number = _number_of_sentence(sentence, question_numbers)
+        number = _find_answer_number(sentence, question_numbers)
         if number:
             return Extraction(number, "last_sentence")
     return Extraction("", "no_number")
 
 
-def _number_in_last_box(response: str) -> str:
+def _find_number_in_last_box(response: str) -> str:
     """Return the value of the last box of a response, or else the last number in it.
 
     The text is empty without a box or a number.
@@ -179,19 +183,19 @@ def _number_in_last_box(response: str) -> str:
     box = last_boxed(response)
     if box is None:
         return ""
-    value = _value(box)
+    value = _evaluate_as_number(box)
     if value:
         return value
-    numbers = _numbers(without_markup(box))
+    numbers = _find_numbers(without_markup(box))
     return numbers[-1] if numbers else ""
 
 
 def _without_commas(match: re.Match[str]) -> str:
-    """Return a number that `_NUMBER` has matched without its thousands separators."""
+    """Return a number that `_NUMBER_PATTERN` has matched without its thousands separators."""
     return match[0].replace(",", "")
 
 
-def _value(text: str) -> str:
+def _evaluate_as_number(text: str) -> str:
     r"""Evaluate an answer by the grammar and units of the rewards, to a number as `float` reads it.
 
     It is `8.660254037844386` for `5\sqrt{3}`, and 15 for `15 \text{ cm}^2`. The text is empty where
@@ -200,7 +204,7 @@ def _value(text: str) -> str:
     answer = amount_of_money(read_value(text))
     if answer.number is None or not answer.number.is_real:
         return ""
-    if _NUMBER.fullmatch(answer.text):
+    if _NUMBER_PATTERN.fullmatch(answer.text):
         return answer.text
     value = answer.number.value
     if answer.number.is_exact and value.denominator == 1:
@@ -211,15 +215,15 @@ def _value(text: str) -> str:
 def concluding_number(text: str) -> str | None:
     """Return the number of the last conclusion, or else of the last sentence that has a number."""
     from_last = split_sentences(text)[::-1]
-    conclusions = [sentence for sentence in from_last if _CONCLUSION.search(sentence)]
+    conclusions = [sentence for sentence in from_last if _CONCLUSION_WORDS_PATTERN.search(sentence)]
     for sentence in [*conclusions, *from_last]:
-        number = _number_of_sentence(sentence, question_numbers=set())
+        number = _find_answer_number(sentence, question_numbers=set())
         if number:
             return number
     return None
 
 
-def _candidates(marked_up: str, sentences: list[str], question: str) -> list[_Candidate]:
+def _find_candidates(marked_up: str, sentences: list[str], question: str) -> list[_Candidate]:
     """Choose the parts of a response where its answer should stand, the surest first.
 
     Args:
@@ -228,13 +232,13 @@ def _candidates(marked_up: str, sentences: list[str], question: str) -> list[_Ca
         question: The text of the question.
     """
     candidates: list[_Candidate] = []
-    statements = _statements(sentences)
+    statements = _find_statements(sentences)
     if statements:
         candidates.append(_Candidate("stated", statements[-1]))
-    if sentences and _NUMBER.fullmatch(sentences[0].rstrip(".")):
+    if sentences and _NUMBER_PATTERN.fullmatch(sentences[0].rstrip(".")):
         candidates.append(_Candidate("first_line", sentences[0]))
-    bold_texts = [without_markup(bold) for bold in _BOLD.findall(marked_up)]
-    numbers_of_bold_texts = [_numbers(bold_text) for bold_text in bold_texts]
+    bold_texts = [without_markup(bold) for bold in _BOLD_PATTERN.findall(marked_up)]
+    numbers_of_bold_texts = [_find_numbers(bold_text) for bold_text in bold_texts]
     bold_numbers = [numbers for numbers in numbers_of_bold_texts if len(numbers) == 1]
     # Bold numbers count only where all are the same.
     if bold_numbers and all(numbers == bold_numbers[0] for numbers in bold_numbers):
@@ -243,17 +247,17 @@ def _candidates(marked_up: str, sentences: list[str], question: str) -> list[_Ca
     conclusions = [
         sentence
         for sentence in sentences
-        if _CONCLUSION.search(sentence) and not is_refusal(sentence)
+        if _CONCLUSION_WORDS_PATTERN.search(sentence) and not is_refusal(sentence)
     ]
     if conclusions:
         candidates.append(_Candidate("conclusion", conclusions[-1]))
-    restatement = _restatement(sentences, question)
+    restatement = _find_restatement(sentences, question)
     if restatement:
         candidates.append(_Candidate("restated", restatement))
     return candidates
 
 
-def _statements(sentences: list[str]) -> list[str]:
+def _find_statements(sentences: list[str]) -> list[str]:
     """Return what stands behind words such as `the answer is`, or behind a heading `Answer`.
 
     It is the rest of the sentence, or the next sentence where nothing follows.
@@ -262,15 +266,15 @@ def _statements(sentences: list[str]) -> list[str]:
     for index, sentence in enumerate(sentences):
         is_last = index == len(sentences) - 1
         next_sentence = "" if is_last else sentences[index + 1]
-        for match in _ANSWER_WORDS.finditer(sentence):
+        for match in _ANSWER_WORDS_PATTERN.finditer(sentence):
             rest = sentence[match.end() :]
             statements.append(rest if rest.strip() else next_sentence)
-        if _ANSWER_HEADING.fullmatch(sentence):
+        if _ANSWER_HEADING_PATTERN.fullmatch(sentence):
             statements.append(next_sentence)
     return statements
 
 
-def _restatement(sentences: list[str], question: str) -> str | None:
+def _find_restatement(sentences: list[str], question: str) -> str | None:
     """Return the sentence that repeats the most words of what is asked, the first of several.
 
     An answer may say `The total volume is 5` to `What is the total volume?` None where no sentence
@@ -291,33 +295,34 @@ def _content_words(text: str) -> set[str]:
     return {word for word in re.findall(r"[a-z]{3,}", text.lower()) if word not in _FUNCTION_WORDS}
 
 
-def _number_of_sentence(sentence: str, question_numbers: set[str]) -> str | None:
+def _find_answer_number(sentence: str, question_numbers: set[str]) -> str | None:
     """Return the number that a sentence gives as an answer; None where it has none.
 
     It is the first number behind the last verb or `=` that has one behind it, or else the last
     number. Numbers of the question count only where there is no other, and number words such as
     `three` only where there are no digits, apart from those of the question.
     """
-    sentence = _with_decimals(_STEP_HEADING.sub("", sentence))
+    sentence = _write_as_decimals(_STEP_HEADING_PATTERN.sub("", sentence))
     sentence = _without_explanation(sentence)
     in_digits = [
-        _PlacedNumber(match.start(), _without_commas(match)) for match in _NUMBER.finditer(sentence)
+        _PlacedNumber(match.start(), _without_commas(match))
+        for match in _NUMBER_PATTERN.finditer(sentence)
     ]
     numbers = [number for number in in_digits if number.text not in question_numbers]
     if not numbers:
-        numbers = _number_words(sentence) or in_digits
+        numbers = _find_number_words(sentence) or in_digits
     positions = [number.position for number in numbers]
-    for verb in reversed(list(_VERB.finditer(sentence))):
+    for verb in reversed(list(_VERB_PATTERN.finditer(sentence))):
         index_behind_verb = bisect_left(positions, verb.end())
         if index_behind_verb < len(numbers):
             return numbers[index_behind_verb].text
     return numbers[-1].text if numbers else None
 
 
-def _number_words(text: str) -> list[_PlacedNumber]:
+def _find_number_words(text: str) -> list[_PlacedNumber]:
     """Return the numbers that a text has as words, such as `three`, in digits."""
     numbers: list[_PlacedNumber] = []
-    for match in _NUMBER_WORD.finditer(text):
+    for match in _NUMBER_WORD_PATTERN.finditer(text):
         number = _NUMBER_WORDS.index(match[1].lower())
         numbers.append(_PlacedNumber(match.start(), str(number)))
     return numbers
@@ -328,20 +333,22 @@ def _without_explanation(sentence: str) -> str:
 
     Words in brackets are removed too. As much is removed as leaves a number in the sentence.
     """
-    head = _EXPLANATION.split(sentence, maxsplit=1)[0]
-    for shorter in (_BRACKETS.sub(" ", head), head, _BRACKETS.sub(" ", sentence)):
-        if _NUMBER.search(shorter):
+    head = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
+    for shorter in (_BRACKETS_PATTERN.sub(" ", head), head, _BRACKETS_PATTERN.sub(" ", sentence)):
+        if _NUMBER_PATTERN.search(shorter):
             return shorter
     return sentence
 
 
-def _numbers(text: str) -> list[str]:
+def _find_numbers(text: str) -> list[str]:
     """Return the numbers of a text in order; number words count only where there are no digits."""
-    in_digits = [_without_commas(match) for match in _NUMBER.finditer(_with_decimals(text))]
-    return in_digits or [number.text for number in _number_words(text)]
+    in_digits = [
+        _without_commas(match) for match in _NUMBER_PATTERN.finditer(_write_as_decimals(text))
+    ]
+    return in_digits or [number.text for number in _find_number_words(text)]
 
 
-def _with_decimals(text: str) -> str:
+def _write_as_decimals(text: str) -> str:
     r"""Write the fractions and powers of ten of a text as decimals.
 
     `\frac{3}{4}` and `3/4` become `0.75`, and `2 \times 10^{3}` becomes `2e3`.
@@ -361,9 +368,9 @@ def _with_decimals(text: str) -> str:
         denominator = int(match[2])
         return str(numerator / denominator) if denominator else match[0]
 
-    text = _FRACTION.sub(quotient, text)
-    text = _SLASH.sub(quotient_of_slash, text)
-    return _SCIENTIFIC.sub(r"\1e\2", text)
+    text = _LATEX_FRACTION_PATTERN.sub(quotient, text)
+    text = _SLASH_FRACTION_PATTERN.sub(quotient_of_slash, text)
+    return _POWER_OF_TEN_PATTERN.sub(r"\1e\2", text)
 
 
 def extract_list(response: str) -> Extraction:
@@ -372,11 +379,11 @@ def extract_list(response: str) -> Extraction:
     A list in the last box counts before one in JSON, and that before any other. A block of thinking
     is left out.
     """
-    response = final_part(response)[-MAX_CHARS:]
+    response = final_part(response)[-MAX_RESPONSE_CHARS:]
     lists = (
-        _lists(last_boxed(response) or "")
-        or _lists(answer_in_json(response) or "")
-        or _lists(before_next_question(response))
+        _find_lists(last_boxed(response) or "")
+        or _find_lists(find_answer_in_json(response) or "")
+        or _find_lists(cut_before_next_question(response))
     )
     if not lists:
         return Extraction("", "no_list")
@@ -384,7 +391,7 @@ def extract_list(response: str) -> Extraction:
     return Extraction(f"[{', '.join(items)}]", "list")
 
 
-def _lists(text: str) -> list[str]:
+def _find_lists(text: str) -> list[str]:
     """Return all lists with a digit in them, such as `[1, 2]`, as they stand in the text."""
-    lists = _LIST.findall(without_markup(text))
+    lists = _BRACKETED_LIST_PATTERN.findall(without_markup(text))
     return [list_text for list_text in lists if re.search(r"\d", list_text)]

@@ -2,24 +2,24 @@
 
 import re
 
-MAX_CHARS = 50_000  # of the end of a response; a longer one is a loop
+MAX_RESPONSE_CHARS = 50_000  # of the end of a response; a longer one is a loop
 # The beginning of a question that a model asks itself behind its answer, in the words of the prompt.
 # A heading of Markdown, such as `### Final Answer`, is none.
-_NEXT_QUESTION = re.compile(
+_NEXT_QUESTION_PATTERN = re.compile(
     r"\n[^\S\n]*(?:Hint: Please answer|(?:###\s*)?(?:Question|Human|User|Instruction|Input)\b\s*:?\s*"
     r"(?:(?<=:)|(?<=:\s)|(?=\n)|$)|###\s*$)"
 )
 # LaTeX commands that only change the look of their argument.
-_WRAPPERS = re.compile(
+_WRAPPER_COMMAND_PATTERN = re.compile(
     r"\\(?:text(?:bf|it|rm|sf|tt)?|math(?:rm|bf|it|sf|tt)|boldsymbol|bm|bf|rm|emph|underline)\b\s*(?:\{([^{}]*)\})?"
 )
 # Markup that has no meaning for an answer.
-_NOISE = re.compile(
+_MARKUP_PATTERN = re.compile(
     r"\\(?:left|right|displaystyle|[,;:! ])|\\?\$|\\[()\[\]]|\*+|`+|\^?\{?\\circ\}?|°|~"
 )
-_SENTENCE_END = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
+_SENTENCE_END_PATTERN = re.compile(r"(?<=[.!?。！？])\s+|[。！？]|\n+")
 # Words that say that there is no answer.
-_REFUSAL = re.compile(
+_REFUSAL_PATTERN = re.compile(
     r"\b(?:sorry|unfortunately|as an ai|unable to|(?:can(?:no|')t|can not|cannot|could "
     r"not|couldn't) "
     r"(?:be |directly |accurately "
@@ -31,30 +31,30 @@ _REFUSAL = re.compile(
     re.IGNORECASE,
 )
 # The value of a key such as `answer` in an object of JSON or of Python.
-_JSON_ANSWER = re.compile(
+_JSON_ANSWER_PATTERN = re.compile(
     r"[\"'](?:final[ _-]?|correct[ _-]?)?(?:answer|choice|option|result)[\"']\s*:\s*"
     r"(\"(?:[^\"\\]|\\.)*\"|'(?:[^'\\]|\\.)*'|[^,}\]\s]+)",
     re.IGNORECASE,
 )
 
 
-def answer_in_json(response: str) -> str | None:
+def find_answer_in_json(response: str) -> str | None:
     """Return the answer in a response that has an object of JSON, such as `{"answer": "B"}`.
 
     The last answer counts. None for a response without one.
     """
     if "{" not in response or "}" not in response:
         return None
-    answers: list[str] = _JSON_ANSWER.findall(response)
+    answers: list[str] = _JSON_ANSWER_PATTERN.findall(response)
     return answers[-1].strip("\"'").strip() if answers else None
 
 
-def before_next_question(response: str) -> str:
+def cut_before_next_question(response: str) -> str:
     """Cut a response off where the model begins to ask itself another question.
 
     A response that begins with such a question is returned whole.
     """
-    next_question = _NEXT_QUESTION.search(response)
+    next_question = _NEXT_QUESTION_PATTERN.search(response)
     if next_question is None:
         return response
     own_part = response[: next_question.start()]
@@ -70,18 +70,18 @@ def without_markup(text: str) -> str:
     text = re.sub(r"[^\S\n]+", " ", text)
     text = re.sub(r" ?\n[ \n]*", "\n", text)
     text = text.replace("’", "'").replace("−", "-").replace("–", "-")
-    text = _WRAPPERS.sub(r"\1", text)
+    text = _WRAPPER_COMMAND_PATTERN.sub(r"\1", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = _NOISE.sub("", text)
+    text = _MARKUP_PATTERN.sub("", text)
     return text.replace("\\%", "%").replace("{,}", ",")
 
 
 def split_sentences(text: str) -> list[str]:
     """Split a text into its non-empty sentences and lines. A decimal point ends no sentence."""
-    sentences = [sentence.strip() for sentence in _SENTENCE_END.split(text)]
+    sentences = [sentence.strip() for sentence in _SENTENCE_END_PATTERN.split(text)]
     return [sentence for sentence in sentences if sentence]
 
 
 def is_refusal(text: str) -> bool:
     """Return whether a text says that there is no answer, as in `I cannot determine`."""
-    return _REFUSAL.search(text.replace("’", "'")) is not None
+    return _REFUSAL_PATTERN.search(text.replace("’", "'")) is not None

@@ -9,21 +9,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED, TOO_LONG
+from adora_vl.evals.inference.predictions import IMAGE_FAILED, NOT_ASKED_REASONS, PROMPT_TOO_LONG
 from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import (
     CORRECT,
     FAILED,
     JUDGE_FAILED,
     WRONG,
+    AccuracyCell,
     Benchmark,
-    Cell,
-    Graded,
-    OwnFigures,
+    BenchmarkFigures,
+    GradedAnswer,
     Prediction,
     Scored,
 )
-from adora_vl.evals.scoring.statistics import bootstrap, pass_at, wilson
+from adora_vl.evals.scoring.statistics import bootstrap_interval, pass_at, wilson_interval
 from adora_vl.evals.scoring.steps import step_figures
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
@@ -48,7 +48,7 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
 
 # The finish reasons of an answer that was cut off: at the limit on its length, at a call of a tool
 # beyond the last that is answered, and at a call whose answer has no room.
-_CUT_OFF = ("length", "calls", "room")
+_CUT_OFF_REASONS = ("length", "calls", "room")
 
 
 def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
@@ -70,13 +70,13 @@ def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
         "answers": n_reflective,
         "total": total,
         "share": n_reflective / total,
-        "wilson_95": list(wilson(n_reflective, total)),
+        "wilson_95": list(wilson_interval(n_reflective, total)),
         "per_1000_answers": per_1000_answers,
     }
 
 
 # The groups of images by size: the most pixels of an image in a group, and the group's name.
-_SIZE_GROUPS = (
+_IMAGE_SIZE_GROUPS = (
     (128 * 128, "to 128x128"),
     (256 * 256, "to 256x256"),
     (512 * 512, "to 512x512"),
@@ -101,21 +101,24 @@ def score(
             `options.answer_tags`.
     """
     options = replace(options, answer_tags=answer_tags)
-    prepared_rows, graded = graded_rows(benchmark, rows, options)
-    summary = OwnFigures()
+    prepared_rows, graded = grade_rows(benchmark, rows, options)
+    summary = BenchmarkFigures()
     if benchmark.summary is not None:
         summary = benchmark.summary(prepared_rows, graded, options)
     rules = benchmark.rules(options)
     if benchmark.file:
         rules = rules | {"file": benchmark.file}
     claims = step_figures(rows, graded)
-    items = [_item(benchmark, row, item) for row, item in zip(prepared_rows, graded, strict=True)]
+    items = [
+        _describe_answer(benchmark, row, item)
+        for row, item in zip(prepared_rows, graded, strict=True)
+    ]
     # The order of the keys is that of the score file. The benchmark's own figures may replace
     # others.
     content = {
         "benchmark": benchmark.name,
-        **aggregate(graded),
-        **_cells_of_figures(summary),
+        **count_right_answers(graded),
+        **_figures_as_cells(summary),
         **answer_figures(rows, graded),
         **summary.notes,
         **({"steps": claims} if claims else {}),
@@ -126,7 +129,7 @@ def score(
     return Scored(content, summary)
 
 
-def _cells_of_figures(summary: OwnFigures) -> dict[str, dict[str, Any]]:
+def _figures_as_cells(summary: BenchmarkFigures) -> dict[str, dict[str, Any]]:
     """Return a benchmark's own figures in the form of a score file, by key and then by name.
 
     A figure that is a plain number becomes a cell, which is a mapping with the key `accuracy`.
@@ -141,7 +144,7 @@ def _cells_of_figures(summary: OwnFigures) -> dict[str, dict[str, Any]]:
     return cells_by_key
 
 
-def _extraction_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+def _extraction_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count how answers were extracted, and how often the judge failed.
 
     There are no figures for a benchmark whose answers are not extracted in a step of its own.
@@ -157,9 +160,9 @@ def _extraction_figures(graded: Sequence[Graded]) -> dict[str, Any]:
     }
 
 
-def graded_rows(
+def grade_rows(
     benchmark: Benchmark, rows: Sequence[Prediction], options: ScoreOptions
-) -> tuple[Sequence[Prediction], list[Graded]]:
+) -> tuple[Sequence[Prediction], list[GradedAnswer]]:
     """Grade all rows by a benchmark, without their blocks of thinking.
 
     A response is replaced by its final part (`final_part`), since a block of thinking is no answer.
@@ -169,10 +172,10 @@ def graded_rows(
     Returns the rows as the benchmark has prepared them, and their grades in the same order.
     """
     opens_thinking = template_opens_thinking(rows)
-    prepared_rows: Sequence[Prediction] = [_without_thinking(row, opens_thinking) for row in rows]
+    prepared_rows: Sequence[Prediction] = [_remove_thinking(row, opens_thinking) for row in rows]
     if benchmark.prepare is not None:
         prepared_rows = benchmark.prepare(prepared_rows, options)
-    graded: list[Graded] = []
+    graded: list[GradedAnswer] = []
     for row, prepared_row in zip(rows, prepared_rows, strict=True):
         item = grade_row(benchmark, prepared_row, options)
         if prepared_row["response"] != row["response"]:
@@ -195,13 +198,13 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
     block that they have not opened. Responses that were cut off say nothing, since the end of the
     block may be missing.
     """
-    unfinished = (*_CUT_OFF, *NOT_ASKED)
+    unfinished = (*_CUT_OFF_REASONS, *NOT_ASKED_REASONS)
     finished = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
     n_closing = sum(closes_unopened_block(response) for response in finished)
     return 2 * n_closing > len(finished)
 
 
-def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
+def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
     """Return a row whose response is replaced by its final part, without a block of thinking.
 
     `template_opens`: whether all responses begin inside such a block. A row may say so itself.
@@ -210,7 +213,7 @@ def _without_thinking(row: Prediction, template_opens: bool) -> Prediction:
     return {**row, "response": final_part(row["response"], thinking_opened)}
 
 
-def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> Graded:
+def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> GradedAnswer:
     """Grade one row by a benchmark, and add the groups that every benchmark has.
 
     The verdict is `FAILED` where the problem was never asked, or where the judge failed.
@@ -220,11 +223,11 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
     failure = None
     if grade.extraction is not None and grade.extraction.method == JUDGE_FAILED:
         failure = JUDGE_FAILED
-    if row.get("finish_reason") in NOT_ASKED:
+    if row.get("finish_reason") in NOT_ASKED_REASONS:
         failure = row.get("error") or row["finish_reason"]
     if failure is not None:
         grade = grade._replace(verdict=FAILED, extracted=None, reason=failure)
-    return Graded(
+    return GradedAnswer(
         pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
     )
 
@@ -238,7 +241,7 @@ class HasRules(Protocol):
         ...
 
 
-def rule_set(options: HasRules) -> dict[str, Any]:
+def describe_rule_set(options: HasRules) -> dict[str, Any]:
     """Describe the rules of a score for a benchmark with several sets of rules to choose from."""
     return {"rules": options.rules}
 
@@ -248,7 +251,7 @@ def verdict_of(is_right: bool) -> str:
     return CORRECT if is_right else WRONG
 
 
-def cells_of_benchmark(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
+def find_benchmark_cells(score: Mapping[str, Any]) -> dict[str, dict[str, AccuracyCell]]:
     """Return the cells of a benchmark's own figures in a score, by the key of the score and by name.
 
     A cell is a mapping with an `accuracy`. Nothing else says which keys are a benchmark's own, so
@@ -264,7 +267,7 @@ def cells_of_benchmark(score: Mapping[str, Any]) -> dict[str, dict[str, Cell]]:
     return cells_by_key
 
 
-def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
+def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, for benchmarks that extract it and then compare it."""
     return {
         "verdict": graded.grade.verdict,
@@ -275,7 +278,7 @@ def extraction_item(row: Prediction, graded: Graded) -> dict[str, Any]:
     }
 
 
-def _item(benchmark: Benchmark, row: Prediction, graded: Graded) -> dict[str, Any]:
+def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, in the benchmark's own way if it has one.
 
     The number of a sample is left out for the first answer to a problem.
@@ -321,23 +324,23 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
         groups["called"] = ["yes" if row["calls"] else "no"]
     if row.get("image_size"):
         width, height = row["image_size"]
-        fitting_groups = [name for limit, name in _SIZE_GROUPS if width * height <= limit]
+        fitting_groups = [name for limit, name in _IMAGE_SIZE_GROUPS if width * height <= limit]
         groups["image_size"] = [fitting_groups[0] if fitting_groups else "over 1024x1024"]
     return groups
 
 
-def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
+def count_right_answers(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count right answers over all (at least one) and by group, and the verdicts of each kind.
 
     Problems that were not asked are counted too.
     """
     # The answers by the kind of group, such as `image_size`, and by the group.
-    members: dict[str, dict[str, list[Graded]]] = defaultdict(lambda: defaultdict(list))
+    members: dict[str, dict[str, list[GradedAnswer]]] = defaultdict(lambda: defaultdict(list))
     for item in graded:
         for kind, groups in item.grade.groups.items():
             for group in groups:
                 members[kind][group].append(item)
-    cells_by_kind: dict[str, dict[str, Cell]] = {}
+    cells_by_kind: dict[str, dict[str, AccuracyCell]] = {}
     for kind, members_by_group in members.items():
         cells_by_kind[kind] = {
             group: accuracy_cell(members_by_group[group]) for group in sorted(members_by_group)
@@ -348,7 +351,7 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
         "groups": cells_by_kind,
         "verdicts": dict(Counter(item.grade.verdict for item in graded).most_common()),
         "image_failed": finish_reasons.count([IMAGE_FAILED]),
-        "too_long": finish_reasons.count([TOO_LONG]),
+        "too_long": finish_reasons.count([PROMPT_TOO_LONG]),
         "thinking": {
             "set_aside": sum(item.thinking != "none" for item in graded),
             "without_answer": sum(item.thinking == "without_answer" for item in graded),
@@ -357,7 +360,7 @@ def aggregate(graded: Sequence[Graded]) -> dict[str, Any]:
     return counts | _sample_figures(graded)
 
 
-def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any]:
+def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute the figures on the answers themselves, over the problems that were asked.
 
     They are the lengths of right and of wrong answers, the share that was cut off, reflective words
@@ -367,7 +370,7 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict
     correct_lengths: list[int] = []
     wrong_lengths: list[int] = []
     for row, item in zip(rows, graded, strict=True):
-        if row.get("finish_reason") in NOT_ASKED:
+        if row.get("finish_reason") in NOT_ASKED_REASONS:
             continue
         asked_rows.append(row)
         if item.n_tokens is None:
@@ -379,13 +382,13 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict
     finish_reasons = [row["finish_reason"] for row in asked_rows if row.get("finish_reason")]
     truncated = None
     if finish_reasons:
-        n_cut_off = sum(reason in _CUT_OFF for reason in finish_reasons)
+        n_cut_off = sum(reason in _CUT_OFF_REASONS for reason in finish_reasons)
         total = len(finish_reasons)
         truncated = {
             "count": n_cut_off,
             "total": total,
             "share": n_cut_off / total,
-            "wilson_95": list(wilson(n_cut_off, total)),
+            "wilson_95": list(wilson_interval(n_cut_off, total)),
         }
     return {
         "tokens": {
@@ -398,7 +401,7 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict
     }
 
 
-def accuracy_cell(items: Sequence[Graded]) -> Cell:
+def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
     """Compute the accuracy of answers, with its counts and its Wilson interval.
 
     Several answers to one problem are not independent. The interval is therefore that of as many
@@ -411,11 +414,11 @@ def accuracy_cell(items: Sequence[Graded]) -> Cell:
     correct_problems: float = correct
     if n_problems < total:
         correct_problems = correct / total * n_problems
-    interval = list(wilson(correct_problems, n_problems))
+    interval = list(wilson_interval(correct_problems, n_problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> Cell | None:
+def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> AccuracyCell | None:
     """Compute an accuracy from counts, with its Wilson interval over the problems.
 
     None if there is nothing to count, or the counts contradict each other.
@@ -423,11 +426,11 @@ def cell_from_counts(correct: int, total: int, answers_per_problem: int = 1) -> 
     if total <= 0 or not 0 <= correct <= total:
         return None
     n_problems = max(1, total // answers_per_problem)
-    interval = list(wilson(correct / answers_per_problem, n_problems))
+    interval = list(wilson_interval(correct / answers_per_problem, n_problems))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
-def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
+def correct_by_problem(items: Iterable[GradedAnswer]) -> dict[str, list[bool]]:
     """Return whether each answer to a problem is right, by the id of the problem."""
     correct: dict[str, list[bool]] = {}
     for item in items:
@@ -435,7 +438,7 @@ def correct_by_problem(items: Iterable[Graded]) -> dict[str, list[bool]]:
     return correct
 
 
-def _sample_figures(graded: Sequence[Graded]) -> dict[str, Any]:
+def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
     k is the largest number of answers to a problem. Problems with fewer answers are counted as
@@ -467,7 +470,11 @@ def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
     """
     mean = sum(values) / len(values)
     are_single_answers = set(values) <= {0.0, 1.0}
-    interval = wilson(sum(values), len(values)) if are_single_answers else bootstrap(values)
+    interval = (
+        wilson_interval(sum(values), len(values))
+        if are_single_answers
+        else bootstrap_interval(values)
+    )
     return {
         "value": mean,
         "interval_95": list(interval),

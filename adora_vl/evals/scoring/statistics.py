@@ -6,14 +6,14 @@ from fractions import Fraction
 from math import comb, sqrt
 from statistics import fmean, stdev, variance
 
-_Z_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
+_NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 # The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
-RESAMPLES = 2000
-SEED = 0  # of every bootstrap
+BOOTSTRAP_RESAMPLES = 2000
+BOOTSTRAP_SEED = 0  # of every bootstrap
 
 
 # The 97.5 % quantiles of Student's t distribution, for 1, 2, ... degrees of freedom.
-_T_95 = (
+_STUDENT_QUANTILES_95 = (
     12.706,
     4.303,
     3.182,
@@ -47,29 +47,33 @@ _T_95 = (
 )
 
 
-def student_95(degrees_of_freedom: float) -> float:
+def student_quantile(degrees_of_freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution.
 
     Degrees of freedom that are no whole number, as in Welch's test, are rounded down, which makes
     the quantile larger. Beyond the table it is at most 4 % too large.
     """
     rounded = max(1, int(degrees_of_freedom))
-    return _T_95[rounded - 1] if rounded <= len(_T_95) else _T_95[-1]
+    return (
+        _STUDENT_QUANTILES_95[rounded - 1]
+        if rounded <= len(_STUDENT_QUANTILES_95)
+        else _STUDENT_QUANTILES_95[-1]
+    )
 
 
-def half_width(values: Sequence[float]) -> float:
+def student_half_width(values: Sequence[float]) -> float:
     """Return half the width of the 95 % interval of a mean of at least two values, by Student's t."""
-    return student_95(len(values) - 1) * stdev(values) / sqrt(len(values))
+    return student_quantile(len(values) - 1) * stdev(values) / sqrt(len(values))
 
 
-def paired_t(differences: Sequence[float]) -> tuple[float, float]:
+def paired_t_interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of the mean of at least two paired differences, by Student's t."""
     mean = fmean(differences)
-    half = half_width(differences)
+    half = student_half_width(differences)
     return mean - half, mean + half
 
 
-def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of mean(second) - mean(first), by Welch's t.
 
     Each has at least two values, and their variances may differ.
@@ -84,11 +88,11 @@ def welch(first: Sequence[float], second: Sequence[float]) -> tuple[float, float
     # The Welch-Satterthwaite equation.
     denominator = first_error**2 / (len(first) - 1) + second_error**2 / (len(second) - 1)
     degrees_of_freedom = total_error**2 / denominator
-    half = student_95(degrees_of_freedom) * sqrt(total_error)
+    half = student_quantile(degrees_of_freedom) * sqrt(total_error)
     return difference - half, difference + half
 
 
-def wilson(correct: float, total: int) -> tuple[float, float]:
+def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     Args:
@@ -97,7 +101,7 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
         total: The number of answers, at least 1.
     """
     share = correct / total
-    spread = _Z_95**2 / total
+    spread = _NORMAL_QUANTILE_95**2 / total
     centre = (share + spread / 2) / (1 + spread)
     half = sqrt(share * (1 - share) * spread + spread**2 / 4) / (1 + spread)
     # Exact at the ends, where rounding would leave 1e-17 or 1 + 1e-16.
@@ -106,18 +110,18 @@ def wilson(correct: float, total: int) -> tuple[float, float]:
     return low, high
 
 
-def bootstrap(values: Sequence[float]) -> tuple[float, float]:
+def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % percentile interval of the mean of at least one value, by resampling.
 
     The seed is fixed, so that the same values always have the same interval.
     """
-    generator = random.Random(SEED)
+    generator = random.Random(BOOTSTRAP_SEED)
     n = len(values)
-    means = sorted(sum(generator.choices(values, k=n)) / n for _ in range(RESAMPLES))
-    return means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1]
+    means = sorted(sum(generator.choices(values, k=n)) / n for _ in range(BOOTSTRAP_RESAMPLES))
+    return means[int(0.025 * BOOTSTRAP_RESAMPLES)], means[int(0.975 * BOOTSTRAP_RESAMPLES) - 1]
 
 
-def bootstrap_ratio(
+def bootstrap_ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float]
 ) -> tuple[float, float]:
     """Return the 95 % percentile interval of sum(numerators) / sum(denominators), by resampling.
@@ -126,10 +130,10 @@ def bootstrap_ratio(
     is left out. If that is so for all draws, the interval is from 0 to infinity. The seed is fixed,
     so that the same values always have the same interval.
     """
-    generator = random.Random(SEED)
+    generator = random.Random(BOOTSTRAP_SEED)
     pairs = list(zip(numerators, denominators, strict=True))
     ratios: list[float] = []
-    for _ in range(RESAMPLES):
+    for _ in range(BOOTSTRAP_RESAMPLES):
         drawn_pairs = generator.choices(pairs, k=len(pairs))
         total = sum(denominator for _, denominator in drawn_pairs)
         if total:
@@ -155,7 +159,7 @@ def pass_at(k: int, samples: int, correct: int) -> float:
     return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
-def mcnemar(only_first: int, only_second: int) -> float:
+def mcnemar_p(only_first: int, only_second: int) -> float:
     """Return the exact two-sided p of McNemar's test for two runs on the same items.
 
     The arguments are the numbers of items that only the first run, and only the second, has right.

@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adora_vl.evals.records import Graded, Prediction
-from adora_vl.evals.scoring.statistics import bootstrap, wilson
+from adora_vl.evals.records import GradedAnswer, Prediction
+from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_interval
 from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
-def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[str, Any] | None:
+def step_figures(
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
+) -> dict[str, Any] | None:
     """Compute the figures on the claims of answers; None where no problem has a solved figure.
 
     The figures are:
@@ -26,7 +28,7 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
     - `lucky`: the right answers that err or claim nothing new, with the Wilson interval of their
       share; None without a right answer.
     """
-    answers: list[tuple[Graded, ResponseWork]] = []
+    answers: list[tuple[GradedAnswer, ResponseWork]] = []
     for row, item in zip(rows, graded, strict=True):
         work = check_claims_if_possible(row["response"], row.get("figure"))
         if work is not None:
@@ -47,13 +49,13 @@ def step_figures(rows: Sequence[Prediction], graded: Sequence[Graded]) -> dict[s
             "count": count,
             "total": total,
             "value": count / total,
-            "interval_95": list(wilson(count, total)),
+            "interval_95": list(wilson_interval(count, total)),
         }
     return figures
 
 
 def _mean_over_problems(
-    answers: Sequence[tuple[Graded, ResponseWork]], field: str
+    answers: Sequence[tuple[GradedAnswer, ResponseWork]], field: str
 ) -> dict[str, Any]:
     """Compute the mean number of claims in an answer, with its bootstrap interval over problems.
 
@@ -65,7 +67,7 @@ def _mean_over_problems(
     for item, work in answers:
         counts_by_problem[item.pid].append(float(getattr(work, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
-    return {"value": sum(means) / len(means), "interval_95": list(bootstrap(means))}
+    return {"value": sum(means) / len(means), "interval_95": list(bootstrap_interval(means))}
 
 
 def step_lines(figures: Mapping[str, Any]) -> list[str]:

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from adora_vl.evals.inference.views import VIEWS
-from adora_vl.evals.records import Cell, OwnFigures, Score, Scored
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
+from adora_vl.evals.records import AccuracyCell, BenchmarkFigures, Score, Scored
 from adora_vl.evals.scoring.coverage import partial_notes
-from adora_vl.evals.scoring.score import cells_of_benchmark
+from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
@@ -20,11 +20,11 @@ class _TableRow(NamedTuple):
     """The kind of group, such as `image_size`; only the first row of a kind has it."""
     group: str
     """The group, such as `to 256x256`."""
-    cell: Cell
+    cell: AccuracyCell
     """The accuracy in that group."""
 
 
-def table(scored: Scored) -> str:
+def format_score(scored: Scored) -> str:
     """Format a score for the screen.
 
     The text has the overall line, the groups, the benchmark's own figures, the lengths of answers,
@@ -38,19 +38,19 @@ def table(scored: Scored) -> str:
         if _repeats_overall(cell_by_group, overall):
             continue
         first_groups = dict(list(cell_by_group.items())[:_MOST_GROUPS])
-        rows += _rows(kind, first_groups)
+        rows += _table_rows(kind, first_groups)
         if len(cell_by_group) > _MOST_GROUPS:
             shortened.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
-    for key, cells in cells_of_benchmark(score).items():
-        rows += _rows(key, cells)
-    lines = [made_with(score, summary), "", *_aligned_rows(rows)]
+    for key, cells in find_benchmark_cells(score).items():
+        rows += _table_rows(key, cells)
+    lines = [describe_scored_run(score, summary), "", *_aligned_rows(rows)]
     if shortened:
         lines.append(f"in the score file only: {', '.join(shortened)}")
     lines.append("")
     for name, figure in score.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
             lines.append(f"{name}: {percent_with_interval(figure['value'], figure['interval_95'])}")
-    lines += [*summary.lines, *_answer_lines(score), *_warnings(score, summary)]
+    lines += [*summary.lines, *_answer_lines(score), *_warning_lines(score, summary)]
     return "\n".join(lines)
 
 
@@ -64,12 +64,12 @@ def _aligned_rows(rows: Sequence[_TableRow]) -> list[str]:
     ]
 
 
-def _repeats_overall(cell_by_group: Mapping[str, Cell], overall: Cell) -> bool:
+def _repeats_overall(cell_by_group: Mapping[str, AccuracyCell], overall: AccuracyCell) -> bool:
     """Return whether there is one group, which has all problems, so that it repeats the first row."""
     return [cell.get("total") for cell in cell_by_group.values()] == [overall.get("total")]
 
 
-def made_with(score: Score, summary: OwnFigures) -> str:
+def describe_scored_run(score: Score, summary: BenchmarkFigures) -> str:
     """Format the first line: benchmark, model, engine, sampling, and the rules of the grades.
 
     Without a fingerprint beside the predictions only the benchmark and the rules are known.
@@ -87,7 +87,7 @@ def made_with(score: Score, summary: OwnFigures) -> str:
     sampling = f"temperature {fields['temperature']}" if fields.get("temperature") else "greedy"
     view = ", without images" if fields.get("no_image") else ""
     if fields.get("view"):
-        view = f", shown {VIEWS.get(fields['view'], fields['view'])}"
+        view = f", shown {DESCRIPTION_BY_VIEW.get(fields['view'], fields['view'])}"
     if fields.get("left_out"):
         view += f", without {amount(fields['left_out'], 'problem')} whose facts do not suffice"
     return (
@@ -114,7 +114,7 @@ def name_of_data(score: Score) -> str:
     return names.pop() if len(names) == 1 else benchmark
 
 
-def _rows(kind: str, cell_by_group: Mapping[str, Cell]) -> list[_TableRow]:
+def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[_TableRow]:
     """Build the rows of one kind of group, of which only the first has the name of the kind."""
     rows: list[_TableRow] = []
     for group, cell in cell_by_group.items():
@@ -123,7 +123,7 @@ def _rows(kind: str, cell_by_group: Mapping[str, Cell]) -> list[_TableRow]:
     return rows
 
 
-def _cell_text(cell: Cell) -> str:
+def _cell_text(cell: AccuracyCell) -> str:
     """Format a count, a share and its interval: `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
 
     A figure that is no count has the share alone.
@@ -175,7 +175,7 @@ def _answer_lines(score: Score) -> list[str]:
     return lines
 
 
-def _warnings(score: Score, summary: OwnFigures) -> list[str]:
+def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:
     """Format the lines on what limits the result."""
     lines = partial_notes(score)
     reasons = {

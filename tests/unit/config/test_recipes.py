@@ -18,7 +18,7 @@ from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.request import ModelSource, RunRequest
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
-from tests.support.recipes import CONFIGS, PAIRS, key_defaults
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS, key_defaults
 
 # The others have the 2,101 rows of Geometry3K.
 ROWS = {
@@ -50,13 +50,15 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def test_every_shipped_config_is_in_the_pairs():
-    assert {path.stem for path in (CONFIGS / "train").glob("*.yaml")} == PAIRS.keys()
+    assert {
+        path.stem for path in (CONFIGS / "train").glob("*.yaml")
+    } == ACCELERATE_CONFIG_BY_RECIPE.keys()
     names = {path.stem for path in (CONFIGS / "accelerate").glob("*.yaml")}
     assert names == {"cpu", "cpu_zero3", "gpu1", "zero2", "zero3", "zero3_offload", "zero3_nodes"}
 
 
 def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
-    for name, launcher in PAIRS.items():
+    for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         with subtests.test(name):
             script, config, model = parse_recipe(name)
             processes = yaml.safe_load((CONFIGS / "accelerate" / f"{launcher}.yaml").read_text())[
@@ -75,7 +77,7 @@ def test_every_train_config_passes_the_checks_of_a_real_run(subtests):
 
 
 def test_each_config_s_header_names_its_accelerate_config():
-    for name, launcher in PAIRS.items():
+    for name, launcher in ACCELERATE_CONFIG_BY_RECIPE.items():
         header = (CONFIGS / "train" / f"{name}.yaml").read_text().split("\nmodel_name_or_path")[0]
         named = set(re.findall(r"configs/accelerate/(\w+)\.yaml", header))
         assert not named or launcher in named, name

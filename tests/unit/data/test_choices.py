@@ -282,10 +282,10 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Pat
             config,
             model,
             arguments=[],
-            data=[str(folder)],
-            rows=3,
+            data_folders=[str(folder)],
+            row_count=3,
             fingerprint=fingerprint_of(folder),
-            plan="",
+            batch_plan="",
             processes=1,
             checkpoint=None,
         )

@@ -22,11 +22,11 @@ from adora_vl.data.dataset import load_split, read_manifest, row_count, write_sp
 from adora_vl.data.loading import load_rows, mixed_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
-from adora_vl.evals.inference.engines import settings_of
+from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import take_evaluations
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.card import model_card
-from adora_vl.record.manifest import facts_of_run, run_manifest
+from adora_vl.record.manifest import describe_run, run_manifest
 from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
@@ -407,15 +407,15 @@ def test_manifest_page_and_card_name_every_data_set(sets: list[Path]) -> None:
         config,
         model,
         arguments=[],
-        data=[str(folder) for folder in sets],
-        rows=29,
+        data_folders=[str(folder) for folder in sets],
+        row_count=29,
         fingerprint={"dataset": "a+b"},
-        plan="",
+        batch_plan="",
         processes=1,
         checkpoint=None,
     )
     assert [data_set["share"] for data_set in manifest["data"]["sets"]] == [0.7, 0.3]
-    assert facts_of_run(manifest)["data"] == "large, small, 29 rows"
+    assert describe_run(manifest)["data"] == "large, small, 29 rows"
     card = model_card(manifest, [], 1)
     assert "| large | share 0.7, own/jsonl, " in card
     assert "| dataset | large, small |" in card
@@ -497,7 +497,7 @@ def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_pa
     ):
         (run / "manifest.json").write_text(json.dumps({"made_by": made_by, "config": config}))
         arguments = ["infer", "--model", str(run), "--data", "d", "--output", "o"]
-        settings = settings_of(parse_evaluation(arguments, BENCHMARK).ask)
+        settings = build_settings(parse_evaluation(arguments, BENCHMARK).ask)
         assert ChatProcessor.of(settings).render([{"role": "user", "content": "x"}]) == rendered
         assert settings.fingerprint_fields == (config if rendered == "brief" else {}), (
             "answers of both do not mix"

@@ -188,7 +188,7 @@ def test_questions_are_asked_and_answers_read_as_in_the_training(
         "adora_system_prompt": "Put it in <answer> </answer>.",
     }
     monkeypatch.setattr(
-        "adora_vl.evals.inference.provenance.training_config_of", lambda model: trained
+        "adora_vl.evals.inference.provenance.read_training_config", lambda model: trained
     )
     model.asked.clear()
     assert run(data, tmp_path / "trained") == 0

@@ -13,7 +13,7 @@ from adora_vl.config import AdoraScriptArguments
 from adora_vl.data.dataset import load_split, refuse_for_evaluation, stored_rows
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT
-from adora_vl.evals.inference.views import VIEWS, problems_in_view
+from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
 from adora_vl.geometry.figure import figure_as_json, figure_from_json, largest_residual_of
@@ -285,12 +285,12 @@ def test_no_prompt_and_no_view_shows_a_figure(tmp_path: Path) -> None:
             problems = load(options, prompt).problems
         except UserError:
             continue  # a template with columns that these rows lack
-        for view in VIEWS:
-            for problem in problems_in_view(problems, view):
+        for view in DESCRIPTION_BY_VIEW:
+            for problem in show_in_view(problems, view):
                 problem_count += 1
                 assert not any(figure in problem.prompt for figure in figures)
                 assert '"at"' not in problem.prompt
-    assert problem_count >= 2 * len(VIEWS)
+    assert problem_count >= 2 * len(DESCRIPTION_BY_VIEW)
 
 
 def test_a_variant_lies_as_the_picture_of_its_original() -> None:

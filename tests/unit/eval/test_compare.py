@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.score_files import read_run
-from adora_vl.evals.scoring.score import aggregate, verdict_of
+from adora_vl.evals.scoring.score import count_right_answers, verdict_of
 from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.suite import table_lines
@@ -30,9 +30,9 @@ def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: A
             reason="r",
             groups={"task": ["ab"[index % 2]]},
         )
-        graded.append(Graded(str(index), grade))
+        graded.append(GradedAnswer(str(index), grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = aggregate(graded)
+    score = count_right_answers(graded)
     score |= {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
     score |= fields
     path.parent.mkdir(exist_ok=True)

@@ -20,15 +20,21 @@ from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
 from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
 from adora_vl.evals.benchmark import (
-    NAMES,
+    BENCHMARK_NAMES,
     benchmark_name_for,
     find_benchmark,
     load_checked_problems,
 )
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.inference.views import problems_in_view
+from adora_vl.evals.inference.views import show_in_view
 from adora_vl.evals.options import DataOptions, ScoreOptions
-from adora_vl.evals.records import Benchmark, Cell, LoadedProblems, OwnFigures, Problem
+from adora_vl.evals.records import (
+    AccuracyCell,
+    Benchmark,
+    BenchmarkFigures,
+    LoadedProblems,
+    Problem,
+)
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.score import accuracy_cell, score
 from adora_vl.utils import own_files
@@ -58,7 +64,7 @@ def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     return first_load.problems
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     """Its problems can be asked, right answers are right, and its score is printed and compared."""
     benchmark = find_benchmark(name)
@@ -95,7 +101,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
 def check_images(problems: list[Problem]) -> None:
     """Check that each problem has a prompt and its images, and that the view `blank` greys them."""
     has_images = problems[0].n_images > 0
-    blank_problems = problems_in_view(problems, "blank") if has_images else problems
+    blank_problems = show_in_view(problems, "blank") if has_images else problems
     for problem, blank_problem in zip(problems, blank_problems, strict=True):
         assert problem.prompt
         images = problem.images()
@@ -157,13 +163,13 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
 
 
 def test_the_list_stands_once(capsys):
-    """`NAMES` has every benchmark in `eval/`, and the help and suggestions come from it."""
+    """`BENCHMARK_NAMES` has every benchmark in `eval/`, and the help and suggestions come from it."""
     files = (REPOSITORY / "eval").glob("*.py")
     modules = {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
-    assert modules == set(NAMES)
-    assert WRITERS.keys() == set(NAMES)
+    assert modules == set(BENCHMARK_NAMES)
+    assert WRITERS.keys() == set(BENCHMARK_NAMES)
     assert evaluate.main(["--help"]) == 0
-    assert ",".join(NAMES) in capsys.readouterr().out
+    assert ",".join(BENCHMARK_NAMES) in capsys.readouterr().out
     assert evaluate.main(["mathvist"]) == 2
     assert "did you mean 'mathvista'?" in capsys.readouterr().err
 
@@ -188,7 +194,7 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
     words_of_help = re.findall(r"\w+", help_by_key["adora_eval"])
     configuration_page = (REPOSITORY / "docs" / "configuration.md").read_text()
     evaluation_page = (REPOSITORY / "docs" / "evaluation.md").read_text()
-    for name in NAMES:
+    for name in BENCHMARK_NAMES:
         assert name in words_of_help, f"the help of adora_eval lacks {name}"
         assert f"{name}=DIR" in configuration_page, name
         assert f"eval.{name}" in evaluation_page, name
@@ -306,15 +312,15 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(rows_of_the_page, se
 
 def summary_with_halves(
     rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions
-) -> OwnFigures:
+) -> BenchmarkFigures:
     """The figures of a benchmark's own: of every kind that they may have."""
-    halves: dict[str, Cell | float | str | None] = {
+    halves: dict[str, AccuracyCell | float | str | None] = {
         "first": accuracy_cell(graded[:2]),
         "mean": 0.25,
         "empty": None,
         "definition": "two halves",
     }
-    return OwnFigures(
+    return BenchmarkFigures(
         figures={"halves": halves},
         notes={"count": len(rows)},
         lines=["a line of its own"],
@@ -387,7 +393,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     row_by_pid = {row["pid"]: row for row in rows}
     monkeypatch.setattr(
         evaluation,
-        "answer",
+        "answer_batch",
         lambda _, samples, **kwargs: [row_by_pid[sample.problem.pid] for sample in samples],
     )
     groups = Namespace(tool_loop=None, any_rank_continues=bool)

@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.benchmark import NAMES, find_benchmark
+from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.records import Scored
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages, report_in
+from adora_vl.evals.scoring.judge import (
+    Question,
+    build_extraction_messages,
+    extract_by_rules,
+    read_report,
+)
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
-from adora_vl.evals.scoring.table import table
+from adora_vl.evals.scoring.table import format_score
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
 from data_prep.filter import tallies
 from eval.logicvista import extract_letters
@@ -81,12 +86,12 @@ def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
     line = (
         "thinking set aside: in 7 answers, of which 3 have no answer behind it and count as wrong"
     )
-    assert line in table(result)
+    assert line in format_score(result)
     assert result.score["empty_responses"] == 0
     method_by_pid = {item["pid"]: item["how"] for item in items}
     assert method_by_pid["cut"] == "thinking_without_answer"
     plain_result = scored([free_form("plain", "15")])
-    assert "thinking set aside" not in table(plain_result)
+    assert "thinking set aside" not in format_score(plain_result)
 
 
 def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answers() -> None:
@@ -120,7 +125,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
     assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
     with pytest.raises(Exception, match="no <answer>"):
-        report_in("<think><answer>15</answer></think>")
+        read_report("<think><answer>15</answer></think>")
 
 
 def test_every_reader_takes_a_whole_response() -> None:
@@ -134,10 +139,10 @@ def test_every_reader_takes_a_whole_response() -> None:
     assert letters_answer.text == "C, D"
     question = Question("integer", "?", (), "<think>12</think>15")
     assert extract_by_rules(question).text == "15"
-    assert "12" not in extraction_messages(question)[1]["content"]
+    assert "12" not in build_extraction_messages(question)[1]["content"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     """The right answer, in whatever form the benchmark reads, counts behind the block alone."""
     makers: dict[str, Any] = {

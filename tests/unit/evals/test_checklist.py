@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.checklist import MOST_QUESTIONS, checklist, questions_on_marks
+from adora_vl.evals.checklist import MAX_QUESTIONS_OF_PICTURE, build_checklist, questions_on_marks
 from adora_vl.evals.records import Problem
 from adora_vl.geometry.figure import figure_as_json, figure_from_json
 from adora_vl.geometry.text import read_form_from_text
@@ -48,7 +48,7 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60):
         questions = questions_on_marks(figure_from_json(drawn), str(seed))
-        assert 0 < len(questions) <= MOST_QUESTIONS
+        assert 0 < len(questions) <= MAX_QUESTIONS_OF_PICTURE
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
         assert answers["yes"] == answers["no"] == 1
@@ -71,7 +71,7 @@ def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
 
 
 def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
-    questions = checklist([problem(figure=drawn), problem(pid="geo/2")])
+    questions = build_checklist([problem(figure=drawn), problem(pid="geo/2")])
     assert [question.pid for question in questions] == [
         f"geo/1#{n}" for n in range(1, len(questions) + 1)
     ]
@@ -80,4 +80,4 @@ def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
         assert question.fields["question"].startswith("<image>")
         assert "figure" not in question.fields
     with pytest.raises(UserError, match="view: checklist, and no row of the data has a figure"):
-        checklist([problem()])
+        build_checklist([problem()])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, extract_by_rules, extraction_messages
+from adora_vl.evals.scoring.judge import Question, build_extraction_messages, extract_by_rules
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, question_of
@@ -154,7 +154,7 @@ def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], S
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(
-        extraction_messages(question_of(row("1", "I count five.", answer="gold-value")))
+        build_extraction_messages(question_of(row("1", "I count five.", answer="gold-value")))
     )
 
 

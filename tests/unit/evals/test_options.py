@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from adora_vl.evals.asking import AskOptions
-from adora_vl.evals.benchmark import NAMES, data_options, find_benchmark
+from adora_vl.evals.benchmark import BENCHMARK_NAMES, default_data_options, find_benchmark
 from adora_vl.evals.options import DataOptions, ScoreOptions, add_options, option, options_from
 from eval.command import parse
 
@@ -33,14 +33,14 @@ def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
     assert options_from(Options, parsed, answer_tags=True) == Options(longest=3, answer_tags=True)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
     benchmark = find_benchmark(name)
     command = parse(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
     assert isinstance(command.ask, AskOptions)
     assert command.score is not None
     prompt = getattr(command.ask.data, "prompt", None)
-    assert command.ask.data == data_options(benchmark, "D", prompt)
+    assert command.ask.data == default_data_options(benchmark, "D", prompt)
     assert replace(command.score, output=None) == benchmark.score_options()
 
 

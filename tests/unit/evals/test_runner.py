@@ -18,15 +18,15 @@ from adora_vl.data.dataset import data_hash, load_split, write_split
 from adora_vl.evals.inference.predictions import (
     IMAGE_FAILED,
     PredictionLog,
-    key,
-    part_path,
+    rank_file_path,
     read_predictions,
+    row_key,
 )
-from adora_vl.evals.inference.provenance import Fields
-from adora_vl.evals.inference.ranks import ALONE, Ranks, join_ranks, take_gpu
+from adora_vl.evals.inference.provenance import FingerprintFields
+from adora_vl.evals.inference.ranks import SINGLE_PROCESS, Ranks, join_ranks, take_gpu
 from adora_vl.evals.inference.requests import AnswerEngine, AnswerEngineSettings, AnswerRequest
 from adora_vl.evals.inference.runner import Summary, infer
-from adora_vl.evals.prepared import problems as geometry3k_problems
+from adora_vl.evals.prepared import build_problems as geometry3k_problems
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.models.load import model_hash
 from adora_vl.synthetic.generate import generate
@@ -92,7 +92,7 @@ def ask(
     output: Path,
     engine: Recorder,
     problems: Sequence[Problem] = PROBLEMS,
-    fingerprint: Fields | None = None,
+    fingerprint: FingerprintFields | None = None,
 ) -> Summary:
     """Run `infer` into a folder with this engine, as a command would."""
     return infer(
@@ -170,7 +170,7 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
     assert ask_for(grown, samples=3).resumed == 5
     uninterrupted_rows = read_predictions(whole / "predictions.jsonl")
     grown_rows = read_predictions(grown / "predictions.jsonl")
-    assert [key(row) for row in grown_rows] == [key(row) for row in uninterrupted_rows]
+    assert [row_key(row) for row in grown_rows] == [row_key(row) for row in uninterrupted_rows]
     fingerprint_before = (grown / "fingerprint.json").read_bytes()
     message = "samples: the predictions in .* were made with 3, this run has 2"
     with pytest.raises(UserError, match=message):
@@ -199,7 +199,7 @@ def test_another_setting_is_refused_and_named(case):
     """Answers by other settings are not added to a folder, and the engine is not even built."""
     for name in ["model", "temperature", "min_pixels"]:
         with case(name) as folder:
-            fields: Fields = {"model": "m", "temperature": 0.0, "min_pixels": None}
+            fields: FingerprintFields = {"model": "m", "temperature": 0.0, "min_pixels": None}
             ask(folder, Recorder(), PROBLEMS[:2], fields)
             predictions_before = (folder / "predictions.jsonl").read_bytes()
             engine = Recorder()
@@ -337,7 +337,7 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
     """Each rank answers its share of the 14 answers, and rank 0 merges them in their order."""
     for world in [2, 3]:
         with case(world) as folder:
-            ask_as(folder / "one", Echo(), ALONE)
+            ask_as(folder / "one", Echo(), SINGLE_PROCESS)
             summary, engines = ask_with_ranks(folder / "many", world)
             file_of_one = (folder / "one" / "predictions.jsonl").read_bytes()
             file_of_many = (folder / "many" / "predictions.jsonl").read_bytes()
@@ -351,8 +351,8 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
 
 def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     """One process answered three of seven problems, and two processes answer the rest."""
-    ask_as(tmp_path / "whole", Echo(), ALONE)
-    ask_as(tmp_path / "parts", Echo(), ALONE, count=3)
+    ask_as(tmp_path / "whole", Echo(), SINGLE_PROCESS)
+    ask_as(tmp_path / "parts", Echo(), SINGLE_PROCESS, count=3)
     summary, engines = ask_with_ranks(tmp_path / "parts", 2)
     assert summary.resumed == 6
     assert sum(len(engine.answers) for engine in engines) == 8
@@ -363,19 +363,19 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     """The files of two killed ranks have four new rows, one old row, and a torn line."""
-    ask_as(tmp_path / "whole", Echo(), ALONE)
+    ask_as(tmp_path / "whole", Echo(), SINGLE_PROCESS)
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
-    ask_as(output, Echo(), ALONE, count=1)
+    ask_as(output, Echo(), SINGLE_PROCESS, count=1)
     old_row = rows[0]
     rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}
     for rank, rows_of_rank in rows_by_rank.items():
-        with PredictionLog(part_path(output, rank)) as log:
+        with PredictionLog(rank_file_path(output, rank)) as log:
             log.append(rows_of_rank)
-    with part_path(output, 1).open("a") as file:
+    with rank_file_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
     engine = Echo()
-    assert ask_as(output, engine, ALONE).resumed == 6
+    assert ask_as(output, engine, SINGLE_PROCESS).resumed == 6
     assert len(engine.answers) == 8
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
     assert (output / "predictions.jsonl").read_bytes() == uninterrupted.read_bytes()

@@ -15,16 +15,21 @@ from adora_vl import evaluation
 from adora_vl.evals import asking
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, parse_columns, read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.evals.inference.runner import AnswerSample, answer
+from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
 from adora_vl.evals.prepared_benchmark import PreparedDataOptions
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
-from adora_vl.evals.scoring.files import score_file
-from adora_vl.evals.scoring.score import aggregate, grade_row, verdict_of
-from adora_vl.evals.scoring.statistics import bootstrap, mcnemar, pass_at, wilson
-from adora_vl.evals.scoring.table import table
+from adora_vl.evals.scoring.files import score_predictions_file
+from adora_vl.evals.scoring.score import count_right_answers, grade_row, verdict_of
+from adora_vl.evals.scoring.statistics import (
+    bootstrap_interval,
+    mcnemar_p,
+    pass_at,
+    wilson_interval,
+)
+from adora_vl.evals.scoring.table import format_score
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from benchmarks.scanned import sign_flips
@@ -70,10 +75,10 @@ def test_a_score_says_what_its_problems_are_of(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     options = GEOMETRY3K.score_options()
     write_lines(path, [published_row])
-    score = score_file(GEOMETRY3K, path, options).score
+    score = score_predictions_file(GEOMETRY3K, path, options).score
     assert score["data_set"] == {"sources": ["geometry3k"], "splits": ["test"], "problems": 1}
     write_lines(path, [published_row, user_row])
-    score = score_file(GEOMETRY3K, path, options).score
+    score = score_predictions_file(GEOMETRY3K, path, options).score
     assert score["data_set"]["sources"] == ["geometry3k", "mine"]
 
 
@@ -88,24 +93,24 @@ def test_wilson_interval_has_the_published_values(subtests: pytest.Subtests) -> 
     ]
     for correct, total, low, high in cases:
         with subtests.test(f"{correct}"):
-            assert wilson(correct, total) == pytest.approx((low, high), abs=5e-5)
+            assert wilson_interval(correct, total) == pytest.approx((low, high), abs=5e-5)
     # exact at the ends
-    assert wilson(0, 7)[0] == 0.0
-    assert wilson(7, 7)[1] == 1.0
-    low, high = wilson(3, 10)
-    assert wilson(7, 10) == pytest.approx((1 - high, 1 - low))
+    assert wilson_interval(0, 7)[0] == 0.0
+    assert wilson_interval(7, 7)[1] == 1.0
+    low, high = wilson_interval(3, 10)
+    assert wilson_interval(7, 10) == pytest.approx((1 - high, 1 - low))
 
 
 def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     # McNemar's test is the exact binomial one.
-    assert mcnemar(5, 5) == mcnemar(0, 0) == 1.0
-    assert mcnemar(0, 10) == pytest.approx(2 / 1024)
-    assert mcnemar(1, 8) == mcnemar(8, 1) == pytest.approx(20 / 512)
+    assert mcnemar_p(5, 5) == mcnemar_p(0, 0) == 1.0
+    assert mcnemar_p(0, 10) == pytest.approx(2 / 1024)
+    assert mcnemar_p(1, 8) == mcnemar_p(8, 1) == pytest.approx(20 / 512)
     assert sign_flips([0.0, 0.0]) == sign_flips([1.0, -1.0]) == 1.0
     assert sign_flips([0.1, 0.2, 0.3]) == 2 / 8, "all plus and all minus"
     assert sign_flips([0.1, 0.2, -0.3]) == 1.0
     assert sign_flips([1.0, 2.0, -1.0]) == 6 / 8
-    assert 0 < mcnemar(2000, 2400) < 1e-8
+    assert 0 < mcnemar_p(2000, 2400) < 1e-8
     # pass@k is the unbiased estimate.
     assert pass_at(1, 4, 1) == pytest.approx(0.25)
     assert pass_at(2, 4, 1) == pytest.approx(0.5)
@@ -114,7 +119,11 @@ def test_the_tests_of_a_difference_are_those_of_the_textbook() -> None:
     assert pass_at(3, 4, 0) == 0.0
     # The bootstrap repeats; the normal approximation gives 0.3 -+ 0.09.
     values = [0.0] * 70 + [1.0] * 30
-    assert bootstrap(values) == bootstrap(values) == pytest.approx((0.21, 0.39), abs=0.02)
+    assert (
+        bootstrap_interval(values)
+        == bootstrap_interval(values)
+        == pytest.approx((0.21, 0.39), abs=0.02)
+    )
 
 
 def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
@@ -124,8 +133,8 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     for pid, digits in digits_by_pid.items():
         for sample, digit in enumerate(digits):
             grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
-            graded.append(Graded(pid, grade, sample=sample))
-    score = aggregate(graded)
+            graded.append(GradedAnswer(pid, grade, sample=sample))
+    score = count_right_answers(graded)
     assert score["correct"] == 6
     assert score["total"] == 12
     samples = score["samples"]
@@ -140,7 +149,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
     assert samples["avg@4"]["interval_95"] == [0.0, 1.0]
     # Solved or not: 2 of 3 problems, for which a bootstrap of three values has nothing to say.
     assert samples["pass@4"]["interval"] == "wilson"
-    assert samples["pass@4"]["interval_95"] == list(wilson(2, 3))
+    assert samples["pass@4"]["interval_95"] == list(wilson_interval(2, 3))
     # Twelve answers to three problems are as sure as three answers, not as twelve.
     low, high = score["wilson_95"]
     assert high - low > 0.7
@@ -153,7 +162,7 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
             tagged_row = prediction("1", "<answer>5</answer>")
             boxed_row = prediction("2", r"\boxed{5}")
             file = write_lines(folder / "predictions.jsonl", [tagged_row, boxed_row])
-            score, _ = score_file(BENCHMARK, file, GraderOptions())
+            score, _ = score_predictions_file(BENCHMARK, file, GraderOptions())
             assert score["correct"] == 1
             assert score["rules"] == {"rounding": False}
             fields = {
@@ -163,10 +172,10 @@ def test_an_answer_in_tags_counts_where_the_prompts_asked_for_them(case: Case) -
                 prompt_key: "{problem} Put it in <answer> </answer>.",
             }
             (folder / "fingerprint.json").write_text(json.dumps({"fields": fields}))
-            scored = score_file(BENCHMARK, file, GraderOptions())
+            scored = score_predictions_file(BENCHMARK, file, GraderOptions())
             assert scored.score["correct"] == 2
             assert scored.score["rules"]["answer_tags"]
-            assert "in <answer> tags too" in table(scored)
+            assert "in <answer> tags too" in format_score(scored)
 
 
 def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
@@ -174,21 +183,26 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
     length = {"goal": ["Length"]}
     circle_angle = {"goal": ["Angle"], "family": ["circle"]}
     graded = [
-        Graded("a", RowGrade("correct", "5", "same_number", circle_angle), 10),
-        Graded("b", RowGrade("correct", "6", "same_number", length), 20),
-        Graded("c", RowGrade("wrong", "7", "different_number", angle), 40),
-        Graded("d", RowGrade("unparseable", None, "no_box", angle), 50),
-        Graded("e", RowGrade("failed", None, "broken", angle)),
-        Graded("f", RowGrade("wrong", "1", "gold_not_read")),
+        GradedAnswer("a", RowGrade("correct", "5", "same_number", circle_angle), 10),
+        GradedAnswer("b", RowGrade("correct", "6", "same_number", length), 20),
+        GradedAnswer("c", RowGrade("wrong", "7", "different_number", angle), 40),
+        GradedAnswer("d", RowGrade("unparseable", None, "no_box", angle), 50),
+        GradedAnswer("e", RowGrade("failed", None, "broken", angle)),
+        GradedAnswer("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
-    score = aggregate(graded)
+    score = count_right_answers(graded)
     assert score["correct"] == 2
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
-    assert score["wilson_95"] == list(wilson(2, 6))
+    assert score["wilson_95"] == list(wilson_interval(2, 6))
     assert counts(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
-        "circle": {"correct": 1, "total": 1, "accuracy": 1.0, "wilson_95": list(wilson(1, 1))}
+        "circle": {
+            "correct": 1,
+            "total": 1,
+            "accuracy": 1.0,
+            "wilson_95": list(wilson_interval(1, 1)),
+        }
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
 
@@ -213,7 +227,7 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
         ),
     ]
     path = write_lines(tmp_path / "p.jsonl", rows)
-    scored = score_file(BENCHMARK, path, GraderOptions())
+    scored = score_predictions_file(BENCHMARK, path, GraderOptions())
     score: Any = scored.score
     verdicts = [item["verdict"] for item in score["items"]]
     assert verdicts == ["correct", "correct", "wrong", "failed"]
@@ -232,15 +246,15 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score["tokens"]["wrong"]["mean"] == 10.0
     assert score["truncated"]["count"] == 1
     assert score["truncated"]["total"] == 3
-    rounded = score_file(BENCHMARK, path, GraderOptions(rounding=True))
+    rounded = score_predictions_file(BENCHMARK, path, GraderOptions(rounding=True))
     assert rounded.score["correct"] == 3
-    printed_table = table(scored)
+    printed_table = format_score(scored)
     assert "2/4" in printed_table
     assert "1 problem not asked" in printed_table
     assert "1 answer cut off" in printed_table
     assert printed_table.startswith("geometry3k: ")
     photos = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
-    own_table = table(score_file(BENCHMARK, photos, GraderOptions()))
+    own_table = format_score(score_predictions_file(BENCHMARK, photos, GraderOptions()))
     assert own_table.startswith("photos: ")
     assert "finish_reason" in printed_table, "one value says nothing"
     assert "finish_reason" not in own_table, "one value says nothing"
@@ -503,7 +517,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)
     problems = GEOMETRY3K.load(options).problems
     samples = [AnswerSample(problem, number) for problem in problems for number in range(2)]
-    rows = answer(Guess(), samples, seed=0, system_prompt=None)
+    rows = answer_batch(Guess(), samples, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
     logged = figures(GEOMETRY3K, rows)
     assert logged["geometry3k_accuracy"] == score["accuracy"]
@@ -533,7 +547,7 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     samples = [AnswerSample(problem, number=0) for problem in problems]
     rows_of_two = []
     for rank in range(2):
-        rows_of_two += answer(Guess(), samples[rank::2], seed=0, system_prompt=None)
-    rows_of_one = answer(Guess(), samples, seed=0, system_prompt=None)
+        rows_of_two += answer_batch(Guess(), samples[rank::2], seed=0, system_prompt=None)
+    rows_of_one = answer_batch(Guess(), samples, seed=0, system_prompt=None)
     assert figures(MATHVISTA, rows_of_two) == figures(MATHVISTA, rows_of_one)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, rows_of_two)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adora_vl.evals import benchmark as benchmarks
-from adora_vl.evals.benchmark import NAMES, find_benchmark
+from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.utils.errors import UserError
 from tests.support.paths import REPOSITORY
 
@@ -20,8 +20,8 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
     script = (
         "import sys\n"
         "import adora_vl.evaluation, adora_vl.record.summary, adora_vl.report.compare\n"
-        "from adora_vl.evals.benchmark import NAMES, find_benchmark\n"
-        "print(*(find_benchmark(name).name for name in NAMES))\n"
+        "from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark\n"
+        "print(*(find_benchmark(name).name for name in BENCHMARK_NAMES))\n"
         "print(*{'eval', 'data_prep'} & sys.modules.keys())\n"
     )
     done = subprocess.run(
@@ -34,7 +34,7 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [" ".join(NAMES), ""]
+    assert done.stdout.splitlines() == [" ".join(BENCHMARK_NAMES), ""]
 
 
 def test_no_file_of_the_package_imports_these_names() -> None:
@@ -53,6 +53,6 @@ def test_no_file_of_the_package_imports_these_names() -> None:
 
 
 def test_a_missing_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(benchmarks, "BENCHMARK_FILES", tmp_path)
+    monkeypatch.setattr(benchmarks, "BENCHMARK_FOLDER", tmp_path)
     with pytest.raises(UserError, match=r"there is no mathvista\.py in .*; install adora-vl again"):
         find_benchmark("mathvista")

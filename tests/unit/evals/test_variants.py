@@ -7,8 +7,8 @@ import pytest
 
 from adora_vl.evals import variants
 from adora_vl.evals.options import DataOptions
-from adora_vl.evals.records import Graded, LoadedProblems, RowGrade
-from adora_vl.evals.variants import parse_variant_id, variant_lines, with_variants
+from adora_vl.evals.records import GradedAnswer, LoadedProblems, RowGrade
+from adora_vl.evals.variants import add_variants, parse_variant_id, variant_lines
 from adora_vl.utils.errors import UserError
 
 
@@ -19,9 +19,9 @@ class Named:
         self.pid = pid
 
 
-def graded(pid: str, right: int) -> Graded:
+def graded(pid: str, right: int) -> GradedAnswer:
     """A right or a wrong answer."""
-    return Graded(pid, RowGrade("correct" if right else "wrong", None, ""))
+    return GradedAnswer(pid, RowGrade("correct" if right else "wrong", None, ""))
 
 
 def loaded(*pids: str) -> LoadedProblems:
@@ -41,18 +41,18 @@ def test_the_first_variants_of_the_problems_are_asked_too(
 ) -> None:
     options = DataOptions(data=str(tmp_path / "geo"), split="test")
     with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
-        with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
+        add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
     (tmp_path / "geo-variants").mkdir()
     varied = loaded("a~1", "a~2", "a~3", "b~1", "c~1", "d")
     monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: varied)
-    both = with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
+    both = add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
     assert [problem.pid for problem in both.problems] == ["a", "b", "a~1", "a~2", "b~1"]
     assert (
         both.data_hash
-        != with_variants(loaded("a", "b"), options, prompt=None, n_per_problem=1).data_hash
+        != add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=1).data_hash
     )
     with pytest.raises(UserError, match="has no variant of these problems"):
-        with_variants(loaded("x"), options, prompt=None, n_per_problem=2)
+        add_variants(loaded("x"), options, prompt=None, n_per_problem=2)
 
 
 def test_originals_and_variants_are_compared_problem_by_problem() -> None:

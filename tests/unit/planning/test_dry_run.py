@@ -32,7 +32,7 @@ from adora_vl.planning.plan import make_plan
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from tests.support.recipes import CONFIGS, PAIRS
+from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
@@ -67,7 +67,7 @@ def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
     tmp_path, capsys, data, subtests
 ):
     """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
-    for name in PAIRS:
+    for name in ACCELERATE_CONFIG_BY_RECIPE:
         with subtests.test(name):
             (tmp_path / name).mkdir()
             _check_config(name, tmp_path / name, capsys, data)
@@ -81,7 +81,10 @@ def _check_config(name, tmp_path, capsys, data):
         "--json",
         str(tmp_path / "d.json"),
     ]
-    words += ["--accelerate-config", str(CONFIGS / "accelerate" / f"{PAIRS[name]}.yaml")]
+    words += [
+        "--accelerate-config",
+        str(CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"),
+    ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(tmp_path / "runs")]
     if name in DRAWN:

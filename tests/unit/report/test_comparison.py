@@ -6,9 +6,15 @@ from typing import Any
 
 import pytest
 
-from adora_vl.evals.records import Graded, RowGrade
-from adora_vl.evals.scoring.score import aggregate, verdict_of
-from adora_vl.evals.scoring.statistics import bootstrap, paired_t, student_95, welch, wilson
+from adora_vl.evals.records import GradedAnswer, RowGrade
+from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.statistics import (
+    bootstrap_interval,
+    paired_t_interval,
+    student_quantile,
+    welch_interval,
+    wilson_interval,
+)
 from adora_vl.report.__main__ import main
 from adora_vl.report.compare import main as gain
 from adora_vl.report.compare_runs import at_budget, between_seeds
@@ -60,9 +66,15 @@ def run(
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     if right is not None:
-        graded = [Graded(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)]
+        graded = [
+            GradedAnswer(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)
+        ]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-        score = aggregate(graded) | {"benchmark": "geometry3k", "rules": {}, "items": items}
+        score = count_right_answers(graded) | {
+            "benchmark": "geometry3k",
+            "rules": {},
+            "items": items,
+        }
         (folder / "eval").mkdir()
         (folder / "eval" / "score.json").write_text(json.dumps(score))
     return str(folder)
@@ -75,11 +87,11 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 def test_intervals_of_differences_are_those_computed_by_hand():
     # differences 1, 2, 3: mean 2, standard deviation 1, so 2 +- 4.303 / sqrt(3)
-    assert paired_t([1, 2, 3]) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
+    assert paired_t_interval([1, 2, 3]) == pytest.approx((2 - 2.4843, 2 + 2.4843), abs=1e-3)
     # equal variances of 1 with 3 values each: df = 4, so 3 +- 2.776 * sqrt(2 / 3)
-    assert welch([1, 2, 3], [4, 5, 6]) == pytest.approx((3 - 2.2666, 3 + 2.2666), abs=1e-3)
-    assert welch([1, 1], [2, 2]) == (1, 1)
-    assert [student_95(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
+    assert welch_interval([1, 2, 3], [4, 5, 6]) == pytest.approx((3 - 2.2666, 3 + 2.2666), abs=1e-3)
+    assert welch_interval([1, 1], [2, 2]) == (1, 1)
+    assert [student_quantile(df) for df in (1, 2.9, 30, 1000)] == [12.706, 4.303, 2.042, 2.042]
 
 
 def test_seeds_are_paired_where_they_are_the_same():
@@ -285,7 +297,7 @@ def score_file(path: Path, right: str, **fields: Any) -> str:
     answer.
     """
     graded = [
-        Graded(
+        GradedAnswer(
             str(number),
             RowGrade(
                 verdict_of(hit == "1"),
@@ -302,14 +314,16 @@ def score_file(path: Path, right: str, **fields: Any) -> str:
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(
         json.dumps(
-            aggregate(graded) | {"benchmark": BENCHMARK.name, "rules": {}, "items": items} | fields
+            count_right_answers(graded)
+            | {"benchmark": BENCHMARK.name, "rules": {}, "items": items}
+            | fields
         )
     )
     return str(path)
 
 
 def interval(correct: int, total: int) -> str:
-    low, high = wilson(correct, total)
+    low, high = wilson_interval(correct, total)
     return f"{100 * correct / total:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
 
 
@@ -332,7 +346,7 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
             rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
         ]
         assert columns == sorted(columns), name
-    low, high = bootstrap([0.0, -1.0] * 9 + [1.0, 0.0])
+    low, high = bootstrap_interval([0.0, -1.0] * 9 + [1.0, 0.0])
     assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
         lines
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.advantage.adora import Adora
-from adora_vl.evals.records import Graded, RowGrade
+from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.steps import step_figures, step_lines
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
@@ -242,7 +242,7 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
         for number, text in enumerate([GOOD, FALSE, BARE])
     ]
     rows.append({"pid": "3", "response": GOOD})
-    graded = [Graded(row["pid"], RowGrade("correct", None, "")) for row in rows]
+    graded = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
     figures = step_figures(rows, graded)
     assert figures is not None
     assert figures["answers"] == 3
@@ -251,7 +251,7 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
     assert figures["lucky"]["count"] == 2
     assert "right by luck: 66.7 % " in step_lines(figures)[2]
     assert step_figures(rows[3:], graded[3:]) is None
-    wrong = [Graded("0", RowGrade("wrong", None, ""))]
+    wrong = [GradedAnswer("0", RowGrade("wrong", None, ""))]
     figures = step_figures(rows[:1], wrong)
     assert figures is not None
     assert step_lines(figures)[2] == "right by luck: no answer is right"
