@@ -86,8 +86,7 @@ def secant(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that one figure is inscribed in another, as `InscribedIn(Triangle(A, B, C), Circle(O))`
-    does.
+    """Say that one figure is inscribed in another: `InscribedIn(Triangle(A, B, C), Circle(O))`.
 
     A circle in a shape touches all its sides. A shape in a circle has all its corners on it. The
     shape itself is yielded as a term, since its kind says more: a square has right angles.

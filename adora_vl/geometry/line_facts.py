@@ -98,8 +98,7 @@ def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line halves a segment or an angle, as `BisectsAngle(Line(B, D), Angle(A, B, C))`
-    does.
+    """Say that a line halves a segment or an angle: `BisectsAngle(Line(B, D), Angle(A, B, C))`.
 
     A segment is halved where the line meets it. An angle may be named by three points, by its
     corner alone, or by a triangle in which the line begins at one corner.

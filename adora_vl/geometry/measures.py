@@ -168,8 +168,7 @@ class Measures:
         raise UnreadError(f"{term} is no segment")
 
     def length_of(self, term: Term) -> Quantity:
-        """Return the quantity of a term `LengthOf(...)`, whose argument is a segment, an arc or a
-        measure.
+        """Return the quantity of `LengthOf(...)`, whose argument is a segment, an arc or a measure.
 
         The length of an arc is its angle at the centre, in radians, times the radius.
         """
@@ -412,8 +411,7 @@ class Measures:
     # Areas and perimeters
 
     def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon for the head `PerimeterOf`, and its area for any other
-        head.
+        """Return the perimeter of a polygon for the head `PerimeterOf`, its area for any other head.
 
         `names` are the corners in the order round the polygon.
         """

@@ -82,9 +82,7 @@ def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str
 
 
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two opposite sides of a trapezoid are parallel: those that the facts or the picture
-    show.
-    """
+    """Say that two opposite sides are parallel: those that the facts or the picture show."""
     a, b, c, d = require_four(
         measures.drawing.with_base_first(require_four(measures.drawing.corners_of_shape(term)))
     )
@@ -188,8 +186,7 @@ def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Ite
 
 
 def similar(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that shapes are similar or congruent, as `Similar(Triangle(A, B, C), Triangle(D, E, F))`
-    does.
+    """Say that shapes are similar or congruent: `Similar(Triangle(A, B, C), Triangle(D, E, F))`.
 
     Congruent circles have one radius, congruent angles and arcs one size, congruent lines one
     length. Polygons without names are the two in the picture that are most alike.
@@ -267,8 +264,7 @@ def _equal_angles_at_corner(
 
 
 def diagonal(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say what the shape says of which a segment is a diagonal: `IsDiagonalOf(Line(A, C),
-    Square(...))`.
+    """Say what a shape says, given one of its diagonals: `IsDiagonalOf(Line(A, C), Square(...))`.
 
     That a segment is a diagonal says nothing more by itself. So the shape is yielded as a term
     alone.

@@ -107,8 +107,7 @@ _HEADS_WITHOUT_RELATIONS = (
 
 
 def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Yield the relations that a fact says, in primitives: equal quantities, parallel lines and the
-    like.
+    """Yield what a fact says as relations: equal quantities, parallel lines and the like.
 
     `term` is the fact, and `measures` makes its quantities. Raises `UnreadError` for a fact that is
     not known.

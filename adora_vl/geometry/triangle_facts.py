@@ -111,8 +111,7 @@ def foot_relations(
 def _foot_relation(
     line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
 ) -> Relation:
-    """Say that the foot of a line is the middle of a base, or that the line is perpendicular to the
-    base.
+    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it.
 
     `foot_point` is the end of the line on the base, and `base` has the two points beside it.
     """
@@ -122,8 +121,7 @@ def _foot_relation(
 
 
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the mean of the corners, as `IsCentroidOf(Point(G), Triangle(A, B, C))`
-    does.
+    """Say that a point is the mean of the corners: `IsCentroidOf(Point(G), Triangle(A, B, C))`.
 
     A drawn line from a corner through the point ends at the midpoint of the opposite side.
     """
