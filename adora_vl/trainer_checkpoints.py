@@ -45,7 +45,7 @@ class CheckpointedTrainer(TrainerParts):
             """Write all parts into the folder, and return the facts for its manifest."""
             stock_save(model, trial)
             self.moving_reference.save(folder)
-            completions_table = trackers.to_json(self._logs)
+            completions_table = trackers.table_to_json(self._logs)
             self.pool.save(folder)
             # TRL's buffer, unless this package cuts generations into micro-batches itself.
             micro_batches: list[Batch] | None = self._buffered_inputs
@@ -168,7 +168,7 @@ class CheckpointedTrainer(TrainerParts):
             self._present_generation = PresentGeneration(
                 first_micro_step=self._first_micro_step, micro_batches=unfinished.micro_batches
             )
-            trackers.from_json(unfinished.table, self._logs)
+            trackers.restore_table(unfinished.table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 
