@@ -24,7 +24,7 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from data_prep.survey import survey, whole_prompt
-from eval.command import parse as parse_evaluation
+from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from tests.support.checkpoints import write_checkpoint

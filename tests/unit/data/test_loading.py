@@ -30,7 +30,7 @@ from adora_vl.record.manifest import describe_run, run_manifest
 from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
-from eval.command import parse as parse_evaluation
+from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from tests.support.row_order import ids_of_epochs
 from tests.support.user_tables import convert, with_images, write_jsonl

@@ -41,7 +41,7 @@ from adora_vl.record.card import model_card
 from adora_vl.record.manifest import describe_run
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
-from eval.command import parse as parse_evaluation
+from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from tests.support.benchmark_data import (
     mathvista_rows,
