@@ -194,7 +194,7 @@ def train(cli_args: CliArgs) -> int:
     """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
     from adora_vl.checkpoint.writer import delete_aside
-    from adora_vl.record.manifest import end_manifest, failure_noted
+    from adora_vl.record.manifest import end_manifest, noting_failure
 
     run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
@@ -216,7 +216,7 @@ def train(cli_args: CliArgs) -> int:
         if is_main:
             note_stop(trainer.manifest, output_dir, trainer.state.global_step)
     else:
-        with failure_noted(
+        with noting_failure(
             trainer.manifest,
             output_dir=output_dir,
             steps=lambda: trainer.state.global_step,

@@ -107,6 +107,7 @@ def fingerprint(
     sharding: str = "none",
     code_hashes: Mapping[str, str] | None = None,
     left_out: Sequence[str] = (),
+    has_tools: bool = False,
 ) -> Fingerprint:
     """Return everything that influences the steps of a run, as text by name.
 
@@ -122,10 +123,11 @@ def fingerprint(
         code_hashes: A hash of each file of the user's code, by a name that begins with what the
             code is for, such as `tool my_tools.py`.
         left_out: The ids of rows that are not trained on.
+        has_tools: Whether Python code has passed tools beside those of the config keys.
     """
     values = _values_by_dotted_key(settings)
     has_user_tools = any(name.startswith("tool ") for name in code_hashes or ())
-    ignored_keys = _ignored_keys(values, has_user_tools=has_user_tools)
+    ignored_keys = _ignored_keys(values, has_further_tools=has_tools or has_user_tools)
     text_by_name: dict[str, str] = {}
     for key, value in values.items():
         top_key = key.partition(".")[0]
@@ -165,10 +167,11 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
     return values
 
 
-def _ignored_keys(values: Mapping[str, Any], *, has_user_tools: bool) -> set[str]:
+def _ignored_keys(values: Mapping[str, Any], *, has_further_tools: bool) -> set[str]:
     """Return the keys that do not influence the steps of a run with these values.
 
-    `has_user_tools`: whether the run has tools from a file of the user's.
+    `has_further_tools`: whether the run has tools that the key `tools` does not name: methods of an
+    environment, or tools that Python code has passed.
     """
     ignored = set(_IGNORED_KEYS)
     # The length of a run matters if something depends on its last step.
@@ -181,7 +184,7 @@ def _ignored_keys(values: Mapping[str, Any], *, has_user_tools: bool) -> set[str
         ignored.add("adora_rollouts.ahead")
     if not values.get("environment_factory"):
         ignored.add("environment_factory")
-    if not values.get("tools") and not has_user_tools:
+    if not values.get("tools") and not has_further_tools:
         ignored |= _TOOL_KEYS
     if values.get("adora_rollouts.budget") is None:
         ignored |= _BUDGET_KEYS

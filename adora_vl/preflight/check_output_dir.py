@@ -78,6 +78,7 @@ def fingerprint_of(
     if script is None:
         # Objects of Python code are known by their content.
         data_ids = [python_inputs.identity_of_rows(data.train)]
+        python_settings["reward_funcs"] = python_inputs.rewards_text(request.rewards)
         if source.peft_config is not None:
             python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
         if model.four_bit:
@@ -94,6 +95,7 @@ def fingerprint_of(
         sharding=context.sharding.name if context.dry_run else sharding_of(request.config),
         code_hashes=code_hashes,
         left_out=data.left_out,
+        has_tools=bool(request.tools),
     )
     if model.adapters:
         result["model"] = hash_of(model.adapters, result["model"])

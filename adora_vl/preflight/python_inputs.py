@@ -26,8 +26,11 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
+from adora_vl.rewards.judge import without_address
+from adora_vl.utils.cli import plain
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_own, source_hash
+from adora_vl.utils.secrets import masked
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -99,6 +102,22 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
         hashes=hashes,
         from_python=frozenset(own_entries),
     )
+
+
+def rewards_text(reward_funcs: object) -> str:
+    """Return the entries of `reward_funcs` in their order as JSON, for a fingerprint.
+
+    Options of an entry count, but not the address of a judge, which may change in the middle of a
+    run. A function or a model is there by its name: `RewardSet.hashes` has its content.
+    """
+    requests = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    entries: list[object] = []
+    for request in requests:
+        if isinstance(request, Mapping | str) or request is None:
+            entries.append(without_address(masked(plain(request))))
+        else:
+            entries.append(function_name(request))
+    return json.dumps(entries, default=str)
 
 
 def _is_entry_of_key(request: object) -> bool:

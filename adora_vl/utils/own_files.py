@@ -8,6 +8,7 @@ import faulthandler
 import hashlib
 import importlib.util
 import inspect
+import json
 import os
 import signal
 import sys
@@ -16,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -79,8 +80,10 @@ def source_hash(function: Any) -> str:
     """Return a hash of a function's source text, by which a changed function is known.
 
     It is not of the whole file, since that may be the script that also says how long to train. For
-    what has no source, such as a builtin function, it is a hash of the name.
+    what has no source, such as a builtin function, it is a hash of the name. The values that are
+    bound to the function (`_bound_values`) count too.
     """
+    bound_values = _bound_values(function)
     while isinstance(function, partial):
         function = function.func
     text = function_name(function)
@@ -89,7 +92,47 @@ def source_hash(function: Any) -> str:
     definition = function if has_definition else type(function)
     with suppress(OSError, TypeError):
         text = inspect.getsource(definition)
+    if bound_values:
+        # A value that refers to itself has no text.
+        with suppress(ValueError, RecursionError):
+            text += json.dumps(bound_values, default=_type_name, skipkeys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _bound_values(function: object) -> list[object]:
+    """Return the values that decide what a function does, and that its source does not show.
+
+    They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
+    the variables of the function around it that are plain. Whatever else an object has may change
+    while the run goes on, such as a count of its calls.
+    """
+    values: list[object] = []
+    while isinstance(function, partial):
+        values += [*function.args, *sorted(function.keywords.items())]
+        function = function.func
+
+    # An object with `__call__`. What is not frozen may change, and a class itself has no values.
+    if is_dataclass(function) and not isinstance(function, type):
+        parameters = getattr(function, "__dataclass_params__", None)
+        if getattr(parameters, "frozen", False):
+            for field in fields(function):
+                values.append([field.name, getattr(function, field.name)])
+
+    # Python keeps the variables of the function around in cells, in the order of their names.
+    code = getattr(function, "__code__", None)
+    names = getattr(code, "co_freevars", ())
+    cells = getattr(function, "__closure__", None) or ()
+    for name, cell in zip(names, cells, strict=True):
+        # A variable that has no value yet has an empty cell, which raises when it is read.
+        with suppress(ValueError):
+            if isinstance(cell.cell_contents, str | int | float):
+                values.append([name, cell.cell_contents])
+    return values
+
+
+def _type_name(value: object) -> str:
+    """Return the name of the type of a value that has no plain text, for `json.dumps`."""
+    return type(value).__qualname__
 
 
 def search_files_beside(config: Path | None) -> None:

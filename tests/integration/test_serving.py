@@ -15,7 +15,7 @@ from trl import ModelConfig
 from adora_vl.data.context_limit import served_length
 from adora_vl.models.four_bit import four_bit_folder
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.rollout import turns
 from adora_vl.rollout.server import Server
 from adora_vl.rollout.server_pool import ServerPool
@@ -71,7 +71,9 @@ def file_sync_keys(server, **changed):
 
 def read_drifts(out):
     """Return the drift of each step, in nats per token."""
-    return [step["adora/drift"] for step in read_metrics(out / METRICS) if "adora/drift" in step]
+    return [
+        step["adora/drift"] for step in read_metrics(out / METRICS_FILE) if "adora/drift" in step
+    ]
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
@@ -142,7 +144,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
         megabytes_sent.append(
             max(
                 step["adora/sync_mb"]
-                for step in read_metrics(out / METRICS)
+                for step in read_metrics(out / METRICS_FILE)
                 if "adora/sync_mb" in step
             )
         )
@@ -199,7 +201,9 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
         fresh_server, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4
     )
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
-    steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
+    steps = [
+        step for step in read_metrics(tmp_path / "out" / METRICS_FILE) if "adora/drift" in step
+    ]
     assert len(steps) == 4
     assert max(step["adora/drift"] for step in steps) < ROUNDING_DRIFT
     policy_gaps = [step["sampling/sampling_logp_difference/mean"] for step in steps]

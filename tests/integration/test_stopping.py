@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
 from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
 from tests.support.terminal import RunningCommand
 from tests.support.weights import mean_difference
@@ -203,7 +203,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
             seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
         checkpoint = newest_valid(out)[0]
-        last_logged_step = read_metrics(out / METRICS)[-1]["step"]
+        last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
             machines.wait_for_step(script, out, max(last_logged_step + 1, first_saved_step))

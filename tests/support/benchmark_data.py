@@ -15,7 +15,7 @@ from adora_vl.data.images import png_bytes
 from adora_vl.evals.records import Benchmark
 from adora_vl.synthetic.generate import generate
 from eval.command import main
-from eval.mathverse import TEXT_ONLY, VERSIONS
+from eval.mathverse import PROBLEM_VERSIONS, TEXT_ONLY
 from eval.mathvista import build_query
 
 
@@ -277,7 +277,9 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
     return folder
 
 
-def mathverse_rows(count: int = 5, versions: Sequence[str] = VERSIONS[:5]) -> list[dict[str, Any]]:
+def mathverse_rows(
+    count: int = 5, versions: Sequence[str] = PROBLEM_VERSIONS[:5]
+) -> list[dict[str, Any]]:
     """Problems in turn multiple choice and free form, each in the next of `versions`."""
     rows = []
     for problem in _draw_problems(count):

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
@@ -157,7 +157,7 @@ class TwoMachines:
         A run that ends or hangs before it fails the test.
         """
         end = time.monotonic() + _DEADLINE_S
-        while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS)):
+        while not any(line["step"] >= step for line in read_metrics(output_dir / METRICS_FILE)):
             assert script.poll() is None, f"ended with {script.returncode}:\n{self.output[-5000:]}"
             assert time.monotonic() < end, (
                 f"no step {step} within {_DEADLINE_S} s:\n{self.output[-3000:]}"

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
@@ -92,7 +92,7 @@ class RunningCommand:
             _ = self.output
 
     def wait_for_step(self, step: int) -> None:
-        file = self.output_dir / METRICS
+        file = self.output_dir / METRICS_FILE
         self.wait_until(
             lambda: any(line["step"] >= step for line in read_metrics(file)), f"step {step}"
         )

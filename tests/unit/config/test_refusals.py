@@ -158,10 +158,10 @@ def test_no_secret_of_a_config_is_in_a_file_a_tracker_or_an_error(tmp_path: Path
     manifest = run_manifest(
         script,
         config_with_secrets,
-        data=["d"],
-        rows=1,
+        data_folders=["d"],
+        row_count=1,
         fingerprint={},
-        plan="",
+        batch_plan="",
         processes=1,
         checkpoint=None,
         arguments=given,

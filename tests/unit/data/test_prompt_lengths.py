@@ -38,10 +38,10 @@ from adora_vl.models.load import PRETRAINED, load_config, load_processor
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
-from adora_vl.record.manifest import facts_of_run
+from adora_vl.record.manifest import describe_run
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
-from eval.command import parse as parse_evaluation
+from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from tests.support.benchmark_data import (
     mathvista_rows,
@@ -432,7 +432,7 @@ def test_rows_are_left_out_and_recorded(
     manifest = run.manifest()
     assert manifest["data"]["rows"] == 9
     assert manifest["data"]["overlong_rows_left_out"] == 3
-    assert "9 rows without 3 overlong ones" in facts_of_run(manifest)["data"]
+    assert "9 rows without 3 overlong ones" in describe_run(manifest)["data"]
     assert "| overlong_rows_left_out | 3 |" in model_card(manifest, [], 1)
     assert prepare(read(words)).fingerprint["rows left out"].startswith("3 (")
     capsys.readouterr()

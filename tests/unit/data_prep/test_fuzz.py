@@ -20,7 +20,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from data_prep.cli import parser as data_prep_parser
 from eval import compare
-from eval.command import build_parser, parse
+from eval.command import build_parser, parse_command
 from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.knights import BENCHMARK as KNIGHTS
@@ -226,7 +226,7 @@ def test_a_field_of_a_benchmarks_row(
 
 def load_only(benchmark: Any, words: list[str]) -> str | None:
     """The refusal of the data; None where they are taken."""
-    options = parse(words, benchmark).ask.data
+    options = parse_command(words, benchmark).ask.data
     try:
         benchmark.load(options)
     except UserError as error:

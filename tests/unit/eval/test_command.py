@@ -26,7 +26,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.command import main, parse
+from eval.command import main, parse_command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mmstar import BENCHMARK as MMSTAR
 
@@ -40,7 +40,7 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
     )
     words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
-    command: Any = parse(words, GEOMETRY3K)
+    command: Any = parse_command(words, GEOMETRY3K)
     options = command.ask
     assert options.model == "from/file"
     assert options.max_tokens == 7
@@ -49,21 +49,21 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert options.system_prompt is None
     assert command.score.rounding is True
     words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
-    command = parse(words, GEOMETRY3K)
+    command = parse_command(words, GEOMETRY3K)
     assert command.score.rounding is False
-    command = parse(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
+    command = parse_command(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
     assert command.score is None
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    options = parse(["infer", *NEEDED], GEOMETRY3K).ask
+    options = parse_command(["infer", *NEEDED], GEOMETRY3K).ask
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
     assert options.dtype == "auto"
     assert options.limit is None
     assert options.min_pixels is None
     assert options.max_pixels is None
-    without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
+    without = parse_command(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
     assert without.ask.system_prompt is None
 
 
@@ -118,9 +118,9 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
         with case(value) as folder:
             config = folder / "c.yaml"
             config.write_text(f"no_image: {value}\n")
-            command: Any = parse(["run", *NEEDED, "--config", str(config)], MMSTAR)
+            command: Any = parse_command(["run", *NEEDED, "--config", str(config)], MMSTAR)
             assert command.ask.data.no_image is without_image
-            command = parse(["run", *NEEDED, "--no-image"], MMSTAR)
+            command = parse_command(["run", *NEEDED, "--no-image"], MMSTAR)
             assert command.ask.data.no_image is True
 
 

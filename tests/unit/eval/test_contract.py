@@ -41,7 +41,7 @@ from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
-from eval.command import parse
+from eval.command import parse_command
 from eval.compare import main as compare
 from tests.support import benchmark_data as support
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
@@ -58,8 +58,8 @@ ANSWER_TEMPLATES = {
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     """Load the problems of a folder twice, and check that its hash stays the same."""
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    first_load = benchmark.load(parse(words, benchmark).ask.data)
-    second_load = benchmark.load(parse(words, benchmark).ask.data)
+    first_load = benchmark.load(parse_command(words, benchmark).ask.data)
+    second_load = benchmark.load(parse_command(words, benchmark).ask.data)
     assert first_load.data_hash == second_load.data_hash
     return first_load.problems
 
@@ -400,7 +400,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     pair: Any = Namespace(
         accelerator=Processes(num_processes=2),
         config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
-        policy=lambda: Namespace(name_or_path="x"),
+        policy=Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         engine=Namespace(greedy={}),
         processor="p",

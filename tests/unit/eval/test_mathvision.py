@@ -16,12 +16,12 @@ from adora_vl.evaluation import _load_tasks as task
 from eval.command import main
 from eval.mathvision import (
     BENCHMARK,
+    are_officially_equal,
     build_query,
     is_officially_right,
     official_answer,
-    officially_equal,
 )
-from eval.mathvision_value import latex_value
+from eval.mathvision_value import evaluate_latex
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, score_command, write_mathvision
 from tests.support.paths import SHARED_FOLDER
@@ -151,7 +151,9 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
     for answer, reference, equal in cases:
         with subtests.test(f"{answer} and {reference}"):
             assert (
-                officially_equal(answer, reference) is equal is officially_equal(reference, answer)
+                are_officially_equal(answer, reference)
+                is equal
+                is are_officially_equal(reference, answer)
             )
     assert is_officially_right("b", "B", ["1", "2"])
     assert is_officially_right("2", "B", ["1", "2"])
@@ -204,7 +206,7 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
     }
     for source, value in cases.items():
         with subtests.test(source[:40]):
-            number = latex_value(source)
+            number = evaluate_latex(source)
             assert (None if number is None else round(number, 2)) == value
 
 

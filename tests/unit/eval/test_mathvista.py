@@ -18,10 +18,10 @@ from eval.mathvista import (
     MathVistaScoreOptions,
     RuleSet,
     build_query,
+    build_question,
     compare_with_reference,
     edit_distance,
     official_choice,
-    question_of,
 )
 from tests.support import benchmark_data
 from tests.support.cases import Case
@@ -108,7 +108,7 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
             rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
             n_agreeing = 0
             for row in rows:
-                extraction = extract_by_rules(question_of(row)).text
+                extraction = extract_by_rules(build_question(row)).text
                 by_rules = compare_with_reference(row, extraction, "official")
                 by_stored = compare_with_reference(row, row["extraction"], "official")
                 n_agreeing += by_rules.is_right == by_stored.is_right

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models.load import PRETRAINED
 from eval.command import main
-from eval.mmstar import BENCHMARK, choices_of, is_officially_right
+from eval.mmstar import BENCHMARK, is_officially_right, read_choices
 from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, score_command, write_lines, write_mmstar
 from tests.support.paths import SHARED_FOLDER
@@ -79,9 +79,9 @@ def test_the_official_rule_looks_at_four_places(subtests):
 
 
 def test_options_are_read_out_of_the_question():
-    assert choices_of(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
-    assert choices_of("Which?\nA: 1, B: 2") == ["1", "2"]
-    assert choices_of("Which one?") == [""] * 4
+    assert read_choices(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
+    assert read_choices("Which?\nA: 1, B: 2") == ["1", "2"]
+    assert read_choices("Which one?") == [""] * 4
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):

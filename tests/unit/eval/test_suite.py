@@ -14,7 +14,7 @@ from eval.__main__ import main
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 
 BUILT: list[int] = []
-COLUMNS = suite.SUITES["reasoning"]
+COLUMNS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 
 
 class Says:

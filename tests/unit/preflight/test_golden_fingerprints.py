@@ -7,6 +7,9 @@ tests.unit.preflight.test_golden_fingerprints` stores those of today.
 
 import json
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -24,7 +27,7 @@ from adora_vl.config.schema import parse
 from adora_vl.models.check import lora_of
 from adora_vl.preflight.check_output_dir import fingerprint_of
 from adora_vl.preflight.facts import ResolvedRun
-from adora_vl.preflight.python_inputs import Datasets
+from adora_vl.preflight.python_inputs import Datasets, rewards_text
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare_on_paper
@@ -147,6 +150,61 @@ def written(by_name: dict[str, dict[str, str]]) -> str:
 @pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
     assert written(fingerprints()) == STORED.read_text()
+
+
+def brevity(completions: list[object], target: int = 10, **columns: object) -> list[float]:
+    """Reward an answer of at most so many characters."""
+    return [float(len(str(completion)) <= target) for completion in completions]
+
+
+def reward_around(bonus: float) -> Callable[..., list[float]]:
+    """Return a reward function that reads `bonus` from the function around it."""
+
+    def with_bonus(completions: list[object], **columns: object) -> list[float]:
+        return [bonus for _ in completions]
+
+    return with_bonus
+
+
+@dataclass(frozen=True)
+class Brevity:
+    """A reward with an option, as an object that is called."""
+
+    target: int
+
+    def __call__(self, completions: list[object], **columns: object) -> list[float]:
+        return brevity(completions, target=self.target)
+
+
+def test_a_run_from_python_is_another_one_with_any_other_reward():
+    """Otherwise it goes on with another reward than it began with, without a word."""
+    rewards = [
+        "accuracy",
+        "easyr1",
+        ["accuracy", "easyr1"],
+        ["easyr1", "accuracy"],
+        {"accuracy": {"rounding": True}},
+        brevity,
+        ["accuracy", brevity],
+        partial(brevity, target=5),
+        partial(brevity, target=6),
+        reward_around(0.5),
+        reward_around(1.0),
+        Brevity(5),
+        Brevity(6),
+    ]
+    texts = [json.dumps(of_python(rewards=reward), sort_keys=True) for reward in rewards]
+    assert len(set(texts)) == len(rewards)
+    assert texts[-1] == json.dumps(of_python(rewards=Brevity(6)), sort_keys=True)
+
+
+def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
+    texts = {
+        rewards_text([{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"])
+        for host in ("a", "b")
+    }
+    assert len(texts) == 1
+    assert rewards_text({"judge": {"model": "other"}}) not in texts
 
 
 if __name__ == "__main__":
