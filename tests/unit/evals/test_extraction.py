@@ -209,10 +209,10 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
     rows = [row(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
-    benchmark_data.scored(BENCHMARK, tmp_path, rows)  # by rules
+    benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
     earlier_score = score_file.read_bytes()
     judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    assert main(BENCHMARK, benchmark_data.to_score(tmp_path, rows, *judge)) == 2
+    assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
         f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"

@@ -506,7 +506,7 @@ def test_a_key_that_the_evaluated_model_refuses_is_named(data, tmp_path, serve, 
         "(HTTP 401: no (attempt 1)); set OPENAI_API_KEY to one that it takes"
     )
     assert not (tmp_path / "a").exists()
-    assert infer(data, tmp_path / "a", serve(lambda body, call: completion("5")).url) == 0
+    assert infer(data, tmp_path / "a", serve(lambda body, call: completion_reply("5")).url) == 0
 
 
 WRONG_OPTIONS = {
