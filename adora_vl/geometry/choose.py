@@ -145,6 +145,10 @@ def _choose_without_picture(
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     rival_values = _rival_values(alike, best, 1e-4)
     fixed = [solution for solution in alike if not is_goal_free(solution)]
+    if not rival_values and len(fixed) == len(alike):
+        neighbours = problem.neighbours(best, budget)
+        rivals = [solution for solution in neighbours if solution.faults <= best.faults]
+        rival_values = _rival_values(rivals, best, 1e-4)
     if len(fixed) < len(alike):
         if not rival_values and problem.goal_stays_when_pushed(best, budget):
             return Outcome(status="answered", value=best.value, solution=best, at_double_root=True)

@@ -36,6 +36,8 @@ _LETTER_STEPS = 25  # steps of the letters while the points are held
 _MAX_STEPS = 80
 _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count as none
 _MAX_FREE_SHARE = 1e-4  # share of its gradient with which a goal may move while the facts hold
+# How far from a figure the search for its neighbours begins, in shares of its size.
+_PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
 _MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
 _ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
 
@@ -46,12 +48,14 @@ class Freedom(NamedTuple):
     `share` is the part of the goal's gradient along movements that all relations allow, from 0
     (determined) to 1. `movement` is the one of these movements that changes the goal most.
     `min_slope` says how steep the equations are in the direction where they are flattest without
-    being flat; it is small at a double root, which no computer finds to many digits.
+    being flat, which is `flattest`; it is small at a double root, which no computer finds to many
+    digits.
     """
 
     share: float
     movement: Vector
     min_slope: float
+    flattest: Vector
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,17 +186,18 @@ class FigureProblem:
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
         steepness = float(np.linalg.norm(slope))
+        nowhere = np.zeros_like(state)
         # A goal that does not depend on the unknowns at all is fixed by every figure.
         if steepness < 1e-12:
-            return Freedom(share=0.0, movement=np.zeros_like(state), min_slope=1.0)
+            return Freedom(share=0.0, movement=nowhere, min_slope=1.0, flattest=nowhere)
         # Without any equation nothing holds the goal.
         if not len(jacobian):
-            return Freedom(share=1.0, movement=slope, min_slope=1.0)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
         scaled_jacobian = np.nan_to_num(jacobian * scales)
         try:
             _, sizes, directions = np.linalg.svd(scaled_jacobian, full_matrices=True)
         except np.linalg.LinAlgError:
-            return Freedom(share=1.0, movement=slope, min_slope=1.0)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK_TOLERANCE * largest).sum())
         min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
@@ -205,7 +210,8 @@ class FigureProblem:
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
         share = float(np.linalg.norm(shares)) / steepness
-        return Freedom(share=share, movement=movement, min_slope=min_slope)
+        flattest = directions[rank - 1] * scales if rank else nowhere
+        return Freedom(share=share, movement=movement, min_slope=min_slope, flattest=flattest)
 
     # Which figure
 
@@ -243,6 +249,27 @@ class FigureProblem:
     def _is_wholly_drawn(self) -> bool:
         """Tell whether the picture shows every point that has a line."""
         return bool(self.places) and all(name in self.places for name in self.drawing.neighbours)
+
+    def neighbours(self, solution: Solution, budget: Budget) -> list[Solution]:
+        """Return the figures that fulfil the relations near another one.
+
+        Two figures that are nearly the same, as a kite whose corner is a little under or over 90
+        degrees, lie beside each other where the equations are flattest, and all starts may lead to
+        the same of them. So this begins on both sides of a figure.
+        """
+        goal = self.system.goal_at(solution.state)
+        direction = self._freedom(solution.state, goal.slope).flattest
+        length = float(np.linalg.norm(direction))
+        if length == 0:
+            return []
+        neighbours: list[Solution] = []
+        for push in _PUSHES_TO_NEIGHBOURS:
+            pushed = solution.state + push * direction / length
+            state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
+            if residual <= MAX_RESIDUAL:
+                neighbour = self._solution_at(state, residual=residual, start=solution.start)
+                neighbours += [neighbour] if neighbour is not None else []
+        return neighbours
 
     def goal_stays_when_pushed(self, solution: Solution, budget: Budget) -> bool:
         """Tell whether the goal keeps its value when the figure is pushed along free movements.
