@@ -266,7 +266,7 @@ def test_a_generation_is_trls(tmp_path, case):
             trainer.context, trainer.images, fake_engine
         )
         trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
-    trainer._generate_single_turn = lambda *_: (completions, logps if has_engine else None)
+    trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
         for name, parameter in trainer.model.named_parameters():
