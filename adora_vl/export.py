@@ -113,8 +113,8 @@ def save_merged(
 ) -> bool:
     """Write a PEFT model with its adapter merged in, and the processor, into `folder`.
 
-    Nothing is written for a model without an adapter, which is whole already. Under ZeRO-3 and FSDP
-    the weights are divided among ranks, and a base in 4 bits would become a larger one: there
+    Nothing is written for a model without an adapter, which is whole already. Under ZeRO-3 the
+    weights are divided among ranks, and a base in 4 bits would become a larger one: there
     merging is left to the user (`python -m adora_vl.export`). The evaluators look for `folder`, so
     it is written whole or not at all. Afterwards the model has no adapter any more. Collective: all
     ranks call this together.
@@ -127,7 +127,7 @@ def save_merged(
 
     backend = DistributedBackend(accelerator)
     four_bit = getattr(model, "is_loaded_in_4bit", False)
-    if not is_peft_model(model) or backend.is_zero3 or backend.is_fsdp or four_bit:
+    if not is_peft_model(model) or backend.is_zero3 or four_bit:
         return False
     if accelerator.is_main_process:
         with replacing_folder(folder) as staged:

@@ -202,7 +202,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             record_base(self.model, run.model.merged)
             if run.config.gradient_checkpointing:
                 compute_branches_first(self.model)
-            if not self._dist.is_fsdp and not run.model.four_bit:
+            if not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, run.config.adora_freeze)
         return models

@@ -134,7 +134,7 @@ class CheckpointedTrainer(TrainerParts):
         model = self.model if model is None else model
         folder = Path(resume_from_checkpoint)
         has_whole_weights = any(folder.glob("*.safetensors"))
-        if has_whole_weights and not self._dist.is_fsdp:
+        if has_whole_weights:
             restore_weights(model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)

@@ -2,13 +2,13 @@
 after sleep.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
@@ -183,7 +183,7 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
     )
 
 
-def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
+def check_buffers(models: ModelsByRole) -> Check:
     """Check that rotary frequencies and other constants of the models have float32 precision.
 
     A model that is built in bfloat16 may have rounded them. `models`: policy and reference model by
@@ -210,8 +210,8 @@ def check_runner(pair: EnginePair) -> Check:
 class Examination(EngineProbe):
     """Compares engine and trainer, also after a weight was changed and after the engine has slept.
 
-    Collective: all ranks call every method together. `models`: returns policy and reference model
-    by name.
+    Collective: all ranks call every method together. `models`: the policy and the reference
+    model.
     """
 
     models: ModelsByRole = field(kw_only=True)
@@ -224,7 +224,7 @@ class Examination(EngineProbe):
         """
         check_name, remedy = (VISION, CACHES_REMEDY) if vision else (LANGUAGE, SYNC_REMEDY)
         lacks_images = vision and self.prompts.images is None
-        chosen = choose_parameter(self.pair.policy(), vision=vision)
+        chosen = choose_parameter(self.pair.policy, vision=vision)
         if chosen is None:
             reason = "there are none" if lacks_images else "nothing of it is trained"
             return skipped(check_name, f"{reason}: it cannot change")
@@ -319,7 +319,7 @@ class Examination(EngineProbe):
         `banned_ids`: tokens that are not considered.
         """
         pair = self.pair
-        policy = pair.policy()
+        policy = pair.policy
         batch = pair.collate(
             agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
@@ -370,7 +370,7 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
         _Step(
             names=(BUFFERS,),
             remedy=BUFFERS_REMEDY,
-            run=lambda: [check_buffers(examination.models())],
+            run=lambda: [check_buffers(examination.models)],
         ),
         _Step(
             names=(RUNNER,),
@@ -476,7 +476,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
 
         Args:
             pair: The engine and the policy.
-            models: Returns policy and reference model by name.
+            models: The policy and the reference model.
             rows: How many rows of the data set each rank makes prompts of.
         """
         self.pair = pair

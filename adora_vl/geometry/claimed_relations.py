@@ -78,76 +78,78 @@ class RelationReader:
 
         A relation that can mean several things comes in several ways, each a tuple of relations.
         """
-        repeats_subjects = self.sides.word(start) == "and" and bool(self.subjects)
+        repeats_subjects = self.sides.word_at(start) == "and" and bool(self.subjects)
         if repeats_subjects:
             subjects = self.subjects
             verb = start + 1
         else:
-            subjects_and_end = self._nouns(start)
+            subjects_and_end = self._read_subjects(start)
             if subjects_and_end is None:
                 return None
             subjects, verb = subjects_and_end
         try:
-            result = self._predicate(subjects, verb)
+            result = self._read_predicate(subjects, verb)
         except (UnreadError, NoSideError, IndexError, ValueError):
             result = None
         if result is None:
             if not repeats_subjects:
                 self.subjects = []
             return None
-        ways, end = result
-        if not ways or any(not way for way in ways):
+        alternatives, end = result
+        if not alternatives or any(not alternative for alternative in alternatives):
             return None
-        for way in ways:
-            for relation in way:
+        for alternative in alternatives:
+            for relation in alternative:
                 if not set(points_in(relation)) <= set(self.reading.drawing.points):
                     return None
         self.subjects = subjects
-        return ways, end
+        return alternatives, end
 
     # Subjects
 
-    def _nouns(self, start: int) -> tuple[list[Term], int] | None:
+    def _read_subjects(self, start: int) -> tuple[list[Term], int] | None:
         """Read the subjects of a sentence: "triangles ABC and DEF", "AB", "angles 1 and 2".
 
         All are of one kind. Returns them with the place behind them.
         """
         cursor = start
-        kind = _KIND_BY_NOUN.get(self.sides.word(cursor))
+        kind = _KIND_BY_NOUN.get(self.sides.word_at(cursor))
         if kind is not None:
             cursor += 1
-            if self.sides.word(cursor) == "angle" and kind == "Angle":
+            if self.sides.word_at(cursor) == "angle" and kind == "Angle":
                 cursor += 1
-        elif self.sides.at(cursor).kind != "points":
+        elif self.sides.token_at(cursor).kind != "points":
             return None
-        first_noun = self._noun(kind, cursor)
+        first_noun = self._read_thing(kind, cursor)
         if first_noun is None:
             return None
         term, cursor = first_noun
         terms = [term]
         while True:
             next_start = cursor
-            if self.sides.at(next_start).text == ",":
+            if self.sides.token_at(next_start).text == ",":
                 next_start += 1
-            if self.sides.word(next_start) == "and":
+            if self.sides.word_at(next_start) == "and":
                 next_start += 1
             if next_start == cursor:
                 return terms, cursor
-            next_kind = _KIND_BY_NOUN.get(self.sides.word(next_start))
-            next_noun = self._noun(next_kind or term.head, next_start + (1 if next_kind else 0))
+            next_kind = _KIND_BY_NOUN.get(self.sides.word_at(next_start))
+            next_noun = self._read_thing(
+                next_kind or term.head, next_start + (1 if next_kind else 0)
+            )
             if next_noun is None or next_noun[0].head != term.head:
                 return terms, cursor
             terms.append(next_noun[0])
             cursor = next_noun[1]
 
-    def _noun(self, kind: str | None, start: int) -> tuple[Term, int] | None:
+    def _read_thing(self, kind: str | None, start: int) -> tuple[Term, int] | None:
         """Read one thing, of this kind or of the one that its letters show."""
-        sign = self.sides.at(start)
-        if kind == "Angle" and sign.kind == "number":
-            if f"angle {sign.text}" not in self.sides.unknowns:
+        token = self.sides.token_at(start)
+        if kind == "Angle" and token.kind == "number":
+            if f"angle {token.text}" not in self.sides.unknowns:
                 return None
-            return Term(head="Angle", arguments=(Term(sign.text),)), start + 1
-        if sign.kind != "points":
+            return Term(head="Angle", arguments=(Term(token.text),)), start + 1
+        if token.kind != "points":
             return None
         try:
             names, end = self.sides.names_at(start)
@@ -162,129 +164,133 @@ class RelationReader:
 
     # Predicates
 
-    def _predicate(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
+    def _read_predicate(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read what is said of the subjects, from the verb or the sign behind them on."""
         kind = subjects[0].head
-        text = self.sides.at(start).text
+        text = self.sides.token_at(start).text
         if text in ("∥", "⊥") and kind == "Line":
-            return self._with_object(subjects, start + 1, self._directions(text))
+            return self._read_pair(subjects, start + 1, self._fact_of_sign(text))
         if text in ("~", "≅") and kind in ("Triangle", "Polygon"):
             fact = "Similar" if text == "~" else "Congruent"
-            return self._with_object(subjects, start + 1, fact)
-        if self.sides.word(start) in ("bisects", "bisect"):
-            return self._bisects(subjects[0], start + 1)
-        if self.sides.word(start) in ("intersects", "meets"):
+            return self._read_pair(subjects, start + 1, fact)
+        if self.sides.word_at(start) in ("bisects", "bisect"):
+            return self._read_bisected(subjects[0], start + 1)
+        if self.sides.word_at(start) in ("intersects", "meets"):
             return None
         cursor = start
-        while self.sides.word(cursor) in ("also", "must", "which", "then", "therefore"):
+        while self.sides.word_at(cursor) in ("also", "must", "which", "then", "therefore"):
             cursor += 1
-        if self.sides.word(cursor) not in ("is", "are", "be", "have", "form"):
+        if self.sides.word_at(cursor) not in ("is", "are", "be", "have", "form"):
             return None
         cursor += 1
-        cursor = self._past_position(self._past_words(cursor, _ADVERBS))
-        return self._said(subjects, cursor)
+        cursor = self._skip_position_words(self._skip_words(cursor, _ADVERBS))
+        return self._read_complement(subjects, cursor)
 
-    def _past_words(self, position: int, words: Set[str]) -> int:
+    def _skip_words(self, position: int, words: Set[str]) -> int:
         """Return the place behind these words."""
-        while self.sides.word(position) in words:
+        while self.sides.word_at(position) in words:
             position += 1
         return position
 
-    def _past_position(self, start: int) -> int:
+    def _skip_position_words(self, start: int) -> int:
         """Return the place behind "vertical angles and are".
 
         Where angles lie is said in passing, and is no claim.
         """
-        if self.sides.word(start) not in _POSITION_WORDS:
+        if self.sides.word_at(start) not in _POSITION_WORDS:
             return start
-        cursor = self._past_words(start, _POSITION_WORDS)
-        after_comma = cursor + 1 if self.sides.at(cursor).text == "," else cursor
-        after_joint = self._past_words(after_comma, {"and", "so", "which", "that", "they"})
-        if after_joint == after_comma or self.sides.word(after_joint) not in ("are", "is"):
+        cursor = self._skip_words(start, _POSITION_WORDS)
+        after_comma = cursor + 1 if self.sides.token_at(cursor).text == "," else cursor
+        after_joint = self._skip_words(after_comma, {"and", "so", "which", "that", "they"})
+        if after_joint == after_comma or self.sides.word_at(after_joint) not in ("are", "is"):
             return start
-        return self._past_words(after_joint + 1, _ADVERBS)
+        return self._skip_words(after_joint + 1, _ADVERBS)
 
-    def _directions(self, sign: str) -> str:
+    def _fact_of_sign(self, sign: str) -> str:
         """Return the kind of fact that a sign between two lines says."""
         return "Parallel" if sign == "∥" else "Perpendicular"
 
-    def _said(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
+    def _read_complement(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
         """Read what stands behind `is` or `are`."""
         kind = subjects[0].head
         if kind == "Line":
-            return self._of_lines(subjects, start)
+            return self._read_line_complement(subjects, start)
         if kind in ("Angle", "Arc"):
-            return self._angles(subjects, start)
-        word = self.sides.word(start)
-        next_word = self.sides.word(start + 1)
+            return self._read_angle_complement(subjects, start)
+        word = self.sides.word_at(start)
+        next_word = self.sides.word_at(start + 1)
         if word in ("similar", "congruent") and kind in ("Triangle", "Polygon"):
-            return self._with_object(subjects, self._behind_to(start + 1), word.capitalize())
+            return self._read_pair(subjects, self._skip_to_words(start + 1), word.capitalize())
         if kind == "Triangle" and word in ("isosceles", "equilateral", "right", "equiangular"):
             end = start + 1 if next_word not in ("triangle", "triangles") else start + 2
-            is_other_noun = self.sides.word(end) in ("trapezoid", "angle", "angles")
-            if self.sides.at(start + 1).text == "-" or is_other_noun or len(subjects) > 3:
+            is_other_noun = self.sides.word_at(end) in ("trapezoid", "angle", "angles")
+            if self.sides.token_at(start + 1).text == "-" or is_other_noun or len(subjects) > 3:
                 return None
-            ways = [tuple(self._triangle(subject, word)) for subject in subjects]
-            return tuple(tuple(chain(*choice)) for choice in product(*ways)), end
+            alternatives = [
+                tuple(self._triangle_alternatives(subject, word)) for subject in subjects
+            ]
+            return tuple(tuple(chain(*choice)) for choice in product(*alternatives)), end
         if kind == "Point" and word == "midpoint" and next_word == "of":
-            line = self._object(self._past_the(start + 2))
+            line = self._read_object(self._skip_article(start + 2))
             if line is None or line[0].head != "Line":
                 return None
-            return (self._relations("IsMidpointOf", subjects[0], line[0]),), line[1]
+            return (self._relations_of_fact("IsMidpointOf", subjects[0], line[0]),), line[1]
         if kind == "Polygon" and word in _QUADRILATERALS and len(subjects[0].names) == 4:
             term = Term(head=word.capitalize(), arguments=subjects[0].arguments)
             return (tuple(relations_of(self.reading.measures, term)),), start + 1
         return None
 
-    def _of_lines(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
+    def _read_line_complement(
+        self, subjects: list[Term], start: int
+    ) -> tuple[Alternatives, int] | None:
         """Read what stands behind `is` or `are` where the subjects are segments."""
-        word = self.sides.word(start)
+        word = self.sides.word_at(start)
         if word in ("parallel", "perpendicular"):
-            if self.sides.word(start + 1) == "bisector":
-                return self._bisector(subjects[0], start + 1)
-            return self._with_object(subjects, self._behind_to(start + 1), word.capitalize())
+            if self.sides.word_at(start + 1) == "bisector":
+                return self._read_bisector(subjects[0], start + 1)
+            return self._read_pair(subjects, self._skip_to_words(start + 1), word.capitalize())
         if word in ("bisector", "angle"):
-            return self._bisector(subjects[0], start if word == "bisector" else start + 1)
+            return self._read_bisector(subjects[0], start if word == "bisector" else start + 1)
         if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
-            return self._round(subjects, word, start + 1)
+            return self._read_circle_complement(subjects, word, start + 1)
         if word in ("equal", "congruent") and len(subjects) > 1:
-            return (self._all_same(subjects),), self._behind_equal(start)
+            return (self._all_equal(subjects),), self._skip_equal_words(start)
         return None
 
-    def _behind_to(self, position: int) -> int:
+    def _skip_to_words(self, position: int) -> int:
         """Return the place behind "to", "with" or "to each other"."""
-        while self.sides.word(position) in ("to", "with", "each", "other", "one", "another"):
+        while self.sides.word_at(position) in ("to", "with", "each", "other", "one", "another"):
             position += 1
         return position
 
-    def _behind_equal(self, position: int) -> int:
+    def _skip_equal_words(self, position: int) -> int:
         """Return the place behind "congruent", "equal in length" and the like."""
         position += 1
-        if self.sides.word(position) == "in":
+        if self.sides.word_at(position) == "in":
             return position + 2
         return position
 
-    def _past_the(self, position: int) -> int:
+    def _skip_article(self, position: int) -> int:
         """Return the place behind words that stand before a name, as in "the side AB"."""
-        while self.sides.word(position) in ("the", "side", "segment", "both", "line", "chord"):
+        while self.sides.word_at(position) in ("the", "side", "segment", "both", "line", "chord"):
             position += 1
         return position
 
-    def _relations(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
+    def _relations_of_fact(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
         """Return the relations that a fact of this kind says."""
         term = Term(head=head, arguments=arguments)
         return tuple(split_midpoints(relations_of(self.reading.measures, term)))
 
-    def _with_object(
+    def _read_pair(
         self, subjects: list[Term], start: int, fact_kind: str
     ) -> tuple[Alternatives, int] | None:
         """Read a fact of two things: both are subjects, or the second stands behind the verb."""
         if len(subjects) > 1:
             relations: list[Relation] = []
             for other_subject in subjects[1:]:
-                relations += self._relations(fact_kind, subjects[0], other_subject)
+                relations += self._relations_of_fact(fact_kind, subjects[0], other_subject)
             return (tuple(relations),), start
-        second_and_end = self._object(start)
+        second_and_end = self._read_object(start)
         if second_and_end is None or second_and_end[0].head != subjects[0].head:
             return None
         second_thing, end = second_and_end
@@ -292,18 +298,18 @@ class RelationReader:
             subjects[0].names
         ):
             return None
-        return (self._relations(fact_kind, subjects[0], second_thing),), end
+        return (self._relations_of_fact(fact_kind, subjects[0], second_thing),), end
 
-    def _object(self, start: int) -> tuple[Term, int] | None:
+    def _read_object(self, start: int) -> tuple[Term, int] | None:
         """Read the one thing that is named behind a verb."""
-        kind = _KIND_BY_NOUN.get(self.sides.word(start))
+        kind = _KIND_BY_NOUN.get(self.sides.word_at(start))
         if kind is not None:
             start += 1
-            if self.sides.word(start) == "angle" and kind == "Angle":
+            if self.sides.word_at(start) == "angle" and kind == "Angle":
                 start += 1
-        return self._noun(kind, start)
+        return self._read_thing(kind, start)
 
-    def _triangle(self, subject: Term, word: str) -> Iterator[tuple[Relation, ...]]:
+    def _triangle_alternatives(self, subject: Term, word: str) -> Iterator[tuple[Relation, ...]]:
         """Return the ways in which a triangle can be isosceles, equilateral or right.
 
         The word does not say which sides are equal or which corner is right, so each is a way.
@@ -323,9 +329,9 @@ class RelationReader:
             corner = corners[index]
             yield (Perpendicular(a=corner, b=corners[index - 1], c=corner, d=corners[index - 2]),)
 
-    def _bisects(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
+    def _read_bisected(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
         """Read what a line halves: a segment or an angle."""
-        target_and_end = self._object(self._past_the(start))
+        target_and_end = self._read_object(self._skip_article(start))
         if (
             target_and_end is None
             or line.head != "Line"
@@ -333,22 +339,22 @@ class RelationReader:
         ):
             return None
         target, end = target_and_end
-        return (self._relations("BisectsAngle", line, target),), end
+        return (self._relations_of_fact("BisectsAngle", line, target),), end
 
-    def _bisector(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
+    def _read_bisector(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
         """Read `bisector of` an angle or a segment, with "perpendicular" before it or not."""
-        if self.sides.word(start) != "bisector" or self.sides.word(start + 1) != "of":
+        if self.sides.word_at(start) != "bisector" or self.sides.word_at(start + 1) != "of":
             return None
-        halved = self._bisects(line, start + 2)
-        if halved is None or self.sides.word(start - 1) != "perpendicular":
+        halved = self._read_bisected(line, start + 2)
+        if halved is None or self.sides.word_at(start - 1) != "perpendicular":
             return halved
-        segment = self._object(self._past_the(start + 2))
+        segment = self._read_object(self._skip_article(start + 2))
         if segment is None or segment[0].head != "Line":
             return None
-        perpendicular = self._relations("Perpendicular", line, segment[0])
+        perpendicular = self._relations_of_fact("Perpendicular", line, segment[0])
         return (halved[0][0] + perpendicular,), halved[1]
 
-    def _round(
+    def _read_circle_complement(
         self, subjects: list[Term], word: str, start: int
     ) -> tuple[Alternatives, int] | None:
         """Read that lines are radii, diameters or tangents of the circle.
@@ -357,22 +363,24 @@ class RelationReader:
         """
         circles = self.reading.drawing.circles
         cursor = start
-        while self.sides.word(cursor) in ("of", "to", "the", "circle"):
+        while self.sides.word_at(cursor) in ("of", "to", "the", "circle"):
             cursor += 1
-        if self.sides.at(cursor).kind == "points" and cursor > start:
+        if self.sides.token_at(cursor).kind == "points" and cursor > start:
             centre, end = self.sides.names_at(cursor)
             circles = [circle for circle in circles if [circle.centre] == centre]
             start = end
-        elif cursor > start and self.sides.word(cursor - 1) == "circle":
+        elif cursor > start and self.sides.word_at(cursor - 1) == "circle":
             start = cursor
         if len(circles) != 1:
             return None
-        ways = [self._round_line(line, word, circles[0]) for line in subjects]
-        if any(not way for way in ways):
+        alternatives = [self._relations_of_circle_line(line, word, circles[0]) for line in subjects]
+        if any(not alternative for alternative in alternatives):
             return None
-        return (tuple(chain(*ways)),), start
+        return (tuple(chain(*alternatives)),), start
 
-    def _round_line(self, line: Term, word: str, circle: Circle) -> tuple[Relation, ...]:
+    def _relations_of_circle_line(
+        self, line: Term, word: str, circle: Circle
+    ) -> tuple[Relation, ...]:
         """Return that a segment is a radius, a diameter or a tangent; nothing where unclear."""
         target = Term(head="Circle", arguments=(Term(circle.centre),))
         start, end = line.names
@@ -382,21 +390,25 @@ class RelationReader:
                 # A chord is none: neither end is the centre.
                 distance = self.reading.measures.distance(start, circle.centre)
                 return (Equal(left=distance, right=Constant(0.0), unit="length"),)
-            return self._relations("IsRadiusOf", line, target) if on_circle else ()
+            return self._relations_of_fact("IsRadiusOf", line, target) if on_circle else ()
         if word.startswith("diam"):
-            return self._relations("IsDiameterOf", line, target) if len(on_circle) == 2 else ()
+            return (
+                self._relations_of_fact("IsDiameterOf", line, target) if len(on_circle) == 2 else ()
+            )
         if len(on_circle) == 2:
             reach = LineDistance(point=circle.centre, start=start, end=end)
             radius = self.reading.measures.radius(circle)
             return (Equal(left=reach, right=radius, unit="length"),)
-        return self._relations("Tangent", line, target) if on_circle else ()
+        return self._relations_of_fact("Tangent", line, target) if on_circle else ()
 
-    def _angles(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
+    def _read_angle_complement(
+        self, subjects: list[Term], start: int
+    ) -> tuple[Alternatives, int] | None:
         """Read that angles or arcs are right, equal, supplementary or complementary."""
-        word = self.sides.word(start)
-        values = [self.reading.measures.value(term) for term in subjects]
+        word = self.sides.word_at(start)
+        values = [self.reading.measures.quantity(term) for term in subjects]
         if word == "right":
-            if self.sides.word(start + 1) in ("angle", "angles"):
+            if self.sides.word_at(start + 1) in ("angle", "angles"):
                 start += 1
             right_angles = [
                 Equal(left=value, right=Constant(90.0), unit="degrees") for value in values
@@ -404,23 +416,23 @@ class RelationReader:
             return (tuple(right_angles),), start + 1
         total_of_kind = {"supplementary": 180.0, "complementary": 90.0}
         if word in total_of_kind:
-            end = start + 2 if self.sides.word(start + 1) in ("angles", "arcs") else start + 1
+            end = start + 2 if self.sides.word_at(start + 1) in ("angles", "arcs") else start + 1
             if len(values) == 1:
-                end = self._behind_to(start + 1)
-                second_and_end = self._object(end)
+                end = self._skip_to_words(start + 1)
+                second_and_end = self._read_object(end)
                 if second_and_end is None or second_and_end[0].head != subjects[0].head:
                     return None
-                values.append(self.reading.measures.value(second_and_end[0]))
+                values.append(self.reading.measures.quantity(second_and_end[0]))
                 end = second_and_end[1]
             if len(values) != 2:
                 return None
             total = Equal(left=plus(*values), right=Constant(total_of_kind[word]), unit="degrees")
             return ((total,),), end
         if word in ("congruent", "equal") and len(values) > 1:
-            return (self._all_same(subjects),), self._behind_equal(start)
+            return (self._all_equal(subjects),), self._skip_equal_words(start)
         return None
 
-    def _all_same(self, subjects: list[Term]) -> tuple[Relation, ...]:
+    def _all_equal(self, subjects: list[Term]) -> tuple[Relation, ...]:
         """Return that the lengths, angles or arcs of the subjects are all equal."""
-        values = [self.reading.measures.value(term) for term in subjects]
+        values = [self.reading.measures.quantity(term) for term in subjects]
         return tuple(equation(first, second) for first, second in pairwise(values))

@@ -35,7 +35,7 @@ class SpecialTriangle:
 class Draft:
     """The form so far.
 
-    `polygons` are the shapes that sentences name, the last one last. `special` are the triangles
+    `polygons` are the shapes that sentences name, the last one last. `special_triangles` are those
     whose equal sides or right angles are still to be told. `line_number` and `sentence` are what is
     read at the moment.
     """
@@ -46,31 +46,31 @@ class Draft:
     circles: dict[str, list[str]] = field(default_factory=dict)
     places: dict[str, Point] = field(default_factory=dict)
     polygons: list[Term] = field(default_factory=list)
-    special: list[SpecialTriangle] = field(default_factory=list)
+    special_triangles: list[SpecialTriangle] = field(default_factory=list)
     line_number: int = 0
     sentence: str = ""
 
-    def line(self, start: str, end: str) -> Term:
+    def draw_line(self, start: str, end: str) -> Term:
         """Return the segment between two points, and note it as drawn.
 
         It is noted once, in whichever order its ends are named first.
         """
         if (end, start) not in self.lines and start != end:
             self.lines[start, end] = None
-        return term("Line", start, end)
+        return make_term("Line", start, end)
 
-    def polygon(self, head: str, names: Sequence[str]) -> Term:
+    def draw_polygon(self, head: str, names: Sequence[str]) -> Term:
         """Return a shape with these corners, and note its sides as drawn.
 
         The shape becomes the last one, which a later "the triangle" means.
         """
         for i in range(len(names)):
-            self.line(names[i - 1], names[i])
-        shape = term(head, *names)
+            self.draw_line(names[i - 1], names[i])
+        shape = make_term(head, *names)
         self.polygons.append(shape)
         return shape
 
-    def named_shape(self, kind: str, names: str) -> Term:
+    def add_shape(self, kind: str, names: str) -> Term:
         """Return the fact that these are the corners of a shape of a kind, such as a rectangle."""
         corners = split_point_names(names)
         head = kind.capitalize()
@@ -78,7 +78,7 @@ class Draft:
             raise SentenceError(
                 f"a {kind} has {CORNER_COUNT_BY_SHAPE[head]} corners, and {names} names {len(set(corners))}"
             )
-        shape = self.polygon(head, corners)
+        shape = self.draw_polygon(head, corners)
         self.facts.append(shape)
         return shape
 
@@ -104,7 +104,7 @@ class Draft:
             raise SentenceError(f"it does not say which triangle with {point} is meant; name it")
         return next(iter(triangles.values()))
 
-    def circle(self, centre: str | None) -> Term:
+    def name_circle(self, centre: str | None) -> Term:
         """Return the circle with this centre.
 
         Without a centre the only one. Raises `SentenceError`.
@@ -114,27 +114,27 @@ class Draft:
                 raise SentenceError("it does not say which circle is meant; name its centre")
             centre = next(iter(self.circles))
         self.circles.setdefault(centre, [])
-        return term("Circle", centre)
+        return make_term("Circle", centre)
 
-    def on_circle(self, point: str, centre: str | None) -> None:
+    def put_on_circle(self, point: str, centre: str | None) -> None:
         """Note that a point lies on a circle, once."""
-        name = self.circle(centre).names[0]
+        name = self.name_circle(centre).names[0]
         if point not in self.circles[name]:
             self.circles[name].append(point)
-            circle = term("Circle", name, "radius_0_0")
-            self.facts.append(term("PointLiesOnCircle", point, circle))
+            circle = make_term("Circle", name, "radius_0_0")
+            self.facts.append(make_term("PointLiesOnCircle", point, circle))
 
-    def on_line(self, point: str, start: str, end: str) -> None:
+    def put_on_line(self, point: str, start: str, end: str) -> None:
         """Note that a point lies on a segment, between its ends; all three parts are drawn."""
-        self.facts.append(term("PointLiesOnLine", point, self.line(start, end)))
-        self.line(start, point)
-        self.line(point, end)
+        self.facts.append(make_term("PointLiesOnLine", point, self.draw_line(start, end)))
+        self.draw_line(start, point)
+        self.draw_line(point, end)
 
-    def equal(self, measure: Term, size: Term) -> None:
+    def add_equation(self, measure: Term, size: Term) -> None:
         """Note an equation. A measure stands on its left, as everywhere in logic forms."""
         if size.arguments and not measure.arguments:
             measure, size = size, measure
-        self.facts.append(term("Equals", measure, size))
+        self.facts.append(make_term("Equals", measure, size))
 
     def free_name(self) -> str:
         """Return a capital letter that no point has yet: O, or the first of the alphabet."""
@@ -189,7 +189,7 @@ def _corners_of_measured_part(side: Term, corners: Sequence[str]) -> frozenset[s
     return frozenset(names) if side.head == "LengthOf" else frozenset(names[len(names) // 2])
 
 
-def term(head: str, *arguments: str | Term) -> Term:
+def make_term(head: str, *arguments: str | Term) -> Term:
     """Return a term with arguments that are names or terms."""
     parts = tuple(Term(head=part) if isinstance(part, str) else part for part in arguments)
     return Term(head=head, arguments=parts)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
+    make_term,
     split_point_names,
-    term,
 )
 
 
 def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
     """Note that two lines are parallel or perpendicular."""
-    draft.facts.append(term(relation.capitalize(), draft.line(a, b), draft.line(c, d)))
+    draft.facts.append(
+        make_term(relation.capitalize(), draft.draw_line(a, b), draft.draw_line(c, d))
+    )
 
 
 def both_lines(draft: Draft, a: str, b: str, c: str, d: str, relation: str) -> None:
@@ -24,33 +26,33 @@ def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> N
     """Note that two lines are perpendicular, and meet in a point that may be an end of either."""
     for start, end in ((a, b), (c, d)):
         if at not in (start, end):
-            draft.on_line(at, start, end)
-    draft.facts.append(term("Perpendicular", draft.line(a, b), draft.line(c, d)))
+            draft.put_on_line(at, start, end)
+    draft.facts.append(make_term("Perpendicular", draft.draw_line(a, b), draft.draw_line(c, d)))
 
 
 def on_line(draft: Draft, point: str, start: str, end: str) -> None:
     """Note that a point lies on a segment, which is drawn."""
-    draft.on_line(point, start, end)
+    draft.put_on_line(point, start, end)
 
 
 def on_lines(draft: Draft, points: str, start: str, end: str) -> None:
     """Note that several points lie on one segment."""
     for point in split_point_names(points):
-        draft.on_line(point, start, end)
+        draft.put_on_line(point, start, end)
 
 
 def collinear(draft: Draft, points: str) -> None:
     """Note that points lie on one line, in the order in which they are named."""
     names = split_point_names(points)
     for point in names[1:-1]:
-        draft.on_line(point, names[0], names[-1])
+        draft.put_on_line(point, names[0], names[-1])
 
 
 def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str) -> None:
     """Note that a segment goes on to a point, beyond its second end if none is named."""
     behind = beyond or end
     before = start if behind == end else end
-    draft.on_line(behind, before, point)
+    draft.put_on_line(behind, before, point)
 
 
 def on_extension(draft: Draft, point: str, start: str, end: str, beyond: str | None) -> None:
@@ -60,8 +62,10 @@ def on_extension(draft: Draft, point: str, start: str, end: str, beyond: str | N
 
 def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
     """Note that a point is the midpoint of a segment."""
-    draft.on_line(point, start, end)
-    draft.facts.append(term("IsMidpointOf", term("Point", point), term("Line", start, end)))
+    draft.put_on_line(point, start, end)
+    draft.facts.append(
+        make_term("IsMidpointOf", make_term("Point", point), make_term("Line", start, end))
+    )
 
 
 def two_midpoints(draft: Draft, first: str, second: str, lines: str) -> None:
@@ -75,7 +79,7 @@ def meet(draft: Draft, a: str, b: str, c: str, d: str, point: str) -> None:
     """Note that two lines meet in a point, which may be an end of either."""
     for start, end in ((a, b), (c, d)):
         if point not in (start, end):
-            draft.on_line(point, start, end)
+            draft.put_on_line(point, start, end)
 
 
 def intersection(draft: Draft, point: str, a: str, b: str, c: str, d: str) -> None:
@@ -94,15 +98,15 @@ def diagonals_meet(draft: Draft, point: str) -> None:
 def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
     """Note that a line halves an angle."""
     corners = split_point_names(names)
-    line = draft.line(start, end)
+    line = draft.draw_line(start, end)
     if len(corners) == 1 and corners[0] in (start, end) and draft.polygons:
         corners = sides_at(draft, corners[0], end if corners[0] == start else start)
     if len(corners) == 3:
-        draft.line(corners[0], corners[1])
-        draft.line(corners[1], corners[2])
+        draft.draw_line(corners[0], corners[1])
+        draft.draw_line(corners[1], corners[2])
     elif len(corners) != 1:
         raise SentenceError(f"{names} is no angle; write its three points")
-    draft.facts.append(term("BisectsAngle", line, term("Angle", *corners)))
+    draft.facts.append(make_term("BisectsAngle", line, make_term("Angle", *corners)))
 
 
 def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
@@ -118,15 +122,15 @@ def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -
     """Note that a line halves a segment in the point where they meet, which may be an end of it."""
     foot = at or next((end for end in (b, a) if term_on(draft, end, c, d)), b)
     if foot not in (a, b):
-        draft.on_line(foot, a, b)
-    draft.line(a, b)
+        draft.put_on_line(foot, a, b)
+    draft.draw_line(a, b)
     midpoint(draft, point=foot, start=c, end=d)
 
 
 def term_on(draft: Draft, point: str, start: str, end: str) -> bool:
     """Tell whether a sentence has put a point on a segment."""
-    lines = [term("Line", start, end), term("Line", end, start)]
-    return any(term("PointLiesOnLine", point, line) in draft.facts for line in lines)
+    lines = [make_term("Line", start, end), make_term("Line", end, start)]
+    return any(make_term("PointLiesOnLine", point, line) in draft.facts for line in lines)
 
 
 def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
@@ -139,8 +143,8 @@ def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) ->
 
 def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None:
     """Note that a line is the perpendicular bisector of a segment."""
-    line = draft.line(a, b)
-    draft.facts.append(term("IsPerpendicularBisectorOf", line, draft.line(c, d)))
+    line = draft.draw_line(a, b)
+    draft.facts.append(make_term("IsPerpendicularBisectorOf", line, draft.draw_line(c, d)))
 
 
 def right_angle(draft: Draft, names: str) -> None:
@@ -151,13 +155,13 @@ def right_angle(draft: Draft, names: str) -> None:
         return
     if len(corners) != 3:
         raise SentenceError(f"{names} is no angle; write its three points")
-    sides = [draft.line(corners[1], corners[0]), draft.line(corners[1], corners[2])]
-    draft.facts.append(term("Perpendicular", *sides))
+    sides = [draft.draw_line(corners[1], corners[0]), draft.draw_line(corners[1], corners[2])]
+    draft.facts.append(make_term("Perpendicular", *sides))
 
 
 def right_corner(draft: Draft, corner: str) -> None:
     """Note that the angle at a corner is right."""
-    draft.facts.append(term("RightAngle", term("Angle", corner)))
+    draft.facts.append(make_term("RightAngle", make_term("Angle", corner)))
 
 
 def place(draft: Draft, point: str, x: str, y: str) -> None:
@@ -167,7 +171,7 @@ def place(draft: Draft, point: str, x: str, y: str) -> None:
 
 def draw(draft: Draft, start: str, end: str) -> None:
     """Note that a segment is drawn."""
-    draft.line(start, end)
+    draft.draw_line(start, end)
 
 
 def nothing(draft: Draft) -> None:

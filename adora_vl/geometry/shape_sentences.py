@@ -8,9 +8,9 @@ from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
     SpecialTriangle,
+    make_term,
     polygon_kind,
     split_point_names,
-    term,
 )
 from adora_vl.geometry.line_sentences import (
     bisects_angle,
@@ -23,12 +23,12 @@ from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 def shape(draft: Draft, kind: str, names: str) -> None:
     """Note a shape with all its corners named, such as `rectangle ABCD`."""
-    draft.named_shape(kind, names)
+    draft.add_shape(kind, names)
 
 
 def shape_behind(draft: Draft, names: str, kind: str) -> None:
     """Note a shape named before its kind: `ABCD is a rectangle`."""
-    draft.named_shape(kind, names)
+    draft.add_shape(kind, names)
 
 
 def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
@@ -41,13 +41,13 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
     count = CORNER_COUNT_BY_SHAPE.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
         raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
-    polygon = draft.polygon(head, corners)
+    polygon = draft.draw_polygon(head, corners)
     words = adjectives.split()
     if "cyclic" in words:
         words.remove("cyclic")
         centre = draft.free_name()
         for corner in corners:
-            draft.on_circle(corner, centre)
+            draft.put_on_circle(corner, centre)
     vague = frozenset(words) & {"isosceles", "right"} if head == "Triangle" else frozenset()
     if vague:
         special = SpecialTriangle(
@@ -56,10 +56,10 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
             line=draft.line_number,
             sentence=draft.sentence,
         )
-        draft.special.append(special)
+        draft.special_triangles.append(special)
     for word in words:
         if word not in vague:
-            draft.facts.append(term(word.capitalize(), polygon))
+            draft.facts.append(make_term(word.capitalize(), polygon))
     if not words:
         draft.facts.append(polygon)
 
@@ -71,23 +71,23 @@ def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) 
 
 def right_at(draft: Draft, names: str, corner: str) -> None:
     """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
-    draft.named_shape(polygon_kind(names), names)
+    draft.add_shape(polygon_kind(names), names)
     right_corner(draft, corner)
 
 
 def base(draft: Draft, start: str, end: str) -> None:
     """Note which side of an isosceles triangle is no leg; the two others are equal."""
-    for special in draft.special:
+    for special in draft.special_triangles:
         if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
             apex = next(name for name in special.corners if name not in (start, end))
             equal_legs(draft, apex, special.corners)
             return
-    draft.line(start, end)
+    draft.draw_line(start, end)
 
 
 def apex(draft: Draft, corner: str) -> None:
     """Note the corner of an isosceles triangle between its equal sides."""
-    for special in draft.special:
+    for special in draft.special_triangles:
         if corner in special.corners and "isosceles" in special.adjectives:
             equal_legs(draft, corner, special.corners)
             return
@@ -97,8 +97,8 @@ def apex(draft: Draft, corner: str) -> None:
 def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
     """Note that the two sides of a triangle at its apex are equal."""
     ends = [name for name in corners if name != apex]
-    legs = [term("LengthOf", draft.line(apex, end)) for end in ends]
-    draft.equal(legs[0], legs[1])
+    legs = [make_term("LengthOf", draft.draw_line(apex, end)) for end in ends]
+    draft.add_equation(legs[0], legs[1])
 
 
 def diagonal(
@@ -106,14 +106,14 @@ def diagonal(
 ) -> None:
     """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
     if names is not None:
-        draft.named_shape(kind or polygon_kind(names), names)
-    draft.line(start, end)
+        draft.add_shape(kind or polygon_kind(names), names)
+    draft.draw_line(start, end)
 
 
 def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
     """Note the side of a right triangle opposite its right angle."""
     if triangle is not None:
-        draft.named_shape("triangle", triangle)
+        draft.add_shape("triangle", triangle)
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
     for names in reversed(shapes):
         if {start, end} <= set(names):
@@ -130,8 +130,8 @@ def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str
     if len(names) != len(partners):
         raise SentenceError(f"{first} and {second} have not as many corners")
     head = polygon_kind(first).capitalize()
-    shapes = (draft.polygon(head, names), draft.polygon(head, partners))
-    draft.facts.append(term(relation.capitalize(), *shapes))
+    shapes = (draft.draw_polygon(head, names), draft.draw_polygon(head, partners))
+    draft.facts.append(make_term(relation.capitalize(), *shapes))
 
 
 def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
@@ -158,9 +158,11 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
         )
     foot = end if start in corners else start
     base = [name for name in corners if name not in (start, end)]
-    draft.on_line(foot, base[0], base[1])
+    draft.put_on_line(foot, base[0], base[1])
     head = "IsMedianOf" if role == "median" else "IsAltitudeOf"
-    draft.facts.append(term(head, draft.line(start, end), draft.polygon("Triangle", corners)))
+    draft.facts.append(
+        make_term(head, draft.draw_line(start, end), draft.draw_polygon("Triangle", corners))
+    )
 
 
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
@@ -187,7 +189,7 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
     """Note a line of a triangle: `the altitude from A meets BC at D`."""
     ends = split_point_names(side)
     if "bisector" in role:
-        draft.on_line(foot, ends[0], ends[1])
+        draft.put_on_line(foot, ends[0], ends[1])
         middle = split_point_names(corner)[len(split_point_names(corner)) // 2]
         bisects_angle(draft, middle, foot, f"{ends[0]}{middle}{ends[1]}")
         return
@@ -216,9 +218,9 @@ def bisector(draft: Draft, start: str, end: str, names: str) -> None:
         corner = ends.pop()
         sides = [name for name in corners if name != corner]
         names = f"{sides[0]}{corner}{sides[1]}"
-        draft.polygon("Triangle", corners)
+        draft.draw_polygon("Triangle", corners)
         foot = end if start == corner else start
-        draft.on_line(foot, sides[0], sides[1])
+        draft.put_on_line(foot, sides[0], sides[1])
     bisects_angle(draft, start, end, names)
 
 
@@ -230,10 +232,10 @@ def midsegment(
     if len(corners) not in (3, 4):
         raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
-    polygon = draft.polygon(head, corners)
+    polygon = draft.draw_polygon(head, corners)
     if head == "Trapezoid":
         draft.facts.append(polygon)
-    draft.facts.append(term("IsMidsegmentOf", draft.line(start, end), polygon))
+    draft.facts.append(make_term("IsMidsegmentOf", draft.draw_line(start, end), polygon))
 
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
@@ -244,18 +246,18 @@ def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: st
     if len(tops) != 1 or len(corners) != 3:
         raise SentenceError(f"{base} is no side of {names}")
     for point, corner in ((start, ends[0]), (end, ends[1])):
-        draft.on_line(point, tops[0], corner)
+        draft.put_on_line(point, tops[0], corner)
     midsegment(draft, start=start, end=end, kind="triangle", names=names)
 
 
 def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
     """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
     corners = split_point_names(names)
-    polygon = draft.polygon("Triangle", corners)
+    polygon = draft.draw_polygon("Triangle", corners)
     if centre == "circumcenter":
         for corner in corners:
-            draft.on_circle(corner, point)
+            draft.put_on_circle(corner, point)
         return
     for corner in corners:
-        draft.line(corner, point)
-    draft.facts.append(term(_HEAD_BY_CENTRE[centre], term("Point", point), polygon))
+        draft.draw_line(corner, point)
+    draft.facts.append(make_term(_HEAD_BY_CENTRE[centre], make_term("Point", point), polygon))

@@ -10,9 +10,9 @@ from adora_vl.geometry.draft import (
     SHAPE_PATTERN,
     Draft,
     SentenceError,
+    make_term,
     polygon_kind,
     split_point_names,
-    term,
 )
 from adora_vl.geometry.expressions import ExpressionError, parse_expression
 from adora_vl.geometry.forms import Term
@@ -142,7 +142,7 @@ class _SideParser:
         while self.peek() in ("+", "-"):
             head = "Add" if self.pieces[self.next][1] == "+" else "Sub"
             self.next += 1
-            side = term(head, side, self.product())
+            side = make_term(head, side, self.product())
         self.depth -= 1
         return side
 
@@ -153,9 +153,9 @@ class _SideParser:
             sign = self.peek()
             if sign in ("*", "/"):
                 self.next += 1
-                side = term("Mul" if sign == "*" else "Div", side, self.power())
+                side = make_term("Mul" if sign == "*" else "Div", side, self.power())
             elif sign and sign not in ("+", "-", ")"):
-                side = term("Mul", side, self.power())
+                side = make_term("Mul", side, self.power())
             else:
                 return side
 
@@ -166,14 +166,14 @@ class _SideParser:
         """
         if self.peek() == "-":
             self.next += 1
-            return term("Sub", Term(head="0"), self.power())
+            return make_term("Sub", Term(head="0"), self.power())
         side = self.atom()
         while self.peek() == "^":
             self.next += 1
             if self.next >= len(self.pieces) or self.pieces[self.next][1] != "2":
                 raise SentenceError("only squares are known behind ^ here")
             self.next += 1
-            side = term("SquareOf", side)
+            side = make_term("SquareOf", side)
         return side
 
     def atom(self) -> Term:
@@ -200,36 +200,36 @@ def _read_angle(draft: Draft, text: str) -> Term:
     """Return an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
-        return term("MeasureOf", Term(head=f"angle {name}"))
+        return make_term("MeasureOf", Term(head=f"angle {name}"))
     names = split_point_names(name)
     if len(names) == 3:
-        draft.line(names[0], names[1])
-        draft.line(names[1], names[2])
-    return term("MeasureOf", term("Angle", *names))
+        draft.draw_line(names[0], names[1])
+        draft.draw_line(names[1], names[2])
+    return make_term("MeasureOf", make_term("Angle", *names))
 
 
 def _read_exterior_angle(draft: Draft, text: str) -> Term:
     """Return what the inner angle at a corner lacks to 180 degrees."""
     corner = split_point_names(text)[-1]
-    return term("Sub", Term(head="180"), term("MeasureOf", term("Angle", corner)))
+    return make_term("Sub", Term(head="180"), make_term("MeasureOf", make_term("Angle", corner)))
 
 
 def _read_arc(draft: Draft, text: str) -> Term:
     """Return an arc by its two ends, or by its ends and a point between them."""
-    return term("MeasureOf", _named_arc(text))
+    return make_term("MeasureOf", _named_arc(text))
 
 
 def _read_arc_length(draft: Draft, text: str) -> Term:
     """Return how long an arc is, not its angle."""
-    return term("LengthOf", _named_arc(text.removeprefix("length").strip()))
+    return make_term("LengthOf", _named_arc(text.removeprefix("length").strip()))
 
 
 def _named_arc(text: str) -> Term:
     """Return the arc that is named; three letters name the way round already."""
     names = split_point_names(text)
-    arc = term("Arc", *names)
+    arc = make_term("Arc", *names)
     size = text.partition("arc")[0].strip()
-    return term(size.capitalize(), arc) if size and len(names) == 2 else arc
+    return make_term(size.capitalize(), arc) if size and len(names) == 2 else arc
 
 
 def _read_trigonometric(draft: Draft, text: str) -> Term:
@@ -237,8 +237,8 @@ def _read_trigonometric(draft: Draft, text: str) -> Term:
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
-        return term(head, rest)
-    return term(head, _read_angle(draft, rest))
+        return make_term(head, rest)
+    return make_term(head, _read_angle(draft, rest))
 
 
 def _read_circle_measure(draft: Draft, text: str) -> Term:
@@ -246,7 +246,7 @@ def _read_circle_measure(draft: Draft, text: str) -> Term:
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{POINT_PATTERN}$", text)
-    return term(f"{head[0].capitalize()}Of", draft.circle(centre[0] if centre else None))
+    return make_term(f"{head[0].capitalize()}Of", draft.name_circle(centre[0] if centre else None))
 
 
 def _read_shape(draft: Draft, text: str) -> Term:
@@ -263,36 +263,40 @@ def _read_shape(draft: Draft, text: str) -> Term:
     if plain_kind == "polygon":
         raise SentenceError(f"{''.join(names)} has more corners than are known")
     if kind in (None, "polygon", plain_kind):
-        return draft.polygon(plain_kind.capitalize(), names)
-    return draft.named_shape(kind, "".join(names))
+        return draft.draw_polygon(plain_kind.capitalize(), names)
+    return draft.add_shape(kind, "".join(names))
 
 
 def _read_polygon_measure(draft: Draft, text: str) -> Term:
     """Return the area, the perimeter or the height of a polygon."""
     shape = _read_shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
-    return term(words[text.split()[0]], shape)
+    return make_term(words[text.split()[0]], shape)
 
 
 def _read_side_of_polygon(draft: Draft, text: str) -> Term:
     """Return a side of a polygon whose sides are all equal. Raises `SentenceError` for any other."""
     shape = _read_shape(draft, text)
-    is_special = term("Regular", shape) in draft.facts or term("Equilateral", shape) in draft.facts
+    is_special = (
+        make_term("Regular", shape) in draft.facts or make_term("Equilateral", shape) in draft.facts
+    )
     if shape.head not in ("Square", "Rhombus") and not is_special:
         raise SentenceError("it does not say which side is meant; name its two ends")
-    return term("LengthOf", draft.line(shape.names[0], shape.names[1]))
+    return make_term("LengthOf", draft.draw_line(shape.names[0], shape.names[1]))
 
 
 def _read_sector(draft: Draft, text: str) -> Term:
     """Return the area of the sector that three points name, with the centre between the ends."""
-    return term("AreaOf", term("Sector", *split_point_names(text)))
+    return make_term("AreaOf", make_term("Sector", *split_point_names(text)))
 
 
 def _read_scale_factor(draft: Draft, text: str) -> Term:
     """Return the ratio of the sides of one polygon to those of a similar one."""
     first, second = [split_point_names(names) for names in re.findall(_NAMES, text)]
     heads = [polygon_kind("".join(names)).capitalize() for names in (first, second)]
-    return term("ScaleFactorOf", draft.polygon(heads[0], first), draft.polygon(heads[1], second))
+    return make_term(
+        "ScaleFactorOf", draft.draw_polygon(heads[0], first), draft.draw_polygon(heads[1], second)
+    )
 
 
 def _read_segment(draft: Draft, text: str) -> Term:
@@ -300,7 +304,7 @@ def _read_segment(draft: Draft, text: str) -> Term:
     start, end = split_point_names(text)
     if start == end:
         raise SentenceError(f"{text} is no segment; it begins where it ends")
-    return term("LengthOf", draft.line(start, end))
+    return make_term("LengthOf", draft.draw_line(start, end))
 
 
 def _read_number(draft: Draft, text: str) -> Term:

@@ -6,7 +6,7 @@ rotary frequencies are off by up to 0.4 %. The error of an angle grows with the 
 after some 1,000 tokens (`docs/rollouts.md`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -20,9 +20,8 @@ from adora_vl.utils.errors import RunError
 ROTARY = "inv_freq"
 
 
-# Returns the models by their role, "policy" and "reference"; None where there is no reference. It is
-# a function, since FSDP puts another object into the trainer when the training begins.
-ModelsByRole = Callable[[], Mapping[str, nn.Module | None]]
+# The models by their role, "policy" and "reference"; None where there is no reference
+ModelsByRole = Mapping[str, nn.Module | None]
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
@@ -78,7 +77,7 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         Raises `RunError` on all ranks, if any rank has a wrong buffer.
         """
         # Every rank gathers the lines of all, so that all of them stop.
-        lines = gather_object(wrong_buffers_of_models(self.models()))
+        lines = gather_object(wrong_buffers_of_models(self.models))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
@@ -89,8 +88,7 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
     ) -> None:
         """Check the buffers once more before the first update, and not before later ones.
 
-        Some casts come after the training has begun: FSDP's in its first forward pass, and TRL's
-        for continuous batching.
+        Some casts come after the training has begun, such as TRL's for continuous batching.
         """
         if not self._has_checked_again:
             self.on_train_begin(args, state, control)
@@ -99,12 +97,11 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
 
 REMEDY = (
     "Something casts buffers after the model was built: look at data_types.buffer_dtype in "
-    "DeepSpeed's config, at buffer_dtype in FSDP's mixed precision, and for .to(dtype) in code of "
-    "your own."
+    "DeepSpeed's config, and for .to(dtype) in code of your own."
 )
 
 
-def wrong_buffers_of_models(models: Mapping[str, nn.Module | None]) -> list[str]:
+def wrong_buffers_of_models(models: ModelsByRole) -> list[str]:
     """Return the lines of `wrong_buffers` for several models, each with the model's role in front.
 
     `models`: by their role, such as `policy`; None for a role without a model.

@@ -441,7 +441,7 @@ REFUSED_COMMANDS: list[
         "--model_name_or_path HERE/awq",
         "model_name_or_path: 'HERE/awq' is quantised in another way than bitsandbytes'",
     ),
-    ("--fsdp full_shard", "fsdp: True needs several processes"),
+    ("--fsdp full_shard", "fsdp: True is not supported"),
     (
         "--use_transformers_continuous_batching true",
         "use_transformers_continuous_batching: true is not supported",

@@ -74,7 +74,7 @@ class Gradients(TrainerCallback):
 def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
     """The doctor's examination of a trainer on some rows."""
     pair = trainer.engine_pair
-    return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role)
+    return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role())
 
 
 def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:

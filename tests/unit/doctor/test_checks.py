@@ -261,7 +261,7 @@ def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examinatio
         processor=SimpleNamespace(image_token_id=IMAGE),
     )
     models = {"policy": Small(), "reference": None}
-    return Examination(pair, prompts([1, *[IMAGE] * 4, 2]), models=lambda: models)
+    return Examination(pair, prompts([1, *[IMAGE] * 4, 2]), models=models)
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():

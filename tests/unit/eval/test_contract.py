@@ -400,7 +400,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     pair: Any = Namespace(
         accelerator=Processes(num_processes=2),
         config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
-        policy=lambda: Namespace(name_or_path="x"),
+        policy=Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         engine=Namespace(greedy={}),
         processor="p",

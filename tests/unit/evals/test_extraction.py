@@ -9,7 +9,12 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, build_extraction_messages, extract_by_rules
+from adora_vl.evals.scoring.judge import (
+    KEY_VARIABLE,
+    Question,
+    build_extraction_messages,
+    extract_by_rules,
+)
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
 from eval.mathvista import BENCHMARK, build_question
@@ -170,7 +175,7 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
         (lambda body, call: (500, b""), 2),
-        (lambda body, call: (401, b"no"), 1),  # asking again would not help
+        (lambda body, call: (400, b"no"), 1),  # asking again would not help
         (lambda body, call: (200, b"rubbish"), 2),
         (lambda body, call: (200, b'{"choices": []}'), 2),
         (lambda body, call: completion("It is B, I guess."), 2),
@@ -201,6 +206,31 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert not (folder / "judge_cache.jsonl").exists()
             # With the judge well again the same command gives the answer.
             assert score_with_judge(folder, serve(judge_reply).url, rows=rows)["correct"] == 1
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
+    tmp_path, serve, capsys, code
+):
+    """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
+    server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
+    rows = [row(str(number), "I count five.") for number in range(20)]
+    score_file = tmp_path / "s.json"
+    benchmark_data.scored(BENCHMARK, tmp_path, rows)  # by rules
+    earlier_score = score_file.read_bytes()
+    judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    assert main(BENCHMARK, benchmark_data.to_score(tmp_path, rows, *judge)) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
+        f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+    )
+    assert len(server.requests) <= 3 + 8, "none but the calls under way"
+    assert score_file.read_bytes() == earlier_score
+    well_server = serve(reads)
+    result = scored(tmp_path, well_server.url, rows=rows)
+    assert result["correct"] == 20
+    assert result["extraction_mix"] == {"judge": 17, "judge_cached": 3}
+    assert len(well_server.requests) == 17
 
 
 def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):

@@ -123,7 +123,7 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
     ):
         with subtests.test(f"{role} {moment}"):
             models = {"policy": tiny_model(), "reference": tiny_model()}
-            guard = RefuseWrongBuffers(models.copy)
+            guard = RefuseWrongBuffers(models)
             guard.on_train_begin(args=None, state=None, control=None)
             models[role].to(torch.bfloat16)
             hook = getattr(guard, moment)
@@ -135,7 +135,7 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
             )
             assert "\n" not in text
             assert precision.REMEDY in text
-    without_reference = RefuseWrongBuffers(lambda: {"policy": tiny_model(), "reference": None})
+    without_reference = RefuseWrongBuffers({"policy": tiny_model(), "reference": None})
     without_reference.on_train_begin(args=None, state=None, control=None)
 
 

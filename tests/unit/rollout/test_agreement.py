@@ -34,7 +34,7 @@ def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
         tokenizer=TOKENIZER,
         config=SimpleNamespace(seed=0, vllm_mode="colocate"),
         engine=SimpleNamespace(llm=llm),
-        policy=lambda: policy,
+        policy=policy,
     )
 
 
@@ -137,7 +137,7 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
             settings = SimpleNamespace(dtype=engine)
             pair: Any = SimpleNamespace(
                 config=args,
-                policy=lambda model=model: model,
+                policy=model,
                 engine=SimpleNamespace(settings=settings),
             )
             assert agreement.agreement_bound(pair) == bound

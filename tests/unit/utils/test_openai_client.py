@@ -495,6 +495,17 @@ def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve,
     assert "the model `m` does not exist" in stderr
 
 
+def test_a_key_that_the_evaluated_model_refuses_is_named(data, tmp_path, serve, capsys):
+    server = serve(lambda body, call: (401, b"no"))
+    assert infer(data, tmp_path / "a", server.url) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: base_url: {server.url} refuses the key in OPENAI_API_KEY for the model 'm' "
+        "(HTTP 401: no (attempt 1)); set OPENAI_API_KEY to one that it takes"
+    )
+    assert not (tmp_path / "a").exists()
+    assert infer(data, tmp_path / "a", serve(lambda body, call: completion("5")).url) == 0
+
+
 WRONG_OPTIONS = {
     "--engine openai": "--base-url is missing",
     "--engine openai --base-url localhost:8000": "is no http address",
