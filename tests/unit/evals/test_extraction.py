@@ -213,8 +213,8 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     tmp_path, serve, capsys, code
 ):
     """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
-    server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
-    rows = [row(str(number), "I count five.") for number in range(20)]
+    server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (code, b"ended"))
+    rows = [prediction(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
     benchmark_data.scored(BENCHMARK, tmp_path, rows)  # by rules
     earlier_score = score_file.read_bytes()
@@ -226,8 +226,8 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     )
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
     assert score_file.read_bytes() == earlier_score
-    well_server = serve(reads)
-    result = scored(tmp_path, well_server.url, rows=rows)
+    well_server = serve(judge_reply)
+    result = score_with_judge(tmp_path, well_server.url, rows=rows)
     assert result["correct"] == 20
     assert result["extraction_mix"] == {"judge": 17, "judge_cached": 3}
     assert len(well_server.requests) == 17
