@@ -70,12 +70,12 @@ def _evaluator_words(benchmark: str) -> list[str]:
 
     They are `python -m eval.<benchmark>`. Where the current folder has an `eval.py` or a package
     `eval/` of the user's own, Python would run that one instead. The installed command
-    `adora-vl-eval` does not look into the current folder, so it is taken then.
+    `adora-vl` does not look into the current folder, so it is taken then.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:
-            return ["adora-vl-eval", benchmark]
+            return ["adora-vl", "eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]
 
 

@@ -19,7 +19,7 @@ from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, ste
 from adora_vl.models.load import PRETRAINED
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
-from tests.support.terminal import Running
+from tests.support.terminal import RunningCommand
 from tests.support.weights import mean_difference
 
 # the fixture starts two processes six times
@@ -61,29 +61,29 @@ STOPPING_RUN_ARGUMENTS = [
 ENDLESS_STEPS = ["--max_steps", "100000"]
 
 
-def terminate_launcher(run: Running) -> None:
+def terminate_launcher(run: RunningCommand) -> None:
     run.launcher.terminate()
 
 
-def terminate_everybody(run: Running) -> None:
+def terminate_everybody(run: RunningCommand) -> None:
     run.signal_everybody(signal.SIGTERM)
 
 
-def terminate_everybody_twice(run: Running) -> None:
+def terminate_everybody_twice(run: RunningCommand) -> None:
     run.signal_everybody(signal.SIGTERM)
     run.wait_for_words("SIGTERM: saving", 2)
     run.signal_everybody(signal.SIGTERM)
 
 
-def press_ctrl_c(run: Running) -> None:
+def press_ctrl_c(run: RunningCommand) -> None:
     run.press_ctrl_c()
 
 
-def close_terminal(run: Running) -> None:
+def close_terminal(run: RunningCommand) -> None:
     run.close_terminal()
 
 
-def kill_launcher(run: Running) -> None:
+def kill_launcher(run: RunningCommand) -> None:
     run.launcher.kill()
 
 
@@ -113,11 +113,13 @@ class StoppedRun:
     note: dict[str, object]
 
 
-def start_and_stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> StoppedRun:
+def start_and_stop(
+    config: str, output_dir: Path, way: Callable[[RunningCommand], None]
+) -> StoppedRun:
     """Start a run without an end, and stop it after its first step."""
     older_checkpoints = checkpoints(output_dir)
     resumed_step = step_of(older_checkpoints[0]) if older_checkpoints else 0
-    with Running(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
+    with RunningCommand(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
         run.wait_for_step(resumed_step + 1)
         output_at_step = run.output
         way(run)

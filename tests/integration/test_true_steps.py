@@ -24,7 +24,7 @@ from tests.support.async_servers import (
     read_step_metrics,
     server_arguments,
 )
-from tests.support.pictures import drawing
+from tests.support.pictures import draw_figure
 
 pytestmark = pytest.mark.slow
 TRIANGLE_FACTS = (
@@ -68,7 +68,7 @@ def write_triangle_rows(folder: Path) -> Path:
             "id": f"triangles/{number}",
             "problem": f"Triangle {number}: find the area of ABC.",
             "answer": "60",
-            "images": [drawing(number)],
+            "images": [draw_figure(number)],
             "figure": None if number % 4 == 3 else figure_as_json(figure),
         }
         for number in range(12)

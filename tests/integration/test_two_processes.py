@@ -23,7 +23,7 @@ from adora_vl.checkpoint.trl_state import REFERENCE
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED, load_processor
 from benchmarks.kill_and_resume import comparable_results
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 from tests.support.launch import command_lines_marked_with, launch, run
 from tests.support.parity import run_parity
 from tests.support.tiny_run import read_training_log
@@ -255,7 +255,7 @@ ANSWERS_BEFORE_REFUSAL = 25
 def refuse_key_after_some_answers(_: dict[str, Any], call: int) -> Reply:
     """Answer as a judge until the key ends. `call`: the number of the request, from 1."""
     if call <= ANSWERS_BEFORE_REFUSAL:
-        return completion("<score>0.5</score>")
+        return completion_reply("<score>0.5</score>")
     return 401, b"the key has ended"
 
 

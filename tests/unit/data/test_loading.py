@@ -33,7 +33,7 @@ from adora_vl.utils.errors import UserError
 from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from tests.support.row_order import ids_of_epochs
-from tests.support.user_tables import convert, with_images, write_jsonl
+from tests.support.user_tables import convert, rows_with_images, write_jsonl
 
 CPU = [
     "--use_cpu",
@@ -147,7 +147,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    rows = with_images([f"pics/{n}.png" for n in range(4)])
+    rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
     source = write_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))

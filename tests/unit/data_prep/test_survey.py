@@ -13,9 +13,9 @@ from adora_vl.data.dataset import stored_rows, write_manifest, write_split
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
-from tests.support.browser import Browser, Tags, assert_that_it_runs
+from tests.support.browser import Browser, TagsOfPage, assert_attack_runs_unescaped
 from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
-from tests.support.pictures import encoded
+from tests.support.pictures import encode_picture
 
 pytestmark = pytest.mark.slow
 
@@ -119,7 +119,7 @@ def attacked(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
-    page = Tags(attacked.read_text())
+    page = TagsOfPage(attacked.read_text())
     allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
         "li dl dt dd pre"
@@ -137,7 +137,7 @@ def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_pa
     """A page that would run it says so in its title; without escaping and policy the same rows do
     exactly that.
     """
-    assert_that_it_runs(ATTACK, browser, tmp_path)
+    assert_attack_runs_unescaped(ATTACK, browser, tmp_path)
     browser.open(attacked)
     rendered = browser.page.content()
     assert browser.js("document.title") == "data: 6 rows"
@@ -160,7 +160,10 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, browse
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
-    noise = {"bytes": encoded(Image.effect_noise((700, 700), 100).convert("RGB")), "path": None}
+    noise = {
+        "bytes": encode_picture(Image.effect_noise((700, 700), 100).convert("RGB")),
+        "path": None,
+    }
     assert len(noise["bytes"]) > 400_000
     rows = [{**row, "images": [noise], "problem": "x" * 100_000} for row in generate(60)]
     write_split(rows, tmp_path / "data", "train")

@@ -16,10 +16,10 @@ from eval.mathverse import (
     read_choices,
 )
 from tests.support import benchmark_data
-from tests.support.benchmark_data import MATHVERSE, mathverse_rows, write_mathverse
-from tests.support.endpoint_server import Reply, completion
+from tests.support.benchmark_data import MATHVERSE_FEATURES, mathverse_rows, write_mathverse
+from tests.support.endpoint_server import Reply, completion_reply
 
-score_as_command = partial(benchmark_data.scored, BENCHMARK)
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 CHOICE_QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 
 
@@ -141,7 +141,7 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
         """Reply as a judge that reads D, or an area where no options are listed."""
         question = body["messages"][1]["content"]
         answer = "D" if "140°" in question else "113.1 cm²"
-        return completion(f"<answer>{answer}</answer>")
+        return completion_reply(f"<answer>{answer}</answer>")
 
     server = serve(extract)
     rows = [
@@ -166,12 +166,12 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
         if "<reply>" in content:
             _, _, behind_tag = content.partition("<reply>")
             response, _, _ = behind_tag.partition("</reply>")
-            return completion(f"<answer>{response.strip()}</answer>")
+            return completion_reply(f"<answer>{response.strip()}</answer>")
         comparisons.append(content)
         report = "1" if "50 cm" in content else "0"
         if "a guess" in content:
             report = "maybe"  # it is neither 1 nor 0
-        return completion(f"<answer>{report}</answer>")
+        return completion_reply(f"<answer>{report}</answer>")
 
     server = serve(judge)
     cases = [
@@ -230,7 +230,9 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
     ) -> datasets.Dataset:
         requests.append((name, config, split))
         versions = [TEXT_ONLY] if split == "testmini_text_only" else PROBLEM_VERSIONS[:5]
-        return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
+        return datasets.Dataset.from_list(
+            mathverse_rows(2, versions=versions), features=MATHVERSE_FEATURES
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub_id = "AI4Math/MathVerse"

@@ -23,10 +23,10 @@ from eval.mathvision import (
 )
 from eval.mathvision_value import evaluate_latex
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
+from tests.support.benchmark_data import mathvision_rows, score_command, write_mathvision
 from tests.support.paths import SHARED_FOLDER
 
-score_as_command = partial(benchmark_data.scored, BENCHMARK)
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 PUBLISHED_DATA = SHARED_FOLDER / "data" / "mathvision"
 needs_published_data = pytest.mark.skipif(
     not PUBLISHED_DATA.is_dir(),
@@ -291,7 +291,9 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
-    words = to_score(tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored")
+    words = score_command(
+        tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored"
+    )
     assert main(BENCHMARK, words) == 2
     assert "needs --rules strict" in capsys.readouterr().err
     assert main(BENCHMARK, [*words, "--rules", "strict"]) == 0

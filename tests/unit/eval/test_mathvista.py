@@ -47,7 +47,9 @@ def score_published_outputs(
 ) -> dict[str, Any]:
     """Score the published outputs of a model."""
     words = ["--extraction", extraction, "--rules", rules]
-    return benchmark_data.scored(BENCHMARK, tmp_path, PUBLISHED_DATA / f"{model}.jsonl", *words)
+    return benchmark_data.score_predictions(
+        BENCHMARK, tmp_path, PUBLISHED_DATA / f"{model}.jsonl", *words
+    )
 
 
 def read_published_figures(model: str) -> dict[str, Any]:
@@ -314,7 +316,7 @@ def test_empty_extractions_can_be_told_to_be_ignored() -> None:
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [prediction(response="So the answer is 5.")]
-    result = benchmark_data.scored(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
+    result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
     assert result["extraction_mix"] == {"stated": 1}
     assert result["wilson_95"][1] == 1.0
@@ -325,6 +327,6 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = benchmark_data.to_score(tmp_path, [prediction(pid="77")], "--extraction", "stored")
+    words = benchmark_data.score_command(tmp_path, [prediction(pid="77")], "--extraction", "stored")
     assert main(BENCHMARK, words) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

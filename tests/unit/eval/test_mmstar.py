@@ -15,7 +15,7 @@ from adora_vl.models.load import PRETRAINED
 from eval.command import main
 from eval.mmstar import BENCHMARK, is_officially_right, read_choices
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
+from tests.support.benchmark_data import mmstar_rows, score_command, write_lines, write_mmstar
 from tests.support.paths import SHARED_FOLDER
 
 PUBLISHED_DATA = SHARED_FOLDER / "data" / "mmstar"
@@ -41,7 +41,7 @@ def prediction(pid: str, response: str, answer: str = "B", **fields: Any) -> dic
     }
 
 
-score_as_command = partial(benchmark_data.scored, BENCHMARK)
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 
 
 @needs_published_data
@@ -135,7 +135,7 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     other_run = write_lines(tmp_path / "b.jsonl", [prediction("2", "B")])
-    words = to_score(tmp_path, [prediction("1", "B")])
+    words = score_command(tmp_path, [prediction("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
     message = capsys.readouterr().err
     assert "without_image: " in message

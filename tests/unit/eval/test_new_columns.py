@@ -77,7 +77,7 @@ def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
             response = json.dumps({"short answer": "6" if is_wrong else "5"})
             pid = f"sample_variant{variant}/{problem}"
             rows.append({**fields, "pid": pid, "response": response})
-    score = support.scored(dynamath.BENCHMARK, tmp_path, rows)
+    score = support.score_predictions(dynamath.BENCHMARK, tmp_path, rows)
     worst_case = score["variants"]["worst_case"]
     assert score["correct"] == 19
     assert worst_case["correct"] == 1

@@ -11,7 +11,7 @@ from eval.wemath import BENCHMARK, diagnose, official_letter
 from tests.support import benchmark_data
 from tests.support.benchmark_data import wemath_rows, write_wemath
 
-score_as_command = partial(benchmark_data.scored, BENCHMARK)
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 OPTIONS_TEXT = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct answer"
 
 

@@ -20,7 +20,7 @@ from eval.command import main
 from eval.mathvista import BENCHMARK, build_question
 from tests.support import benchmark_data
 from tests.support.cases import Case
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 
 FRUIT_CHOICES = ["apple", "pear", "plum tree", "fig"]
 
@@ -123,12 +123,12 @@ def score_with_judge(
     tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = PREDICTIONS
 ) -> dict[str, Any]:
     judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
-    return benchmark_data.scored(BENCHMARK, tmp_path, rows, *judge, *words)
+    return benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, *judge, *words)
 
 
 def judge_reply(body: dict[str, Any], _: int) -> Reply:
     reply = body["messages"][1]["content"]
-    return completion(
+    return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"
     )
 
@@ -178,8 +178,8 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
         (lambda body, call: (400, b"no"), 1),  # asking again would not help
         (lambda body, call: (200, b"rubbish"), 2),
         (lambda body, call: (200, b'{"choices": []}'), 2),
-        (lambda body, call: completion("It is B, I guess."), 2),
-        (lambda body, call: completion("<answer>" + "B " * 300 + "</answer>"), 2),
+        (lambda body, call: completion_reply("It is B, I guess."), 2),
+        (lambda body, call: completion_reply("<answer>" + "B " * 300 + "</answer>"), 2),
         (
             lambda body, call: (
                 200,
@@ -216,10 +216,10 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (code, b"ended"))
     rows = [prediction(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
-    benchmark_data.scored(BENCHMARK, tmp_path, rows)  # by rules
+    benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
     earlier_score = score_file.read_bytes()
     judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    assert main(BENCHMARK, benchmark_data.to_score(tmp_path, rows, *judge)) == 2
+    assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
         f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
@@ -239,7 +239,7 @@ def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, s
         tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=PREDICTIONS[1:2]
     )
     assert result["extraction_failed"] == 1
-    server = serve(lambda body, call: completion("<answer>NONE</answer>"))
+    server = serve(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0
     assert result["items"][0]["extraction"] == ""
@@ -255,7 +255,7 @@ def test_a_judge_that_is_not_named_is_the_users_mistake(
         (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
     ]:
         with case(words) as folder:
-            command = benchmark_data.to_score(
+            command = benchmark_data.score_command(
                 folder, PREDICTIONS[1:2], "--extraction", "judge", *words
             )
             assert main(BENCHMARK, command) == 2

@@ -24,7 +24,7 @@ from adora_vl.models.check import NEEDS_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
-from tests.support.families import FAMILIES_WITH_VISION, family_config, on_meta
+from tests.support.families import FAMILIES_WITH_VISION, build_on_meta, family_config
 from tests.support.tiny_run import train
 
 
@@ -55,7 +55,7 @@ def test_every_parameter_is_in_its_part(subtests):
     """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
     for kind in FAMILIES_WITH_VISION:
         with subtests.test(kind):
-            model = on_meta(family_config(kind)).model
+            model = build_on_meta(family_config(kind)).model
             parts: set[str] = set()
             for name, _ in model.named_parameters():
                 module, submodule, *_ = name.split(".")
@@ -81,7 +81,7 @@ def test_what_can_share_a_prompt():
     sliding.layer_types = ["full_attention", "sliding_attention"]
     assert not families.shares_prompts(sliding)
     assert not families.shares_prompts(LlamaConfig())
-    assert can_share_prompts(on_meta(family_config("qwen3_vl")).config)
+    assert can_share_prompts(build_on_meta(family_config("qwen3_vl")).config)
 
 
 def notes_of_check(config: Any, **changed: Any) -> list[str]:

@@ -16,7 +16,7 @@ from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import language_layers, layers_pattern
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.support.families import family_config, on_meta
+from tests.support.families import build_on_meta, family_config
 from tests.support.tiny_run import arguments
 
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -30,7 +30,7 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
     peft_config = lora_of(keys)
     [note] = choose_layers(peft_config, keys, config)
     assert ", ".join(language_layers(config)) in note
-    model = on_meta(config)
+    model = build_on_meta(config)
     head = model.get_output_embeddings()
     linear = {
         name

@@ -52,7 +52,7 @@ def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, 
     if is_named:
         assert words[1:3] == ["-m", "eval.problems"]
     else:
-        assert words[:2] == ["adora-vl-eval", "problems"]
+        assert words[:3] == ["adora-vl", "eval", "problems"]
 
 
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
@@ -87,9 +87,7 @@ def test_tiny_is_the_same_model_in_training_and_evaluation():
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {
-        f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")
-    }
+    assert scripts.keys() == {"adora-vl"}
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
