@@ -2,9 +2,9 @@
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import MOMENTS
 from adora_vl.models.activations import FLOAT
 from adora_vl.models.shape import ModelShape
+from adora_vl.training.model_states import MOMENTS
 
 # Scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
 _SMALL_FILES = 2 * 2**20

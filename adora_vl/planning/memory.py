@@ -10,7 +10,6 @@ from typing import NamedTuple
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import States, dtypes_of, states
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     FLOAT,
@@ -25,6 +24,7 @@ from adora_vl.models.activations import (
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_A_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
+from adora_vl.training.model_states import States, dtypes_of, states
 from adora_vl.utils.files import GIB
 
 # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself

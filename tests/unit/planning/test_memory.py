@@ -19,7 +19,6 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
-from adora_vl.config.states import BUCKET, states
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
@@ -34,6 +33,7 @@ from adora_vl.planning.memory import (
     predict,
 )
 from adora_vl.planning.what_fits import batch_sizes, fits, largest_batch, largest_image_tokens
+from adora_vl.training.model_states import BUCKET, states
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
