@@ -44,11 +44,11 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
-from adora_vl.models.check import with_own_layers
+from adora_vl.models.check import copy_before_choosing_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.reference import copied_policy
+from adora_vl.models.reference import copy_policy
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
@@ -122,7 +122,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 environment_factory=environment_factory,
             )
             config = config_of(args, model)
-            peft_config = with_own_layers(peft_config)
+            peft_config = copy_before_choosing_layers(peft_config)
             request = RunRequest(
                 config=config,
                 model=_model_source(
@@ -948,7 +948,7 @@ def _use_own_classes_in_trl(
             compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
         )
         if not isinstance(policy, str):
-            copy_of_policy = partial(copied_policy, policy)
+            copy_of_policy = partial(copy_policy, policy)
             replacements.enter_context(
                 compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
             )
