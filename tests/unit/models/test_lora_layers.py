@@ -10,7 +10,7 @@ from torch import nn
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.models.check import choose_layers, lora_of, with_own_layers
+from adora_vl.models.check import choose_layers, lora_of
 from adora_vl.models.families import FAMILIES, LANGUAGE_MODEL, component_of
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import language_layers, layers_pattern
@@ -65,7 +65,6 @@ def test_named_layers_and_parameters_stay_as_they_are():
         before = peft_config.to_dict()
         assert choose_layers(peft_config, keys, config) == []
         assert peft_config.to_dict() == before
-        assert with_own_layers(peft_config) is peft_config
     assert lora_of(ModelConfig()) is None
     assert choose_layers(None, ModelConfig(), config) == []
 
