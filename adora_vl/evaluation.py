@@ -339,7 +339,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         args = self.pair.config
         accelerator = self.pair.accelerator
         chat = ChatProcessor(
-            self.pair.policy().name_or_path,
+            self.pair.policy.name_or_path,
             min_pixels=args.min_pixels,
             max_pixels=args.max_pixels,
             revision=self.revision,

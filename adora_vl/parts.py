@@ -260,7 +260,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
         """Return the engine and the policy as a pair, for checks that compare them, and evaluations."""
         return EnginePair(
             context=context,
-            policy=lambda: self.model,
+            policy=self.model,
             dataset=self.train_dataset,
             images=self.images,
             processor=self.processing_class,
@@ -348,7 +348,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             progress.ProgressLine(),
             metrics.MetricsFile(),
             self.skip_bad_steps,
-            RefuseWrongBuffers(self.models_by_role),
+            RefuseWrongBuffers(self.models_by_role()),
         ]
         if self.card_memory is not None:
             callbacks.append(self.card_memory)

@@ -48,7 +48,7 @@ from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weight
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.reference import copied_policy
+from adora_vl.models.reference import copy_policy
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
@@ -65,7 +65,7 @@ from adora_vl.preflight.request import (
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import phases, trackers
 from adora_vl.record.card_memory import CardMemory
-from adora_vl.record.manifest import end_manifest, failure_noted, write_manifest
+from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
 from adora_vl.rollout.prompt_tokens import folder_settings_left_out
@@ -205,7 +205,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             record_base(self.model, run.model.merged)
             if run.config.gradient_checkpointing:
                 compute_branches_first(self.model)
-            if not self._dist.is_fsdp and not run.model.four_bit:
+            if not run.model.four_bit:
                 refuse_unmergeable(self.model, self._dist.gather_params)
         freeze(self.model, run.config.adora_freeze)
         return models
@@ -241,7 +241,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             if is_from_python and run.finished is not None:
                 return self._load_finished_run(run.finished)
             self._begin_run(output_dir)
-            with failure_noted(
+            with noting_failure(
                 self.manifest,
                 output_dir=output_dir,
                 steps=lambda: self.state.global_step,
@@ -399,7 +399,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self.prefetch.finish()
         is_training = self.model.training
         if is_training:
-            trackers.empty(self._logs)
+            trackers.empty_table(self._logs)
         if is_training and self._step == self._step_began:
             self.unfinished_generation.note_step_begin(self._step, self._facts())
         group_size = self.num_generations if is_training else self.num_generations_eval
@@ -951,7 +951,7 @@ def _use_own_classes_in_trl(
             compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
         )
         if not isinstance(policy, str):
-            copy_of_policy = partial(copied_policy, policy)
+            copy_of_policy = partial(copy_policy, policy)
             replacements.enter_context(
                 compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
             )

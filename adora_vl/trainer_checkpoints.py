@@ -45,7 +45,7 @@ class CheckpointedTrainer(TrainerParts):
             """Write all parts into the folder, and return the facts for its manifest."""
             stock_save(model, trial)
             self.moving_reference.save(folder)
-            completions_table = trackers.to_json(self._logs)
+            completions_table = trackers.table_to_json(self._logs)
             self.pool.save(folder)
             # TRL's buffer, unless this package cuts generations into micro-batches itself.
             micro_batches: list[Batch] | None = self._buffered_inputs
@@ -134,7 +134,7 @@ class CheckpointedTrainer(TrainerParts):
         model = self.model if model is None else model
         folder = Path(resume_from_checkpoint)
         has_whole_weights = any(folder.glob("*.safetensors"))
-        if has_whole_weights and not self._dist.is_fsdp:
+        if has_whole_weights:
             restore_weights(model, folder)
         else:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -168,7 +168,7 @@ class CheckpointedTrainer(TrainerParts):
             self._present_generation = PresentGeneration(
                 first_micro_step=self._first_micro_step, micro_batches=unfinished.micro_batches
             )
-            trackers.from_json(unfinished.table, self._logs)
+            trackers.restore_table(unfinished.table, self._logs)
         for name, values in facts.get("metrics", {}).items():
             self._metrics["train"][name] = list(values)
 

@@ -23,7 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from benchmarks.stand_in_server import StandIn
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
@@ -89,7 +89,9 @@ def parts_of_a_step(
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
         server.close()
-    logged = [entry for entry in read_metrics(folder / METRICS) if "seconds/rollout" in entry][2:-2]
+    logged = [entry for entry in read_metrics(folder / METRICS_FILE) if "seconds/rollout" in entry][
+        2:-2
+    ]
     sampling = [entry["seconds/rollout"] + entry["seconds/sync"] for entry in logged]
     step_seconds = [
         sum(value for name, value in entry.items() if name.startswith("seconds/"))

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from adora_vl.record.rollouts import ROLLOUTS, parts, read_parts
+from adora_vl.record.rollouts import ROLLOUTS_FOLDER, list_parts, read_parts
 
 REPOSITORY = Path(__file__).parents[1]
 KILL_PHASES = ("rollout", "grading", "backward", "saving")
@@ -197,7 +197,7 @@ def hash_recorded_rollouts(folder: Path) -> dict[str, str]:
 
     The seconds that tools took do not count. Empty where nothing was recorded.
     """
-    files = parts(folder / ROLLOUTS)
+    files = list_parts(folder / ROLLOUTS_FOLDER)
     digests: dict[str, Any] = {}
     for row in read_parts(files).to_pylist() if files else ():
         for turn in row["turns"] or ():

@@ -303,7 +303,7 @@ def train(
     """
     from adora_vl.config.command import read
     from adora_vl.prepare import prepare
-    from adora_vl.record.metrics import METRICS, read_metrics
+    from adora_vl.record.metrics import METRICS_FILE, read_metrics
     from adora_vl.train import build_trainer
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -314,7 +314,7 @@ def train(
         trainer.train()
     trainer.prefetch.finish()  # as its `close`, which would end the engine too
     trainer.run.folder.release()
-    lines = read_metrics(folder / METRICS)
+    lines = read_metrics(folder / METRICS_FILE)
     del trainer
     gc.collect()
     return lines

@@ -40,8 +40,8 @@ from data_prep.solve import read_forms_or_text
 from data_prep.solved_rows import (
     LabelledQuestion,
     features_with_figure,
+    fields_of_facts,
     solved_problems,
-    with_facts,
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
@@ -136,7 +136,7 @@ def _redrawn(form: LogicForm, question: LabelledQuestion) -> RawProblem:
         images=(png_bytes(draw_form(form)),),
         problem=question.problem,
         answer=question.answer,
-        **with_facts(form, question.problem, row_id),
+        **fields_of_facts(form, question.problem, row_id),
     )
 
 

@@ -19,7 +19,7 @@ from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from data_prep.problem_text import readable
-from data_prep.solved_rows import with_facts
+from data_prep.solved_rows import fields_of_facts
 
 # A file in the folder of a problem, such as `geometry3k/train/17/data.json`.
 _FILE_OF_PROBLEM = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
@@ -237,7 +237,7 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
         shapes=tuple(data.texts("problem_type_graph", default=[])),
         solution=data.text("detailed_solution", default="").strip(),
         other_files=(json_bytes,),
-        **with_facts(form, problem, row_id),
+        **fields_of_facts(form, problem, row_id),
     )
 
 

@@ -80,16 +80,20 @@ def facts_in_words(form: LogicForm, problem: str) -> str | None:
 def _position_sentences(form: LogicForm) -> list[str]:
     """Return sentences on which points lie on which line and circle of a diagram."""
     sentences = []
-    for points_on_line in form.rows:
+    for points_on_line in form.lines_with_points:
         if len(points_on_line) > 2:
             # The points are in order along the line where all of them have coordinates.
             is_ordered = set(points_on_line) <= form.points.keys()
             order = ", in this order" if is_ordered else ""
             sentences.append(f"{_list(points_on_line)} lie on one line{order}")
-    segments = [_joined(points_on_line) for points_on_line in form.rows if len(points_on_line) == 2]
+    segments = [
+        _joined(points_on_line)
+        for points_on_line in form.lines_with_points
+        if len(points_on_line) == 2
+    ]
     if segments:
         sentences.append(f"drawn segments: {', '.join(segments)}")
-    for (centre, _), points_on_circle in form.rounds.items():
+    for (centre, _), points_on_circle in form.points_by_circle.items():
         if points_on_circle:
             verb = "lies" if len(points_on_circle) == 1 else "lie"
             sentences.append(f"{_list(points_on_circle)} {verb} on the circle with centre {centre}")
@@ -104,7 +108,7 @@ def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> boo
     That is one circle, or no more points on lines than the corners of such a polygon.
     """
     if head == "Circle":
-        return len(form.rounds) == 1
+        return len(form.points_by_circle) == 1
     return len(points_on_lines) == _CORNERS.get(head)
 
 
@@ -118,9 +122,9 @@ def _suffices(text: str, form: LogicForm) -> bool:
     question_terms = [parse_term(part) for part in form.question if part.strip()]
     if None in question_terms:
         return False
-    points_on_lines = {name for points_on_line in form.rows for name in points_on_line}
+    points_on_lines = {name for points_on_line in form.lines_with_points for name in points_on_line}
     known_points = set(points_on_lines)
-    for (centre, _), points_on_circle in form.rounds.items():
+    for (centre, _), points_on_circle in form.points_by_circle.items():
         known_points |= {centre, *points_on_circle}
     # The question may have facts of its own, such as `x = 3`.
     texts = [text]

@@ -43,11 +43,11 @@ _LATEX = (
 
 def can_be_drawn(form: LogicForm) -> bool:
     """Return whether all points of a logic form's lines, circles and facts have coordinates."""
-    needed_points = {name for points_on_line in form.rows for name in points_on_line}
+    needed_points = {name for points_on_line in form.lines_with_points for name in points_on_line}
     for term in form.terms:
         if term:
             needed_points |= points_in_term(term)
-    needed_points |= {centre for centre, _ in form.rounds}
+    needed_points |= {centre for centre, _ in form.points_by_circle}
     return bool(form.points) and needed_points <= form.points.keys()
 
 
@@ -86,8 +86,8 @@ def _points_to_draw(form: LogicForm) -> list[str]:
 
     They are all its points if it has neither. A point without coordinates is left out.
     """
-    names = {name for points_on_line in form.rows for name in points_on_line}
-    for (centre, _), points_on_circle in form.rounds.items():
+    names = {name for points_on_line in form.lines_with_points for name in points_on_line}
+    for (centre, _), points_on_circle in form.points_by_circle.items():
         names |= {centre, *points_on_circle}
     if not names:
         names = set(form.points)
@@ -123,7 +123,7 @@ class _Diagram:
         original_points = {name: complex(*form.points[name]) for name in _points_to_draw(form)}
         # By the circle, that is its centre and the name of its radius.
         original_radii = {}
-        for circle, points_on_circle in form.rounds.items():
+        for circle, points_on_circle in form.points_by_circle.items():
             distances = [
                 abs(original_points[name] - original_points[circle[0]])
                 for name in points_on_circle
@@ -159,7 +159,7 @@ class _Diagram:
         Facts without a mark stand below the figure. The order decides which label gives way: values
         come before the names of points, and what stands below comes last.
         """
-        for row in self.form.rows:
+        for row in self.form.lines_with_points:
             self._draw_line(*(self.at[name] for name in row))
         for (centre, _), radius in self.radii.items():
             point = self.at[centre]
@@ -285,7 +285,7 @@ class _Diagram:
         """
         ends = {names[0], names[-1]}
         circles_with_ends = [
-            circle for circle in self.radii if ends <= set(self.form.rounds[circle])
+            circle for circle in self.radii if ends <= set(self.form.points_by_circle[circle])
         ]
         if not circles_with_ends:
             return False
@@ -407,7 +407,7 @@ class _Diagram:
         """Draw a square at each right angle, and return the facts that have one."""
         marked_terms = []
         corners: set[tuple[int, int]] = set()
-        for term in self.form.found("Perpendicular"):
+        for term in self.form.facts_with_head("Perpendicular"):
             corner = self._crossing(term)
             if corner is None:
                 continue
@@ -439,7 +439,7 @@ class _Diagram:
         """
         terms = []
         groups: list[set[tuple[str, ...]]] = []
-        for term in self.form.found(head):
+        for term in self.form.facts_with_head(head):
             sides = set()
             for argument in term.arguments:
                 if argument.head == measure:

@@ -25,14 +25,18 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replace_file, written_to
 from data_prep.solved_rows import is_rounded_value
 
-MAX_SHOWN = 12  # problems of one kind in the table for a person
-_MAX_BYTES = 64 * 2**20  # of a file of facts
-_LABEL_COLUMNS = Columns(
-    problem="messages|problem|question|query|prompt|conversations",
-    answer="solution|answer|gold|response|label",
-    images=("images|image",),
+MAX_PROBLEMS_SHOWN = 12  # of one kind, in the table for a person
+_MAX_FACTS_FILE_BYTES = 64 * 2**20
+# A table of labels may call its columns by any of these names, which stand between bars.
+_PROBLEM_COLUMN = "messages|problem|question|query|prompt|conversations"
+_ANSWER_COLUMN = "solution|answer|gold|response|label"
+_IMAGES_COLUMN = "images|image"
+_LABEL_TABLE_COLUMNS = Columns(
+    problem=_PROBLEM_COLUMN,
+    answer=_ANSWER_COLUMN,
+    images=(_IMAGES_COLUMN,),
     id="id",
-    optional=("messages|problem|question|query|prompt|conversations", "images|image", "id"),
+    optional=(_PROBLEM_COLUMN, _IMAGES_COLUMN, "id"),
 )
 _OTHER_ANSWER = "another answer than the label"
 # What a person should look at, for the statuses of a problem without an answer.
@@ -43,7 +47,7 @@ _KIND_BY_STATUS = {
     "open": "the facts leave it open",
     "unread": "not read",
 }
-_KINDS = (_OTHER_ANSWER, *_KIND_BY_STATUS.values())  # the worst first
+_KINDS_WORST_FIRST = (_OTHER_ANSWER, *_KIND_BY_STATUS.values())
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class SolvedProblem:
 
     id: str
     verdict: Verdict  # the status, the value and the reason
-    gold: str | None = None  # the label, the answer that the data set states
+    label: str | None = None  # the answer that the data set states
 
     @property
     def agrees(self) -> bool | None:
@@ -60,10 +64,10 @@ class SolvedProblem:
 
         None where one of them is missing or no number.
         """
-        label = None if self.gold is None else number_in_text(self.gold)
-        if label is None or self.verdict.value is None:
+        label_number = None if self.label is None else number_in_text(self.label)
+        if label_number is None or self.verdict.value is None:
             return None
-        return is_rounded_value(label, self.verdict.value)
+        return is_rounded_value(label_number, self.verdict.value)
 
     @property
     def kind(self) -> str:
@@ -82,7 +86,7 @@ class SolvedProblem:
             "how": self.verdict.how,
             "assumed": list(self.verdict.assumed),
             "left_out": list(self.verdict.left_out),
-            "gold": self.gold,
+            "gold": self.label,
             "agrees": self.agrees,
             "why": self.verdict.why,
         }
@@ -96,7 +100,7 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
 
     Raises `UserError` with the problem and what is wrong with it.
     """
-    content = _file_content(file)
+    content = _read_bytes(file)
     if not _is_json(file):
         try:
             return {file.stem: read_form_from_text(content.decode("utf-8"))}
@@ -135,8 +139,8 @@ def _is_json(file: Path) -> bool:
     return file.name.lower().removesuffix(".gz").endswith(".json")
 
 
-def _file_content(file: Path) -> bytes:
-    """Return the bytes of a file, unpacked where it is a .gz.
+def _read_bytes(file: Path) -> bytes:
+    """Read the facts in a file as bytes, and unpack them where the file is a .gz.
 
     Raises `UserError` for one that cannot be read, or is too large.
     """
@@ -146,8 +150,8 @@ def _file_content(file: Path) -> bytes:
             content = gzip.decompress(content)
     except (OSError, EOFError) as error:
         raise UserError(f"input: {str(file)!r} cannot be read ({error})") from error
-    if len(content) > _MAX_BYTES:
-        raise UserError(f"input: {str(file)!r} has over {_MAX_BYTES} bytes")
+    if len(content) > _MAX_FACTS_FILE_BYTES:
+        raise UserError(f"input: {str(file)!r} has over {_MAX_FACTS_FILE_BYTES} bytes")
     return content
 
 
@@ -159,12 +163,12 @@ def read_labels(file: Path) -> dict[str, str]:
     Raises `UserError` for a row that has neither, and for a table that cannot be read.
     """
     label_by_number: dict[str, str] = {}
-    for position, record in _records_of_labels(file):
+    for position, row in _read_label_table(file):
         row_in_words = f"{position} of {str(file)!r}"
-        if isinstance(record, BadRecord):  # a line that cannot be read
-            raise UserError(f"golds: {row_in_words}: {record.wrong}; {record.remedy}")
-        label = record.get(_LABEL_COLUMNS.answer)
-        number = _problem_number(record)
+        if isinstance(row, BadRecord):  # a line that cannot be read
+            raise UserError(f"golds: {row_in_words}: {row.wrong}; {row.remedy}")
+        label = row.get(_ANSWER_COLUMN)
+        number = _problem_number(row)
         if number is None:
             raise UserError(
                 f"golds: {row_in_words} lacks a number in its id or in a path such as "
@@ -176,68 +180,74 @@ def read_labels(file: Path) -> dict[str, str]:
     return label_by_number
 
 
-def _records_of_labels(file: Path) -> Records:
+def _read_label_table(file: Path) -> Records:
     """Yield the rows of a table with labels, each with its position such as `line 14`."""
-    for parts_of_split in open_local(file, _LABEL_COLUMNS).parts.values():
+    for parts_of_split in open_local(file, _LABEL_TABLE_COLUMNS).parts.values():
         for part in parts_of_split:
             yield from part.begin()
 
 
-def _problem_number(record: Mapping[str, Any]) -> str | None:
+def _problem_number(row: Mapping[str, Any]) -> str | None:
     """Return the number of a row's problem, from its id or the path of its image, or None."""
-    row_id = record.get("id")
+    row_id = row.get("id")
     if row_id is not None and str(row_id).strip():
-        return str(row_id).split("/")[-1]  # of `geometry3k/test/2401`
-    paths = record.get(_LABEL_COLUMNS.images[0])
+        return str(row_id).split("/")[-1]  # 2401, of the id `geometry3k/test/2401`
+    paths = row.get(_IMAGES_COLUMN)
     image_path = str(paths[0] if isinstance(paths, list) else paths)
-    match = re.search(r"(?:^|[/\"'])(\d+)/[^/]*$", image_path)
-    return match[1] if match else None
+    # The folder of the image is the number: 2401, of `test/2401/img_diagram.png`.
+    folder_number = re.search(r"(?:^|[/\"'])(\d+)/[^/]*$", image_path)
+    return folder_number[1] if folder_number else None
 
 
 def solve_forms(
     forms: Mapping[str, LogicForm],
-    golds: Mapping[str, str],
+    labels: Mapping[str, str],
     *,
-    looks: bool = False,
-    repair: bool = False,
+    accept_looks: bool = False,
+    accept_repair: bool = False,
 ) -> Iterator[SolvedProblem]:
     """Solve problems one by one by their facts, and yield each with its label.
 
-    `forms` (the facts with the question) and `golds` (the labels) are by the names of the problems.
-
     Some problems have a value only if one assumes what their picture suggests, or leaves out or
-    rounds a contradicting fact. Such a value is a suggestion. It counts as an answer with `looks`
-    in the first case, and with `repair` in the second.
+    rounds a contradicting fact. Such a value is a suggestion, and no answer by itself.
+
+    Args:
+        forms: The facts and the question of each problem, by the problem's name.
+        labels: The stated answers of some of the problems, by the same names.
+        accept_looks: Whether a value counts as an answer that needs what the picture suggests.
+        accept_repair: Whether a value counts as one for which facts were left out or rounded.
     """
     for name, form in forms.items():
         result = solve_form(form)
-        counts_by_looks = looks and result.how == "looks"
-        counts_by_repair = repair and result.how in ("without a fact", "rounded")
+        counts_by_looks = accept_looks and result.how == "looks"
+        counts_by_repair = accept_repair and result.how in ("without a fact", "rounded")
         if result.value is not None and (counts_by_looks or counts_by_repair):
             result = replace(result, status="answered")
-        yield SolvedProblem(id=name, verdict=result, gold=golds.get(name))
+        yield SolvedProblem(id=name, verdict=result, label=labels.get(name))
 
 
-def table_of(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
+def write_report(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the report on solved problems: counts, and the problems that a person should look at.
 
-    `labelled`: there are labels, with which the answers are compared.
+    `has_labels`: whether there are labels, with which the answers are compared.
     """
-    lines = [_count_lines(problems, labelled=labelled)]
-    for kind in _KINDS:
+    lines = [_count_by_status(problems, has_labels=has_labels)]
+    for kind in _KINDS_WORST_FIRST:
         problems_of_kind = [problem for problem in problems if problem.kind == kind]
         if not problems_of_kind:
             continue
         lines += ["", f"{kind}: {len(problems_of_kind)}"]
-        lines += [f"  {_problem_line(problem)}" for problem in problems_of_kind[:MAX_SHOWN]]
-        if len(problems_of_kind) > MAX_SHOWN:
-            lines.append(f"  and {len(problems_of_kind) - MAX_SHOWN} more, which --output has")
+        shown_problems = problems_of_kind[:MAX_PROBLEMS_SHOWN]
+        lines += [f"  {_describe_problem(problem)}" for problem in shown_problems]
+        hidden_count = len(problems_of_kind) - len(shown_problems)
+        if hidden_count > 0:
+            lines.append(f"  and {hidden_count} more, which --output has")
     return "\n".join(lines)
 
 
-def _problem_line(problem: SolvedProblem) -> str:
+def _describe_problem(problem: SolvedProblem) -> str:
     """Return a problem in a line: its label, the value that was computed, and the reason."""
-    label = "" if problem.gold is None else f"label {problem.gold}, "
+    label = "" if problem.label is None else f"label {problem.label}, "
     value = ""
     if problem.verdict.value is not None:
         shortest_form = problem.verdict.answer or f"{problem.verdict.value:.6g}"
@@ -246,7 +256,7 @@ def _problem_line(problem: SolvedProblem) -> str:
 
 
 # How the report says by what a problem was solved, where `Verdict.how` is no phrase.
-_PHRASE_OF_BASIS = {
+_PHRASE_BY_BASIS = {
     "": "",
     "facts": "by the facts",
     "angles": "by angles alone",
@@ -254,36 +264,36 @@ _PHRASE_OF_BASIS = {
 }
 
 
-def _count_lines(problems: Sequence[SolvedProblem], *, labelled: bool) -> str:
+def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> str:
     """Return the lines that count the problems by their status and by what solved them.
 
-    `labelled`: also say how many of the values are those of the labels.
+    `has_labels`: whether to say also how many of the values are those of the labels.
     """
-    groups: dict[_StatusAndBasis, list[SolvedProblem]] = {}
+    problems_by_key: dict[_StatusAndBasis, list[SolvedProblem]] = {}
     for problem in problems:
         key = _StatusAndBasis(status=problem.verdict.status, basis=problem.verdict.how)
-        groups.setdefault(key, []).append(problem)
+        problems_by_key.setdefault(key, []).append(problem)
 
     def answered_and_frequent_first(key: _StatusAndBasis) -> tuple[bool, int]:
         """Return what the lines are sorted by; `False` comes before `True`."""
-        return key.status != "answered", -len(groups[key])
+        return key.status != "answered", -len(problems_by_key[key])
 
     lines = [f"{amount(len(problems), 'problem')}"]
-    for key in sorted(groups, key=answered_and_frequent_first):
-        group = groups[key]
-        phrase = _PHRASE_OF_BASIS.get(key.basis, key.basis)
+    for key in sorted(problems_by_key, key=answered_and_frequent_first):
+        group = problems_by_key[key]
+        phrase = _PHRASE_BY_BASIS.get(key.basis, key.basis)
         share = len(group) / len(problems)
         line = f"  {key.status:<10} {phrase:<32} {len(group):>6}  {share:6.1%}"
         comparisons = [problem.agrees for problem in group if problem.agrees is not None]
-        if labelled and comparisons:
+        if has_labels and comparisons:
             line += f"  {comparisons.count(True)} as labelled, {comparisons.count(False)} not"
         lines.append(line)
     answered_count = sum(problem.verdict.status == "answered" for problem in problems)
     lines.append(
         f"  answered: {answered_count} of {len(problems)} ({answered_count / len(problems):.1%})"
     )
-    if labelled:
-        lines += _label_lines(problems)
+    if has_labels:
+        lines += _count_agreements(problems)
     return "\n".join(lines)
 
 
@@ -294,7 +304,7 @@ class _StatusAndBasis(NamedTuple):
     basis: str
 
 
-def _label_lines(problems: Sequence[SolvedProblem]) -> list[str]:
+def _count_agreements(problems: Sequence[SolvedProblem]) -> list[str]:
     """Return the lines that count how many values are those of the labels.
 
     The first counts answers alone, the second also the values that are only suggested.
@@ -361,20 +371,18 @@ def add_solve(commands: Commands) -> None:
 def _solve(arguments: argparse.Namespace) -> None:
     """Run `solve`: compute the answers of the problems in a file, and report them.
 
+    With labels (`--golds`) only the problems are solved that have one. `--output` gets all results
+    as lines of JSON. A text of facts is one problem, whose answer is printed and whose figure is
+    drawn; a file of logic forms has many, on which a table is printed.
+
     Raises `UserError` for labels of other problems, and for a picture of several problems.
     """
     forms = read_forms_or_text(arguments.facts)
-    golds = read_labels(arguments.golds) if arguments.golds is not None else {}
-    if golds:
-        labelled_forms = {name: form for name, form in forms.items() if name in golds}
-        if not labelled_forms:
-            first_label = next(iter(golds))
-            raise UserError(
-                f"golds: none of its {amount(len(golds), 'row')} is a problem of "
-                f"{str(arguments.facts)!r}; the first is {first_label!r}, and there "
-                f"{next(iter(forms))!r}"
-            )
-        forms = labelled_forms
+    labels: dict[str, str] = {}
+    if arguments.golds is not None:
+        labels = read_labels(arguments.golds)
+    if labels:
+        forms = _choose_labelled(forms, labels, arguments.facts)
     forms = dict(islice(forms.items(), arguments.limit))
     is_text = not _is_json(arguments.facts)
     if arguments.picture is not None and not is_text:
@@ -382,24 +390,52 @@ def _solve(arguments: argparse.Namespace) -> None:
             "picture: it is for a text of facts alone; leave --picture out, or give one problem "
             "as a text"
         )
-    problems = list(solve_forms(forms, golds=golds, looks=arguments.looks, repair=arguments.repair))
+    problems = list(
+        solve_forms(
+            forms,
+            labels=labels,
+            accept_looks=arguments.looks,
+            accept_repair=arguments.repair,
+        )
+    )
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
         with written_to("output", arguments.output):
             replace_file(arguments.output, "".join(f"{line}\n" for line in lines))
     if is_text:
-        print(_verdict_in_words(problems[0], next(iter(forms.values()))))
-        _write_picture(problems[0].verdict, arguments)
+        (form,) = forms.values()
+        (problem,) = problems
+        print(_verdict_in_words(problem, form))
+        _write_picture(problem.verdict, arguments)
     else:
-        print(table_of(problems, labelled=bool(golds)))
+        print(write_report(problems, has_labels=bool(labels)))
         if arguments.output is not None:
             print(f"\n{arguments.output}: {amount(len(problems), 'line')}")
+
+
+def _choose_labelled(
+    forms: Mapping[str, LogicForm], labels: Mapping[str, str], facts_file: Path
+) -> dict[str, LogicForm]:
+    """Return the forms of the problems that have a label; both are by the names of the problems.
+
+    Raises `UserError` where no problem of `facts_file` has one.
+    """
+    labelled_forms = {name: form for name, form in forms.items() if name in labels}
+    if not labelled_forms:
+        first_label = next(iter(labels))
+        first_form = next(iter(forms))
+        raise UserError(
+            f"golds: none of its {amount(len(labels), 'row')} is a problem of "
+            f"{str(facts_file)!r}; the first is {first_label!r}, and there {first_form!r}"
+        )
+    return labelled_forms
 
 
 def _verdict_in_words(problem: SolvedProblem, form: LogicForm) -> str:
     """Return what was computed for one problem as a line of text for the user.
 
     The line says what was asked, its value, and why it is so: `AC = 4.514 (no short form)   ...`.
+    `form` has the problem's facts and its question.
     """
     from adora_vl.geometry.shapes import parse_terms
     from adora_vl.geometry.words import term_in_words

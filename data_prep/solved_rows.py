@@ -31,13 +31,13 @@ from data_prep.redraw import can_be_drawn, draw_form
 if TYPE_CHECKING:
     from datasets import Features
 
-SOLVED = "geometry3k, solved"  # the source of such rows
-ROUND = "Round to the nearest hundredth."
+_SOURCE_OF_SOLVED_ROWS = "geometry3k, solved"
+_REQUEST_TO_ROUND = "Round to the nearest hundredth."
 # The number of the first problem in each split of Geometry3K, the last split first.
-_FIRST_NUMBERS = (("test", 2401), ("validation", 2101))
+_SPLITS_WITH_FIRST_NUMBER = (("test", 2401), ("validation", 2101))
 # A label may differ from the computed value by so much, or by this share of it.
-_ROUNDING = 0.06
-_ROUNDING_SHARE = 0.006
+_MAX_DIFFERENCE_FROM_LABEL = 0.06
+_MAX_SHARE_FROM_LABEL = 0.006
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ def solved_problems(
     # The numbers are texts without leading zeros, so that the longer one is the larger.
     by_number = sorted(chosen_forms.items(), key=lambda item: (len(item[0]), item[0]))
     for number, form in tqdm(by_number, desc="solve", unit="form", disable=None):
-        question = questions[number] if questions is not None else _own_question(number, form)
+        question = _question_of_form(number, form) if questions is None else questions[number]
         solution = solve_form(form, looks=False, repair=False)
         if solution.status != "answered":
             left_out[f"are {solution.status}"] += 1
             continue
-        if question is None or not can_be_drawn(with_places(form, solution)):
+        if question is None or not can_be_drawn(_fill_places(form, solution)):
             left_out["cannot be put into words or drawn"] += 1
             continue
-        if not shows_what_is_asked(form):
+        if not draws_every_asked_point(form):
             left_out["ask for a point that the picture does not have"] += 1
             continue
         reader = partial(_solved_row, question, form=form, solution=solution)
@@ -93,7 +93,7 @@ def solved_problems(
     return {split: SplitRows.from_readers(readers) for split, readers in readers_by_split.items()}
 
 
-def solved_figure(form: LogicForm) -> str | None:
+def solved_figure_as_json(form: LogicForm) -> str | None:
     """Solve a logic form, and return its points and values as JSON, for the column `figure`.
 
     Returns None where the facts of the form do not determine its answer.
@@ -104,7 +104,7 @@ def solved_figure(form: LogicForm) -> str | None:
     return figure_as_json(solution.figure)
 
 
-def with_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
+def fields_of_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[str, Any]:
     """Return the fields of a `RawProblem` that its logic form fills, to be passed by keyword.
 
     These are the extra columns `facts` (the facts in words) and `figure` (the solved figure). A
@@ -115,13 +115,13 @@ def with_facts(form: LogicForm | None, problem: str, row_id: str) -> dict[str, A
     figure = None
     if form is not None:
         facts = facts_in_words(form, problem)
-        figure = solved_figure(form)
+        figure = solved_figure_as_json(form)
     notes = {} if facts else {"no_facts": row_id}
     return {"extras": {"facts": facts, "figure": figure}, "notes": notes}
 
 
-def with_places(form: LogicForm, solution: Verdict) -> LogicForm:
-    """Return a logic form whose points all have a place, so that it can be drawn.
+def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
+    """Return a logic form whose points all have a place in the picture, so that it can be drawn.
 
     Where some points of the form have none, all places are taken from the solved figure.
     """
@@ -132,16 +132,16 @@ def with_places(form: LogicForm, solution: Verdict) -> LogicForm:
     return replace(form, points=points)
 
 
-def shows_what_is_asked(form: LogicForm) -> bool:
+def draws_every_asked_point(form: LogicForm) -> bool:
     """Return whether all points that the question names are on a line or circle of the diagram."""
-    drawn_points = {name for points_on_line in form.rows for name in points_on_line}
-    for (centre, _), points_on_circle in form.rounds.items():
+    drawn_points = {name for points_on_line in form.lines_with_points for name in points_on_line}
+    for (centre, _), points_on_circle in form.points_by_circle.items():
         drawn_points |= {centre, *points_on_circle}
     question_points = {name for term in parse_terms(form.question) for name in points_in_term(term)}
     return question_points <= drawn_points
 
 
-def _own_question(number: str, form: LogicForm) -> LabelledQuestion | None:
+def _question_of_form(number: str, form: LogicForm) -> LabelledQuestion | None:
     """Put the question of a logic form into words; None where there are no words for it.
 
     The split follows from the number of the problem, as in Geometry3K.
@@ -158,7 +158,7 @@ def _split_of(number: str) -> str:
     A form without a number, which is not theirs, is a training problem.
     """
     if number.isdecimal():
-        for split, first_number in _FIRST_NUMBERS:
+        for split, first_number in _SPLITS_WITH_FIRST_NUMBER:
             if int(number) >= first_number:
                 return split
     return "train"
@@ -167,43 +167,47 @@ def _split_of(number: str) -> str:
 def _solved_row(question: LabelledQuestion, form: LogicForm, solution: Verdict) -> RawProblem:
     """Make the row of a solved problem, with a picture that is drawn from its logic form.
 
+    The answer of the row is the label where the problem has one, else the computed answer.
+
     Raises `RowError` where the label of the question differs from the computed answer.
     """
     assert solution.value is not None, "only answered problems become rows"
-    problem, computed_answer = with_rounding(question.problem, solution)
+    rounded_question = ask_to_round(question.problem, solution)
     row_id = f"geometry3k/{question.split}/{question.number}"
-    facts = facts_in_words(form, problem)
-    raw = RawProblem(
+    facts = facts_in_words(form, rounded_question.problem)
+    drawable_form = _fill_places(form, solution)
+    solved_figure_json = None
+    if solution.figure is not None:
+        solved_figure_json = figure_as_json(solution.figure)
+    raw_problem = RawProblem(
         id=row_id,
         split=question.split,
-        source=SOLVED,
+        source=_SOURCE_OF_SOLVED_ROWS,
         origin=f"problem {question.number}",
-        images=(png_bytes(draw_form(with_places(form, solution))),),
-        problem=problem,
-        answer=question.answer or computed_answer,
-        extras={
-            "facts": facts,
-            "figure": figure_as_json(solution.figure) if solution.figure is not None else None,
-        },
+        images=(png_bytes(draw_form(drawable_form)),),
+        problem=rounded_question.problem,
+        answer=question.answer or rounded_question.answer,
+        extras={"facts": facts, "figure": solved_figure_json},
         notes={} if facts else {"no_facts": row_id},
     )
     label = number_in_text(question.answer) if question.answer else None
     # A label that is no number cannot be compared.
     if label is not None and not is_rounded_value(label, solution.value):
-        raise raw.refuse(
+        raise raw_problem.refuse(
             kind="other_answer",
             wrong=(
                 f"the label is {question.answer!r:.60}, and the facts of its diagram give "
-                f"{computed_answer}"
+                f"{rounded_question.answer}"
             ),
             remedy="correct the label or the facts of",
         )
-    return raw
+    return raw_problem
 
 
 def is_rounded_value(label: float, value: float) -> bool:
     """Return whether a label is a computed value, rounded as text books round."""
-    return abs(value - label) <= max(_ROUNDING, _ROUNDING_SHARE * abs(label))
+    tolerance = max(_MAX_DIFFERENCE_FROM_LABEL, _MAX_SHARE_FROM_LABEL * abs(label))
+    return abs(value - label) <= tolerance
 
 
 class RoundedQuestion(NamedTuple):
@@ -213,7 +217,7 @@ class RoundedQuestion(NamedTuple):
     answer: str
 
 
-def with_rounding(problem: str, solution: Verdict) -> RoundedQuestion:
+def ask_to_round(problem: str, solution: Verdict) -> RoundedQuestion:
     """Return a problem with its answer, and ask for two decimals where the answer is a long one.
 
     An answer that has a short form, such as `5` or `2\\sqrt{3}`, is not rounded.
@@ -223,5 +227,5 @@ def with_rounding(problem: str, solution: Verdict) -> RoundedQuestion:
         return RoundedQuestion(problem=problem, answer=solution.answer)
     # `Round ...` or `round ...`: the question says already how its answer is rounded.
     if "ound to the nearest" not in problem:
-        problem = f"{problem} {ROUND}"
+        problem = f"{problem} {_REQUEST_TO_ROUND}"
     return RoundedQuestion(problem=problem, answer=round_as_in_school(solution.value, 2))

@@ -53,7 +53,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
 from data_prep.redraw import can_be_drawn, draw_if_legible
-from data_prep.solved_rows import features_with_figure, shows_what_is_asked, with_rounding
+from data_prep.solved_rows import ask_to_round, draws_every_asked_point, features_with_figure
 from data_prep.survey import print_counts
 
 FAMILY = "variant"
@@ -226,7 +226,7 @@ def _try_variant(
         return None
     question = question_in_words(form)
     solved = solve_variant(form)
-    if question is None or solved is None or not shows_what_is_asked(form):
+    if question is None or solved is None or not draws_every_asked_point(form):
         return None
     coordinates = _turned_like_original(figure, solved.figure.at)
     # In a picture y points down, in a figure up.
@@ -236,7 +236,7 @@ def _try_variant(
     picture = draw_if_legible(drawn_form)
     if picture is None:
         return None
-    question, answer = with_rounding(question, solved.verdict)
+    question, answer = ask_to_round(question, solved.verdict)
     stored_coordinates = {
         name: (round(x, _DIGITS), round(y, _DIGITS)) for name, (x, y) in coordinates.items()
     }
@@ -352,9 +352,9 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    # A `doubled` answer is known to four digits only. `faults` counts differences in kind from the
+    # An answer at a double root is known to four digits only. `faults` counts differences in kind from the
     # old diagram, such as a point that has moved to the other side of a line.
-    if result.doubled or result.solution.faults or result.value <= 0:
+    if result.at_double_root or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of_solution(problem, result.solution, form)
     verdict = Verdict(
@@ -393,7 +393,7 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     # says how the lines lie, and it lacks some points. Its y points down.
     original_points = {name: complex(x, y) for name, (x, y) in original.at.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
-    for points_on_line in original.form.rows:
+    for points_on_line in original.form.lines_with_points:
         start = points_on_line[0]
         end = points_on_line[-1]
         if not {start, end} <= coordinates.keys() & original_points.keys():
@@ -433,7 +433,7 @@ def _has_room_between_parts(form: LogicForm) -> bool:
     distances = [abs(start - end) for start, end in combinations(points.values(), 2)]
     if min(distances) < _LEAST_APART * size:
         return False
-    for points_on_line in form.rows:
+    for points_on_line in form.lines_with_points:
         is_drawn = set(points_on_line) <= points.keys()
         if is_drawn and _has_point_near_line(points, size, points_on_line):
             return False

@@ -1,4 +1,4 @@
-"""The command `python -m eval BENCHMARK ...`, which is `adora-vl-eval BENCHMARK ...` too.
+"""The command `python -m eval BENCHMARK ...`, which is `adora-vl eval BENCHMARK ...` too.
 
 It does the same as `python -m eval.BENCHMARK ...`, and also takes a benchmark of the user's own,
 `FILE.py:NAME`.
@@ -15,10 +15,10 @@ from adora_vl.utils.cli import exit_code_of, imports
 from adora_vl.utils.errors import UserError
 
 # Names that are not benchmarks, with the module of each command.
-_OTHER_COMMANDS = {"all": "eval.suite", "compare": "eval.compare"}
+_MODULE_BY_COMMAND = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = (
-    f"usage: python -m eval {{{','.join((*BENCHMARK_NAMES, *_OTHER_COMMANDS))},FILE.py:NAME}} ...\n"
-    "       adora-vl-eval does the same, where a folder eval/ of your own is in the way"
+    f"usage: python -m eval {{{','.join((*BENCHMARK_NAMES, *_MODULE_BY_COMMAND))},FILE.py:NAME}} ...\n"
+    "       adora-vl eval does the same, where a folder eval/ of your own is in the way"
 )
 _EXAMPLES = """
 examples:
@@ -27,7 +27,7 @@ examples:
   python -m eval compare runs/before/eval runs/after/eval"""
 
 
-def _description_of(benchmark: str) -> str:
+def _read_description(benchmark: str) -> str:
     """Return what `--help` says of a benchmark: the text behind the colon in its module docstring.
 
     The file is parsed and not imported, since importing all benchmarks takes long.
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *command_words = words or ["--help"]
     if name in ("-h", "--help"):
         return exit_code_of(_print_help, "nothing was done")
-    if name in _OTHER_COMMANDS:
+    if name in _MODULE_BY_COMMAND:
         # Each command is imported only when it is run, since its imports take long.
-        run_command: Callable[[list[str]], int] = import_module(_OTHER_COMMANDS[name]).main
+        run_command: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
         return run_command(command_words)
     try:
         with imports():
-            benchmark = find_benchmark(name, extra_names=tuple(_OTHER_COMMANDS))
+            benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
             from eval.command import main as run_benchmark
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -70,7 +70,7 @@ def _print_help() -> None:
     """Print the usage, a line for each benchmark, and examples."""
     lines = [_USAGE, ""]
     for name in BENCHMARK_NAMES:
-        lines.append(f"  {name:<12}{_description_of(name)}")
+        lines.append(f"  {name:<12}{_read_description(name)}")
     lines.append(_EXAMPLES)
     print("\n".join(lines))
 

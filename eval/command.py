@@ -26,9 +26,9 @@ from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mappin
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
-VERBS = {"infer": "answer the problems", "score": "score answers", "run": "both"}
+HELP_BY_VERB = {"infer": "answer the problems", "score": "score answers", "run": "both"}
 # The options without which a verb cannot run.
-_NEEDED_OPTIONS = {
+_NEEDED_OPTIONS_BY_VERB = {
     "infer": ("model", "data", "output"),
     "score": ("predictions", "output"),
     "run": ("model", "data", "output"),
@@ -49,7 +49,7 @@ class Command:
     """The file that `score` scores. `run` scores the answers that it has asked for itself."""
 
 
-def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
+def parse_command(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     """Read the command line of a benchmark into the options of its verb.
 
     The verbs that ask a model, `infer` and `run`, may name a YAML file of options with `--config`.
@@ -67,7 +67,7 @@ def parse(argv: Sequence[str] | None, benchmark: Benchmark) -> Command:
     # Only the verbs that ask a model have this option.
     if getattr(options, "tool_options", None) is not None:
         options.tool_options = parse_tool_options(options.tools, options.tool_options)
-    for name in _NEEDED_OPTIONS[options.verb]:
+    for name in _NEEDED_OPTIONS_BY_VERB[options.verb]:
         if getattr(options, name) is None:
             raise UserError(f"--{name} is missing; see {parser.prog} {options.verb} --help")
     if options.verb == "score":
@@ -108,7 +108,7 @@ def _parse_with_config_file(
     ignored_keys: set[str] = set()
     if options.verb == "infer":
         ignored_keys.update(option_names(benchmark.score_options))
-    file_words = _words_of_config_file(config_file, options, ignored_keys)
+    file_words = _read_words_of_config(config_file, options, ignored_keys)
     # argparse keeps the last of two equal options, so those of the file come first.
     return parser.parse_args([options.verb, *file_words, *words[1:]])
 
@@ -134,7 +134,7 @@ def build_parser(benchmark: Benchmark) -> Parser:
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
     verb_parsers = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
-    for verb, help_text in VERBS.items():
+    for verb, help_text in HELP_BY_VERB.items():
         verb_parser = verb_parsers.add_parser(verb, help=help_text)
         if verb == "score":
             _add_prediction_options(verb_parser)
@@ -159,14 +159,14 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         nargs="+",
-        type=_column_word,
+        type=_check_column_word,
         default=(),
         metavar="OURS=THEIRS",
         help="fields under another name: pid=index response=prediction",
     )
 
 
-def _column_word(word: str) -> str:
+def _check_column_word(word: str) -> str:
     """Check a word of `--columns` and return it unchanged.
 
     Raises `ArgumentTypeError` for a word that is not `OURS=THEIRS`; argparse adds the name of the
@@ -193,7 +193,7 @@ def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> N
     )
 
 
-def _words_of_config_file(
+def _read_words_of_config(
     config_file: Path, options: Namespace, ignored_keys: set[str]
 ) -> list[str]:
     """Turn the keys of a YAML file into words of a command line, so that argparse checks both.
@@ -218,11 +218,13 @@ def _words_of_config_file(
             raise UserError(f"config: {str(config_file)!r} has the unknown key {key!r}{suggestion}")
         # A switch without a value on the command line has a truth value as its default.
         is_switch = isinstance(getattr(options, key), bool)
-        words += _words_of_key(str(key), value, is_switch=is_switch, config_file=config_file)
+        words += _write_words_of_key(str(key), value, is_switch=is_switch, config_file=config_file)
     return words
 
 
-def _words_of_key(key: str, value: object, *, is_switch: bool, config_file: Path) -> list[str]:
+def _write_words_of_key(
+    key: str, value: object, *, is_switch: bool, config_file: Path
+) -> list[str]:
     """Turn one key of the config file into words of the command line.
 
     Args:
@@ -264,7 +266,7 @@ def main(benchmark: Benchmark, argv: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         """Score stored answers, or ask the model and score what it answers."""
-        command = parse(argv, benchmark)
+        command = parse_command(argv, benchmark)
         if command.predictions is not None and command.score is not None:
             write_score(benchmark, command.predictions, command.score)
             return

@@ -34,12 +34,14 @@ with imports():
     )
 
 # Each split has one variant of every problem.
-SPLITS = tuple(f"sample_variant{number}" for number in range(1, 11))
+SPLIT_NAMES = tuple(f"sample_variant{number}" for number in range(1, 11))
 # The columns that each row has, and what their values have to be.
-COLUMNS = dict.fromkeys(("question", "answer", "answer_type", "subject", "level"), TEXT_VALUE)
-check = partial(find_field_fault, kinds=COLUMNS)
-_TOLERANCE = 0.001  # by which the official score lets a number differ
-_GUIDE = """
+REQUIRED_COLUMNS = dict.fromkeys(
+    ("question", "answer", "answer_type", "subject", "level"), TEXT_VALUE
+)
+check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+_FLOAT_TOLERANCE = 0.001  # by which the official score lets a number differ
+_ANSWER_INSTRUCTION = """
 ## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
 to the following JSON format, which includes two keys: 'solution' and 'short answer'. The 'solution' key can contain \
 detailed steps needed to solve the question, and the 'short answer' key should provide a concise response. If the \
@@ -49,16 +51,19 @@ the answer is a numerical value, format it as a three-digit floating-point numbe
 Example of expected JSON response format:
 
 """
-_EXAMPLE = {"solution": "[Detailed step-by-step explanation]", "short answer": "[Concise Answer]"}
+_EXAMPLE_RESPONSE = {
+    "solution": "[Detailed step-by-step explanation]",
+    "short answer": "[Concise Answer]",
+}
 
 
 def prompt(row: dict[str, Any]) -> str:
     """Build the official prompt of a row: the question, and the form of the answer in JSON."""
-    number = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
-    return f"## Question\n{row['question']}{number}{_GUIDE}{json.dumps(_EXAMPLE, indent=4)}"
+    request = "Please answer in a floating-point number." if row["answer_type"] == "float" else ""
+    return f"## Question\n{row['question']}{request}{_ANSWER_INSTRUCTION}{json.dumps(_EXAMPLE_RESPONSE, indent=4)}"
 
 
-def short_answer(response: str) -> tuple[str, str]:
+def extract_short_answer(response: str) -> tuple[str, str]:
     """Extract the answer of a response as the official score does.
 
     The prompt asks for JSON with the key `short answer`. For a response without such JSON the
@@ -95,11 +100,11 @@ def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
             the first three characters. Any other answer has to contain the reference.
     """
     if answer_type == "float":
-        word = answer if answer.isdigit() else answer.split(" ")[0]
-        number, pi, _ = word.partition("π")
-        unit = math.pi if pi else 1
+        first_word = answer if answer.isdigit() else answer.split(" ")[0]
+        number, pi_sign, _ = first_word.partition("π")
+        factor = math.pi if pi_sign else 1
         try:
-            return abs(float(number) * unit - float(reference)) <= _TOLERANCE
+            return abs(float(number) * factor - float(reference)) <= _FLOAT_TOLERANCE
         except ValueError:
             return False
     if answer_type == "multiple choice":
@@ -109,7 +114,7 @@ def is_officially_right(answer: str, reference: str, answer_type: str) -> bool:
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     """Grade one answer by the official rule."""
-    answer, rule = short_answer(row["response"])
+    answer, rule = extract_short_answer(row["response"])
     is_right = is_officially_right(answer, row["answer"], row["answer_type"])
     return RowGrade(
         verdict=verdict_of(is_right),
@@ -125,25 +130,26 @@ def _summary(
     """Compute the worst case and the robustness.
 
     The worst case is the share of problems whose variants are all right. The robustness is the
-    worst case divided by the accuracy over all variants.
+    worst case divided by the accuracy over all variants. The rows and the options, which each
+    benchmark's summary gets, are not needed.
     """
-    # Whether each variant is right, by problem and sample.
-    correct_by_variant: dict[tuple[str, int], list[bool]] = defaultdict(list)
+    # Whether each variant is right, by the problem and the number of the sample.
+    are_variants_right: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
         problem_id = item.pid.rpartition("/")[2]  # the id begins with the split of the variant
-        correct_by_variant[problem_id, item.sample].append(item.correct)
-    n_all_right = sum(all(variants) for variants in correct_by_variant.values())
-    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
-    worst_case = cell_from_counts(n_all_right, len(correct_by_variant), n_samples)
+        are_variants_right[problem_id, item.sample].append(item.correct)
+    n_all_right = sum(all(are_right) for are_right in are_variants_right.values())
+    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    worst_case = cell_from_counts(n_all_right, len(are_variants_right), samples_per_problem)
     accuracy = sum(item.correct for item in graded) / len(graded)
     robustness = None
     if worst_case and accuracy:
         robustness = worst_case["accuracy"] / accuracy
-    n_variants = max(len(variants) for variants in correct_by_variant.values())
+    n_variants = max(len(are_right) for are_right in are_variants_right.values())
     warnings: list[str] = []
-    if n_variants < len(SPLITS):
+    if n_variants < len(SPLIT_NAMES):
         warnings.append(
-            f"the worst case is over {n_variants} of the {len(SPLITS)} variants; --split all"
+            f"the worst case is over {n_variants} of the {len(SPLIT_NAMES)} variants; --split all"
         )
     return BenchmarkFigures(
         {"variants": {"worst_case": worst_case, "robustness": robustness}}, warnings=warnings
@@ -160,14 +166,14 @@ def load(options: HubDataOptions) -> LoadedProblems:
     hashes: list[str] = []
     splits: Sequence[str] = (options.split,)
     if options.split == "all" and not Path(options.data).is_file():
-        splits = SPLITS
+        splits = SPLIT_NAMES
     for split in splits:
         loaded = load_problems(
             options,
-            needed=("id", *COLUMNS),
+            needed=("id", *REQUIRED_COLUMNS),
             image_columns=("decoded_image", "image"),
             prompt=prompt,
-            check=check,
+            check=check_row,
             id_column="id",
             split=split,
             our_names={"ground_truth": "answer", "knowledge_level": "level"},
@@ -186,7 +192,7 @@ BENCHMARK = Benchmark(
     grade=grade,
     rules=lambda options: {"rules": "official"},
     data_options=HubDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision",),
     id_column="id",
     summary=_summary,

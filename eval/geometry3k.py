@@ -11,7 +11,7 @@ with imports():
     from adora_vl.evals.records import PublishedFigures
 
 
-def _caution(score: Mapping[str, Any]) -> str | None:
+def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
     """Say why a score cannot be compared with the published figures; None where it can.
 
     The published figures are of open questions. A prompt whose template has a placeholder for the
@@ -27,7 +27,7 @@ def _caution(score: Mapping[str, Any]) -> str | None:
     )
 
 
-_TEST_PROBLEMS = 601  # in Geometry3K's test split
+_TEST_PROBLEM_COUNT = 601  # in Geometry3K's test split
 # A score over this share of them counts as one of the whole split. Preparing the data leaves out
 # problems whose reference answers cannot be read.
 _WHOLE_SPLIT_SHARE = 0.95
@@ -45,7 +45,7 @@ def _is_the_test_split(score: Mapping[str, Any]) -> bool:
     return (
         data_set.get("sources") == ["geometry3k"]
         and data_set.get("splits") == ["test"]
-        and data_set.get("problems", 0) >= _WHOLE_SPLIT_SHARE * _TEST_PROBLEMS
+        and data_set.get("problems", 0) >= _WHOLE_SPLIT_SHARE * _TEST_PROBLEM_COUNT
         and view == "image"
     )
 
@@ -60,7 +60,7 @@ _PUBLISHED = PublishedFigures(
         "3B before GRPO": {"all": 24.0},
         "3B GRPO": {"all": 38.0},
     },
-    caution=_caution,
+    caution=_describe_incomparability,
     applies=_is_the_test_split,
 )
 BENCHMARK = prepared_benchmark("geometry3k", published=_PUBLISHED)

@@ -32,7 +32,7 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     )
 
 
-def _check(row: Prediction) -> str | None:
+def _check_row(row: Prediction) -> str | None:
     """Return what is wrong with a row: its reference answer names no role; None where it does."""
     if not read_roles(row["answer"]):
         return f"has answer = {row['answer']!r:.60}, which names nobody as a knight or a knave"
@@ -45,7 +45,7 @@ BENCHMARK = Benchmark(
     load=load,
     grade=grade,
     rules=lambda options: {"rules": "everyone's kind"},
-    check=_check,
+    check=_check_row,
 )
 if __name__ == "__main__":
     with imports():

@@ -25,20 +25,20 @@ with imports():
     from adora_vl.rewards.thinking import final_part
 
 # The columns that each row has, and what their values have to be.
-COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
-check = partial(find_field_fault, kinds=COLUMNS)
-_LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
+REQUIRED_COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
+check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
+_OPTION_LETTERS = "ABCDEFGHI"  # letters that an option may have; the options stand in the picture
 # One letter, or several with commas, `&` or `and` between them.
-_LETTERS_PATTERN = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
+_LETTERS_REGEX = r"[A-I](?:(?:\s*(?:,|&|and)\s*)+[A-I])*"
 # Such letters behind words like `the answers are`, or on a line of their own.
-_STATED_LETTERS = re.compile(
+_STATED_LETTERS_PATTERN = re.compile(
     r"(?:\b(?i:answers?|choices?|options?)\b[^.\n"
-    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_LETTERS_PATTERN})\W*(?=$|\n"
+    rf"]{{0,40}}?(?i:\b(?:is|are)\b|[:：])\W*|^\W*)({_LETTERS_REGEX})\W*(?=$|\n"
     r"|\.)"
 )
 
 
-def letters_of(value: object) -> list[str]:
+def parse_letters(value: object) -> list[str]:
     """Return the letters of the options that an answer names, in lower case and sorted.
 
     `A, C`, `AC` and `['c', 'a']` all give `['a', 'c']`.
@@ -62,7 +62,7 @@ def extract_letters(response: str) -> Extraction:
     """
     response = final_part(response)  # without a block of thinking
     response = answer_block(response) or response
-    stated_letters = list(_STATED_LETTERS.finditer(response.strip()))
+    stated_letters = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
     candidates = (
         (last_boxed(response) or "", "box"),
         (stated_letters[-1][1] if stated_letters else "", "stated_letters"),
@@ -70,9 +70,9 @@ def extract_letters(response: str) -> Extraction:
     for text, rule in candidates:
         # `\text{B}` becomes `B`, and brackets and spaces around the letters are removed.
         letters = re.sub(r"\\text\{([^{}]*)\}|[()\s]+$|^[(\s]+", r"\1", text)
-        if re.fullmatch(_LETTERS_PATTERN, letters):
+        if re.fullmatch(_LETTERS_REGEX, letters):
             return Extraction(letters, rule)
-    letter, rule = extract_choice(response, [""] * len(_LETTERS))
+    letter, rule = extract_choice(response, [""] * len(_OPTION_LETTERS))
     return Extraction(letter, rule)
 
 
@@ -82,9 +82,9 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     It is right if it names the letters of the reference answer and no others.
     """
     extraction: Extraction = row["parsed_answer"]
-    letters = letters_of(extraction.text)
+    letters = parse_letters(extraction.text)
     return RowGrade(
-        verdict=verdict_of(letters == letters_of(row["answer"])),
+        verdict=verdict_of(letters == parse_letters(row["answer"])),
         extracted=", ".join(letters),
         reason=extraction.method,
         groups={"skill": row["skill"]},
@@ -95,10 +95,10 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
 # The question is asked as it is, since its options are in the picture.
 load = partial(
     load_problems,
-    needed=("id", *COLUMNS),
+    needed=("id", *REQUIRED_COLUMNS),
     image_columns=("image", "imagename"),
     prompt=itemgetter("question"),
-    check=check,
+    check=check_row,
     id_column="id",
     image_folder="images",
 )
@@ -110,7 +110,7 @@ BENCHMARK = Benchmark(
     rules=lambda options: {"rules": "official", **describe_extraction(options)},
     score_options=ExtractionOptions,
     data_options=HubDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision",),
     id_column="id",
     prepare=partial(

@@ -46,13 +46,13 @@ with imports():
     from adora_vl.evals.scoring.response_text import without_markup
     from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
     from adora_vl.rewards.completion import last_boxed
-    from adora_vl.rewards.grade import grade as graded_answer
+    from adora_vl.rewards.grade import grade as graded_as_in_training
     from adora_vl.rewards.thinking import final_part
     from adora_vl.utils.cli import amount
     from adora_vl.utils.openai_client import EndpointError
 
 TEXT_ONLY = "Text Only"
-VERSIONS = (
+PROBLEM_VERSIONS = (
     "Text Dominant",
     "Text Lite",
     "Vision Intensive",
@@ -60,30 +60,39 @@ VERSIONS = (
     "Vision Only",
     TEXT_ONLY,
 )
-_SPLITS = ("testmini", "testmini_text_only")  # the five versions with images, and the one without
+_SPLIT_NAMES = (
+    "testmini",
+    "testmini_text_only",
+)  # the five versions with images, and the one without
 # Options that stand in the picture alone have no text, only letters; no question has more of them.
 _UNKNOWN_CHOICES = [""] * 6
-_OPTION_MARK = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
+_OPTION_MARK_PATTERN = re.compile(r"(?:^|\s)([A-H])\s*[:.]")
 # Words that announce the answer, such as `the answer is`.
-_ANSWER_ANNOUNCED = re.compile(
+_ANSWER_WORDS_PATTERN = re.compile(
     r"(?:\banswer\b[^.\n:=]{0,40}?(?:\bis\b|[:：=]))\s*:?\s*", re.IGNORECASE
 )
 # What an answer may have around its value: a name before it, as in `Area = 9` and `f(x) = 3x`, and
 # a unit behind it.
-_NAME = re.compile(
+_ANSWER_NAME_PREFIX = re.compile(
     r"^\s*(?:[A-Za-z][A-Za-z. ]*|[A-Za-z](?:_\d)?\s*\([a-z]\)|\(x, ?y\))?\s*=(?!.*=)\s*"
 )
 # A point or an interval: its brackets and its two values.
-_PAIR = re.compile(r"(?P<opening>[(\[])(?P<first>[^,]+),(?P<second>[^,]+)(?P<closing>[)\]])")
-_MOST_BARE_WORDS = 4  # a single line with at most so many words is an answer, and not a sentence
-_UNIT_WORD = r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?|feet|degrees?|T)"
-_UNIT = re.compile(
-    rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD}(?:\s+{_UNIT_WORD})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?",
+_PAIR_PATTERN = re.compile(
+    r"(?P<opening>[(\[])(?P<first>[^,]+),(?P<second>[^,]+)(?P<closing>[)\]])"
+)
+# A single line with at most so many words is an answer, and not a sentence.
+_MAX_WORDS_OF_BARE_ANSWER = 4
+_UNIT_WORD_REGEX = (
+    r"(?:[cdkm]?m|[ck]?g|km/h|square|cubic|units?|met(?:er|re)s?|lit(?:er|re)s?|inch(?:es)?"
+    r"|feet|degrees?|T)"
+)
+_VALUE_WITH_UNIT_PATTERN = re.compile(
+    rf"(.*(?:[\d)}}]|\\pi))\s*{_UNIT_WORD_REGEX}(?:\s+{_UNIT_WORD_REGEX})*\s*(?:\^\s*\{{?[23]\}}?|[²³])?",
     re.IGNORECASE | re.DOTALL,
 )
 
 
-def choices_of(row: Prediction) -> list[str]:
+def read_choices(row: Prediction) -> list[str]:
     """Return the options of a multiple-choice question, in the order of their letters.
 
     The list is empty where the question does not list them, since they are drawn in its picture.
@@ -92,26 +101,29 @@ def choices_of(row: Prediction) -> list[str]:
     if "Choice" not in question:
         return []
     text_of_options = re.split(r"Choices?:", question)[-1]
-    return lettered_options(text_of_options, _OPTION_MARK)
+    return lettered_options(text_of_options, _OPTION_MARK_PATTERN)
 
 
-def value_of(answer: str) -> str:
+def strip_to_value(answer: str) -> str:
     r"""Strip an answer to its value, without a name before it or a unit behind it.
 
     `Area $=9 \mathrm{~cm}^{2}$` becomes `9`.
     """
-    # Some reference answers have a degree sign that was decoded as a Chinese character.
+    # Some reference answers have a degree sign that was decoded as a Chinese character. It is
+    # removed like every degree sign, with dollars and fonts (`without_markup`).
     answer = answer.replace("掳", "°")
     # A unit such as `\mathrm{~cm}` becomes ` cm`, which the pattern of units knows.
     with_plain_units = re.sub(r"\\mathrm\s*\{~?\s*([A-Za-z]+)\s*\}", r" \1", answer)
-    without_commands = without_markup(with_plain_units).replace("\\quad", " ").replace("$", "")
+    without_commands = without_markup(with_plain_units).replace("\\quad", " ")
     normalised = re.sub(r"\s+", " ", without_commands).strip().rstrip(".")
-    value = _NAME.sub("", normalised).strip()
-    number_with_unit = _UNIT.fullmatch(value)  # its first group is the number
-    return (number_with_unit[1] if number_with_unit else value).strip()
+    value = _ANSWER_NAME_PREFIX.sub("", normalised).strip()
+    value_with_unit = _VALUE_WITH_UNIT_PATTERN.fullmatch(value)
+    if value_with_unit:
+        value = value_with_unit[1]  # the part before the unit
+    return value.strip()
 
 
-def same_answer(answer: str, reference: str) -> tuple[bool, str]:
+def is_same_answer(answer: str, reference: str) -> tuple[bool, str]:
     """Compare a free-form answer with its reference by value.
 
     The grader of a training compares two values. Points and intervals are compared value by value
@@ -120,51 +132,51 @@ def same_answer(answer: str, reference: str) -> tuple[bool, str]:
 
     Returns whether both are the same, and the name of the rule that decided.
     """
-    value = value_of(answer)
-    target = value_of(reference)
+    value = strip_to_value(answer)
+    reference_value = strip_to_value(reference)
     if not value:
         return False, "no_answer"
-    if value.replace(" ", "").lower() == target.replace(" ", "").lower():
+    if value.replace(" ", "").lower() == reference_value.replace(" ", "").lower():
         return True, "same_text"
-    pair = _PAIR.fullmatch(value)
-    target_pair = _PAIR.fullmatch(target)
-    if pair and target_pair:
-        return _is_same_pair(pair, target_pair), "pair"
-    if value.count("=") == 1 and target.count("=") == 1:
-        value = _difference_of_sides(value)
-        target = _difference_of_sides(target)
-    result = graded_answer(rf"\boxed{{{value}}}", target)
+    pair = _PAIR_PATTERN.fullmatch(value)
+    reference_pair = _PAIR_PATTERN.fullmatch(reference_value)
+    if pair and reference_pair:
+        return _is_same_pair(pair, reference_pair), "pair"
+    if value.count("=") == 1 and reference_value.count("=") == 1:
+        value = _subtract_sides(value)
+        reference_value = _subtract_sides(reference_value)
+    result = graded_as_in_training(rf"\boxed{{{value}}}", reference_value)
     if result.verdict == "correct":
         return True, result.reason
     # The grader accepts a rounded answer to an exact reference. Here the reference may be the
     # rounded one, so the two change places.
-    swapped_result = graded_answer(rf"\boxed{{{target}}}", value, rounding=True)
+    swapped_result = graded_as_in_training(rf"\boxed{{{reference_value}}}", value, rounding=True)
     if swapped_result.reason == "rounded":
         return True, "rounded"
     return False, result.reason
 
 
-def _is_same_pair(pair: re.Match[str], target_pair: re.Match[str]) -> bool:
+def _is_same_pair(pair: re.Match[str], reference_pair: re.Match[str]) -> bool:
     """Return whether two points or intervals are the same, value by value.
 
     Their brackets count too, since `(1, 2)` and `[1, 2]` are different intervals. The arguments are
-    matches of `_PAIR`, with the groups `opening`, `first`, `second` and `closing`.
+    matches of `_PAIR_PATTERN`, with the groups `opening`, `first`, `second` and `closing`.
     """
     for group_name in ("first", "second"):
-        is_same_value, _ = same_answer(pair[group_name], target_pair[group_name])
+        is_same_value, _ = is_same_answer(pair[group_name], reference_pair[group_name])
         if not is_same_value:
             return False
     brackets = (pair["opening"], pair["closing"])
-    return brackets == (target_pair["opening"], target_pair["closing"])
+    return brackets == (reference_pair["opening"], reference_pair["closing"])
 
 
-def _difference_of_sides(equation: str) -> str:
+def _subtract_sides(equation: str) -> str:
     """Turn an equation `a=b` into the expression `(a)-(b)`, so that the grader can compare it."""
     left_side, right_side = equation.split("=")
     return f"({left_side})-({right_side})"
 
 
-def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
+def find_reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
     """Return the letter of the right option of a multiple-choice question.
 
     The reference answer of a row is a letter, such as `C` or `(C)`, or the text of an option. None
@@ -174,17 +186,17 @@ def reference_letter(row: Prediction, choices: Sequence[str]) -> str | None:
     letter = re.fullmatch(r"\s*\(?([A-H])\)?\s*", reference)
     if letter:
         return letter[1]
-    choice_values = [value_of(choice).lower() for choice in choices]
-    reference_value = value_of(reference).lower()
+    choice_values = [strip_to_value(choice).lower() for choice in choices]
+    reference_value = strip_to_value(reference).lower()
     if choice_values.count(reference_value) != 1:
         return None
     return chr(ord("A") + choice_values.index(reference_value))
 
 
 # The columns that each row has, and what their values have to be.
-COLUMNS = {
+REQUIRED_COLUMNS = {
     "problem_index": ANY_VALUE,
-    "problem_version": one_of(*VERSIONS),
+    "problem_version": one_of(*PROBLEM_VERSIONS),
     "question": or_null(TEXT_VALUE),
     "answer": TEXT_VALUE,
     "question_type": one_of("multi-choice", "free-form"),
@@ -192,24 +204,24 @@ COLUMNS = {
 }
 
 
-def check(row: Prediction) -> str | None:
+def check_row(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is."""
-    fault = find_field_fault(row, COLUMNS)
+    fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     # A row without the optional column is checked as one in which it is null.
-    return find_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMNS)
+    return find_field_fault({"question_for_eval": None, **row}, _OPTIONAL_COLUMN_KINDS)
 
 
-_OPTIONAL_COLUMNS = {"question_for_eval": or_null(TEXT_VALUE)}
+_OPTIONAL_COLUMN_KINDS = {"question_for_eval": or_null(TEXT_VALUE)}
 
 
-def question_of(row: Prediction) -> Question:
+def build_question(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model.
 
     Without the texts of its options a multiple-choice question counts as one that asks for a text.
     """
-    choices = choices_of(row) if row["question_type"] == "multi-choice" else []
+    choices = read_choices(row) if row["question_type"] == "multi-choice" else []
     return Question(
         kind="choice" if choices else "text",
         text=_question_text(row),
@@ -236,12 +248,12 @@ def _prepare(rows: Sequence[Prediction], options: ExtractionOptions) -> list[Pre
     """
     judge = create_judge_client(options) if options.extraction == "judge" else None
     extracted_rows = extract_answers(
-        rows, options=options, question_of=question_of, extract=extract_by_rules, judge=judge
+        rows, options=options, question_of=build_question, extract=extract_by_rules, judge=judge
     )
     if judge is None:
         return extracted_rows
     conversations = [_judge_messages(row) if _needs_judge(row) else None for row in extracted_rows]
-    replies = ask_judge(conversations, judge, _one_or_zero)
+    replies = ask_judge(conversations, judge, _read_one_or_zero)
     return [
         {**row, "judge_reply": reply} for row, reply in zip(extracted_rows, replies, strict=True)
     ]
@@ -258,9 +270,9 @@ def _needs_judge(row: Prediction) -> bool:
     if not answer:
         return False
     if row["question_type"] == "free-form":
-        is_same, _ = same_answer(str(answer), row["answer"])
+        is_same, _ = is_same_answer(str(answer), row["answer"])
         return not is_same
-    return reference_letter(row, choices_of(row)) is None
+    return find_reference_letter(row, read_choices(row)) is None
 
 
 _JUDGE_INSTRUCTION = (
@@ -288,7 +300,7 @@ def _judge_messages(row: Prediction) -> list[dict[str, str]]:
     ]
 
 
-def _one_or_zero(reply: str) -> str:
+def _read_one_or_zero(reply: str) -> str:
     """Return the `1` or `0` that a judge reports in its reply.
 
     Raises `EndpointError` for any other report, so that the judge is asked again.
@@ -308,12 +320,12 @@ def extract_by_rules(row: Prediction) -> Extraction:
     """
     response = final_part(row["response"])  # without a block of thinking
     if row["question_type"] == "multi-choice":
-        letter, rule = extract_choice(response, choices_of(row) or _UNKNOWN_CHOICES)
+        letter, rule = extract_choice(response, read_choices(row) or _UNKNOWN_CHOICES)
         return Extraction(letter, rule)
     box = last_boxed(response)
     if box is not None:
         return Extraction(box, "box")
-    announcements = list(_ANSWER_ANNOUNCED.finditer(response))
+    announcements = list(_ANSWER_WORDS_PATTERN.finditer(response))
     if announcements:
         behind_last = response[announcements[-1].end() :]
         line = behind_last.split("\n")[0]
@@ -323,12 +335,12 @@ def extract_by_rules(row: Prediction) -> Extraction:
             return Extraction(statement.strip(), "stated")
     without_commands = re.sub(r"\\[a-z]+", "", response)
     words = re.findall(r"[A-Za-z]{2,}", without_commands)
-    if "\n" not in response.strip() and len(words) <= _MOST_BARE_WORDS:
+    if "\n" not in response.strip() and len(words) <= _MAX_WORDS_OF_BARE_ANSWER:
         return Extraction(response.strip(), "whole")
     return extract_number(response, _question_text(row))
 
 
-def _letter_of(answer: str, choices: Sequence[str]) -> str:
+def _find_letter(answer: str, choices: Sequence[str]) -> str:
     """Return the letter that an extracted answer is, or that of the option whose text it means."""
     lone_letter = re.fullmatch(r"\W*([A-H])\W*", answer)
     if lone_letter:
@@ -354,11 +366,11 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
         if judge_reply.method == JUDGE_FAILED:
             extraction = judge_reply
     elif row["question_type"] == "free-form":
-        is_right, reason = same_answer(answer, reference)
+        is_right, reason = is_same_answer(answer, reference)
     else:
-        choices = choices_of(row)
-        answer = _letter_of(answer, choices)
-        right_letter = reference_letter(row, choices)
+        choices = read_choices(row)
+        answer = _find_letter(answer, choices)
+        right_letter = find_reference_letter(row, choices)
         is_right = answer == right_letter
         # No letter is right for a reference with several letters.
         reason = "letter" if right_letter is not None else "gold_several_letters"
@@ -373,7 +385,7 @@ def grade(row: Prediction, options: ExtractionOptions) -> RowGrade:
     )
 
 
-def _rules(options: ExtractionOptions) -> dict[str, Any]:
+def _describe_rules(options: ExtractionOptions) -> dict[str, Any]:
     """Describe the rules of a score, and the judge where one was asked."""
     extraction = describe_extraction(options)
     if extraction["judge"]:
@@ -427,16 +439,16 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
     """
     problems: list[Problem] = []
     hashes: list[str] = []
-    splits = _SPLITS if options.split == "all" else (options.split,)
+    splits = _SPLIT_NAMES if options.split == "all" else (options.split,)
     for split in splits:
         loaded = load_problems(
             options,
-            needed=("sample_index", *COLUMNS, "query_wo", "query_cot"),
+            needed=("sample_index", *REQUIRED_COLUMNS, "query_wo", "query_cot"),
             image_columns=("image",),
-            check=check,
+            check=check_row,
             split=split,
             prompt=itemgetter(f"query_{options.query}"),
-            stored_columns=(*COLUMNS, *_OPTIONAL_COLUMNS),
+            stored_columns=(*REQUIRED_COLUMNS, *_OPTIONAL_COLUMN_KINDS),
             id_column="sample_index",
             config=split,  # on the hub each split is a configuration of its own
         )
@@ -454,10 +466,10 @@ BENCHMARK = Benchmark(
     split="testmini",
     load=load,
     grade=grade,
-    rules=_rules,
+    rules=_describe_rules,
     score_options=ExtractionOptions,
     data_options=MathVerseDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision", "query"),
     id_column="sample_index",
     prepare=_prepare,

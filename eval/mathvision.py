@@ -47,14 +47,14 @@ with imports():
     from adora_vl.utils.cli import amount
     from adora_vl.utils.errors import UserError
 
-    from .mathvision_value import latex_value
+    from .mathvision_value import evaluate_latex
 
-_INSTRUCTION = (
+_PROMPT_INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
     'multiple choice question, only one letter is allowed in the "\\boxed{}".'
 )
-_LETTERS = "ABCDE"  # options that are only these are drawn in the picture
-_IMAGE_TAG = re.compile(r"<image(\d*)>")
+_OPTION_LETTERS = "ABCDE"  # options that are only these are drawn in the picture
+_IMAGE_TAG_PATTERN = re.compile(r"<image(\d*)>")
 
 
 def build_query(row: dict[str, Any]) -> str:
@@ -74,10 +74,10 @@ def build_query(row: dict[str, Any]) -> str:
             return PLACEHOLDER
         return f"image {match[1]}".strip()
 
-    question = _IMAGE_TAG.sub(replace_tag, row["question"])
-    options_are_drawn = "".join(row["options"]) == _LETTERS
+    question = _IMAGE_TAG_PATTERN.sub(replace_tag, row["question"])
+    options_are_drawn = "".join(row["options"]) == _OPTION_LETTERS
     options = [] if options_are_drawn else lettered(row["options"])
-    return "\n".join([_INSTRUCTION, question, *options]) + "\n"
+    return "\n".join([_PROMPT_INSTRUCTION, question, *options]) + "\n"
 
 
 RULE_SETS = ("official", "strict")
@@ -120,7 +120,7 @@ def official_answer(response: str) -> str:
     """
     answer = response.strip()
     # The letter of an option at the end or at the beginning.
-    for letter in _LETTERS:
+    for letter in _OPTION_LETTERS:
         endings = (f" {letter}.", f" ({letter}).")
         beginnings = (f"{letter}\n", f"({letter})\n", f"({letter}) {letter}\n")
         if answer.endswith(endings) or answer.startswith(beginnings):
@@ -133,20 +133,20 @@ def official_answer(response: str) -> str:
     # The last box, or else a statement. The official code looks for the part `oxed{` of `\boxed{`.
     if "oxed{" not in answer:
         for phrase in _ANSWER_PHRASES:
-            answer = _behind_phrase(answer, phrase)
-            answer = _behind_phrase(answer, phrase.replace("the", "The"))
+            answer = _text_behind_phrase(answer, phrase)
+            answer = _text_behind_phrase(answer, phrase.replace("the", "The"))
     elif answer.count("oxed{") > 1:
         answer = "\\boxed{" + answer.split("oxed{")[-1]
     answer = _without_latex(answer)
     # Letters in brackets, now in lower case, lose their brackets.
-    for letter in _LETTERS.lower():
+    for letter in _OPTION_LETTERS.lower():
         answer = answer.replace(f"({letter})", letter)
-    for letter in _LETTERS.lower():
+    for letter in _OPTION_LETTERS.lower():
         answer = answer.replace(f"{{{letter}}}", letter)
     return answer.rstrip(".").lstrip(":").strip()
 
 
-def _behind_phrase(answer: str, phrase: str) -> str:
+def _text_behind_phrase(answer: str, phrase: str) -> str:
     """Return the rest of the sentence behind the last occurrence of a phrase in an answer.
 
     An answer without the phrase only loses its outer spaces.
@@ -154,7 +154,8 @@ def _behind_phrase(answer: str, phrase: str) -> str:
     if phrase not in answer:
         return answer.strip()
     text_behind_phrase = answer.split(phrase)[-1].strip()
-    return text_behind_phrase.split("\n")[0].split(". ")[0]
+    first_line = text_behind_phrase.split("\n")[0]
+    return first_line.split(". ")[0]
 
 
 def _without_latex(answer: str) -> str:
@@ -238,7 +239,7 @@ def _with_braces(text: str, n_arguments: int) -> str:
     return arguments + rest
 
 
-def officially_equal(first: str, second: str) -> bool:
+def are_officially_equal(first: str, second: str) -> bool:
     """Compare two answers as the official score does.
 
     They are equal as texts without regard to capitals, as tuples of numbers, or as numbers. Numbers
@@ -250,18 +251,18 @@ def officially_equal(first: str, second: str) -> bool:
         return False
     if first.strip() == second.strip():
         return True
-    first = _with_evaluated_parts(first)
-    second = _with_evaluated_parts(second)
+    first = _evaluate_parts(first)
+    second = _evaluate_parts(second)
     if first == second:
         return True
-    first_value = latex_value(first)
-    second_value = latex_value(second)
+    first_value = evaluate_latex(first)
+    second_value = evaluate_latex(second)
     if first_value is None or second_value is None:
         return False
     return round(first_value, 2) == round(second_value, 2)
 
 
-def _with_evaluated_parts(answer: str) -> str:
+def _evaluate_parts(answer: str) -> str:
     """Replace the parts of a tuple or an interval by their values: `(2/4,3)` becomes `(0.5,3)`.
 
     Infinity and the letter `a` stay as they are. An answer that is no tuple is returned unchanged,
@@ -275,7 +276,7 @@ def _with_evaluated_parts(answer: str) -> str:
         if "infty" in part or part in ("a", "-a"):
             evaluated_parts.append(part)
             continue
-        value = latex_value(part)
+        value = evaluate_latex(part)
         if value is None:
             return answer
         # `or 0` turns -0.0 into 0.
@@ -293,11 +294,13 @@ def is_officially_right(answer: str, reference: str, choices: Sequence[str]) -> 
         choices: The texts of the options; empty for a free-form question.
     """
     text_of_right_choice = choices[ord(reference) - ord("A")] if choices else ""
-    return officially_equal(reference, answer) or officially_equal(text_of_right_choice, answer)
+    return are_officially_equal(reference, answer) or are_officially_equal(
+        text_of_right_choice, answer
+    )
 
 
 # The columns that each row has, and what their values have to be.
-COLUMNS = {
+REQUIRED_COLUMNS = {
     "question": TEXT_VALUE,
     "options": LIST_OF_TEXTS,
     "answer": TEXT_VALUE,
@@ -306,13 +309,13 @@ COLUMNS = {
 }
 
 
-def check(row: Prediction) -> str | None:
+def check_row(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is.
 
     The reference answer to a multiple-choice question has to be the letter of one of its options.
     That to a free-form question, which has no options, may be any text.
     """
-    fault = find_field_fault(row, COLUMNS)
+    fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault or not row["options"]:
         return fault
     letters = ascii_uppercase[: len(row["options"])]
@@ -340,11 +343,11 @@ def _prepare(rows: Sequence[Prediction], options: MathVisionScoreOptions) -> lis
             f"extraction: {options.extraction} needs --rules strict; official has its own "
             "extraction"
         )
-    extract = _by_official_rules if is_official else _by_our_rules
-    return extract_answers(rows, options=options, question_of=question_of, extract=extract)
+    extract = _extract_by_official_rules if is_official else _extract_by_our_rules
+    return extract_answers(rows, options=options, question_of=build_question, extract=extract)
 
 
-def question_of(row: Prediction) -> Question:
+def build_question(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model."""
     return Question(
         kind="choice" if row["options"] else "text",
@@ -354,12 +357,12 @@ def question_of(row: Prediction) -> Question:
     )
 
 
-def _by_official_rules(row: Prediction) -> Extraction:
+def _extract_by_official_rules(row: Prediction) -> Extraction:
     """Return the answer that the official score reads."""
     return Extraction(official_answer(row["response"]), "official")
 
 
-def _by_our_rules(row: Prediction) -> Extraction:
+def _extract_by_our_rules(row: Prediction) -> Extraction:
     """Extract the answer of a response by our own rules.
 
     They read a choice, a box, or else the number that a free-form response states. The general
@@ -367,7 +370,7 @@ def _by_our_rules(row: Prediction) -> Extraction:
     """
     has_box = last_boxed(row["response"]) is not None
     if row["options"] or has_box:
-        return extract_by_rules(question_of(row))
+        return extract_by_rules(build_question(row))
     return extract_number(row["response"], row["question"])
 
 
@@ -404,7 +407,7 @@ def _summary(
 
     Their images are parts of that picture.
     """
-    pids = {row["pid"] for row in rows if len(_IMAGE_TAG.findall(row["question"])) > 1}
+    pids = {row["pid"] for row in rows if len(_IMAGE_TAG_PATTERN.findall(row["question"])) > 1}
     lines: list[str] = []
     if pids:
         lines.append(
@@ -414,7 +417,7 @@ def _summary(
     return BenchmarkFigures(notes={"several_parts": len(pids)}, lines=lines)
 
 
-def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
+def _describe_rules(options: MathVisionScoreOptions) -> dict[str, Any]:
     """Describe the rules of a score; the official ones have an extraction of their own."""
     if options.rules == "official":
         return {"rules": options.rules}
@@ -423,15 +426,15 @@ def _rules(options: MathVisionScoreOptions) -> dict[str, Any]:
 
 load = partial(
     load_problems,
-    needed=("id", *COLUMNS),
+    needed=("id", *REQUIRED_COLUMNS),
     image_columns=("decoded_image", "image"),
     prompt=build_query,
-    check=check,
+    check=check_row,
     id_column="id",
 )
 
 
-def _caution(score: Mapping[str, Any]) -> str | None:
+def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
     """Say why a score cannot be compared with the published figures; None where it can."""
     if score["rules"].get("rules") == "official":
         return None
@@ -448,17 +451,17 @@ _PUBLISHED = PublishedFigures(
         "SPHINX-v2": {"all": 9.70},
         "LLaVA-v1.5-7B": {"all": 8.52},
     },
-    caution=_caution,
+    caution=_describe_incomparability,
 )
 BENCHMARK = Benchmark(
     name="mathvision",
     split="test",
     load=load,
     grade=grade,
-    rules=_rules,
+    rules=_describe_rules,
     score_options=MathVisionScoreOptions,
     data_options=HubDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision",),
     id_column="id",
     prepare=_prepare,

@@ -18,8 +18,8 @@ from fractions import Fraction
 
 Number = int | float
 # The official score has no such bounds, and would compute for hours.
-_MOST_BITS = 100_000  # of a power
-_MOST_FACTORIAL = 5_000  # the largest argument of a factorial
+_MAX_POWER_BITS = 100_000  # of a power
+_MAX_FACTORIAL_ARGUMENT = 5_000  # the largest argument of a factorial
 
 
 class _NoValueError(Exception):
@@ -36,19 +36,19 @@ def _exp(exponent: Number) -> Number:
     return math.exp(exponent)
 
 
-_TRIGONOMETRIC = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
+_TRIGONOMETRIC_NAMES = ("sin", "cos", "tan", "sinh", "cosh", "tanh")
 # The function of each command. Commands that take more than an argument are in `_function`.
-_FUNCTION_OF_COMMAND: dict[str, Callable[[float], Number]] = {
-    **{rf"\{name}": getattr(math, name) for name in _TRIGONOMETRIC},
-    **{rf"\arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC},
-    **{rf"\ar{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC[3:]},
+_FUNCTION_BY_COMMAND: dict[str, Callable[[float], Number]] = {
+    **{rf"\{name}": getattr(math, name) for name in _TRIGONOMETRIC_NAMES},
+    **{rf"\arc{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC_NAMES},
+    **{rf"\ar{name}": getattr(math, f"a{name}") for name in _TRIGONOMETRIC_NAMES[3:]},
     r"\log": lambda value: math.log(value, 10),
     r"\exp": _exp,
 }
-_FUNCTIONS = {*_FUNCTION_OF_COMMAND, r"\ln", r"\sqrt", r"\lfloor"}
-_CONSTANTS = {r"\pi": math.pi, r"\tau": math.tau}
+_FUNCTION_COMMANDS = {*_FUNCTION_BY_COMMAND, r"\ln", r"\sqrt", r"\lfloor"}
+_CONSTANT_BY_COMMAND = {r"\pi": math.pi, r"\tau": math.tau}
 # The closing bracket of each opening one.
-_CLOSING = {
+_CLOSING_BRACKET_BY_OPENING = {
     "(": ")",
     "[": "]",
     "{": "}",
@@ -56,38 +56,40 @@ _CLOSING = {
     r"\lbrace": r"\rbrace",
     r"\lfloor": r"\rfloor",
 }
-_TIMES = ("*", r"\times", r"\cdot")
-_DIVIDED = ("/", ":", r"\div")
-_LEFT_OR_RIGHT = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
-_ASSIGNMENT = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
-_NUMBER = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
+_MULTIPLICATION_SIGNS = ("*", r"\times", r"\cdot")
+_DIVISION_SIGNS = ("/", ":", r"\div")
+_LEFT_OR_RIGHT_PATTERN = re.compile(r"\\(?:left|right)(?=\s*(?:[()\[\]|]|\\[{}]))")
+_ASSIGNMENT_PATTERN = re.compile(r"(?:\s*[a-z]\s*=)+")  # `x=5` is 5
+_NUMBER_REGEX = r"(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:\\%)?"
 # Names of functions that the grammar has without a backslash: `3 rows` and `3 triangles` are 3, `3
 # lines` is nothing.
-_NAMES = (
+_FUNCTION_NAMES_REGEX = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
 # Tokens that may follow a whole expression; the official grammar ignores them and the rest.
-_MAY_FOLLOW = re.compile(rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_NAMES}|")
+_MAY_FOLLOW_PATTERN = re.compile(
+    rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_FUNCTION_NAMES_REGEX}|"
+)
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
-_KNOWN = {
+_KNOWN_COMMANDS = {
     r"\frac",
     r"\binom",
-    *_FUNCTIONS,
-    *_CONSTANTS,
-    *_CLOSING,
-    *_CLOSING.values(),
-    *_TIMES,
-    *_DIVIDED,
+    *_FUNCTION_COMMANDS,
+    *_CONSTANT_BY_COMMAND,
+    *_CLOSING_BRACKET_BY_OPENING,
+    *_CLOSING_BRACKET_BY_OPENING.values(),
+    *_MULTIPLICATION_SIGNS,
+    *_DIVISION_SIGNS,
 }
-_COMMANDS = "|".join(map(re.escape, sorted(_KNOWN, key=len, reverse=True)))
-_TOKEN = re.compile(
+_COMMANDS_REGEX = "|".join(map(re.escape, sorted(_KNOWN_COMMANDS, key=len, reverse=True)))
+_TOKEN_PATTERN = re.compile(
     r"(?:[\s$'~]|\\,|\\q?quad|\\displaystyle(?![a-z]))+"  # skipped
-    rf"|({_NUMBER}|{_COMMANDS}|\\[a-z]+|\\\\|{_NAMES}|.)"
+    rf"|({_NUMBER_REGEX}|{_COMMANDS_REGEX}|\\[a-z]+|\\\\|{_FUNCTION_NAMES_REGEX}|.)"
 )
 
 
-def latex_value(text: str) -> Number | None:
+def evaluate_latex(text: str) -> Number | None:
     """Evaluate a LaTeX expression in lower case; None if it has no value.
 
     The value is an `int` where Python would print one.
@@ -96,7 +98,7 @@ def latex_value(text: str) -> Number | None:
         parser = _Parser(text)
         value = parser.parse_sum()
         # What follows the expression is ignored if it begins as the official grammar allows it.
-        ends_well = _MAY_FOLLOW.fullmatch(parser.tokens[0]) is not None
+        ends_well = _MAY_FOLLOW_PATTERN.fullmatch(parser.tokens[0]) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
@@ -117,11 +119,11 @@ class _Parser:
         such as `x=` at the beginning.
         """
         text = text.replace(r"\dfrac", r"\frac").replace(r"\tfrac", r"\frac")
-        if _ASSIGNMENT.match(text):
-            text = _ASSIGNMENT.sub("", text, count=1)
-        text = _LEFT_OR_RIGHT.sub("", text)
+        if _ASSIGNMENT_PATTERN.match(text):
+            text = _ASSIGNMENT_PATTERN.sub("", text, count=1)
+        text = _LEFT_OR_RIGHT_PATTERN.sub("", text)
         # Spaces match too, but with an empty group, and are left out.
-        tokens = [symbol for symbol in _TOKEN.findall(text) if symbol]
+        tokens = [symbol for symbol in _TOKEN_PATTERN.findall(text) if symbol]
         self.tokens = deque([*tokens, ""])
 
     def parse_sum(self) -> Number:
@@ -138,9 +140,9 @@ class _Parser:
         `allow_functions`: whether a function such as `\sin` may follow a factor without a sign.
         """
         value = self._parse_signed_factors(allow_functions=allow_functions)
-        while sign := self._take(*_TIMES, *_DIVIDED):
+        while sign := self._take(*_MULTIPLICATION_SIGNS, *_DIVISION_SIGNS):
             factor = self._parse_signed_factors(allow_functions=allow_functions)
-            value = value * factor if sign in _TIMES else value / factor
+            value = value * factor if sign in _MULTIPLICATION_SIGNS else value / factor
         return value
 
     def _parse_signed_factors(self, *, allow_functions: bool) -> Number:
@@ -164,12 +166,15 @@ class _Parser:
         has none.
         """
         symbol = self.tokens[0]
-        if _MAY_FOLLOW.fullmatch(symbol) or symbol in (*_TIMES, *_DIVIDED):
+        if _MAY_FOLLOW_PATTERN.fullmatch(symbol) or symbol in (
+            *_MULTIPLICATION_SIGNS,
+            *_DIVISION_SIGNS,
+        ):
             return False
-        if symbol in _FUNCTIONS:
+        if symbol in _FUNCTION_COMMANDS:
             return allow_functions
         is_word_or_number = symbol[-1].isalnum() or symbol.endswith(r"\%")
-        return is_word_or_number or symbol in (*_CLOSING, "|")
+        return is_word_or_number or symbol in (*_CLOSING_BRACKET_BY_OPENING, "|")
 
     def _parse_factor(self) -> Number:
         """Evaluate one factor with its exponents and factorials.
@@ -180,7 +185,7 @@ class _Parser:
         while self._take("^"):
             value = _power(value, self._parse_exponent())
         while self._take("!"):
-            if not isinstance(value, int) or not 0 <= value <= _MOST_FACTORIAL:
+            if not isinstance(value, int) or not 0 <= value <= _MAX_FACTORIAL_ARGUMENT:
                 raise _NoValueError
             value = math.factorial(value)
         return value
@@ -198,7 +203,7 @@ class _Parser:
         function, or an atom: a number or a constant.
         """
         symbol = self.tokens[0]
-        if symbol in _CLOSING:
+        if symbol in _CLOSING_BRACKET_BY_OPENING:
             value = self._parse_group(symbol)
             return math.floor(value) if symbol == r"\lfloor" else value
         if self._take("e"):
@@ -212,7 +217,7 @@ class _Parser:
             n = self._parse_group("{")
             k = self._parse_group("{")
             return _binomial(n, k)
-        if self._take(*_FUNCTIONS):
+        if self._take(*_FUNCTION_COMMANDS):
             return self._parse_function(symbol)
         return self._parse_atom()
 
@@ -231,10 +236,10 @@ class _Parser:
         if name == r"\ln":  # the official code has no value for it
             raise _NoValueError
         name_without_backslash = name[1:]
-        if exponent == -1 and name_without_backslash in _TRIGONOMETRIC:
-            inverse_function = _FUNCTION_OF_COMMAND[rf"\arc{name_without_backslash}"]
+        if exponent == -1 and name_without_backslash in _TRIGONOMETRIC_NAMES:
+            inverse_function = _FUNCTION_BY_COMMAND[rf"\arc{name_without_backslash}"]
             return inverse_function(argument)
-        value = _FUNCTION_OF_COMMAND[name](argument)
+        value = _FUNCTION_BY_COMMAND[name](argument)
         return value if exponent is None else _power(value, exponent)
 
     def _parse_argument(self) -> Number:
@@ -250,9 +255,9 @@ class _Parser:
     def _parse_atom(self) -> Number:
         """Evaluate a number, which may be in percent, or a constant such as pi."""
         symbol = self.tokens.popleft()
-        if symbol in _CONSTANTS:
-            return _CONSTANTS[symbol]
-        if not re.fullmatch(_NUMBER, symbol):
+        if symbol in _CONSTANT_BY_COMMAND:
+            return _CONSTANT_BY_COMMAND[symbol]
+        if not re.fullmatch(_NUMBER_REGEX, symbol):
             raise _NoValueError
         exact = Fraction(symbol.rstrip(r"\%").replace(",", ""))
         if symbol[-1] == "%":
@@ -268,7 +273,7 @@ class _Parser:
         """
         self._expect(opening)
         value = self.parse_sum()
-        self._expect(_CLOSING[opening])
+        self._expect(_CLOSING_BRACKET_BY_OPENING[opening])
         return value
 
     def _take(self, *tokens: str) -> str:
@@ -289,7 +294,7 @@ def _power(base: Number, exponent: Number) -> Number:
     """
     if isinstance(base, int) and isinstance(exponent, int):
         n_bits = base.bit_length() * exponent
-        if n_bits > _MOST_BITS:
+        if n_bits > _MAX_POWER_BITS:
             raise _NoValueError
     power = base**exponent
     # A root of a negative number, such as (-8)^(1/3).
@@ -306,6 +311,6 @@ def _binomial(n: Number, k: Number) -> Number:
     """
     if not isinstance(n, int) or not isinstance(k, int):
         raise _NoValueError
-    if not 0 <= n <= _MOST_FACTORIAL or k < 0:
+    if not 0 <= n <= _MAX_FACTORIAL_ARGUMENT or k < 0:
         raise _NoValueError
     return math.comb(n, k)

@@ -37,15 +37,15 @@ with imports():
         verdict_of,
     )
 
-_NUMBER = "requiring a floating-point number with {} and provide the final value, e.g., {}"
+_NUMBER_REQUEST = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 # What the hint of the official prompt asks for, by the kind of answer.
 _REQUEST_BY_KIND = {
     "choice": "and provide the correct option letter, e.g., A, B, C, D",
     "integer": "requiring an integer answer and provide the final value, e.g., 1, 2, 3",
     "list": "requiring a Python list as an answer and provide the final list, e.g., [1, 2, 3], [1.2, "
     "1.3, 1.4]",
-    "one place": _NUMBER.format("one decimal place", "1.2, 1.3, 1.4"),
-    "two places": _NUMBER.format("two decimal places", "1.23, 1.34, 1.45"),
+    "one place": _NUMBER_REQUEST.format("one decimal place", "1.2, 1.3, 1.4"),
+    "two places": _NUMBER_REQUEST.format("two decimal places", "1.23, 1.34, 1.45"),
 }
 
 
@@ -70,18 +70,18 @@ def build_query(row: dict[str, Any]) -> str:
 
 RuleSet = Literal["official", "published_2023", "vlmevalkit", "vlmevalkit_1680"]
 RULE_SETS: tuple[RuleSet, ...] = get_args(RuleSet)
-_VLMEVALKIT_RULES = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
+_VLMEVALKIT_RULE_SETS = ("vlmevalkit", "vlmevalkit_1680")  # before and after its pull request 1680
 # The texts that VLMEvalKit takes for no answer at all.
-_REFUSALS = (
+_REFUSAL_TEXTS = (
     "Failed to obtain answer via API",
     "Sorry, I can't help with images of people yet.",
     "I can't process this file.",
     "I'm sorry, but without the image provided",
     "Cannot determine the answer",
 )
-_STATED_LETTER = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
-_LETTER_IN_BRACKETS = re.compile(r"\(([a-zA-Z])\)")
-_NOT_A_NUMBER = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
+_STATED_LETTER_PATTERN = re.compile(r"answer\s+is\s+\**([A-D])", re.IGNORECASE)
+_BRACKETED_LETTER_PATTERN = re.compile(r"\(([a-zA-Z])\)")
+_CONVERSION_ERRORS = (ValueError, TypeError, OverflowError)  # what `int` and `float` raise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +114,7 @@ def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleS
         extraction: The extracted answer, which may be any value of JSON.
         rules: The name of the rules to compare by.
     """
-    if rules in _VLMEVALKIT_RULES:
+    if rules in _VLMEVALKIT_RULE_SETS:
         return _compare_as_vlmevalkit(row, extraction, compare_lists=rules == "vlmevalkit_1680")
     if row["question_type"] == "multi_choice":
         choices = row["choices"]
@@ -122,7 +122,7 @@ def compare_with_reference(row: dict[str, Any], extraction: object, rules: RuleS
     else:
         # The official code of 2023 did not take `5.0` for an integer.
         strict_int = rules == "published_2023"
-        prediction = _in_reference_form(row, extraction, strict_int=strict_int)
+        prediction = _write_as_reference(row, extraction, strict_int=strict_int)
     return Comparison(is_right=prediction == row["answer"], prediction=prediction)
 
 
@@ -133,7 +133,7 @@ def official_choice(extraction: object, choices: Sequence[str]) -> int:
     with the smallest edit distance to it, however large that is.
     """
     text = extraction.strip() if isinstance(extraction, str) else str(extraction)
-    letter_in_brackets = _LETTER_IN_BRACKETS.search(text)
+    letter_in_brackets = _BRACKETED_LETTER_PATTERN.search(text)
     if letter_in_brackets:
         text = letter_in_brackets[1].upper()
     if len(text) == 1:
@@ -157,7 +157,7 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     """
     text = str(extraction)
     # The model that extracted the answer said that there is none.
-    if any(phrase in text for phrase in _REFUSALS):
+    if any(phrase in text for phrase in _REFUSAL_TEXTS):
         return None
     words = re.sub(r"[.()\[\],:;!*#{}]", " ", text).split()
     letters = [chr(ord("A") + index) for index in range(len(choices))]
@@ -171,7 +171,7 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     # The extracting model is asked to write `Z` where no choice is meant.
     if not letters_in_text and "Z" in words:
         return None
-    stated = _STATED_LETTER.search(text)
+    stated = _STATED_LETTER_PATTERN.search(text)
     if stated and stated[1].upper() in letters:
         return letters.index(stated[1].upper())
     # In a long text the words of a choice may stand for any reason.
@@ -202,7 +202,7 @@ def edit_distance(first: str, second: str) -> int:
     return previous[-1]
 
 
-def _in_reference_form(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
+def _write_as_reference(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:
     """Write an extracted answer as the reference answer is written, as a text.
 
     Numbers are rounded as the row asks for. None for an answer that is not a number where one is
@@ -220,7 +220,7 @@ def _in_reference_form(row: dict[str, Any], extraction: Any, *, strict_int: bool
             # `round` needs an `int` here. In a file that pandas wrote it is a float.
             places = int(float(row["precision"]))
             return str(round(float(extraction), places))
-    except _NOT_A_NUMBER:
+    except _CONVERSION_ERRORS:
         return None
     return None if extraction is None else str(extraction)
 
@@ -253,21 +253,21 @@ def _compare_as_vlmevalkit(
     try:
         value = convert(extraction)
         return Comparison(is_right=value == convert(reference), prediction=str(value))
-    except _NOT_A_NUMBER:
+    except _CONVERSION_ERRORS:
         return Comparison(is_right=False, prediction=None)
 
 
 METADATA_GROUPS = ("language", "source", "category", "task", "context", "grade", "skills")
 _GEOMETRY_TASK = "geometry problem solving"
 _GEOMETRY_SKILL = "geometry reasoning"
-ID_OOD = (
+ID_OOD_DEFINITION = (
     "ID pools the items of task `geometry problem solving` and the items with skill `geometry "
     "reasoning`, an item in both counted twice; OOD is everything correct minus ID's, over all "
     "items minus ID's. The split of ADORA's table, inferred from its figures; because of the "
     "double count the intervals are a little too narrow."
 )
 # The columns that each row has, and what their values have to be.
-COLUMNS = {
+REQUIRED_COLUMNS = {
     "question": TEXT_VALUE,
     "question_type": one_of("multi_choice", "free_form"),
     "answer_type": one_of("text", "integer", "float", "list"),
@@ -276,16 +276,16 @@ COLUMNS = {
     "answer": TEXT_VALUE,
     "metadata": ANY_VALUE,
 }
-_MOST_PLACES = 15  # decimal places that a float holds
+_MAX_DECIMAL_PLACES = 15  # decimal places that a float holds
 
 
-def check(row: Prediction) -> str | None:
+def check_row(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is.
 
     Beside the columns that each row needs, a multiple-choice question needs choices, and an answer
     of the type `float` a number of decimal places.
     """
-    fault = find_field_fault(row, COLUMNS)
+    fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     if row["question_type"] == "multi_choice":
@@ -294,15 +294,15 @@ def check(row: Prediction) -> str | None:
             return f"is multiple choice with choices = {choices!r}, expected 1 to 26 of them"
     if row["answer_type"] == "float":
         places = row["precision"]
-        if not isinstance(places, int | float) or not 0 <= places <= _MOST_PLACES:
+        if not isinstance(places, int | float) or not 0 <= places <= _MAX_DECIMAL_PLACES:
             return (
-                f"has precision = {places!r}, expected a number from 0 to {_MOST_PLACES} for a "
+                f"has precision = {places!r}, expected a number from 0 to {_MAX_DECIMAL_PLACES} for a "
                 "float answer"
             )
     return None
 
 
-def question_of(row: Prediction) -> Question:
+def build_question(row: Prediction) -> Question:
     """Build the question from which an answer is extracted, with the response of the model."""
     is_choice = row["question_type"] == "multi_choice"
     kind: AnswerKind = "choice" if is_choice else row["answer_type"]
@@ -334,7 +334,7 @@ def grade(row: Prediction, options: MathVistaScoreOptions) -> RowGrade:
     )
 
 
-def _item(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
+def _describe_answer(row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, before and after it was brought into form."""
     return {
         "verdict": graded.grade.verdict,
@@ -364,19 +364,19 @@ def _summary(
         id_total += count
         if item.correct:
             id_correct += count
-    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
-    id_cell = cell_from_counts(id_correct, id_total, n_samples)
+    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    id_cell = cell_from_counts(id_correct, id_total, samples_per_problem)
     # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
     # is None then.
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
-    ood_cell = cell_from_counts(ood_correct, ood_total, n_samples)
+    ood_cell = cell_from_counts(ood_correct, ood_total, samples_per_problem)
     return BenchmarkFigures(
-        figures={"id_ood": {"definition": ID_OOD, "ID": id_cell, "OOD": ood_cell}}
+        figures={"id_ood": {"definition": ID_OOD_DEFINITION, "ID": id_cell, "OOD": ood_cell}}
     )
 
 
-def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
+def _describe_rules(options: MathVistaScoreOptions) -> dict[str, Any]:
     """Describe the rules of a score, and how its answers were extracted."""
     return {
         "rules": options.rules,
@@ -388,10 +388,10 @@ def _rules(options: MathVistaScoreOptions) -> dict[str, Any]:
 # The column `query` is the official prompt where the data has it.
 load = partial(
     load_problems,
-    needed=("pid", *COLUMNS),
+    needed=("pid", *REQUIRED_COLUMNS),
     image_columns=("decoded_image", "image"),
     prompt=lambda row: row.get("query") or build_query(row),
-    check=check,
+    check=check_row,
     stored_columns=(
         "question",
         "question_type",
@@ -405,16 +405,16 @@ load = partial(
 )
 
 
-_BY_OTHER_RULES = (
+_OTHER_RULES_MESSAGE = (
     "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
 )
 
 
-def _caution(score: Mapping[str, Any]) -> str | None:
+def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
     """Say why a score cannot be compared with the published figures; None where it can."""
     if score["rules"].get("rules") == "vlmevalkit":
         return None
-    return _BY_OTHER_RULES
+    return _OTHER_RULES_MESSAGE
 
 
 _PUBLISHED = PublishedFigures(
@@ -427,21 +427,21 @@ _PUBLISHED = PublishedFigures(
         "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
         "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
     },
-    caution=_caution,
+    caution=_describe_incomparability,
 )
 BENCHMARK = Benchmark(
     name="mathvista",
     split="testmini",
     load=load,
     grade=grade,
-    rules=_rules,
+    rules=_describe_rules,
     score_options=MathVistaScoreOptions,
     data_options=HubDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision",),
-    prepare=partial(extract_answers, question_of=question_of),
+    prepare=partial(extract_answers, question_of=build_question),
     summary=_summary,
-    item=_item,
+    item=_describe_answer,
     published=_PUBLISHED,
 )
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ with imports():
 
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
-COLUMNS = {"options": ANY_VALUE, "answer": TEXT_VALUE, "subject": TEXT_VALUE}
-_LAST_LINE = (
+REQUIRED_COLUMNS = {"options": ANY_VALUE, "answer": TEXT_VALUE, "subject": TEXT_VALUE}
+_LAST_LINE_REQUEST = (
     "The last line of your response should be of the following format: 'Answer: $LETTER' (without "
     "quotes) where LETTER is one of options."
 )
-QUERIES = {
-    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE} "
+PROMPT_BY_QUERY = {
+    "cot": f"Write out the multiple-choice question in the image and then solve it. {_LAST_LINE_REQUEST} "
     "Think step by step before answering.",
-    "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE}",
+    "direct": f"Answer with the option letter from the given choices directly. {_LAST_LINE_REQUEST}",
 }
 
 
@@ -54,7 +54,7 @@ class MMMUProDataOptions(HubDataOptions):
     """Which problems are asked, and in which words."""
 
     query: Literal["cot", "direct"] = option(
-        "cot", help="for reasoning (cot), or the letter alone", choices=QUERIES
+        "cot", help="for reasoning (cot), or the letter alone", choices=PROMPT_BY_QUERY
     )
 
 
@@ -67,16 +67,16 @@ class MMMUProScoreOptions(ScoreOptions):
     )
 
 
-def choices_of(row: Prediction) -> list[str]:
+def read_choices(row: Prediction) -> list[str]:
     """Return the texts of the options of a row.
 
     On the hub the column is a text in the form of a Python list. Raises `ValueError` or
     `SyntaxError` for a text of another form, and `TypeError` for a value that is no list.
     """
-    stored = row["options"]
-    if isinstance(stored, str):
-        stored = ast.literal_eval(stored)
-    return [str(choice) for choice in stored]
+    choices = row["options"]
+    if isinstance(choices, str):
+        choices = ast.literal_eval(choices)
+    return [str(choice) for choice in choices]
 
 
 def official_letter(response: str, choices: Sequence[str]) -> str | None:
@@ -103,10 +103,10 @@ def official_letter(response: str, choices: Sequence[str]) -> str | None:
     letter = _last_letter_in_form(response, letters)
     if letter is not None or len(response.split()) <= 5:
         return letter
-    lowered = response.lower()
+    lower_response = response.lower()
     position_by_letter: dict[str, int] = {}
     for choice_letter, choice in zip(letters, choices, strict=True):
-        position = lowered.rfind(choice.lower())
+        position = lower_response.rfind(choice.lower())
         if position >= 0:
             position_by_letter[choice_letter] = position
     return max(position_by_letter, key=lambda letter: position_by_letter[letter], default=None)
@@ -129,16 +129,16 @@ def _last_letter_in_form(response: str, letters: str) -> str | None:
     return None
 
 
-def check(row: Prediction) -> str | None:
+def check_row(row: Prediction) -> str | None:
     """Return what is wrong with the fields of a row; None where nothing is.
 
     The options have to be a list, and the answer the letter of one of them.
     """
-    fault = find_field_fault(row, COLUMNS)
+    fault = find_field_fault(row, REQUIRED_COLUMNS)
     if fault:
         return fault
     try:
-        letters = ascii_uppercase[: len(choices_of(row))]
+        letters = ascii_uppercase[: len(read_choices(row))]
     except (ValueError, SyntaxError, TypeError):
         return f"has options = {row['options']!r:.60}, expected a list"
     expected = f"a letter from A to {letters[-1:]}"
@@ -152,7 +152,7 @@ def grade(row: Prediction, options: MMMUProScoreOptions) -> RowGrade:
     A response without a letter is wrong. Its reason is `drawn`, because the official score draws a
     letter at random for it.
     """
-    choices = choices_of(row)
+    choices = read_choices(row)
     if options.rules == "official":
         letter = official_letter(row["response"], choices)
         rule = "official"
@@ -187,10 +187,10 @@ def load(options: MMMUProDataOptions) -> LoadedProblems:
     """
     return load_problems(
         options,
-        needed=("id", *COLUMNS),
+        needed=("id", *REQUIRED_COLUMNS),
         image_columns=("image",),
-        prompt=lambda row: QUERIES[options.query],
-        check=check,
+        prompt=lambda row: PROMPT_BY_QUERY[options.query],
+        check=check_row,
         id_column="id",
         config="vision",  # the part of the data on the hub
     )
@@ -204,7 +204,7 @@ BENCHMARK = Benchmark(
     rules=describe_rule_set,
     score_options=MMMUProScoreOptions,
     data_options=MMMUProDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision", "query"),
     id_column="id",
     summary=_summary,

@@ -44,14 +44,14 @@ with imports():
 
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
-COLUMNS = {
+REQUIRED_COLUMNS = {
     "question": TEXT_VALUE,
     "answer": matching_text(r"\s*[A-Za-z]\s*", "a letter"),
     "category": TEXT_VALUE,
     "l2_category": TEXT_VALUE,
 }
-_OPTION_MARK = re.compile(r"(?:^|[\s,])([A-Z]): ")
-check = partial(find_field_fault, kinds=COLUMNS)
+_OPTION_MARK_PATTERN = re.compile(r"(?:^|[\s,])([A-Z]): ")
+check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +101,13 @@ def is_officially_right(response: str, answer: str) -> bool:
     return text.startswith(beginnings)
 
 
-def choices_of(question: str) -> list[str]:
+def read_choices(question: str) -> list[str]:
     """Return the texts of the options in a question such as `... Options: A: a park, B: a dam`.
 
     Every question has four options. They are empty texts where the question does not list them.
     """
     _, _, text_of_options = question.rpartition("Options:")
-    return lettered_options(text_of_options, _OPTION_MARK) or [""] * 4
+    return lettered_options(text_of_options, _OPTION_MARK_PATTERN) or [""] * 4
 
 
 def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
@@ -119,7 +119,7 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
         extracted = row["response"][:20]
         rule = "official"
     else:
-        extracted, rule = extract_choice(row["response"], choices_of(row["question"]))
+        extracted, rule = extract_choice(row["response"], read_choices(row["question"]))
         is_right = extracted == right_letter.strip().upper()
     return RowGrade(
         verdict=verdict_of(is_right),
@@ -132,11 +132,11 @@ def grade(row: Prediction, options: MMStarScoreOptions) -> RowGrade:
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
 ) -> BenchmarkFigures:
-    """Compute the multi-modal gain MG and the leakage ML (see `_leakage`).
+    """Compute the multi-modal gain MG and the leakage ML (see `_compute_leakage`).
 
     Both need other runs to compare with, and are None without one.
     """
-    leakage = _leakage(rows, graded, options)
+    leakage = _compute_leakage(rows, graded, options)
     lines: list[str] = []
     if leakage is not None:
         gain = percent_with_interval(leakage["MG"], leakage["MG_bootstrap_95"])
@@ -149,7 +149,7 @@ def _summary(
     return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
 
 
-def _leakage(
+def _compute_leakage(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: MMStarScoreOptions
 ) -> dict[str, Any] | None:
     """Compute the multi-modal gain MG = S_v - S_wv and the leakage ML = max(0, S_wv - S_t).
@@ -168,15 +168,15 @@ def _leakage(
     """
     if options.text_only and not options.without_image:
         raise UserError("text_only: the leakage needs --without-image too (ML = S_wv - S_t)")
-    shares_without_image = _shares_of_run(
+    shares_without_image = _grade_other_run(
         options.without_image, rows=rows, options=options, option_name="without_image"
     )
-    shares_of_language_model = _shares_of_run(
+    shares_of_language_model = _grade_other_run(
         options.text_only, rows=rows, options=options, option_name="text_only"
     )
     if shares_without_image is None:
         return None
-    shares_with_image = _shares(graded)
+    shares_with_image = _share_right_of_each_problem(graded)
     gains = [
         with_image - without_image
         for with_image, without_image in zip(shares_with_image, shares_without_image, strict=True)
@@ -201,7 +201,7 @@ def _leakage(
     return figures
 
 
-def _shares_of_run(
+def _grade_other_run(
     file: Path | None, rows: Sequence[Prediction], options: MMStarScoreOptions, option_name: str
 ) -> list[float] | None:
     """Grade another run on the same problems, and return its share of right answers to each.
@@ -217,7 +217,7 @@ def _shares_of_run(
     """
     if file is None:
         return None
-    other_rows = read_predictions(file, check, BENCHMARK.id_column)
+    other_rows = read_predictions(file, check_row, BENCHMARK.id_column)
     other_row_by_key = {row_key(row): row for row in other_rows}
     missing_pids = [row["pid"] for row in rows if row_key(row) not in other_row_by_key]
     if missing_pids or len(other_row_by_key) != len(rows):
@@ -230,10 +230,10 @@ def _shares_of_run(
         )
     rows_in_order = [other_row_by_key[row_key(row)] for row in rows]
     _, graded = grade_rows(BENCHMARK, rows_in_order, options)
-    return _shares(graded)
+    return _share_right_of_each_problem(graded)
 
 
-def _shares(graded: Sequence[GradedAnswer]) -> list[float]:
+def _share_right_of_each_problem(graded: Sequence[GradedAnswer]) -> list[float]:
     """Return the share of right answers to each problem, which may have several answers."""
     are_right_of_problems = correct_by_problem(graded).values()
     return [sum(are_right) / len(are_right) for are_right in are_right_of_problems]
@@ -251,12 +251,12 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
     """
     return load_problems(
         options,
-        needed=("index", *COLUMNS),
+        needed=("index", *REQUIRED_COLUMNS),
         image_columns=("image",),
         prompt=itemgetter("question"),
-        check=check,
+        check=check_row,
         id_column="index",
-        stored_columns=("index", *COLUMNS, "meta_info"),
+        stored_columns=("index", *REQUIRED_COLUMNS, "meta_info"),
         without_images=options.no_image,
     )
 
@@ -279,7 +279,7 @@ BENCHMARK = Benchmark(
     rules=describe_rule_set,
     score_options=MMStarScoreOptions,
     data_options=MMStarDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision", "no_image"),
     id_column="index",
     summary=_summary,

@@ -33,11 +33,11 @@ with imports():
     from adora_vl.evals.scoring.files import write_score
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
-    from eval.command import parse
+    from eval.command import parse_command
 
 # The benchmarks of each suite, in the order of its columns, with the hub id of their data. They are
 # those of the tables of autumn 2026.
-SUITES = {
+HUB_ID_BY_BENCHMARK_BY_SUITE = {
     "reasoning": {
         "mathvista": "AI4Math/MathVista",
         "mathvision": "MathLLMs/MathVision",
@@ -50,13 +50,13 @@ SUITES = {
 }
 # The name of the figure that papers quote, for benchmarks where it is not the accuracy of all
 # answers.
-_QUOTED_FIGURE = {
+_QUOTED_FIGURE_BY_BENCHMARK = {
     "mathverse": "five_versions",
     "wemath": "strict",
 }
 
 
-class _Task(NamedTuple):
+class _SuiteTask(NamedTuple):
     """One benchmark of the suite, with the options of its own command."""
 
     benchmark: Benchmark
@@ -91,7 +91,12 @@ def build_parser() -> Parser:
         "--samples 3 --temperature 1.0, are those of the benchmarks.",
     )
     add = parser.add_argument
-    add("--suite", choices=tuple(SUITES), default="reasoning", help="which benchmarks")
+    add(
+        "--suite",
+        choices=tuple(HUB_ID_BY_BENCHMARK_BY_SUITE),
+        default="reasoning",
+        help="which benchmarks",
+    )
     add(
         "--data",
         type=optional(path),
@@ -123,9 +128,9 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
 
     Raises `UserError` for wrong input, wherever possible before anything is asked.
     """
-    tasks: list[_Task] = []
-    for name, hub_id in SUITES[suite_options.suite].items():
-        tasks.append(_task_of(name, hub_id, suite_options, benchmark_words))
+    tasks: list[_SuiteTask] = []
+    for name, hub_id in HUB_ID_BY_BENCHMARK_BY_SUITE[suite_options.suite].items():
+        tasks.append(_parse_task(name, hub_id, suite_options, benchmark_words))
     beside_runs: list[ScoreFile] = []
     if suite_options.beside:
         beside_runs = _read_runs(suite_options.beside, tasks)
@@ -160,9 +165,9 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
         print("\n".join(["", *table_lines(runs, beside_runs)]))
 
 
-def _task_of(
+def _parse_task(
     name: str, hub_id: str, suite_options: Namespace, benchmark_words: Sequence[str]
-) -> _Task:
+) -> _SuiteTask:
     """Parse the command of one benchmark of the suite, and check its data and output folders.
 
     Args:
@@ -185,14 +190,14 @@ def _task_of(
         data = str(folder)
     output = str(suite_options.output / name)
     words = ["run", "--data", data, "--output", output, *benchmark_words]
-    command = parse(words, benchmark)
+    command = parse_command(words, benchmark)
     assert command.ask is not None  # the verb `run` has both kinds of options
     assert command.score is not None
     check_output(command.ask.output)
-    return _Task(benchmark, ask_options=command.ask, score_options=command.score)
+    return _SuiteTask(benchmark, ask_options=command.ask, score_options=command.score)
 
 
-def _read_runs(suite_output: Path, tasks: Sequence[_Task]) -> list[ScoreFile]:
+def _read_runs(suite_output: Path, tasks: Sequence[_SuiteTask]) -> list[ScoreFile]:
     """Read the scores that another run of the suite has in its output folder, in the order of tasks.
 
     All of them are named after that folder. Raises `UserError` where one is missing.
@@ -254,7 +259,7 @@ def _quoted_accuracy(run: ScoreFile) -> str:
     The interval is left out for a figure that has none, and the last part for a score of all the
     data. A figure that is missing is `nan`.
     """
-    figure_name = _QUOTED_FIGURE.get(run.score["benchmark"], "all")
+    figure_name = _QUOTED_FIGURE_BY_BENCHMARK.get(run.score["benchmark"], "all")
     figure = run.cells.get(figure_name) or {"accuracy": float("nan")}
     text = f"{100 * figure['accuracy']:.1f}"
     if "wilson_95" in figure:

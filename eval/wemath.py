@@ -34,16 +34,16 @@ with imports():
     from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
-_PROMPT = """\
+_PROMPT_TEMPLATE = """\
 Now, we require you to solve a multiple-choice math question. Please briefly describe your thought process and provide \
 the final answer(option).
 Question: {question}
 Option: {option}
 Regarding the format, please answer following the template below, and be sure to include two <> symbols:
 <Thought process>: <<your thought process>> <Answer>: <<your option>>"""
-_OPTION_MARK = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
-_UNKNOWN_OPTIONS = [""] * 5  # of a question whose options have no text; no question has more
-COLUMNS = {
+_OPTION_MARK_PATTERN = re.compile(r"(?:^|[;\s])\s*([A-H])[.．]")
+_OPTIONS_WITHOUT_TEXT = [""] * 5  # of a question whose options have no text; no question has more
+REQUIRED_COLUMNS = {
     "ID": TEXT_VALUE,
     "key": matching_text(
         "2steps_(?:[12]|multi)|3steps_(?:[123]|multi)", "such as 2steps_1, 3steps_3 or 3steps_multi"
@@ -53,17 +53,17 @@ COLUMNS = {
     "option": TEXT_VALUE,
     "answer": matching_text("[A-H]", "a letter from A to H"),
 }
-check = partial(find_field_fault, kinds=COLUMNS)
+check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
 # The brackets of the official form of an answer; its group is what stands inside them.
-_TEMPLATE_BRACKETS = re.compile(
+_TEMPLATE_BRACKETS_PATTERN = re.compile(
     r"<\s*(Answer|Thought process)\s*>|<<\s*((?:(?!<<)(?s:.))*?)\s*>>|<\s*([A-H](?:[.:][^<>]*)?)>"
 )
-_STEPS_GROUP = {"2": "two steps", "3": "three steps"}
+_GROUP_BY_STEP_COUNT = {"2": "two steps", "3": "three steps"}
 
 
 def prompt(row: dict[str, Any]) -> str:
     """Build the official prompt of a row: the question, its options, and the form of the answer."""
-    return _PROMPT.format(question=row["question"], option=row["option"])
+    return _PROMPT_TEMPLATE.format(question=row["question"], option=row["option"])
 
 
 def official_letter(response: str) -> str | None:
@@ -99,13 +99,13 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
         letter = official_letter(row["response"])
         rule = "official"
     else:
-        choices = lettered_options(row["option"], _OPTION_MARK) or _UNKNOWN_OPTIONS
-        letter, rule = extract_choice(_without_template(row["response"]), choices)
+        choices = lettered_options(row["option"], _OPTION_MARK_PATTERN) or _OPTIONS_WITHOUT_TEXT
+        letter, rule = extract_choice(_remove_template(row["response"]), choices)
     # The key says which part of a problem is asked: `3steps_2` is the second of three steps, and
     # `3steps_multi` the whole problem.
     n_steps, _, step = row["key"].partition("steps_")
     if step == "multi":
-        groups = {"steps": [_STEPS_GROUP[n_steps]]}
+        groups = {"steps": [_GROUP_BY_STEP_COUNT[n_steps]]}
     else:
         groups = {"steps": ["one step"], "concept": [row["knowledge concept"]]}
     return RowGrade(
@@ -113,7 +113,7 @@ def grade(row: Prediction, options: WeMathScoreOptions) -> RowGrade:
     )
 
 
-def _without_template(response: str) -> str:
+def _remove_template(response: str) -> str:
     """Remove the brackets of the official answer template, and keep what stands inside them.
 
     `<Answer>: <<B>>` becomes `Answer: B`.
@@ -123,10 +123,10 @@ def _without_template(response: str) -> str:
         """Return the one group that has matched, which is what stands inside the brackets."""
         return match[1] or match[2] or match[3] or ""
 
-    return _TEMPLATE_BRACKETS.sub(text_inside, response)
+    return _TEMPLATE_BRACKETS_PATTERN.sub(text_inside, response)
 
 
-def diagnosis(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: bool) -> str:
+def diagnose(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: bool) -> str:
     """Diagnose a problem by the answers to its single steps and to the whole problem.
 
     The diagnoses are those of Qiao et al. 2024, We-Math, section 3.3:
@@ -144,7 +144,7 @@ def diagnosis(are_steps_right: Sequence[bool], is_whole_right: bool, *, strict: 
     return "CM" if is_mastered else "RM"
 
 
-_DEFINITION = (
+_SCORE_DEFINITION = (
     "of the problems whose steps were all asked: IK (insufficient knowledge), IG (inadequate "
     "generalisation) and CM (complete mastery) as shares of all of them, RM (rote memorisation) "
     "as a share of CM and RM; the score is the mean of 1 for CM, a half for IG, and 0 for IK and "
@@ -157,40 +157,42 @@ def _summary(
 ) -> BenchmarkFigures:
     """Compute We-Math's strict and loose score, and the share of each diagnosis.
 
-    A problem is diagnosed by the answers to its steps and to the whole (see `diagnosis`). Problems
+    A problem is diagnosed by the answers to its steps and to the whole (see `diagnose`). Problems
     that lack one of these answers are left out, with a warning.
     """
-    answers_by_problem = _answers_by_problem(rows, graded)
-    complete = {
+    answers_by_problem = _collect_answers_by_problem(rows, graded)
+    complete_answers = {
         problem: answers
         for problem, answers in answers_by_problem.items()
         if _has_all_answers(answers)
     }
     ids = {problem.id for problem in answers_by_problem}
-    incomplete_ids = ids - {problem.id for problem in complete}
+    incomplete_ids = ids - {problem.id for problem in complete_answers}
     warnings: list[str] = []
     if incomplete_ids:
         problems = amount(len(incomplete_ids), "problem")
         warnings.append(
             f"{problems} without an answer to every step and the whole, left out of the diagnosis"
         )
-    if not complete:
-        no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _DEFINITION}
+    if not complete_answers:
+        no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
         return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
-    n_samples = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
     cells: dict[str, Any] = {}
-    scores: dict[str, Any] = {"definition": _DEFINITION}
+    scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
     for name in ("strict", "loose"):
-        diagnoses = _diagnoses(list(complete.values()), strict=name == "strict")
+        diagnoses = _diagnoses(list(complete_answers.values()), strict=name == "strict")
         counts = Counter(diagnoses)
         if name == "strict":  # IK and IG are the same for both
             for kind in ("IK", "IG"):
-                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_samples)
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_samples)
+                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), samples_per_problem)
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), samples_per_problem)
         # RM is a share of the problems whose whole is right.
-        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_samples)
-        points = [_POINTS_OF_DIAGNOSIS[kind] for kind in diagnoses]
+        cells[f"RM_{name}"] = cell_from_counts(
+            counts["RM"], counts["CM"] + counts["RM"], samples_per_problem
+        )
+        points = [_POINTS_BY_DIAGNOSIS[kind] for kind in diagnoses]
         figure = mean_with_interval(points)
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
@@ -205,7 +207,7 @@ class _ProblemSample(NamedTuple):
     sample: int
 
 
-def _answers_by_problem(
+def _collect_answers_by_problem(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer]
 ) -> dict[_ProblemSample, dict[str, bool]]:
     """Collect whether the answers to the parts of each problem are right.
@@ -228,11 +230,11 @@ def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
 
 
 # What each diagnosis counts in We-Math's score.
-_POINTS_OF_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
+_POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 
 
 def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
-    """Return the diagnosis of each problem, such as `CM` (see `diagnosis`).
+    """Return the diagnosis of each problem, such as `CM` (see `diagnose`).
 
     Args:
         problems: For each problem, whether the answer to each of its parts is right. The keys are
@@ -244,17 +246,17 @@ def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str
         # In alphabetic order the whole comes last.
         *step_keys, whole_key = sorted(is_right_by_key)
         are_steps_right = [is_right_by_key[key] for key in step_keys]
-        diagnoses.append(diagnosis(are_steps_right, is_right_by_key[whole_key], strict=strict))
+        diagnoses.append(diagnose(are_steps_right, is_right_by_key[whole_key], strict=strict))
     return diagnoses
 
 
 # The rows are every step of a composite problem, and the whole.
 load = partial(
     load_problems,
-    needed=("question number", *COLUMNS),
+    needed=("question number", *REQUIRED_COLUMNS),
     image_columns=("image_path",),
     prompt=prompt,
-    check=check,
+    check=check_row,
     id_column="question number",
 )
 
@@ -267,7 +269,7 @@ BENCHMARK = Benchmark(
     rules=describe_rule_set,
     score_options=WeMathScoreOptions,
     data_options=HubDataOptions,
-    check=check,
+    check=check_row,
     fingerprint=("data_revision",),
     id_column="question number",
     summary=_summary,

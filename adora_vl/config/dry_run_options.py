@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from adora_vl.config.sharding import (
-    FSDP_IS_UNKNOWN,
     Sharding,
     check_spread,
     from_environment,
@@ -85,8 +83,6 @@ def planned_sharding(options: DryRunOptions) -> Sharding:
         return from_file(
             options.accelerate_config, processes=options.processes, machines=options.machines
         )
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise UserError(f"--dry-run: accelerate's config asks for FSDP; {FSDP_IS_UNKNOWN}")
     sharding_of_launch = from_environment()
     machines = options.machines or sharding_of_launch.machines
     processes = options.processes or sharding_of_launch.local_processes * machines

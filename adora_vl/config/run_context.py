@@ -72,8 +72,8 @@ class RunContext:
     def of_dry_run(cls, options: DryRunOptions, *, on_this_machine: bool) -> RunContext:
         """Return the context of a dry run.
 
-        `on_this_machine`: whether it plans for this machine. Raises `UserError` for FSDP, whose memory is not
-        predicted.
+        `on_this_machine`: whether it plans for this machine. Raises `UserError` for
+        FSDP, which is not supported.
         """
         return cls(
             on_this_machine=on_this_machine,

@@ -15,9 +15,9 @@ from adora_vl.utils.cli import read_mapping
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import SEVERAL
 
-FSDP_IS_UNKNOWN = (
-    "its memory is not predicted, and neither its checkpoints nor its weights in the engine have "
-    "been tested here; use DeepSpeed (configs/accelerate/zero3.yaml)"
+FSDP_IS_UNSUPPORTED = (
+    "is not supported, as neither its memory nor its checkpoints nor its weights in the engine were "
+    "tested; use DeepSpeed (configs/accelerate/zero3.yaml)"
 )
 
 
@@ -95,7 +95,7 @@ def from_file(
     check_spread(processes, machines)
     distributed_type = str(content.get("distributed_type", "NO")).upper()
     if distributed_type == "FSDP":
-        raise UserError(f"{where} asks for FSDP; {FSDP_IS_UNKNOWN}")
+        raise UserError(f"{where} asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
     if distributed_type == "NO" and processes > 1:
         raise UserError(
             f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
@@ -164,7 +164,10 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
     """Read how this run is spread over processes from what `accelerate launch` sets.
 
     `environment`: the environment variables of a process. Without a launcher it is one process.
+    Raises `UserError` for FSDP.
     """
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        raise UserError(f"accelerate launch: its config asks for FSDP, which {FSDP_IS_UNSUPPORTED}")
     processes = int(environment.get("WORLD_SIZE", "1"))
     local_processes = int(environment.get("LOCAL_WORLD_SIZE") or processes)
     machines = max(1, processes // local_processes)

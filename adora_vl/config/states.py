@@ -6,7 +6,7 @@ The figures are in bytes, by how the run is spread over processes.
 from dataclasses import dataclass
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import FLOAT, DtypeBytes
+from adora_vl.models.activations import FLOAT32_BYTES, DtypeBytes
 from adora_vl.models.shape import ModelShape
 
 # reduce_bucket_size, in parameters: allocated whole, however small the model is
@@ -69,19 +69,21 @@ def states(
         step = 0
         # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
         # the moments, whatever dtype the model has, and one buffer in that dtype.
-        host_bytes = (MOMENTS + 2) * FLOAT + bytes_per_weight
+        host_bytes = (MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
         host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
     else:
         gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
-        master_bytes = FLOAT if mixed_precision else 0
-        optimizer = shape.trained_parameters * (MOMENTS * FLOAT + master_bytes) // optimizer_ranks
+        master_bytes = FLOAT32_BYTES if mixed_precision else 0
+        optimizer = (
+            shape.trained_parameters * (MOMENTS * FLOAT32_BYTES + master_bytes) // optimizer_ranks
+        )
         step = 0
         if mixed_precision:
             # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
             copied_gradients = shape.trained_parameters // optimizer_ranks
             if weight_ranks > 1:
                 copied_gradients = min(copied_gradients, SUB_GROUP)
-            step = FLOAT * copied_gradients
+            step = FLOAT32_BYTES * copied_gradients
         host_optimizer = 0
     return States(
         weights=0 if sharding.offload_parameters else weights,
@@ -104,8 +106,8 @@ def _states_without_deepspeed(shape: ModelShape, processes: int, *, has_referenc
     bytes_per_trained = shape.weight_bytes
     if shape.has_adapters:
         # PEFT makes LoRA matrices in float32, beside the frozen weights.
-        bytes_per_trained = FLOAT
-        weights += shape.trained_parameters * FLOAT
+        bytes_per_trained = FLOAT32_BYTES
+        weights += shape.trained_parameters * FLOAT32_BYTES
     gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
     keeps_reference = has_reference and not shape.has_adapters
     return States(

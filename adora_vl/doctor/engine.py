@@ -2,18 +2,18 @@
 after sleep.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY as BUFFERS_REMEDY
-from adora_vl.models.precision import ModelsByRole, wrong_buffers_of_models
+from adora_vl.models.families import LANGUAGE_MODEL, component_of, vision_by_model_type
+from adora_vl.models.precision import CAST_REMEDY as BUFFERS_REMEDY
+from adora_vl.models.precision import ModelsByRole, describe_wrong_buffers_by_role
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD,
@@ -90,7 +90,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
         is_matrix = len(_shape(parameter)) >= 2
         if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
             candidates.append(NamedParameter(name, parameter))
-    projector_names = [family.projector[0] for family in seeing_families().values()]
+    projector_names = [family.projector[0] for family in vision_by_model_type().values()]
     of_projector = [
         candidate
         for candidate in candidates
@@ -183,13 +183,13 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
     )
 
 
-def check_buffers(models: Mapping[str, nn.Module | None]) -> Check:
+def check_buffers(models: ModelsByRole) -> Check:
     """Check that rotary frequencies and other constants of the models have float32 precision.
 
     A model that is built in bfloat16 may have rounded them. `models`: policy and reference model by
     name; None for one that the run does not have.
     """
-    faults = wrong_buffers_of_models(models)
+    faults = describe_wrong_buffers_by_role(models)
     if faults:
         return failed(BUFFERS, "; ".join(faults), BUFFERS_REMEDY)
     return passed(BUFFERS, "rotary frequencies in float32")
@@ -210,8 +210,8 @@ def check_runner(pair: EnginePair) -> Check:
 class Examination(EngineProbe):
     """Compares engine and trainer, also after a weight was changed and after the engine has slept.
 
-    Collective: all ranks call every method together. `models`: returns policy and reference model
-    by name.
+    Collective: all ranks call every method together. `models`: the policy and the reference
+    model.
     """
 
     models: ModelsByRole = field(kw_only=True)
@@ -224,7 +224,7 @@ class Examination(EngineProbe):
         """
         check_name, remedy = (VISION, CACHES_REMEDY) if vision else (LANGUAGE, SYNC_REMEDY)
         lacks_images = vision and self.prompts.images is None
-        chosen = choose_parameter(self.pair.policy(), vision=vision)
+        chosen = choose_parameter(self.pair.policy, vision=vision)
         if chosen is None:
             reason = "there are none" if lacks_images else "nothing of it is trained"
             return skipped(check_name, f"{reason}: it cannot change")
@@ -319,7 +319,7 @@ class Examination(EngineProbe):
         `banned_ids`: tokens that are not considered.
         """
         pair = self.pair
-        policy = pair.policy()
+        policy = pair.policy
         batch = pair.collate(
             agreement.first_prompts(self.prompts, count=1),
             completions=[[]],
@@ -370,7 +370,7 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
         _Step(
             names=(BUFFERS,),
             remedy=BUFFERS_REMEDY,
-            run=lambda: [check_buffers(examination.models())],
+            run=lambda: [check_buffers(examination.models)],
         ),
         _Step(
             names=(RUNNER,),
@@ -476,7 +476,7 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
 
         Args:
             pair: The engine and the policy.
-            models: Returns policy and reference model by name.
+            models: The policy and the reference model.
             rows: How many rows of the data set each rank makes prompts of.
         """
         self.pair = pair

@@ -121,7 +121,7 @@ def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
 
     A fact such as `Equals(LengthOf(Line(A, B)), 5)` marks the segment AB with 5.
     """
-    for fact in drawing.facts:
+    for fact in drawing.fact_terms:
         number = number_in_text(fact.arguments[1].head) if fact.is_equation else None
         if number is None:
             continue
@@ -140,7 +140,7 @@ def _questions_on_numbers(drawing: Drawing) -> Iterator[MarkQuestion]:
 
 def _yes_questions(drawing: Drawing) -> Iterator[MarkQuestion]:
     """Yield questions on right angles and parallel lines that are marked, answered with yes."""
-    for fact in drawing.facts:
+    for fact in drawing.fact_terms:
         lines = [argument.names for argument in fact.arguments]
         if len(lines) != 2 or not all(len(line) == 2 for line in lines):
             continue

@@ -36,27 +36,31 @@ def has_coloured_part(term: Term) -> bool:
 
 
 def area_or_perimeter(measures: Measures, term: Term) -> Quantity:
-    """Return `AreaOf` or `PerimeterOf` a shape, a circle, a sector or a region.
+    """Return the quantity of `AreaOf(...)` or `PerimeterOf(...)` a shape, circle, sector or region.
 
-    The order of trial matters: a coloured region may be written as a shape, and a shape in a drawing
-    with circles may have round sides, so the plain polygon comes last. Raises `UnreadError` where
-    the form does not say which region is meant.
+    The order of trial matters: a coloured region may be written as a shape, and a shape in a
+    drawing with circles may have round sides, so the plain polygon comes last. Raises `UnreadError`
+    where the form does not say which region is meant.
     """
     inner = term.arguments[0]
     shape = unwrap_shape(inner)
     if shape.head in CIRCLE_HEADS and not has_coloured_part(inner):
-        return measures.circular(term)
+        return measures.named_circle_measure(term)
     if shape.head == "Sector":
         return _sector_area_of_term(measures, shape)
     if inner.head in COLOUR_HEADS:
         return _measure_coloured_region(measures, term, shape)
     if shape.head == "Shape" and measures.drawing.circles:
         return _measure_rounded_shape(measures, term, shape)
-    return measures.polygon(term.head, measures.drawing.shape(inner))
+    return measures.polygon_measure(term.head, measures.drawing.corners_of_shape(inner))
 
 
 def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
-    """Return the area of a sector: of the named one, else of the one with a marked angle."""
+    """Return the area of a sector, such as that of `Sector(A, O, B)`.
+
+    The centre stands among its three points. A sector without points is the one whose angle at the
+    centre a fact marks. Raises `UnreadError` where none of the points is a centre.
+    """
     names = term.names
     if len(names) == 3:
         centres = [circle for circle in measures.drawing.circles if circle.centre in names]
@@ -64,13 +68,18 @@ def _sector_area_of_term(measures: Measures, term: Term) -> Quantity:
             raise UnreadError(f"{term} has no centre of a circle")
         circle = centres[0]
         ends = [name for name in names if name != circle.centre]
-        return _sector_area(measures, circle, measures.corner(ends[0], circle.centre, ends[1]))
+        return _sector_area(
+            measures, circle, measures.angle_between(ends[0], circle.centre, ends[1])
+        )
     circle = measures.drawing.circle()
     return _sector_area(measures, circle, _marked_central_angle(measures, circle))
 
 
 def _sector_area(measures: Measures, circle: Circle, angle: Quantity) -> Quantity:
-    """Return the area of a sector of a circle with this angle at the centre, in degrees."""
+    """Return the area of a sector of a circle.
+
+    `angle` is the angle of the sector at the centre, in degrees.
+    """
     radius = measures.radius(circle)
     return times(over(angle, Constant(360.0)), Constant(math.pi), radius, radius)
 
@@ -83,7 +92,7 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
     """
     # The size that a fact gives each angle, by its three points; None where it is no number.
     marked: dict[tuple[str, ...], float | None] = {}
-    for fact in measures.drawing.facts:
+    for fact in measures.drawing.fact_terms:
         if (
             fact.head != "Equals"
             or len(fact.arguments) != 2
@@ -97,7 +106,7 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
         raise UnreadError("the form does not say which sector is meant")
     (corners,) = marked
     size = marked[corners]
-    angle = measures.corner(corners[0], corners[1], corners[2])
+    angle = measures.angle_between(corners[0], corners[1], corners[2])
     # `corner` measures the inner angle, so the way round the other side is the rest of the turn.
     if size is not None and size > 180:
         return minus(Constant(360.0), angle)
@@ -120,7 +129,7 @@ def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quant
             pass
     outline = drawing.outline()
     if not outline:
-        return measures.of_circle(term.head, drawing.circle())
+        return measures.circle_measure(term.head, drawing.circle())
     if term.head == "AreaOf":
         halves = [_half_disc_area(measures, circle, outline) for circle in drawing.circles]
         if all(half is not None for half in halves):
@@ -132,10 +141,13 @@ def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quant
 
 
 def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) -> Quantity | None:
-    """Return half of a disc over a side of an outline that is its diameter; None without one."""
+    """Return the area of half of a disc that stands on a side of an outline.
+
+    The side is a diameter of the circle, so that the centre lies on it. None where no side is one.
+    """
     for i in range(len(outline)):
         side = {outline[i - 1], outline[i]}
-        if side <= set(circle.points) and measures.drawing.are_on_one_row((*side, circle.centre)):
+        if side <= set(circle.points) and measures.drawing.are_on_one_line((*side, circle.centre)):
             radius = measures.radius(circle)
             return times(Constant(math.pi / 2), radius, radius)
     return None
@@ -144,7 +156,9 @@ def _half_disc_area(measures: Measures, circle: Circle, outline: Sequence[str]) 
 def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Quantity:
     """Return the area of a coloured region, by what lies inside what.
 
-    `assumed` says which region was taken.
+    `term` is the whole measure such as `AreaOf(Shaded(Shape($)))`, and `shape` the shape in it.
+    `measures.assumed` says which region was taken. Raises `UnreadError` where the form does not say
+    which region is meant.
     """
     drawing = measures.drawing
     if shape.head == "Shape" and any(fact.head == "Similar" for fact in drawing.terms):
@@ -157,7 +171,10 @@ def _measure_coloured_region(measures: Measures, term: Term, shape: Term) -> Qua
 
 
 def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
-    """Return the one of two similar shapes whose area or perimeter no fact gives."""
+    """Return the area or perimeter of the one of two similar shapes for which no fact gives it.
+
+    Raises `UnreadError` where facts give it for both shapes, or for none.
+    """
     first, second = measures.drawing.similar_pair()
     measured = [
         set(part.arguments[0].names)
@@ -169,18 +186,24 @@ def _measure_unmeasured_twin(measures: Measures, term: Term) -> Quantity:
     unknown = [names for names in (first, second) if set(names) not in measured]
     if len(unknown) != 1:
         raise UnreadError(f"the form does not say which shape {term} is")
-    return measures.polygon(term.head, unknown[0])
+    return measures.polygon_measure(term.head, unknown[0])
 
 
 def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity:
-    """Return the region between the outermost shape of a drawing and what lies inside it."""
+    """Return the area between the outermost shape of a drawing and what lies inside it.
+
+    It may be a ring between two circles, a circle without the polygon in it, or a polygon without
+    the circles in it. Raises `UnreadError` for any other picture.
+    """
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
     discs = drawing.circles
     if len(discs) == 2 and discs[0].centre == discs[1].centre:
         larger, smaller = sorted(discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
         measures.assumed.append("the region is the ring between the circles")
-        return minus(measures.of_circle("AreaOf", larger), measures.of_circle("AreaOf", smaller))
+        return minus(
+            measures.circle_measure("AreaOf", larger), measures.circle_measure("AreaOf", smaller)
+        )
     if not outline:
         raise UnreadError(f"the form does not say which region {term} is")
     polygon = Area(corners=tuple(outline))
@@ -188,19 +211,21 @@ def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity
     on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
     if len(discs) == 1 and on_circle:
         _note_assumed_region(measures, f"the region is the circle without {name}")
-        return minus(measures.of_circle("AreaOf", discs[0]), polygon)
+        return minus(measures.circle_measure("AreaOf", discs[0]), polygon)
     if all(_is_within(measures, circle, outline) for circle in discs):
         _note_assumed_region(measures, f"the region is {name} without what is round inside it")
-        return minus(polygon, plus(*(measures.of_circle("AreaOf", circle) for circle in discs)))
+        return minus(
+            polygon, plus(*(measures.circle_measure("AreaOf", circle) for circle in discs))
+        )
     raise UnreadError(f"the form does not say which region {term} is")
 
 
 def _note_assumed_region(measures: Measures, words: str) -> None:
-    """Note what is assumed of a region, unless the question names the shapes that bound it.
+    """Note in words what is assumed of a region, unless the question names shapes that bound it.
 
-    A region that were one of them would be asked for by its name.
+    If the region were one of these shapes, the question would ask for it by its name.
     """
-    heads = {part.head for term in measures.drawing.asked for part in term.walk()}
+    heads = {part.head for term in measures.drawing.question_terms for part in term.walk()}
     names_shape = bool(heads & {*CORNER_COUNT_BY_SHAPE, "Polygon", "Regular"})
     if not names_shape:
         measures.assumed.append(words)

@@ -30,7 +30,7 @@ TINY_SQUARE = 1e-150
 class Atoms:
     """All atoms of a figure, numbered and prepared so that they are evaluated together.
 
-    `row` has the number of each atom. Atoms of a kind stand together, in the order distances,
+    `row_by_atom` has the number of each atom. Atoms of a kind stand together, in the order distances,
     angles, distances from lines and areas, named unknowns.
 
     Args:
@@ -53,7 +53,7 @@ class Atoms:
             *self.line_distances_and_areas,
             *(Unknown(name) for name in layout.unknowns),
         ]
-        self.row = {atom: number for number, atom in enumerate(ordered)}
+        self.row_by_atom = {atom: number for number, atom in enumerate(ordered)}
         self._distance_starts = self._point_numbers([atom.start for atom in self.distances])
         self._distance_ends = self._point_numbers([atom.end for atom in self.distances])
         self._angle_firsts = self._point_numbers([atom.first for atom in self.angles])
@@ -66,14 +66,14 @@ class Atoms:
         """Return the numbers of points in the layout."""
         return np.array([self.layout.position[name] for name in names], dtype=int)
 
-    def evaluated(self, v: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
-        """Return the values of all atoms at `v`, and with `slopes` their derivatives.
+    def evaluate(self, state: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
+        """Return the values of all atoms at `state`, and with `slopes` their derivatives.
 
         Shapes: (atoms,) and (atoms, unknowns). Without `slopes` the derivatives are None.
         """
-        values = np.empty(len(self.row))
-        gradient = np.zeros((len(self.row), self.layout.count)) if slopes else None
-        places = self.layout.places(v)
+        values = np.empty(len(self.row_by_atom))
+        gradient = np.zeros((len(self.row_by_atom), self.layout.count)) if slopes else None
+        places = self.layout.places(state)
         first_angle = len(self.distances)
         first_line_distance = first_angle + len(self.angles)
         if self.distances:
@@ -93,14 +93,14 @@ class Atoms:
         unknown_count = len(self.layout.unknowns)
         if unknown_count:
             first_unknown = self.layout.first_unknown
-            values[-unknown_count:] = v[first_unknown:]
+            values[-unknown_count:] = state[first_unknown:]
             if gradient is not None:
                 gradient[-unknown_count:, first_unknown:] = np.eye(unknown_count)
         return values, gradient
 
-    def mirrored_corners(self, v: Vector) -> int:
+    def mirrored_corners(self, state: Vector) -> int:
         """Return how many of the angles lie on the other side than in the picture."""
-        angles = self._angle_values(self.layout.places(v), rows=None)
+        angles = self._angle_values(self.layout.places(state), rows=None)
         # Angles whose side the picture does not show are never negative.
         is_mirrored = (angles < -1e-6) & (self._turn_signs != 0)
         return int(is_mirrored.sum())

@@ -75,13 +75,13 @@ class AngleChase:
         self.places = reading.drawing.places
         self.goal = reading.goal
         self.equations: list[_DirectionSum] = []
-        self._rows = [set(row) for row in reading.drawing.rows]
-        self._lines = _line_name_by_points(reading.drawing.rows)
+        self._points_by_row = [set(row) for row in reading.drawing.drawn_lines]
+        self._line_by_points = _line_name_by_points(reading.drawing.drawn_lines)
         # The way from one point to another in the picture, which is the sense of each line.
-        self._ways: dict[str, complex] = {}
+        self._direction_by_line: dict[str, complex] = {}
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
-            self._add(relation)
+            self._add_relation(relation)
             if isinstance(relation, Equal):
                 for side, length in (
                     (relation.left, relation.right),
@@ -105,7 +105,7 @@ class AngleChase:
         if self.goal is None:
             return None
         try:
-            goal = self._linear(self.goal)
+            goal = self._as_sum(self.goal)
         except _NotLinearError:
             return None
         names = sorted({name for equation in (*self.equations, goal) for name in equation.factors})
@@ -145,20 +145,20 @@ class AngleChase:
         if abs(way) < _MIN_LENGTH:
             raise _NotLinearError
         pair = frozenset((start, end))
-        line = self._lines.setdefault(pair, " ".join(sorted(pair)))
-        reference = self._ways.setdefault(line, way)
+        line = self._line_by_points.setdefault(pair, " ".join(sorted(pair)))
+        reference = self._direction_by_line.setdefault(line, way)
         return _DirectionSum(
             constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
         )
 
-    def _seen(self, directions: _DirectionSum) -> float:
+    def _value_in_picture(self, directions: _DirectionSum) -> float:
         """Return what a sum of directions comes to in the picture."""
         return directions.constant + sum(
-            share * math.degrees(phase(self._ways[name.removeprefix("line ")]))
+            share * math.degrees(phase(self._direction_by_line[name.removeprefix("line ")]))
             for name, share in directions.factors.items()
         )
 
-    def _between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
+    def _turn_between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
         """Return the turn from one ray of a corner to the other, and its size in the picture.
 
         The size is in degrees, from -180 to 180.
@@ -169,24 +169,24 @@ class AngleChase:
         drawn_degrees = (end - start + 180) % 360 - 180
         return turn, drawn_degrees
 
-    def _turned_to(self, turn: _DirectionSum, drawn_degrees: float) -> _DirectionSum:
+    def _add_full_turns(self, turn: _DirectionSum, drawn_degrees: float) -> _DirectionSum:
         """Return the same turn with so many full turns that it is what the picture shows."""
-        missing = 360.0 * round((drawn_degrees - self._seen(turn)) / 360)
+        missing = 360.0 * round((drawn_degrees - self._value_in_picture(turn)) / 360)
         return turn.plus(_DirectionSum(constant=missing))
 
-    def _angle(self, angle: Angle | Sweep) -> _DirectionSum:
+    def _angle_as_sum(self, angle: Angle | Sweep) -> _DirectionSum:
         """Return the angle as a sum of directions, as wide as the picture shows it.
 
         Raises `_NotLinearError` where a point of it has no place.
         """
-        turn, drawn_degrees = self._between(angle.first, angle.corner, angle.last)
+        turn, drawn_degrees = self._turn_between(angle.first, angle.corner, angle.last)
         if isinstance(angle, Sweep):
             swept = (angle.turn * drawn_degrees) % 360
-            return self._turned_to(turn.times(angle.turn), swept)
+            return self._add_full_turns(turn.times(angle.turn), swept)
         sign = 1.0 if drawn_degrees >= 0 else -1.0
-        return self._turned_to(turn.times(sign), abs(drawn_degrees))
+        return self._add_full_turns(turn.times(sign), abs(drawn_degrees))
 
-    def _linear(self, quantity: Quantity) -> _DirectionSum:
+    def _as_sum(self, quantity: Quantity) -> _DirectionSum:
         """Return a quantity as a sum of directions and letters.
 
         Raises `_NotLinearError` for a length, and for a product of two unknowns.
@@ -197,10 +197,10 @@ class AngleChase:
         if isinstance(quantity, Unknown):
             return _DirectionSum(factors={quantity.name: 1.0})
         if isinstance(quantity, Angle | Sweep):
-            return self._angle(quantity)
+            return self._angle_as_sum(quantity)
         if not isinstance(quantity, Arithmetic):
             raise _NotLinearError
-        parts = [self._linear(part) for part in quantity.parts]
+        parts = [self._as_sum(part) for part in quantity.parts]
         if quantity.function == "+":
             total = _DirectionSum()
             for part in parts:
@@ -218,21 +218,21 @@ class AngleChase:
 
     # Equations
 
-    def _add(self, relation: Relation) -> None:
+    def _add_relation(self, relation: Relation) -> None:
         """Take in a relation between angles or directions; any other one says nothing here.
 
         Two lines are parallel or perpendicular up to half turns, which the picture counts.
         """
         with suppress(_NotLinearError):
             if isinstance(relation, Equal):
-                left_side = self._linear(relation.left)
-                self.equations.append(left_side.plus(self._linear(relation.right), -1.0))
+                left_side = self._as_sum(relation.left)
+                self.equations.append(left_side.plus(self._as_sum(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
                 difference = self._direction(relation.c, relation.d).plus(
                     self._direction(relation.a, relation.b), -1.0
                 )
                 apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
-                apart += 180.0 * round((self._seen(difference) - apart) / 180)
+                apart += 180.0 * round((self._value_in_picture(difference) - apart) / 180)
                 self.equations.append(difference.plus(_DirectionSum(constant=-apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
@@ -242,11 +242,11 @@ class AngleChase:
             return
         apex = shared.pop()
         feet = [name for side in (first, second) for name in (side.start, side.end) if name != apex]
-        if len(feet) != 2 or any({apex, *feet} <= row for row in self._rows):
+        if len(feet) != 2 or any({apex, *feet} <= row for row in self._points_by_row):
             return
         with suppress(_NotLinearError):
-            at_first = self._angle(Angle(first=apex, corner=feet[0], last=feet[1]))
-            at_second = self._angle(Angle(first=apex, corner=feet[1], last=feet[0]))
+            at_first = self._angle_as_sum(Angle(first=apex, corner=feet[0], last=feet[1]))
+            at_second = self._angle_as_sum(Angle(first=apex, corner=feet[1], last=feet[0]))
             self.equations.append(at_first.plus(at_second, -1.0))
 
 

@@ -35,7 +35,7 @@ _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count 
 
 
 @lru_cache(maxsize=256)
-def figure_at(text: str) -> CheckedFigure:
+def checked_figure_of(text: str) -> CheckedFigure:
     """Return the figure that a row stores, made ready for checks.
 
     Raises `ValueError` where the text is no figure.
@@ -49,11 +49,16 @@ class CheckedFigure:
     Nothing is solved here: the places and values of the stored figure are put into the equations of
     its facts, and what these allow to move is computed from their derivatives.
 
-    `v` are the places and values as one vector, and `scales` what a small change of each is worth.
-    `free` are the movements that the facts allow, as rows: where a claim changes along one of them,
-    the facts do not say whether it holds. `facts` are the signatures of all facts, `known` the facts
-    that give values or expressions, `plain_equations` those that give values or join two names, and
-    `goals` the names of what is asked for.
+    Attributes:
+        state: The places and values of the figure as one vector, shape (unknowns,).
+        scales: What a small change of each unknown is worth, shape (unknowns,).
+        free_movements: The movements that the facts allow, shape (movements, unknowns). Where a
+            claim changes along one of them, the facts do not say whether it holds.
+        fact_signatures: The signatures of all facts.
+        given_relations: The facts that give values or expressions.
+        plain_equations: The facts that give values or join two names.
+        measured_names: The signatures of what the facts give a number.
+        goal_signatures: The signatures of what is asked for.
     """
 
     def __init__(self, figure: Figure) -> None:
@@ -65,25 +70,25 @@ class CheckedFigure:
         self.reading = read_facts(figure.form, without_words=figure.left_out)
         problem = FigureProblem(self.reading)
         self.system = problem.system
-        self.v = problem.starts.near_picture(0)
+        self.state = problem.starts.near_picture(0)
         # Places are stored to scale, and stand in the vector as shares of the figure's size.
         for name, (x, y) in figure.at.items():
             position = self.system.position.get(name)
             if position is not None:
-                self.v[2 * position] = x / problem.size
-                self.v[2 * position + 1] = y / problem.size
+                self.state[2 * position] = x / problem.size
+                self.state[2 * position + 1] = y / problem.size
         for number, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
-            self.v[number] = figure.values.get(name, self.v[number])
-        _, jacobian = self.system.residuals(self.v)
+            self.state[number] = figure.values.get(name, self.state[number])
+        _, jacobian = self.system.residuals(self.state)
         # An unknown that moves many facts is scaled down, so that rows of lengths, angles and letters
         # can be compared.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
-        self.free = self._free_movements(jacobian * self.scales)
-        facts = [*self.reading.relations, *split_midpoints(self.reading.relations)]
-        self.facts = {relation_signature(relation) for relation in facts}
+        self.free_movements = self._free_movements(jacobian * self.scales)
+        fact_signatures = [*self.reading.relations, *split_midpoints(self.reading.relations)]
+        self.fact_signatures = {relation_signature(relation) for relation in fact_signatures}
         # What the facts give, as numbers and as expressions of letters.
-        self.known = [
+        self.given_relations = [
             relation
             for relation in self.reading.relations
             if gives_value(relation) or gives_expression(relation)
@@ -94,7 +99,7 @@ class CheckedFigure:
             if isinstance(relation, Equal) and (gives_value(relation) or joins_names(relation))
         ]
         self.measured_names = self._measured_names()
-        self.goals = self._goal_names()
+        self.goal_signatures = self._goal_names()
 
     def _free_movements(self, jacobian: Vector) -> Vector:
         """Return the movements that all facts allow, as rows; shape (movements, unknowns)."""
@@ -121,7 +126,7 @@ class CheckedFigure:
         """Return the names whose numbers the facts give."""
         sides = [
             side
-            for relation in self.known
+            for relation in self.given_relations
             if isinstance(relation, Equal) and gives_value(relation)
             for side in (relation.left, relation.right)
         ]
@@ -136,7 +141,7 @@ class CheckedFigure:
         """
         with np.errstate(all="ignore"):
             known_rows = Judgement(self, []).known_rows
-        movable = self.system.count - len(self.free)
+        movable = self.system.count - len(self.free_movements)
         rank = (
             int(np.linalg.matrix_rank(np.stack(known_rows), tol=MAX_SHARE_OUTSIDE_SPAN))
             if known_rows
@@ -160,8 +165,8 @@ class CheckedFigure:
         the goal and given names and a plain number (`2x = 70`, `x + AB = 48` where AB is given).
         `4x - 2 = 3x + 1` is a step, and no answer.
         """
-        for way in claim.ways:
-            for relation in way:
+        for alternative in claim.alternatives:
+            for relation in alternative:
                 if isinstance(relation, Equal) and self._is_goal_with_number(relation):
                     return True
         return False
@@ -171,11 +176,11 @@ class CheckedFigure:
         for side, partner in (sides, sides[::-1]):
             if number_of_quantity(partner) is None:
                 continue
-            if signature(side) in self.goals:
+            if signature(side) in self.goal_signatures:
                 return True
             names = {signature(atom) for atom in atoms_of(side) if constant_of(atom) is None}
-            has_goal = bool(names & self.goals)
+            has_goal = bool(names & self.goal_signatures)
             is_plain = isinstance(partner, Constant)
-            if is_plain and has_goal and names <= self.goals | self.measured_names:
+            if is_plain and has_goal and names <= self.goal_signatures | self.measured_names:
                 return True
         return False

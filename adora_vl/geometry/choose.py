@@ -36,8 +36,8 @@ _NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
 class Outcome:
     """What the figures of a problem say: a status, and an answer with its figure if there is one.
 
-    `rival_values` are the answers of other figures that fulfil the facts as well. `doubled`: the answer
-    is known to about four digits alone, since the equations have a double root there. `disordered`:
+    `rival_values` are the answers of other figures that fulfil the facts as well. `at_double_root`: the answer
+    is known to about four digits alone, since the equations have a double root there. `disordered_lines`:
     lines on which the only figures have the points in another order, which is a conflict with what
     lies on them.
     """
@@ -46,8 +46,8 @@ class Outcome:
     value: float | None = None
     solution: Solution | None = None
     rival_values: tuple[float, ...] = ()
-    doubled: bool = False
-    disordered: tuple[str, ...] = ()
+    at_double_root: bool = False
+    disordered_lines: tuple[str, ...] = ()
 
 
 def choose_outcome(
@@ -57,11 +57,11 @@ def choose_outcome(
     result = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
-    disordered = tuple(dict.fromkeys(problem.kind.disordered(result.solution.v)))
-    if not disordered:
+    disordered_lines = tuple(dict.fromkeys(problem.kind.disordered_lines(result.solution.state)))
+    if not disordered_lines:
         return result
     value = result.value if result.status == "answered" else None
-    return replace(result, status="conflict", value=value, disordered=disordered)
+    return replace(result, status="conflict", value=value, disordered_lines=disordered_lines)
 
 
 def _choose_by_likeness(
@@ -145,9 +145,13 @@ def _choose_without_picture(
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     rival_values = _rival_values(alike, best, 1e-4)
     fixed = [solution for solution in alike if not is_goal_free(solution)]
+    if not rival_values and len(fixed) == len(alike):
+        neighbours = problem.neighbours(best, budget)
+        rivals = [solution for solution in neighbours if solution.faults <= best.faults]
+        rival_values = _rival_values(rivals, best, 1e-4)
     if len(fixed) < len(alike):
-        if not rival_values and problem.stays(best, budget):
-            return Outcome(status="answered", value=best.value, solution=best, doubled=True)
+        if not rival_values and problem.goal_stays_when_pushed(best, budget):
+            return Outcome(status="answered", value=best.value, solution=best, at_double_root=True)
         return Outcome(
             status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])
         )
@@ -175,9 +179,9 @@ def _choose_where_goal_seems_free(
         for solution in alike
         if answers_agree(solution.value, best.value, _DOUBLE_ROOT_TOLERANCE)
     ]
-    if len(same) == len(alike) and problem.stays(best, budget):
+    if len(same) == len(alike) and problem.goal_stays_when_pushed(best, budget):
         value = float(np.median([solution.value for solution in same]))
-        return Outcome(status="answered", value=value, solution=best, doubled=True)
+        return Outcome(status="answered", value=value, solution=best, at_double_root=True)
     rival_values = _rival_values(alike, best, _DOUBLE_ROOT_TOLERANCE)
     return Outcome(
         status="open", value=best.value, solution=best, rival_values=tuple(rival_values[:3])

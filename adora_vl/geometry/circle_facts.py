@@ -20,7 +20,11 @@ from adora_vl.geometry.shapes import sides_of_polygon
 
 
 def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on a circle; of concentric ones, on that which has it."""
+    """Say that a point lies on a circle, as the fact `PointLiesOnCircle(A, Circle(O))` does.
+
+    Several circles may have the same centre. Then it is the one on which the annotation has the
+    point.
+    """
     name = term.names[0]
     target = term.arguments[1]
     centre = target.names[0] if target.names else target.head
@@ -33,53 +37,70 @@ def on_circle(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def tangent(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line touches_line a circle; unnamed lines are those that look like tangents."""
+    """Say that a line touches a circle, as the fact `Tangent(Line(A, B), Circle(O))` does.
+
+    `Line($)` names no line. All lines are meant then that look like tangents in the picture.
+    """
     line = term.arguments[0]
     if line.head == "Line" and line.names[:1] == ["$"]:
         for relation, _ in tangents_seen(measures, MAX_DEGREES_OF_STATED_TANGENT):
             yield relation
         return
     yield touches_line(
-        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.segment(line)
+        measures, measures.drawing.circle(term.arguments[1]), measures.drawing.ends_of_line(line)
     )
 
 
 def diameter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a segment is a diameter: its middle is the centre, and an end lies on the circle."""
+    """Say that a segment is a diameter of a circle, as `IsDiameterOf(Line(A, B), Circle(O))` does.
+
+    Its middle is the centre, and one end lies on the circle, so that the other end does too.
+    """
     circle = measures.drawing.circle(term.arguments[1])
-    line = measures.drawing.segment(term.arguments[0])
+    line = measures.drawing.ends_of_line(term.arguments[0])
     yield Mean(point=circle.centre, points=line)
     yield lies_on_circle(measures, line[0], circle)
 
 
 def chord(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that both ends of a chord lie on the circle; of a radius, the outer one."""
+    """Say that the ends of a chord lie on the circle, as `IsChordOf(Line(A, B), Circle(O))` does.
+
+    Of a radius, which is read here too, one end is the centre, and only the other lies on the
+    circle.
+    """
     circle = measures.drawing.circle(term.arguments[1])
-    for name in measures.drawing.segment(term.arguments[0]):
+    for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name != circle.centre:
             yield lies_on_circle(measures, name, circle)
 
 
 def secant(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say which points of a secant lie on the circle, which the picture has already."""
+    """Say which ends of a secant lie on the circle, as `Secant(Line(P, B), Circle(O))` does.
+
+    They are those that the annotation has on the circle already.
+    """
     circle = measures.drawing.circle(term.arguments[1])
-    for name in measures.drawing.segment(term.arguments[0]):
+    for name in measures.drawing.ends_of_line(term.arguments[0]):
         if name in circle.points:
             yield lies_on_circle(measures, name, circle)
 
 
 def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that a circle touches_line all sides of a shape, or a shape has its corners on a circle."""
+    """Say that one figure is inscribed in another: `InscribedIn(Triangle(A, B, C), Circle(O))`.
+
+    A circle in a shape touches all its sides. A shape in a circle has all its corners on it. The
+    shape itself is yielded as a term, since its kind says more: a square has right angles.
+    """
     shape, target = term.arguments
     if shape.head in ("Circle", "Cirle"):
         circle = measures.drawing.circle(shape)
-        names = measures.drawing.shape(target)
+        names = measures.drawing.corners_of_shape(target)
         for side in sides_of_polygon(names):
             yield touches_line(measures, circle, side)
         yield target
         return
     circle = measures.drawing.circle(target)
-    names = measures.inscribed(shape, circle)
+    names = measures.inscribed_corners(shape, circle)
     if shape.head == "Regular" or shape.head == "Equilateral":
         yield from all_equal(measures, names)
     else:
@@ -89,8 +110,11 @@ def inscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
 
 
 def circumscribed(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say that the sides of a shape touch a circle."""
-    names = measures.drawing.shape(term.arguments[0])
+    """Say that the sides of a shape touch a circle: `CircumscribedTo(Square(...), Circle(O))`.
+
+    The shape itself is yielded as a term, since its kind says more.
+    """
+    names = measures.drawing.corners_of_shape(term.arguments[0])
     circle = measures.drawing.circle(term.arguments[1])
     for side in sides_of_polygon(names):
         yield touches_line(measures, circle, side)

@@ -31,8 +31,8 @@ from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.sides import EquationSide, SideReader, equation
 from adora_vl.geometry.signature import signature
-from adora_vl.geometry.signs import Sign, signs_of
 from adora_vl.geometry.stance import mark_asserted_tokens
+from adora_vl.geometry.tokens import ResponseToken, split_into_tokens
 
 ClaimKind = Literal["length", "angle", "variable", "relation", "unread"]
 MAX_CLAIMS = 300  # of one response; later ones are not read
@@ -93,7 +93,7 @@ _COMPARING_WORDS = {
     "choices",
 }
 # A number with one of these words and "than" behind it is a difference: "5 more than CD".
-_SIGN_BY_COMPARATIVE = {
+_FACTOR_BY_COMPARATIVE = {
     **{"more": 1.0, "longer": 1.0, "greater": 1.0, "larger": 1.0, "bigger": 1.0, "higher": 1.0},
     **{"less": -1.0, "shorter": -1.0, "smaller": -1.0, "lower": -1.0},
 }
@@ -114,7 +114,7 @@ _EQUALS_SIGNS = ("=", "≈", "≅")
 class Claim:
     """What a response says of its figure.
 
-    `start` and `end`: its place in the text, `words` what stands there. `ways`: what it says in
+    `start` and `end`: its place in the text, `words` what stands there. `alternatives`: what it says in
     primitives; it is true where all relations of one of the ways hold, as an isosceles triangle has
     one of three pairs of equal sides. Empty where it is `unread`, with the reason in `why`.
     `decimals`: the most digits that a number of it has behind its point; None without such a
@@ -125,7 +125,7 @@ class Claim:
     end: int
     words: str
     kind: ClaimKind
-    ways: tuple[tuple[Relation, ...], ...] = ()
+    alternatives: tuple[tuple[Relation, ...], ...] = ()
     decimals: int | None = None
     why: str = ""
 
@@ -155,46 +155,46 @@ class _ClaimReader:
     def __init__(self, text: str, reading: Reading) -> None:
         self.text = text
         self.reading = reading
-        self.signs = signs_of(text)
-        self.stands = mark_asserted_tokens(self.signs)
-        self.sides = SideReader(self.signs, reading)
+        self.tokens = split_into_tokens(text)
+        self.is_asserted = mark_asserted_tokens(self.tokens)
+        self.sides = SideReader(self.tokens, reading)
         self.relations = RelationReader(self.sides, reading)
         self.subject: tuple[Term, int] | None = None
 
     def claims(self) -> list[Claim]:
         """Return all claims of the text."""
         claims: list[Claim] = []
-        passed: list[Claim] = []  # read, and not stood by
+        hypothetical: list[Claim] = []  # read, and not stood by
         number = 0
-        while number < len(self.signs) and len(claims) < MAX_CLAIMS:
+        while number < len(self.tokens) and len(claims) < MAX_CLAIMS:
             self._note_definition(number)
-            claims_here, behind = self._claims_at(number)
+            claims_here, behind = self._claims_from(number)
             if behind == number:
                 number += 1
                 continue
-            if self.stands[number] and not self._is_alternative(number, behind, claims_here):
+            if self.is_asserted[number] and not self._is_alternative(number, behind, claims_here):
                 claims += claims_here
             else:
-                passed += claims_here
+                hypothetical += claims_here
             number = behind
-        claims += self._unread([*claims, *passed])
+        claims += self._find_unread([*claims, *hypothetical])
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
-    def _claims_at(self, number: int) -> tuple[list[Claim], int]:
+    def _claims_from(self, number: int) -> tuple[list[Claim], int]:
         """Return the claims that begin at a place, and the place behind them.
 
         Without a claim it is the same place.
         """
-        row = self._table_row(number)
+        row = self._read_table_row(number)
         if row is not None:
             return row
-        if self._continues(number):
+        if self._continues_unread(number):
             return [], number
         relation = self.relations.read(number)
         if relation is not None:
-            ways, behind = relation
-            return [self._claim(number, behind, "relation", ways=ways)], behind
-        return self._chain(number)
+            alternatives, behind = relation
+            return [self._claim(number, behind, "relation", alternatives=alternatives)], behind
+        return self._read_chain(number)
 
     def _claim(
         self,
@@ -202,54 +202,54 @@ class _ClaimReader:
         behind: int,
         kind: ClaimKind,
         *,
-        ways: tuple[tuple[Relation, ...], ...] = (),
+        alternatives: tuple[tuple[Relation, ...], ...] = (),
         decimals: int | None = None,
         why: str = "",
     ) -> Claim:
-        start = self.signs[first].start
-        end = self.signs[behind - 1].end
+        start = self.tokens[first].start
+        end = self.tokens[behind - 1].end
         return Claim(
             start=start,
             end=end,
             words=self.text[start:end],
             kind=kind,
-            ways=ways,
+            alternatives=alternatives,
             decimals=decimals,
             why=why,
         )
 
-    def _continues(self, number: int) -> bool:
+    def _continues_unread(self, number: int) -> bool:
         """Tell whether what begins here belongs to something before it that was not read."""
-        before = self.sides.at(number - 1)
+        before = self.sides.token_at(number - 1)
         if number == 0 or before.kind == "line":
             return False
         if before.text in _SIGNS_THAT_CONTINUE or before.text.lower() in _WORDS_IN_FORMULAS:
             return True
-        sign = self.signs[number]
+        token = self.tokens[number]
         if before.text == ":":
             return self.sides.is_ratio(number - 1)
-        if before.text == "," and before.end == sign.start and sign.kind == "number":
-            return self.sides.at(number - 2).kind == "number"
+        if before.text == "," and before.end == token.start and token.kind == "number":
+            return self.sides.token_at(number - 2).kind == "number"
         if self._is_position(number) or self._is_spelt_out(number):
             return True
-        is_near = not sign.is_apart
+        is_near = not token.is_apart
         if is_near and before.kind in ("number", "points"):
             return True
         if is_near and before.text in (")", "]", "}", "°", "'"):
-            return sign.text not in ("(", "[")
+            return token.text not in ("(", "[")
         if is_near and before.kind == "word":
-            return sign.kind in ("number", "points", "word")
+            return token.kind in ("number", "points", "word")
         return False
 
     def _is_spelt_out(self, number: int) -> bool:
         """Tell whether a letter goes on with points that are spelt with spaces between: `Q L M`."""
-        before = self.signs[number - 1]
-        sign = self.signs[number]
-        return before.kind == sign.kind == "points" and len(before.text) == len(sign.text) == 1
+        before = self.tokens[number - 1]
+        token = self.tokens[number]
+        return before.kind == token.kind == "points" and len(before.text) == len(token.text) == 1
 
     def _is_position(self, number: int) -> bool:
         """Tell whether what stands here only says where a part lies: "the side opposite angle A"."""
-        before = [self.sides.word(number - step) for step in range(1, 8)]
+        before = [self.sides.word_at(number - step) for step in range(1, 8)]
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
         for word in before[:3]:
@@ -266,13 +266,15 @@ class _ClaimReader:
         """
         is_name_with_number = any(claim.kind != "relation" for claim in claims)
         for joint in (number - 1, behind):
-            if self.sides.word(joint) == "or":
-                has_comma = self.sides.at(joint - 1).text == ","
+            if self.sides.word_at(joint) == "or":
+                has_comma = self.sides.token_at(joint - 1).text == ","
                 return is_name_with_number or not has_comma
-        is_followed = self.sides.at(behind).text == "," and self.sides.word(behind + 1) == "or"
+        is_followed = (
+            self.sides.token_at(behind).text == "," and self.sides.word_at(behind + 1) == "or"
+        )
         return is_followed and is_name_with_number
 
-    def _table_row(self, number: int) -> tuple[list[Claim], int] | None:
+    def _read_table_row(self, number: int) -> tuple[list[Claim], int] | None:
         """Return the claim of a table's row that begins here, and the place behind it.
 
         Such a row is `| AB | 13 |`.
@@ -280,30 +282,30 @@ class _ClaimReader:
         The first cell is a name and the second its value; cells behind these have words alone.
         None where the row says something else.
         """
-        before = self.sides.at(number - 1)
-        if self.sides.at(number).text != "|" or (number > 0 and before.kind != "line"):
+        before = self.sides.token_at(number - 1)
+        if self.sides.token_at(number).text != "|" or (number > 0 and before.kind != "line"):
             return None
         try:
             name, bar = self.sides.side(number + 1, closing="|")
             value, end = self.sides.side(bar + 1, closing="|")
         except NoSideError:
             return None
-        if self.sides.at(bar).text != "|" or self.sides.at(end).text != "|":
+        if self.sides.token_at(bar).text != "|" or self.sides.token_at(end).text != "|":
             return None
         if name.is_number or not value.is_number:
             return None
         cursor = end
-        while self.sides.at(cursor).kind not in ("line", "end"):
-            if self.sides.at(cursor).kind in ("number", "points"):
+        while self.sides.token_at(cursor).kind not in ("line", "end"):
+            if self.sides.token_at(cursor).kind in ("number", "points"):
                 return None
             cursor += 1
         first = _ChainLink(side=name, first=number + 1, behind=bar)
         second = _ChainLink(side=value, first=bar + 1, behind=end)
-        return [self._equation(first, second)], cursor
+        return [self._claim_of_equation(first, second)], cursor
 
     # Chains
 
-    def _chain(self, number: int) -> tuple[list[Claim], int]:
+    def _read_chain(self, number: int) -> tuple[list[Claim], int]:
         """Return the claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
 
         Each side is compared with the one before it. Arithmetic on numbers alone says what the
@@ -313,7 +315,7 @@ class _ClaimReader:
         head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
         before: _ChainLink | None = None  # the side that the next one is compared with
         end = number
-        for link in self._links(number):
+        for link in self._read_links(number):
             if link is None:
                 before = head
                 continue
@@ -322,14 +324,14 @@ class _ClaimReader:
             if link.side.is_number and before is not None and before.side.is_number:
                 partner = head
             if partner is not None:
-                claims.append(self._equation(partner, link))
+                claims.append(self._claim_of_equation(partner, link))
                 end = link.behind
             if head is None and not link.side.is_number:
                 head = link
             before = link
         return claims, end
 
-    def _links(self, number: int) -> Iterator[_ChainLink | None]:
+    def _read_links(self, number: int) -> Iterator[_ChainLink | None]:
         """Yield the sides of the chain that begins at a place; None for one that was not read."""
         try:
             side, behind = self.sides.side(number)
@@ -337,17 +339,17 @@ class _ClaimReader:
             return
         yield _ChainLink(side=side, first=number, behind=behind)
         while True:
-            start = self._is_equal(behind)
+            start = self._past_equal(behind)
             if start is None:
                 return
             try:
-                side, end = self._side_behind(start, behind)
+                side, end = self._read_side_behind(start, behind)
             except NoSideError:
                 # A side that was not read is passed over only behind a sign: behind a word, such
                 # as "is", a sentence goes on that may say anything.
-                following = self._next_equal(start)
-                is_sign = self.sides.at(start - 1).text in _EQUALS_SIGNS
-                if following is None or not is_sign:
+                following = self._find_next_equal(start)
+                is_equals_sign = self.sides.token_at(start - 1).text in _EQUALS_SIGNS
+                if following is None or not is_equals_sign:
                     return
                 behind = following
                 yield None
@@ -355,38 +357,38 @@ class _ClaimReader:
             behind = end
             yield _ChainLink(side=side, first=start, behind=behind)
 
-    def _side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
+    def _read_side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
         """Return the side behind `=` or `is`.
 
         Raises `NoSideError` where it is only a part of a side.
         """
         side, behind = self.sides.side(number)
-        word = self.sides.word(behind)
+        word = self.sides.word_at(behind)
         if (
-            word in _SIGN_BY_COMPARATIVE
+            word in _FACTOR_BY_COMPARATIVE
             and side.is_number
-            and self.sides.word(behind + 1) == "than"
+            and self.sides.word_at(behind + 1) == "than"
         ):
-            return self._difference(side, behind + 2, sign=_SIGN_BY_COMPARATIVE[word])
+            return self._read_difference(side, behind + 2, factor=_FACTOR_BY_COMPARATIVE[word])
         if word in _COMPARING_WORDS and side.is_number:
             raise NoSideError(f"{word} stands behind it")
-        is_worded = self.signs[relation].text not in _EQUALS_SIGNS
-        if self.sides.word(relation) == "are" and side.is_number:
+        is_worded = self.tokens[relation].text not in _EQUALS_SIGNS
+        if self.sides.word_at(relation) == "are" and side.is_number:
             raise NoSideError("it says something of several things")
         if is_worded and word and side.is_number and self._is_noun_of_several(word):
             raise NoSideError(f"{word} stands behind it")
-        if self.sides.at(behind).text in ("±", "∥", "⊥", "<"):
+        if self.sides.token_at(behind).text in ("±", "∥", "⊥", "<"):
             raise NoSideError("it goes on")
         return side, behind
 
-    def _difference(
-        self, amount: EquationSide, number: int, *, sign: float
+    def _read_difference(
+        self, amount: EquationSide, number: int, *, factor: float
     ) -> tuple[EquationSide, int]:
         """Return what is so much more or less than the side that begins here: "5 more than AB"."""
-        while self.sides.word(number) in ("the", "length", "measure", "of"):
+        while self.sides.word_at(number) in ("the", "length", "measure", "of"):
             number += 1
         side, behind = self.sides.side(number)
-        change = times(Constant(sign), amount.quantity)
+        change = times(Constant(factor), amount.quantity)
         decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
         quantity = plus(side.quantity, change)
         return EquationSide(quantity=quantity, decimals=max(decimals, default=None)), behind
@@ -395,34 +397,34 @@ class _ClaimReader:
         """Tell whether a number before this word counts things: "the ratio is 3 to 4"."""
         return word in ("to", "out", "of", "by")
 
-    def _is_equal(self, number: int) -> int | None:
+    def _past_equal(self, number: int) -> int | None:
         """Return the place behind `=`, `is` or `measures`; None where none of them stands here."""
         cursor = number
-        while self.sides.at(cursor).kind == "line":
+        while self.sides.token_at(cursor).kind == "line":
             cursor += 1
-        if self.sides.at(cursor).text in _EQUALS_SIGNS:
+        if self.sides.token_at(cursor).text in _EQUALS_SIGNS:
             return cursor + 1
         if cursor > number:
             return None
-        if self.sides.at(cursor).text == "," and self.sides.word(cursor + 1) == "which":
+        if self.sides.token_at(cursor).text == "," and self.sides.word_at(cursor + 1) == "which":
             cursor += 1
-        if self.sides.word(cursor) == "in" and self.sides.word(cursor + 1) in ("the", "this"):
+        if self.sides.word_at(cursor) == "in" and self.sides.word_at(cursor + 1) in ("the", "this"):
             cursor += 3  # "x in the figure is 5"
         words: list[str] = []
         # Phrases of equality are short, so that nine words behind the name are enough to look at.
-        while self.sides.at(cursor + len(words)).kind == "word" and len(words) < 9:
-            words.append(self.sides.word(cursor + len(words)))
+        while self.sides.token_at(cursor + len(words)).kind == "word" and len(words) < 9:
+            words.append(self.sides.word_at(cursor + len(words)))
         phrase = " ".join(words)
         match = _IS_PATTERN.match(phrase) or _EQUAL_TO_PATTERN.match(phrase)
         # A match has to end where a word ends: "is" is no part of "isosceles".
         if match is None or (match.end() < len(phrase) and phrase[match.end()] != " "):
             return None
         cursor += len(match[0].split())
-        if self.sides.at(cursor).text in ("=", "≈"):
+        if self.sides.token_at(cursor).text in ("=", "≈"):
             cursor += 1
         return cursor
 
-    def _next_equal(self, number: int) -> int | None:
+    def _find_next_equal(self, number: int) -> int | None:
         """Return the place of the next `=` of the same clause, behind a side that was not read.
 
         None where the clause ends, or turns from a formula into words, before one stands. Words in
@@ -431,19 +433,19 @@ class _ClaimReader:
         depth = 0
         # A side is shorter than 60 signs; without a bound long texts would be gone through anew
         # for each of their sides.
-        for cursor in range(number, min(number + 60, len(self.signs))):
-            sign = self.signs[cursor]
-            depth += _DEPTH_CHANGE_BY_BRACKET.get(sign.text, 0)
-            if sign.text in ("=", "≈"):
+        for cursor in range(number, min(number + 60, len(self.tokens))):
+            token = self.tokens[cursor]
+            depth += _DEPTH_CHANGE_BY_BRACKET.get(token.text, 0)
+            if token.text in ("=", "≈"):
                 return cursor
-            if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":", "<", "≠"):
+            if token.kind == "line" or token.text in (".", ",", ";", "?", ":", "<", "≠"):
                 return None
-            is_plain_word = sign.kind == "word" and len(sign.text) > 1
-            if is_plain_word and sign.text not in _WORDS_IN_FORMULAS and depth < 1:
+            is_plain_word = token.kind == "word" and len(token.text) > 1
+            if is_plain_word and token.text not in _WORDS_IN_FORMULAS and depth < 1:
                 return None
         return None
 
-    def _equation(self, before: _ChainLink, link: _ChainLink) -> Claim:
+    def _claim_of_equation(self, before: _ChainLink, link: _ChainLink) -> Claim:
         """Return the claim that two sides of a chain are equal."""
         sides = (before.side, link.side)
         decimals = [side.decimals for side in sides if side.decimals is not None]
@@ -451,7 +453,7 @@ class _ClaimReader:
             before.first,
             link.behind,
             _kind_of_equation(before.side, link.side),
-            ways=((equation(before.side.quantity, link.side.quantity),),),
+            alternatives=((equation(before.side.quantity, link.side.quantity),),),
             decimals=max(decimals) if decimals else None,
         )
 
@@ -459,28 +461,28 @@ class _ClaimReader:
 
     def _note_definition(self, number: int) -> None:
         """Note a letter that a text uses for another thing than the problem: "let x be BC"."""
-        if self.sides.word(number) not in ("let", "letting", "denote", "call"):
+        if self.sides.word_at(number) not in ("let", "letting", "denote", "call"):
             return
         cursor = number + 1
-        sign = self.sides.at(cursor)
-        if sign.kind != "word" or not re.fullmatch("[a-z]", sign.text):
+        token = self.sides.token_at(cursor)
+        if token.kind != "word" or not re.fullmatch("[a-z]", token.text):
             return
         cursor += 1
-        if self.sides.at(cursor).text != "=" and self.sides.word(cursor) not in (
+        if self.sides.token_at(cursor).text != "=" and self.sides.word_at(cursor) not in (
             *("be", "denote", "represent", "is", "equal"),
         ):
             return
         cursor += 1
-        while self.sides.word(cursor) in ("the", "length", "measure", "of", "side", "segment"):
+        while self.sides.word_at(cursor) in ("the", "length", "measure", "of", "side", "segment"):
             cursor += 1
         try:
             quantity, _ = self.sides.atom(cursor)
         except (NoSideError, UnreadError, ValueError):
             return
-        is_of_the_problem = sign.text in self.sides.unknowns
+        is_of_the_problem = token.text in self.sides.unknowns
         is_number = isinstance(quantity, Constant)
-        if is_of_the_problem and not is_number and not self._is_named_so(quantity, sign.text):
-            self.sides.hidden.add(sign.text)
+        if is_of_the_problem and not is_number and not self._is_named_so(quantity, token.text):
+            self.sides.hidden.add(token.text)
 
     def _is_named_so(self, quantity: Quantity, letter: str) -> bool:
         """Tell whether a fact says that the quantity is this letter."""
@@ -492,12 +494,12 @@ class _ClaimReader:
                     return True
         return False
 
-    def _unread(self, claims: list[Claim]) -> Iterator[Claim]:
+    def _find_unread(self, claims: list[Claim]) -> Iterator[Claim]:
         """Yield what stands around a sign of a relation that no claim has read."""
         spans = [(claim.start, claim.end) for claim in claims]
         clause: list[int] = []
-        for number, sign in enumerate(self.signs):
-            if sign.kind == "line" or sign.text in (".", ",", ";", "?", ":"):
+        for number, token in enumerate(self.tokens):
+            if token.kind == "line" or token.text in (".", ",", ";", "?", ":"):
                 yield from self._unread_clause(clause, spans)
                 clause = []
             else:
@@ -511,34 +513,34 @@ class _ClaimReader:
         A clause that names nothing of a figure, such as "3 = 3", is no claim.
         """
         has_relation = any(
-            self.signs[number].text in ("=", "≈", "≅", "∥", "⊥") and self.stands[number]
+            self.tokens[number].text in ("=", "≈", "≅", "∥", "⊥") and self.is_asserted[number]
             for number in clause
         )
         if not has_relation:
             return
-        start = self.signs[clause[0]].start
-        end = self.signs[clause[-1]].end
+        start = self.tokens[clause[0]].start
+        end = self.tokens[clause[-1]].end
         # Another claim overlaps the clause, so that something of it was read.
         if any(claim_start < end and start < claim_end for claim_start, claim_end in spans):
             return
-        if not any(self._is_name(self.signs[number]) for number in clause):
+        if not any(self._is_name(self.tokens[number]) for number in clause):
             return
         # The words that lead up to a formula, such as "so we have", are no part of the claim.
-        first = next(number for number in clause if self._is_of_formula(self.signs[number]))
+        first = next(number for number in clause if self._is_of_formula(self.tokens[number]))
         yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
-    def _is_name(self, sign: Sign) -> bool:
+    def _is_name(self, token: ResponseToken) -> bool:
         """Tell whether a sign names something of a figure: points, a letter, an angle or an arc."""
-        if sign.kind == "points" or sign.text in ("angle", "arc"):
+        if token.kind == "points" or token.text in ("angle", "arc"):
             return True
-        return re.fullmatch("[a-z]", sign.text) is not None
+        return re.fullmatch("[a-z]", token.text) is not None
 
-    def _is_of_formula(self, sign: Sign) -> bool:
+    def _is_of_formula(self, token: ResponseToken) -> bool:
         """Tell whether a sign can begin a formula.
 
         Every sign but a word can, and a word only if it stands for a name or a sign.
         """
-        return sign.kind != "word" or len(sign.text) == 1 or sign.text in _WORDS_IN_FORMULAS
+        return token.kind != "word" or len(token.text) == 1 or token.text in _WORDS_IN_FORMULAS
 
 
 def _kind_of_equation(left_side: EquationSide, right_side: EquationSide) -> ClaimKind:

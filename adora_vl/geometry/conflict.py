@@ -64,13 +64,15 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
     trial that finds it spent counts as one that does not fit.
     """
     terms = reading.drawing.terms
-    used = {source for source in reading.sources if source is not None}
+    used = {source for source in reading.fact_numbers if source is not None}
     values = [number for number in sorted(used) if gives_size(terms[number])]
-    value_facts = [number for number in values if number < len(reading.drawing.facts)]
+    value_facts = [number for number in values if number < len(reading.drawing.fact_terms)]
     relation_facts = [
-        number for number in sorted(used - set(values)) if number < len(reading.drawing.facts)
+        number for number in sorted(used - set(values)) if number < len(reading.drawing.fact_terms)
     ]
-    question_facts = [number for number in sorted(used) if number >= len(reading.drawing.facts)]
+    question_facts = [
+        number for number in sorted(used) if number >= len(reading.drawing.fact_terms)
+    ]
     involved = _facts_missed_by_nearest_figure(FigureProblem(reading), budget)
     groups: list[list[tuple[int, ...]]] = [_facts_of_other_kind(reading, values)]
     for numbers in (value_facts, relation_facts, question_facts):
@@ -125,7 +127,7 @@ def _exclude_each_other(form: LogicForm, reading: Reading, named: Sequence[int])
     problem = FigureProblem(alone)
     budget = Budget(_EVALUATIONS_ALONE)
     return not any(
-        not is_collapsed(solution) and not problem.kind.disordered(solution.v)
+        not is_collapsed(solution) and not problem.kind.disordered_lines(solution.state)
         for solution in problem.solutions(budget, starts=_STARTS_ALONE)
     )
 
@@ -183,17 +185,19 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
     """
     best: np.ndarray | None = None
     for number in (0, 1):
-        v, _ = descend(
-            problem.system, v=problem.starts.near_picture(number), budget=budget, steps=60
+        state, _ = descend(
+            problem.system, state=problem.starts.near_picture(number), budget=budget, steps=60
         )
-        residuals, _ = problem.system.residuals(v, slopes=False)
+        residuals, _ = problem.system.residuals(state, slopes=False)
         if np.isfinite(residuals).all() and (best is None or residuals @ residuals < best @ best):
             best = residuals
     if best is None or not len(best):
         return []
     sources = {
         id(relation): source
-        for relation, source in zip(problem.reading.relations, problem.reading.sources, strict=True)
+        for relation, source in zip(
+            problem.reading.relations, problem.reading.fact_numbers, strict=True
+        )
     }
     misses: dict[int, float] = {}
     for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):

@@ -48,26 +48,26 @@ class _Objective:
     first: int
     weights: Vector
 
-    def away(self, v: Vector) -> Vector:
+    def displacement(self, state: Vector) -> Vector:
         """Return how far the unknowns of the search are from where they began."""
-        return (v - self.begin)[self.first :]
+        return (state - self.begin)[self.first :]
 
-    def height(self, v: Vector, residuals: Vector) -> float:
+    def sum_of_squares(self, state: Vector, residuals: Vector) -> float:
         """Return the sum of squares that the search makes small."""
-        return float(residuals @ residuals + self.weights @ self.away(v) ** 2)
+        return float(residuals @ residuals + self.weights @ self.displacement(state) ** 2)
 
 
 @dataclass(frozen=True)
 class _Position:
     """Where a search is: the unknowns, the residuals with their derivatives, and the next damping."""
 
-    v: Vector
+    state: Vector
     residuals: Vector
     jacobian: Vector
     damping: float
 
     @property
-    def largest(self) -> float:
+    def largest_residual(self) -> float:
         """The largest residual; 0 where there is no equation."""
         return float(np.abs(self.residuals).max()) if len(self.residuals) else 0.0
 
@@ -75,24 +75,24 @@ class _Position:
 class Descent(NamedTuple):
     """Where a search has ended: the unknowns, and the largest residual there."""
 
-    v: Vector
+    state: Vector
     residual: float
 
 
 def descend(
     system: System,
     *,
-    v: Vector,
+    state: Vector,
     budget: Budget,
     steps: int,
     first: int = 0,
     pull: float = 0.0,
 ) -> Descent:
-    """Search downhill from `v` for unknowns with small residuals.
+    """Search downhill from `state` for unknowns with small residuals.
 
     Args:
         system: The equations.
-        v: The unknowns to begin with.
+        state: The values of all unknowns to begin with.
         budget: How many evaluations of the equations are left; each step takes one.
         steps: How many steps the search may take.
         first: The unknowns before this one stay as they are.
@@ -101,18 +101,20 @@ def descend(
     """
     weights = np.zeros(system.count)
     weights[: system.first_unknown] = pull
-    slope = _Objective(system=system, begin=v, first=first, weights=weights[first:])
-    residuals, jacobian = system.residuals(v)
-    position = _Position(v=v, residuals=residuals, jacobian=jacobian, damping=1e-3)
+    objective = _Objective(system=system, begin=state, first=first, weights=weights[first:])
+    residuals, jacobian = system.residuals(state)
+    position = _Position(state=state, residuals=residuals, jacobian=jacobian, damping=1e-3)
     for step in range(steps):
-        is_done = position.largest < _NEGLIGIBLE_RESIDUAL or not math.isfinite(position.largest)
+        is_done = position.largest_residual < _NEGLIGIBLE_RESIDUAL or not math.isfinite(
+            position.largest_residual
+        )
         if is_done or not budget.take():
             break
-        following = _step_downhill(slope, position)
+        following = _step_downhill(objective, position)
         if following is None:
             break
-        before = slope.height(position.v, position.residuals)
-        after = slope.height(following.v, following.residuals)
+        before = objective.sum_of_squares(position.state, position.residuals)
+        after = objective.sum_of_squares(following.state, following.residuals)
         position = following
         # A search that hardly gains while far from a solution is stuck beside one.
         if before - after < 1e-9 * before and before > 1e-8 and step > _MIN_STEPS_BEFORE_GIVING_UP:
@@ -120,20 +122,20 @@ def descend(
         # A pulled search is only to bring the points near; the next one goes on.
         if pull and before - after < 1e-3 * before:
             break
-    return Descent(v=position.v, residual=position.largest)
+    return Descent(state=position.state, residual=position.largest_residual)
 
 
-def _step_downhill(slope: _Objective, position: _Position) -> _Position | None:
+def _step_downhill(objective: _Objective, position: _Position) -> _Position | None:
     """Return the position after one step downhill, as bold as one of the trials allows.
 
     None where the place is flat, or no trial leads downhill.
     """
-    first = slope.first
-    weights = slope.weights
+    first = objective.first
+    weights = objective.weights
     slopes = np.nan_to_num(position.jacobian[:, first:])
     normal = slopes.T @ slopes + np.diag(weights)
-    downhill = slopes.T @ position.residuals + weights * slope.away(position.v)
-    before = slope.height(position.v, position.residuals)
+    downhill = slopes.T @ position.residuals + weights * objective.displacement(position.state)
+    before = objective.sum_of_squares(position.state, position.residuals)
     if np.abs(downhill).max() < 1e-15:
         return None
     diagonal = np.maximum(normal.diagonal(), 1e-12)
@@ -145,12 +147,12 @@ def _step_downhill(slope: _Objective, position: _Position) -> _Position | None:
         except np.linalg.LinAlgError:
             damping *= _DAMPING_FACTOR_AFTER_FAILURE
             continue
-        trial = position.v.copy()
+        trial = position.state.copy()
         trial[first:] -= change
-        residuals, jacobian = slope.system.residuals(trial)
-        after = slope.height(trial, residuals)
+        residuals, jacobian = objective.system.residuals(trial)
+        after = objective.sum_of_squares(trial, residuals)
         if math.isfinite(after) and after < before:
             softer = max(damping / _DAMPING_DIVISOR_AFTER_SUCCESS, _MIN_DAMPING)
-            return _Position(v=trial, residuals=residuals, jacobian=jacobian, damping=softer)
+            return _Position(state=trial, residuals=residuals, jacobian=jacobian, damping=softer)
         damping *= _DAMPING_FACTOR_AFTER_FAILURE
     return None

@@ -25,7 +25,7 @@ from adora_vl.geometry.vectors import cosine, cross_each_other, sine
 class Drawing(Likeness):
     """The picture of a form, and what its facts say of lines, circles and named shapes."""
 
-    def shape(self, term: Term) -> list[str]:
+    def corners_of_shape(self, term: Term) -> list[str]:
         """Return the corners of a shape in the order of the drawing.
 
         A shape without names is the one that is drawn.
@@ -36,27 +36,27 @@ class Drawing(Likeness):
             raise UnreadError(f"the form does not say where the region {term} lies")
         shape = unwrap_shape(term)
         names = shape.names
-        if len(names) >= 3 and all(name in self._known for name in names):
+        if len(names) >= 3 and all(name in self._point_names for name in names):
             return self.in_drawing_order(names)
         if shape.head == "Shape" and names == ["A"] and not self.circles:
-            return self._needed(self.outline(), term)
-        if shape.head in self.named:
-            return self.in_drawing_order(self.named[shape.head])
+            return self._require_shape(self.outline(), term)
+        if shape.head in self.corners_by_shape:
+            return self.in_drawing_order(self.corners_by_shape[shape.head])
         corner_count = CORNER_COUNT_BY_SHAPE.get(shape.head)
         if corner_count is None:
             may_be_outline = shape.head in ("Shape", "Figure") and not self.circles
             if may_be_outline or shape.head == "Polygon":
-                return self._needed(self.outline(), term)
+                return self._require_shape(self.outline(), term)
             raise UnreadError(f"the form does not say which shape {term} is")
-        likest = self._likest(shape.head, corner_count)
+        likest = self._most_alike_polygon(shape.head, corner_count)
         if likest is not None:
             return likest
-        for named_corners in self.named.values():
+        for named_corners in self.corners_by_shape.values():
             if len(named_corners) == corner_count:
                 return list(named_corners)
-        return self._needed(None, term)
+        return self._require_shape(None, term)
 
-    def _needed(self, names: list[str] | None, term: Term) -> list[str]:
+    def _require_shape(self, names: list[str] | None, term: Term) -> list[str]:
         """Return the names themselves. Raises `UnreadError` where there are none."""
         if not names:
             raise UnreadError(f"the picture does not show which shape {term} is")
@@ -87,7 +87,7 @@ class Drawing(Likeness):
 
         It is the marked one, else the one that looks most like it.
         """
-        for term in self.facts:
+        for term in self.fact_terms:
             if term.head == "Perpendicular" and len(term.arguments) == 2:
                 shared = set(term.arguments[0].names) & set(term.arguments[1].names)
                 if len(shared) == 1 and shared <= set(names):
@@ -111,7 +111,7 @@ class Drawing(Likeness):
         """
         sides = sides_of_polygon(names)
         for side in sides:
-            if self.are_on_one_row((point, *side)):
+            if self.are_on_one_line((point, *side)):
                 return side
         if not {point, *names} <= self.places.keys():
             raise UnreadError(f"the form does not say on which side {point} lies")
@@ -128,7 +128,7 @@ class Drawing(Likeness):
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
         parallel_pairs = [
             {frozenset(line.names) for line in term.arguments}
-            for term in self.facts
+            for term in self.fact_terms
             if term.head == "Parallel"
         ]
         for i in (0, 1):
@@ -154,7 +154,7 @@ class Drawing(Likeness):
 
         return names[min(range(3), key=difference)]
 
-    def equal_parts_said(self, names: Sequence[str]) -> bool:
+    def has_stated_equal_parts(self, names: Sequence[str]) -> bool:
         """Tell whether a fact says already which sides or angles of a triangle are equal."""
         corners = set(names)
         for term in self.terms:
@@ -168,13 +168,13 @@ class Drawing(Likeness):
                 return True
         return False
 
-    def are_called_equal(self, first: Collection[str], second: Collection[str]) -> bool:
+    def are_stated_equal(self, first: Collection[str], second: Collection[str]) -> bool:
         """Tell whether the facts say that two segments are equal, or give both the same length."""
         lengths: dict[frozenset[str], set[str]] = {
             frozenset(first): set(),
             frozenset(second): set(),
         }
-        for term in self.facts:
+        for term in self.fact_terms:
             if not term.is_equation:
                 continue
             sides = [frozenset(inner_names(side, "LengthOf")) for side in term.arguments]

@@ -26,12 +26,12 @@ class DrawnLines(DrawnPoints):
     """The points of a picture on its lines, and the angles between these."""
 
     @cached_property
-    def rows(self) -> list[list[str]]:
+    def drawn_lines(self) -> list[list[str]]:
         """The straight lines with all their points in order, as far as these have places."""
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.form.lines if line[0] != line[1]
         }
-        for segment, points in self.on_segment.items():
+        for segment, points in self.points_on_segment.items():
             on_line.setdefault(frozenset(segment), set(segment)).update(points)
         rows: list[list[str]] = []
         for points in sorted(on_line.values(), key=lambda points: (-len(points), sorted(points))):
@@ -44,14 +44,14 @@ class DrawnLines(DrawnPoints):
         return rows
 
     @cached_property
-    def lines(self) -> list[list[str]]:
+    def all_lines(self) -> list[list[str]]:
         """All lines: `rows`, and those with a point that has no place.
 
         The latter are in the order that the facts give: the ends outside, the points that lie on
         the line between them.
         """
-        lines = list(self.rows)
-        for (first, last), points in sorted(self.on_segment.items()):
+        lines = list(self.drawn_lines)
+        for (first, last), points in sorted(self.points_on_segment.items()):
             line = [first, *sorted(points), last]
             if not set(line) <= self.places.keys():
                 lines.append(line)
@@ -60,12 +60,12 @@ class DrawnLines(DrawnPoints):
                 lines.append(list(segment))
         return lines
 
-    def are_on_one_row(self, names: Iterable[str]) -> bool:
+    def are_on_one_line(self, names: Iterable[str]) -> bool:
         """Tell whether one line of the drawing has all of these points."""
         required = set(names)
-        return any(required <= set(row) for row in self.lines)
+        return any(required <= set(row) for row in self.all_lines)
 
-    def segment(self, term: Term) -> tuple[str, str]:
+    def ends_of_line(self, term: Term) -> tuple[str, str]:
         """Return the two points of a line; of `Line(m)`, of the segment whose length is m.
 
         Raises `UnreadError`.
@@ -74,20 +74,20 @@ class DrawnLines(DrawnPoints):
         if term.head != "Line" or not names:
             raise UnreadError(f"{term} is no line")
         if len(names) == 2:
-            return self.point(names[0]), self.point(names[1])
-        for fact in self.facts:
+            return self.require_point(names[0]), self.require_point(names[1])
+        for fact in self.fact_terms:
             measured = _ends_of_measured_line(fact)
             if measured is not None and fact.arguments[1].head == names[0]:
-                return self.point(measured[0]), self.point(measured[1])
+                return self.require_point(measured[0]), self.require_point(measured[1])
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
-    def parallel_looking(self, count: int) -> list[tuple[str, str]]:
+    def most_parallel_lines(self, count: int) -> list[tuple[str, str]]:
         """Return the rows that look most parallel, for lines whose names the picture does not have.
 
         Raises `UnreadError`.
         """
         best: tuple[float, tuple[list[str], ...]] | None = None
-        for rows in combinations(self.rows, count):
+        for rows in combinations(self.drawn_lines, count):
             pairs = list(combinations(rows, 2))
             if any(set(first) & set(second) for first, second in pairs):
                 continue  # lines that meet in a drawn point are not parallel
@@ -103,7 +103,7 @@ class DrawnLines(DrawnPoints):
 
     def _have_transversal(self, rows: Collection[list[str]]) -> bool:
         """Tell whether another drawn line has a point of each of these."""
-        other_rows = [row for row in self.rows if row not in rows]
+        other_rows = [row for row in self.drawn_lines if row not in rows]
         return any(all(set(row) & set(line) for row in rows) for line in other_rows)
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
@@ -112,29 +112,35 @@ class DrawnLines(DrawnPoints):
         w = self.places[second[-1]] - self.places[second[0]]
         return math.degrees(math.asin(min(1.0, abs(sine(u, w)))))
 
-    def angle(self, term: Term) -> tuple[str, str, str]:
+    def points_of_angle(self, term: Term) -> tuple[str, str, str]:
         """Return the three points of an angle.
 
         Raises `UnreadError` where the corner alone does not say which one is meant.
         """
         names = term.names
         if len(names) == 3 and len(set(names)) == 3:
-            return self.point(names[0]), self.point(names[1]), self.point(names[2])
-        if len(names) != 1 or names[0] not in self._known:
+            return (
+                self.require_point(names[0]),
+                self.require_point(names[1]),
+                self.require_point(names[2]),
+            )
+        if len(names) != 1 or names[0] not in self._point_names:
             raise UnreadError(f"{term} is no angle of the form")
         return self._angle_at(names[0])
 
     def _angle_at(self, corner: str) -> tuple[str, str, str]:
         """Return the angle at a corner that has only one, or of a named shape, or the widest."""
-        near = self._near(corner)
+        near = self._joined_points(corner)
         if len(near) == 2:
             return near[0], corner, near[1]
         rays = self._rays(corner, near)
         if len(rays) == 2:
             return rays[0][1], corner, rays[1][1]
-        triangle = self.named.get("Triangle")
+        triangle = self.corners_by_shape.get("Triangle")
         if triangle is None or corner not in triangle:
-            triangle = next((shape for shape in self.named.values() if corner in shape), None)
+            triangle = next(
+                (shape for shape in self.corners_by_shape.values() if corner in shape), None
+            )
         if triangle is not None:
             position = triangle.index(corner)
             return triangle[position - 1], corner, triangle[(position + 1) % len(triangle)]
@@ -146,10 +152,10 @@ class DrawnLines(DrawnPoints):
                 return name, corner, last
         raise UnreadError(f"the form does not say which angle at {corner} is meant")
 
-    def _near(self, corner: str) -> list[str]:
+    def _joined_points(self, corner: str) -> list[str]:
         """Return the points that a drawn line joins with a corner."""
         near = sorted(self.neighbours.get(corner, ()))
-        for row in self.lines:
+        for row in self.all_lines:
             if corner in row:
                 near += [name for name in row if name != corner]
         return list(dict.fromkeys(near))
@@ -175,24 +181,24 @@ class DrawnLines(DrawnPoints):
 
     def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
         """Tell whether two points beside a corner lie on two lines with more points."""
-        long_rows = [row for row in self.rows if corner in row and len(row) > 2]
+        long_rows = [row for row in self.drawn_lines if corner in row and len(row) > 2]
         lines = [[row for row in long_rows if name in row] for name in names]
         return all(lines) and not any(row in lines[1] for row in lines[0])
 
-    def around(self, corner: str, inside: str) -> tuple[str, str, str]:
+    def angle_around(self, corner: str, inside: str) -> tuple[str, str, str]:
         """Return the nearest rays on both sides of the ray from a corner to `inside`.
 
         Raises `UnreadError`.
         """
         if corner not in self.places or inside not in self.places:
-            near = [name for name in self._near(corner) if name != inside]
+            near = [name for name in self._joined_points(corner) if name != inside]
             if len(near) != 2:
                 raise UnreadError(f"the form does not say which angle at {corner} is meant")
             return near[0], corner, near[1]
         start = phase(self.places[inside] - self.places[corner])
         # How far each point is turned from the ray to `inside`, against the clock.
         name_by_turn: dict[float, str] = {}
-        for row in self.rows:
+        for row in self.drawn_lines:
             if corner in row:
                 for name in row:
                     if name != corner:

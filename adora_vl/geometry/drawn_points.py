@@ -55,30 +55,30 @@ class DrawnPoints:
 
     def __init__(self, form: LogicForm) -> None:
         self.form = form
-        self.facts = list(parse_terms(form.facts))
-        self.asked = list(parse_terms(form.question))
-        self.terms = [*self.facts, *self.asked]
+        self.fact_terms = list(parse_terms(form.facts))
+        self.question_terms = list(parse_terms(form.question))
+        self.terms = [*self.fact_terms, *self.question_terms]
         self.places = {name: complex(x, -y) for name, (x, y) in form.points.items()}
-        self.imagined: set[str] = set()  # points whose place is guessed, not annotated
-        self.copied: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+        self.imagined_points: set[str] = set()  # points whose place is guessed, not annotated
+        self.copied_pair: tuple[tuple[str, ...], tuple[str, ...]] | None = None
         self.neighbours: dict[str, set[str]] = defaultdict(set)
         for start, end in form.lines:
             self.neighbours[start].add(end)
             self.neighbours[end].add(start)
-        self.on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self.points_on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
         for term in self.terms:
             if term.head == "PointLiesOnLine" and len(term.arguments) == 2:
                 names = [term.arguments[0].head, *term.arguments[1].names]
                 if len(set(names)) == len(names) == 3 and all(map(self._may_be_point, names)):
-                    self.on_segment[names[1], names[2]].add(names[0])
+                    self.points_on_segment[names[1], names[2]].add(names[0])
         self.circles = self._circles()
         self._imagine_places()
-        self.straight = self._seen_straight()
-        self.named: dict[str, tuple[str, ...]] = {}
+        self.collinear_as_drawn = self._find_collinear_as_drawn()
+        self.corners_by_shape: dict[str, tuple[str, ...]] = {}
         for term in self.terms:
             for shape in (term, *term.arguments):
                 if len(shape.names) == CORNER_COUNT_BY_SHAPE.get(shape.head):
-                    self.named.setdefault(shape.head, tuple(shape.names))
+                    self.corners_by_shape.setdefault(shape.head, tuple(shape.names))
 
     def _may_be_point(self, name: str) -> bool:
         """Tell whether a name is a capital letter, or one that the picture has."""
@@ -97,10 +97,10 @@ class DrawnPoints:
                 for part in term.walk()
                 if not part.arguments and _POINT_PATTERN.fullmatch(part.head)
             )
-        return sorted(names - self.aliases.keys())
+        return sorted(names - self.centre_by_alias.keys())
 
     @cached_property
-    def aliases(self) -> dict[str, str]:
+    def centre_by_alias(self) -> dict[str, str]:
         """Other names of the only circle: those of the question that the picture does not have.
 
         Maps each such name to the centre.
@@ -113,31 +113,31 @@ class DrawnPoints:
         )
         called = {
             part.names[0]
-            for term in self.asked
+            for term in self.question_terms
             for part in term.walk()
             if part.head == "Circle" and part.names and _POINT_PATTERN.fullmatch(part.names[0])
         }
         centre = drawn.copy().pop()
         return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
 
-    def point(self, name: str) -> str:
+    def require_point(self, name: str) -> str:
         """Return the point of that name, or the one that it is another name of.
 
         Raises `UnreadError`.
         """
-        name = self.aliases.get(name, name)
-        if name not in self._known:
+        name = self.centre_by_alias.get(name, name)
+        if name not in self._point_names:
             raise UnreadError(f"there is no point {name}")
         return name
 
     def check_points(self, names: Iterable[str]) -> None:
         """Raise `UnreadError` where one of the points is not in the form."""
         for name in names:
-            if name not in self._known:
+            if name not in self._point_names:
                 raise UnreadError(f"there is no point {name}")
 
     @cached_property
-    def _known(self) -> set[str]:
+    def _point_names(self) -> set[str]:
         """The names of all points, for quick look-ups."""
         return set(self.points)
 
@@ -186,13 +186,13 @@ class DrawnPoints:
         The only one where it names none. Raises `UnreadError`.
         """
         name = term.names[0] if term is not None and term.names else "$"
-        name = self.aliases.get(name, name)
+        name = self.centre_by_alias.get(name, name)
         centred = [circle for circle in self.circles if circle.centre == name]
         if centred:
             return self._outermost(centred)
         if len(self.circles) == 1:
             return self.circles[0]
-        if name in self._known:
+        if name in self._point_names:
             return Circle(centre=name, radius=f"radius {name}", points=())
         if self.circles and len({circle.centre for circle in self.circles}) == 1:
             return self._outermost(self.circles)
@@ -234,7 +234,7 @@ class DrawnPoints:
         It is a similar figure's copy, or a foot on a line. A place far beside the line that its
         point lies on is a slip of the annotation, and counts as none.
         """
-        for (first, last), points in sorted(self.on_segment.items()):
+        for (first, last), points in sorted(self.points_on_segment.items()):
             for name in sorted(points):
                 if {first, name, last} <= self.places.keys():
                     way = self.places[last] - self.places[first]
@@ -243,24 +243,26 @@ class DrawnPoints:
                         del self.places[name]
         self._copy_similar()
         for _ in range(2):
-            for (first, last), points in sorted(self.on_segment.items()):
+            for (first, last), points in sorted(self.points_on_segment.items()):
                 if first not in self.places or last not in self.places:
                     continue
                 for name in sorted(points - self.places.keys()):
                     start = self.places[first]
                     way = self.places[last] - start
                     if abs(way) > _MIN_LENGTH:
-                        self.places[name] = start + way * self._share_of_foot(name, first, last)
-                        self.imagined.add(name)
+                        self.places[name] = start + way * self._foot_along_segment(
+                            name, first, last
+                        )
+                        self.imagined_points.add(name)
 
-    def _share_of_foot(self, name: str, first: str, last: str) -> float:
+    def _foot_along_segment(self, name: str, first: str, last: str) -> float:
         """Return how far along a segment the foot of a perpendicular from a known point lies.
 
         It is the middle where there is no such perpendicular.
         """
         start = self.places[first]
         way = self.places[last] - start
-        for term in self.facts:
+        for term in self.fact_terms:
             if term.head != "Perpendicular" or not all(
                 len(line.names) == 2 for line in term.arguments
             ):
@@ -287,7 +289,7 @@ class DrawnPoints:
                 if len(named) != 2 or len(named[0]) != len(named[1]):
                     continue
                 first, second = named
-            self.copied = (first, second)
+            self.copied_pair = (first, second)
             for source, copy in ((first, second), (second, first)):
                 if not set(source) <= self.places.keys() or set(copy) & self.places.keys():
                     continue
@@ -295,7 +297,7 @@ class DrawnPoints:
                 wide, _ = extent_of(places)
                 for name, location in zip(copy, places, strict=True):
                     self.places[name] = location + _COPY_OFFSET_IN_WIDTHS * wide
-                    self.imagined.add(name)
+                    self.imagined_points.add(name)
 
     @cached_property
     def named_polygons(self) -> list[tuple[str, ...]]:
@@ -326,7 +328,7 @@ class DrawnPoints:
         does not mean arcs one of which holds an end of the other.
         """
         centre_by_ends: dict[tuple[str, str], str] = {}
-        equations = [fact for fact in self.facts if fact.head == "Equals"]
+        equations = [fact for fact in self.fact_terms if fact.head == "Equals"]
         for arc in (part for fact in equations for part in fact.walk()):
             if arc.head == "Arc" and len(arc.names) == 2:
                 with suppress(UnreadError):
@@ -338,7 +340,7 @@ class DrawnPoints:
             if centre_by_ends[first] == centre_by_ends[second] and not set(first) & set(second)
         ]
 
-    def _seen_straight(self) -> list[tuple[str, str, str]]:
+    def _find_collinear_as_drawn(self) -> list[tuple[str, str, str]]:
         """Return the lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
 
         The facts do not say so, but the picture shows it.
@@ -351,12 +353,12 @@ class DrawnPoints:
                 before = self.places[middle] - self.places[first]
                 behind = self.places[last] - self.places[middle]
                 length = abs(self.places[last] - self.places[first])
-                listed_points = self.on_segment.get((first, last), set()) | self.on_segment.get(
-                    (last, first), set()
-                )
+                listed_points = self.points_on_segment.get(
+                    (first, last), set()
+                ) | self.points_on_segment.get((last, first), set())
                 is_between = dot(before, behind) > 0
                 is_beside = abs(cross(before, behind)) >= _MAX_BEND_OF_STRAIGHT * length**2
                 if is_between and not is_beside and middle not in listed_points:
-                    self.on_segment[first, last].add(middle)
+                    self.points_on_segment[first, last].add(middle)
                     straight.append((middle, first, last))
         return straight

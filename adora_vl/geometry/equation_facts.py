@@ -23,7 +23,15 @@ from adora_vl.geometry.triangle_facts import foot_relations
 
 
 def equals(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two sides are equal, or what a line is that is called a height or the like."""
+    """Say that two sides of an equation are equal, as `Equals(LengthOf(Line(A, B)), 5)` does.
+
+    Some equations only give a line a role, such as `Equals(Line(A, D), AltitudeOf(...))`: these say
+    that the line is an altitude, a hypotenuse, a base or a leg. Others only say which shape is
+    called so, which the drawing knows.
+
+    A number over 180 for an angle means the other side of it. Raises `UnreadError` unless there are
+    two sides.
+    """
     if len(term.arguments) != 2:
         raise UnreadError(f"{term} has not two sides")
     measure, size = term.arguments
@@ -32,7 +40,7 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     if measure.head == "Line" and size.head in ("AltitudeOf", "HeightOf"):
         yield from foot_relations(
             measures,
-            line=measures.drawing.segment(measure),
+            line=measures.drawing.ends_of_line(measure),
             corners=size.arguments[0].names,
             is_median=False,
         )
@@ -46,8 +54,8 @@ def equals(measures: Measures, term: Term) -> Iterator[Relation]:
     unit = unit_of_term(measure)
     if unit == "length":
         unit = unit_of_term(size)
-    value = measures.value(measure)
-    size_value = measures.value(size)
+    value = measures.quantity(measure)
+    size_value = measures.quantity(size)
     if unit == "degrees" and (_means_other_side(measure, size) or _is_shorter_arc(measures, term)):
         value = minus(Constant(360.0), value)
     yield Equal(left=value, right=size_value, unit=unit)
@@ -64,11 +72,12 @@ def _is_side_of_isosceles(term: Term) -> bool:
 def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Iterator[Relation]:
     """Say that a side of an isosceles triangle is called its base, or one of its legs.
 
-    One leg says nothing yet; the second one says that it is as long as the first. Raises
-    `UnreadError` for a segment that is no side.
+    The term `role` is `BaseOf(Isosceles(...))` or `LegOf(Isosceles(...))`. One leg says nothing
+    yet; the second one says that it is as long as the first. Raises `UnreadError` for a segment
+    that is no side.
     """
     corners = unwrap_shape(role.arguments[0]).names
-    ends = measures.drawing.segment(line)
+    ends = measures.drawing.ends_of_line(line)
     if not set(ends) <= set(corners):
         raise UnreadError(f"{''.join(ends)} is no side of {''.join(corners)}")
     if role.head == "BaseOf":
@@ -86,9 +95,9 @@ def _relations_of_called_side(measures: Measures, line: Term, role: Term) -> Ite
 
 
 def angle_sum(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two angles are supplementary, 180 degrees together, or complementary, 90."""
+    """Say that two angles are 180 degrees together (`Supplementary`) or 90 (`Complementary`)."""
     total = 180.0 if term.head == "Supplementary" else 90.0
-    angles = [measures.value(angle) for angle in term.arguments]
+    angles = [measures.quantity(angle) for angle in term.arguments]
     if len(angles) != 2:
         raise UnreadError(f"{term} has not two angles")
     yield Equal(left=plus(*angles), right=Constant(total), unit="degrees")
@@ -110,7 +119,10 @@ def _is_shorter_arc(measures: Measures, term: Term) -> bool:
 
 
 def _means_other_side(measure: Term, size: Term) -> bool:
-    """Tell whether a number over 180 for an angle or an arc of two letters means the other side."""
+    """Tell whether a number over 180 says that the other side of an angle or an arc is meant.
+
+    Angles and arcs of two letters are measured as the smaller of both ways round.
+    """
     degrees = number_in_text(size.head) if not size.arguments else None
     if degrees is None or degrees <= 180:
         return False

@@ -72,9 +72,9 @@ def figure_of_solution(
 
     Its places are rounded to `_DIGITS_OF_PLACES` digits of its size.
     """
-    v = solution.v
+    state = solution.state
     names = problem.system.points
-    places = {name: problem.system.location(v, name) for name in names}
+    places = {name: problem.system.location(state, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS_OF_PLACES - math.floor(math.log10(max(problem.size, 1e-9)))
     at = {}
@@ -82,7 +82,9 @@ def figure_of_solution(
         turned = location * turn * problem.size
         at[name] = (round(turned.real, digits), round(turned.imag, digits))
     first = problem.system.first_unknown
-    values = {name: float(v[first + number]) for number, name in enumerate(problem.system.unknowns)}
+    values = {
+        name: float(state[first + number]) for number, name in enumerate(problem.system.unknowns)
+    }
     rounded = {name: float(f"{value:.12g}") for name, value in values.items()}
     return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
 
@@ -143,14 +145,14 @@ def largest_residual_of(figure: Figure) -> float:
     """
     reading = read_facts(figure.form, without_words=figure.left_out)
     problem = FigureProblem(reading)
-    v = problem.starts.near_picture(0)
+    state = problem.starts.near_picture(0)
     for name, (x, y) in figure.at.items():
         if name in problem.system.position:
             i = 2 * problem.system.position[name]
-            v[i] = x / problem.size
-            v[i + 1] = y / problem.size
+            state[i] = x / problem.size
+            state[i + 1] = y / problem.size
     for number, name in enumerate(problem.system.unknowns, start=problem.system.first_unknown):
         if name in figure.values:
-            v[number] = figure.values[name]
-    residuals, _ = problem.system.residuals(v, slopes=False)
+            state[number] = figure.values[name]
+    residuals, _ = problem.system.residuals(state, slopes=False)
     return float(abs(residuals).max()) if len(residuals) else 0.0

@@ -122,12 +122,12 @@ class LogicForm:
         """The facts, each once; None for one that cannot be read."""
         return [parse_term(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
-    def found(self, head: str) -> list[Term]:
+    def facts_with_head(self, head: str) -> list[Term]:
         """Return the facts with this head."""
         return [term for term in self.terms if term and term.head == head]
 
     @cached_property
-    def rows(self) -> list[list[str]]:
+    def lines_with_points(self) -> list[list[str]]:
         """The straight lines, each with all points on it.
 
         They stand in their order where their places are known.
@@ -135,7 +135,7 @@ class LogicForm:
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.lines
         }
-        for term in self.found("PointLiesOnLine"):
+        for term in self.facts_with_head("PointLiesOnLine"):
             if len(term.arguments) != 2 or len(term.arguments[1].names) != 2:
                 continue
             ends = term.arguments[1].names
@@ -161,10 +161,10 @@ class LogicForm:
         return sorted(names, key=lambda name: math.dist(self.points[name], self.points[end]))
 
     @cached_property
-    def rounds(self) -> dict[tuple[str, str], list[str]]:
+    def points_by_circle(self) -> dict[tuple[str, str], list[str]]:
         """The circles, by centre and by the name of the radius, with the points on each."""
         on_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
-        for term in self.found("PointLiesOnCircle"):
+        for term in self.facts_with_head("PointLiesOnCircle"):
             if len(term.arguments) != 2 or not term.arguments[1].names:
                 continue
             circle = term.arguments[1].names

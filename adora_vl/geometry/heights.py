@@ -11,7 +11,7 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
 
     No line goes on behind its top.
     """
-    for fact in drawing.facts:
+    for fact in drawing.fact_terms:
         if fact.head != "Perpendicular" or len(fact.arguments) != 2:
             continue
         if not all(len(line.names) == 2 for line in fact.arguments):
@@ -22,13 +22,13 @@ def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
         foot = next(iter(shared))
         for base, upright in (fact.arguments, fact.arguments[::-1]):
             if _lies_within(drawing, foot, base) and not _lies_within(drawing, foot, upright):
-                return drawing.segment(upright)
+                return drawing.ends_of_line(upright)
     return None
 
 
 def _lies_within(drawing: Drawing, point: str, line: Term) -> bool:
     """Tell whether a point lies on a line of the drawing and is none of its ends."""
-    return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.lines)
+    return any(point in row[1:-1] and set(line.names) <= set(row) for row in drawing.all_lines)
 
 
 def called_height(drawing: Drawing) -> tuple[str, str] | None:
@@ -39,5 +39,5 @@ def called_height(drawing: Drawing) -> tuple[str, str] | None:
         for line, height in (term.arguments, term.arguments[::-1]):
             is_height = height.head in ("AltitudeOf", "HeightOf")
             if is_height and line.head == "Line" and len(line.names) == 2:
-                return drawing.segment(line)
+                return drawing.ends_of_line(line)
     return None

@@ -75,7 +75,12 @@ class Judgement:
         """Compile the claims together with the facts, and measure both in the figure once."""
         self.figure = figure
         self.claims = claims
-        relations = [relation for claim in claims for way in claim.ways for relation in way]
+        relations = [
+            relation
+            for claim in claims
+            for alternative in claim.alternatives
+            for relation in alternative
+        ]
         # Facts that lines are parallel or perpendicular are no values: the theorem of Pythagoras
         # needs one, and is a step all the same. So they count only for claims of their own kind.
         self.directions = [
@@ -83,7 +88,7 @@ class Judgement:
             for relation in figure.reading.relations
             if isinstance(relation, Parallel | Perpendicular)
         ]
-        relations += [*figure.known, *figure.plain_equations, *self.directions]
+        relations += [*figure.given_relations, *figure.plain_equations, *self.directions]
         base = figure.system
         # The goal only makes the system know all letters, in the order of the figure's own one.
         names = [Unknown(name) for name in base.unknowns]
@@ -94,39 +99,41 @@ class Judgement:
             size=base.size,
         )
         assert self.system.count == base.count, "claims have no unknowns of their own"
-        self.measured = self._measured(figure.v)
-        self.atom_values, _ = self.system.atoms.evaluated(figure.v, slopes=False)
+        self.residuals_by_relation = self._residuals_and_gradients(figure.state)
+        self.atom_values, _ = self.system.atoms.evaluate(figure.state, slopes=False)
         self.direction_rows = [row for fact in self.directions for row in self.rows(fact)]
         # Angles at a straight line, also by the numbers that stand for them.
         lines = [fact for fact in self.directions if is_collinear(fact)]
-        names_of_angles = [fact for fact in figure.known if names_angle(fact)]
+        names_of_angles = [fact for fact in figure.given_relations if names_angle(fact)]
         self.line_rows = [row for fact in [*lines, *names_of_angles] for row in self.rows(fact)]
-        self.said_rows: list[Vector] = []  # of new claims that lines are parallel or perpendicular
-        # That points lie on a circle is no value either, but for distances (`_is_of_lengths`).
-        radial = [fact for fact in figure.known if is_radial(fact)]
+        self.new_direction_rows: list[
+            Vector
+        ] = []  # of new claims that lines are parallel or perpendicular
+        # That points lie on a circle is no value either, but for distances (`_is_about_lengths`).
+        radial = [fact for fact in figure.given_relations if is_radial(fact)]
         self.radial_rows = [row for fact in radial for row in self.rows(fact)]
         self.known_rows = [
-            row for fact in figure.known if fact not in radial for row in self.rows(fact)
+            row for fact in figure.given_relations if fact not in radial for row in self.rows(fact)
         ]
         self.true_rows = list(self.known_rows)
-        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.atoms.row)
-        self.columns = {name: number for number, name in enumerate(names_of_atoms)}
-        self.arithmetic_rows = [self._partials(fact) for fact in figure.plain_equations]
+        names_of_atoms = dict.fromkeys(signature(atom) for atom in self.system.atoms.row_by_atom)
+        self.column_by_name = {name: number for number, name in enumerate(names_of_atoms)}
+        self.arithmetic_rows = [self._arithmetic_row(fact) for fact in figure.plain_equations]
         self.false_rows: list[Vector] = []
-        self.true_relations: list[Relation] = list(figure.known)
-        self.false_ways: list[Sequence[Relation]] = []
-        self.worlds: list[Vector] | None = None  # found where they are needed
-        self.said: set[str] = set()
+        self.true_relations: list[Relation] = list(figure.given_relations)
+        self.false_alternatives: list[Sequence[Relation]] = []
+        self.error_figures: list[Vector] | None = None  # found where they are needed
+        self.stated_signatures: set[str] = set()
 
     def results(self) -> list[CheckedClaim]:
         """Return all claims with their verdicts."""
-        return [self._result(claim) for claim in self.claims]
+        return [self._judge(claim) for claim in self.claims]
 
     # Measures
 
-    def _measured(self, v: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
-        """Map each relation to its residuals at `v`, each with its gradient."""
-        residuals, jacobian = self.system.residuals(v)
+    def _residuals_and_gradients(self, state: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
+        """Map each relation to its residuals at `state`, each with its gradient."""
+        residuals, jacobian = self.system.residuals(state)
         rows: dict[Relation, list[tuple[float, Vector]]] = {}
         for number, relation in enumerate(self.system.residual_relations):
             rows.setdefault(relation, []).append((float(residuals[number]), jacobian[number]))
@@ -134,7 +141,7 @@ class Judgement:
 
     def rows(self, relation: Relation) -> list[Vector]:
         """Return the gradients of a relation, scaled like the unknowns, each of length 1 or 0."""
-        return [self._unit_row(gradient) for _, gradient in self.measured[relation]]
+        return [self._unit_row(gradient) for _, gradient in self.residuals_by_relation[relation]]
 
     def _unit_row(self, gradient: Vector) -> Vector:
         """Return a gradient, scaled like the unknowns and of length 1, or 0 where it is flat."""
@@ -145,30 +152,35 @@ class Judgement:
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
         """Tell whether the facts say whether the claim holds, and do not leave it free."""
         return all(
-            not len(self.figure.free)
-            or float(np.linalg.norm(self.figure.free @ row)) <= _MAX_FREE_SHARE
+            not len(self.figure.free_movements)
+            or float(np.linalg.norm(self.figure.free_movements @ row)) <= _MAX_FREE_SHARE
             for row in rows
         )
 
-    def _holds(self, relation: Relation, decimals: int | None, v: Vector) -> bool:
-        """Tell whether a relation holds in the figure at `v`, up to rounding."""
-        is_world = v is not self.figure.v
+    def _holds(self, relation: Relation, decimals: int | None, state: Vector) -> bool:
+        """Tell whether a relation holds in the figure at `state`, up to rounding."""
+        is_error_figure = state is not self.figure.state
         if not isinstance(relation, Equal):
-            measured = self._measured(v) if is_world else self.measured
+            residuals_by_relation = (
+                self._residuals_and_gradients(state)
+                if is_error_figure
+                else self.residuals_by_relation
+            )
             return all(
-                abs(residual) <= _MAX_DIRECTION_RESIDUAL for residual, _ in measured[relation]
+                abs(residual) <= _MAX_DIRECTION_RESIDUAL
+                for residual, _ in residuals_by_relation[relation]
             )
         values = self.atom_values
-        if is_world:
-            values, _ = self.system.atoms.evaluated(v, slopes=False)
-        left_side = self.system.evaluated(relation.left, values, gradient=None)
-        right_side = self.system.evaluated(relation.right, values, gradient=None)
-        return is_equal(left_side.value, right_side.value, decimals)
+        if is_error_figure:
+            values, _ = self.system.atoms.evaluate(state, slopes=False)
+        left_side = self.system.evaluate(relation.left, values, gradient=None)
+        right_side = self.system.evaluate(relation.right, values, gradient=None)
+        return are_equal_when_rounded(left_side.value, right_side.value, decimals)
 
-    def _distance(self, relation: Relation) -> float:
+    def _distance_to_truth(self, relation: Relation) -> float:
         """Return how far the figure is from one in which a relation holds, along its gradient."""
         distances = [0.0]
-        for residual, gradient in self.measured[relation]:
+        for residual, gradient in self.residuals_by_relation[relation]:
             length = float(np.linalg.norm(np.nan_to_num(gradient) * self.figure.scales))
             if length > _MIN_GRADIENT_LENGTH:
                 distances.append(abs(residual) / length)
@@ -176,51 +188,53 @@ class Judgement:
 
     # Verdicts
 
-    def _result(self, claim: Claim) -> CheckedClaim:
-        if not claim.ways:
+    def _judge(self, claim: Claim) -> CheckedClaim:
+        if not claim.alternatives:
             return CheckedClaim(claim=claim, verdict="unread")
-        ways = [way for way in claim.ways if way]
-        states = [self._state(way, claim.decimals) for way in ways]
-        if "true" in states:
-            way = ways[states.index("true")]
-            verdict = self._of_true(way)
-        elif "open" in states:
+        alternatives = [alternative for alternative in claim.alternatives if alternative]
+        truths = [self._truth_of(alternative, claim.decimals) for alternative in alternatives]
+        if "true" in truths:
+            alternative = alternatives[truths.index("true")]
+            verdict = self._kind_of_truth(alternative)
+        elif "open" in truths:
             verdict = "open"
         else:
-            verdict = self._of_false(claim, ways[0])
+            verdict = self._kind_of_error(claim, alternatives[0])
         return CheckedClaim(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
 
-    def _state(self, way: Sequence[Relation], decimals: int | None) -> str:
+    def _truth_of(self, alternative: Sequence[Relation], decimals: int | None) -> str:
         """Tell whether relations are true, false or open."""
         holds = True
-        for relation in way:
+        for relation in alternative:
             if not self._is_determined(self.rows(relation)):
                 return "open"
-            is_near = self._distance(relation) <= _MAX_DISTANCE
-            holds = holds and is_near and self._holds(relation, decimals, self.figure.v)
+            is_near = self._distance_to_truth(relation) <= _MAX_DISTANCE
+            holds = holds and is_near and self._holds(relation, decimals, self.figure.state)
         return "true" if holds else "false"
 
-    def _of_true(self, way: Sequence[Relation]) -> ClaimVerdict:
+    def _kind_of_truth(self, alternative: Sequence[Relation]) -> ClaimVerdict:
         """Return what kind of truth a claim is; a new one is known from then on.
 
         The order of the questions matters: what stands in the facts is `given` also where it was
         said before, and what was said before is `again` also where it has become arithmetic.
         """
-        names = _signature_of_way(way)
-        if all(relation_signature(relation) in self.figure.facts for relation in way):
+        names = _signature_of_way(alternative)
+        if all(
+            relation_signature(relation) in self.figure.fact_signatures for relation in alternative
+        ):
             return "given"
-        rows = [row for relation in way for row in self.rows(relation)]
-        says_direction = all(is_direction(relation) for relation in way)
+        rows = [row for relation in alternative for row in self.rows(relation)]
+        says_direction = all(is_direction(relation) for relation in alternative)
         if says_direction and are_in_span(rows, self.direction_rows):
             return "given"  # the same lines by other names, or a right angle that is marked
         if are_in_span(rows, self.line_rows):
             return "nothing"  # angles at a straight line, which nobody has to find out
-        if names in self.said:
+        if names in self.stated_signatures:
             return "again"
-        if says_direction and are_in_span(rows, [*self.direction_rows, *self.said_rows]):
+        if says_direction and are_in_span(rows, [*self.direction_rows, *self.new_direction_rows]):
             return "again"
-        radial_rows = self.radial_rows if self._is_of_lengths(way) else []
-        if are_in_span(rows, [*self.known_rows, *radial_rows]) or self._is_arithmetic(way):
+        radial_rows = self.radial_rows if self._is_about_lengths(alternative) else []
+        if are_in_span(rows, [*self.known_rows, *radial_rows]) or self._is_arithmetic(alternative):
             return "nothing"
         if all(is_parallel_to_any(row, self.true_rows) for row in rows if row.any()):
             return "again"
@@ -228,20 +242,25 @@ class Judgement:
         if are_in_span(rows, span):
             return "nothing"
         novelty = max(length_outside(row, span) for row in rows)
-        if max(self._distance(relation) for relation in way) > _MAX_DISTANCE_PER_NOVELTY * novelty:
+        if (
+            max(self._distance_to_truth(relation) for relation in alternative)
+            > _MAX_DISTANCE_PER_NOVELTY * novelty
+        ):
             return "nothing"  # what is new in it is smaller than its rounding
-        self.said.add(names)
+        self.stated_signatures.add(names)
         if says_direction:
-            self.said_rows += rows
+            self.new_direction_rows += rows
         self.true_rows += [row for row in rows if row.any()]
-        self.true_relations += way
+        self.true_relations += alternative
         self.arithmetic_rows += [
-            self._partials(relation) for relation in way if isinstance(relation, Equal)
+            self._arithmetic_row(relation)
+            for relation in alternative
+            if isinstance(relation, Equal)
         ]
-        self.worlds = None
+        self.error_figures = None
         return "new"
 
-    def _is_of_lengths(self, way: Sequence[Relation]) -> bool:
+    def _is_about_lengths(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim is about lengths alone, apart from what is known.
 
         That points lie on a circle makes distances from its centre known. That a quadrilateral's
@@ -250,23 +269,23 @@ class Judgement:
         """
         return all(
             isinstance(atom, Distance | LineDistance) or is_radius(atom)
-            for relation in way
+            for relation in alternative
             if isinstance(relation, Equal)
             for atom in self._moving_atoms(relation)
         )
 
     def _moving_atoms(self, relation: Equal) -> Iterator[Quantity]:
         """Yield the names in an equation that matter for it, and that are not known themselves."""
-        _, gradient = self.system.atoms.evaluated(self.figure.v, slopes=True)
+        _, gradient = self.system.atoms.evaluate(self.figure.state, slopes=True)
         assert gradient is not None, "slopes were asked for"
-        partials = self._partials(relation)
-        for atom, number in self.system.atoms.row.items():
-            if abs(partials[self.columns[signature(atom)]]) > _MIN_GRADIENT_LENGTH:
+        partials = self._arithmetic_row(relation)
+        for atom, number in self.system.atoms.row_by_atom.items():
+            if abs(partials[self.column_by_name[signature(atom)]]) > _MIN_GRADIENT_LENGTH:
                 row = self._unit_row(gradient[number])
                 if not is_in_span(row, self.known_rows):
                     yield atom
 
-    def _partials(self, relation: Equal) -> Vector:
+    def _arithmetic_row(self, relation: Equal) -> Vector:
         """Return how the difference of the sides changes with each name, shape (names,).
 
         The result has length 1, or 0 where the difference does not change.
@@ -274,22 +293,22 @@ class Judgement:
         The names count as independent of each other here, as in arithmetic that knows nothing of
         the figure. `AB` and `BA` are one name.
         """
-        partials = np.zeros(len(self.columns))
-        slopes = np.zeros((len(self.system.atoms.row), self.system.count))
+        partials = np.zeros(len(self.column_by_name))
+        slopes = np.zeros((len(self.system.atoms.row_by_atom), self.system.count))
         for side, sign in ((relation.left, 1.0), (relation.right, -1.0)):
             for atom in dict.fromkeys(atoms_of(side)):
                 if constant_of(atom) is not None:
                     continue
-                number = self.system.atoms.row[atom]
+                number = self.system.atoms.row_by_atom[atom]
                 slopes[number, 0] = 1.0
-                change = self.system.evaluated(side, self.atom_values, slopes)
+                change = self.system.evaluate(side, self.atom_values, slopes)
                 slope = float(np.nan_to_num(change.slope[0]))
                 slopes[number, 0] = 0.0
-                partials[self.columns[signature(atom)]] += sign * slope
+                partials[self.column_by_name[signature(atom)]] += sign * slope
         length = float(np.linalg.norm(partials))
         return partials / length if length > _MIN_GRADIENT_LENGTH else np.zeros_like(partials)
 
-    def _is_arithmetic(self, way: Sequence[Relation]) -> bool:
+    def _is_arithmetic(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim follows by arithmetic alone.
 
         It may follow from given values, equal names and earlier claims.
@@ -298,29 +317,31 @@ class Judgement:
         """
         return all(
             isinstance(relation, Equal)
-            and is_in_span(self._partials(relation), self.arithmetic_rows)
-            for relation in way
+            and is_in_span(self._arithmetic_row(relation), self.arithmetic_rows)
+            for relation in alternative
         )
 
-    def _of_false(self, claim: Claim, way: Sequence[Relation]) -> ClaimVerdict:
+    def _kind_of_error(self, claim: Claim, alternative: Sequence[Relation]) -> ClaimVerdict:
         """Tell whether a false claim is an error of its own, or follows from an earlier one.
 
         A slip at the beginning makes every later number wrong. It counts once, so that a long
         working with one slip is worth more than as many guesses.
         """
-        names = _signature_of_way(way)
-        if names in self.said:
+        names = _signature_of_way(alternative)
+        if names in self.stated_signatures:
             return "follows"
-        self.said.add(names)
-        rows = [row for relation in way for row in self.rows(relation) if row.any()]
-        if self.false_rows and rows and self._follows(claim, way, rows):
+        self.stated_signatures.add(names)
+        rows = [row for relation in alternative for row in self.rows(relation) if row.any()]
+        if self.false_rows and rows and self._follows(claim, alternative, rows):
             return "follows"
         self.false_rows += rows
-        self.false_ways.append(way)
-        self.worlds = None
+        self.false_alternatives.append(alternative)
+        self.error_figures = None
         return "false"
 
-    def _follows(self, claim: Claim, way: Sequence[Relation], rows: Sequence[Vector]) -> bool:
+    def _follows(
+        self, claim: Claim, alternative: Sequence[Relation], rows: Sequence[Vector]
+    ) -> bool:
         """Tell whether false relations hold where the earlier false claims of the text do.
 
         They have to be bound by these and by what is true. Other values for the same name, guessed
@@ -329,46 +350,50 @@ class Judgement:
         span = [*self.true_rows, *self.false_rows]
         if not all(is_in_span(row, span) for row in rows):
             return False
-        if self.worlds is None:
-            self.worlds = list(self._worlds())
+        if self.error_figures is None:
+            self.error_figures = list(self._find_error_figures())
         return any(
-            all(self._holds(relation, claim.decimals, world) for relation in way)
-            for world in self.worlds
+            all(self._holds(relation, claim.decimals, error_figure) for relation in alternative)
+            for error_figure in self.error_figures
         )
 
-    def _worlds(self) -> Iterator[Vector]:
+    def _find_error_figures(self) -> Iterator[Vector]:
         """Figures near by in which false claims hold, where Newton's method finds them.
 
         In the first one hold all of them beside what is true; a false claim may contradict that, so
         that in the second hold all of them alone, and in the third the last one alone.
         """
-        errors = [relation for way in self.false_ways for relation in way]
-        for relations in ([*self.true_relations, *errors], errors, list(self.false_ways[-1])):
-            world = self._moved_to(relations)
-            if world is not None:
-                yield world
+        errors = [relation for alternative in self.false_alternatives for relation in alternative]
+        for relations in (
+            [*self.true_relations, *errors],
+            errors,
+            list(self.false_alternatives[-1]),
+        ):
+            error_figure = self._moved_to(relations)
+            if error_figure is not None:
+                yield error_figure
 
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
         """Return the figure, moved as little as it takes for the relations to hold.
 
         None where no such figure is near.
         """
-        v = self.figure.v.copy()
+        state = self.figure.state.copy()
         for _ in range(_NEWTON_STEPS):
-            measured = self._measured(v)
-            pairs = [pair for relation in relations for pair in measured[relation]]
+            residuals_by_relation = self._residuals_and_gradients(state)
+            pairs = [pair for relation in relations for pair in residuals_by_relation[relation]]
             residuals = np.array([residual for residual, _ in pairs])
             jacobian = np.array([gradient for _, gradient in pairs]) * self.figure.scales
             if not np.isfinite(residuals).all() or not np.isfinite(jacobian).all():
                 return None
             if float(np.abs(residuals).max()) < _NEWTON_RESIDUAL:
-                return v
+                return state
             step, *_ = np.linalg.lstsq(jacobian, residuals, rcond=1e-7)
-            v = v - step * self.figure.scales
+            state = state - step * self.figure.scales
         return None
 
 
-def is_equal(left_value: float, right_value: float, decimals: int | None) -> bool:
+def are_equal_when_rounded(left_value: float, right_value: float, decimals: int | None) -> bool:
     """Tell whether two values are equal up to rounding.
 
     Half a unit of the last digit as written, or 0.6 % where decimals are written, since values are
@@ -383,6 +408,6 @@ def is_equal(left_value: float, right_value: float, decimals: int | None) -> boo
     return abs(left_value - right_value) <= max(tolerance, 1e-6)
 
 
-def _signature_of_way(way: Sequence[Relation]) -> str:
+def _signature_of_way(alternative: Sequence[Relation]) -> str:
     """Return a text that is the same for claims that are the same by their form."""
-    return " and ".join(sorted(relation_signature(relation) for relation in way))
+    return " and ".join(sorted(relation_signature(relation) for relation in alternative))

@@ -43,14 +43,14 @@ class KindOfFigure:
 
     Attributes:
         segments: The drawn segments, by their ends.
-        used: The points of segments and circles; only they are compared.
-        orders: The points of each line in the order in which they lie on it.
-        turns: The corners that the picture bends.
-        apart: The pairs of segments that do not cross in the picture, as four ends.
-        convex: Polygons that go round once. This and the following are empty where there is a
+        used_points: The points of segments and circles; only they are compared.
+        point_orders: The points of each line in the order in which they lie on it.
+        drawn_turns: The corners that the picture bends.
+        uncrossed_pairs: The pairs of segments that do not cross in the picture, as four ends.
+        convex_polygons: Polygons that go round once. This and the following are empty where there is a
             picture, since it shows them.
-        inside: Points that lie inside polygons.
-        arcs: Pairs of arcs that lie beside each other.
+        inner_points: Points that lie inside polygons.
+        separate_arcs: Pairs of arcs that lie beside each other.
     """
 
     def __init__(self, drawing: Drawing, system: System, places: Mapping[str, complex]) -> None:
@@ -59,17 +59,17 @@ class KindOfFigure:
         self.places = places
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
         on_circles = {name for circle in drawing.circles for name in circle.points}
-        self.used = sorted({name for line in self.segments for name in line} | on_circles)
-        self.orders = self._seen_orders()
-        self.turns = self._seen_turns()
-        self.apart = self._seen_apart()
-        self.convex: list[tuple[str, ...]] = []
-        self.inside: list[PointInPolygon] = []
-        self.arcs: list[SeparateArcs] = []
+        self.used_points = sorted({name for line in self.segments for name in line} | on_circles)
+        self.point_orders = self._seen_orders()
+        self.drawn_turns = self._seen_turns()
+        self.uncrossed_pairs = self._seen_apart()
+        self.convex_polygons: list[tuple[str, ...]] = []
+        self.inner_points: list[PointInPolygon] = []
+        self.separate_arcs: list[SeparateArcs] = []
         if not places:
-            self.convex = [names for names in drawing.named_polygons if len(names) > 3]
-            self.inside = list(drawing.circles_in_polygons())
-            self.arcs = drawing.separate_arcs()
+            self.convex_polygons = [names for names in drawing.named_polygons if len(names) > 3]
+            self.inner_points = list(drawing.circles_in_polygons())
+            self.separate_arcs = drawing.separate_arcs()
 
     def _seen_orders(self) -> list[list[str]]:
         """Return the points of each line in order.
@@ -77,10 +77,10 @@ class KindOfFigure:
         Of a line with a point without a place it is known which points lie between its ends, and not
         in which order.
         """
-        rows = [row for row in self.drawing.rows if len(row) > 2]
+        rows = [row for row in self.drawing.drawn_lines if len(row) > 2]
         triples = [
             [first, point, last]
-            for (first, last), points in sorted(self.drawing.on_segment.items())
+            for (first, last), points in sorted(self.drawing.points_on_segment.items())
             for point in sorted(points)
             if not {first, point, last} <= self.places.keys()
         ]
@@ -105,7 +105,7 @@ class KindOfFigure:
         # Pairs grow with the square, and a crowded picture has other marks of its kind.
         if len(placed) >= _MAX_SEGMENTS_COMPARED:
             return apart
-        rows = [set(row) for row in self.drawing.rows]
+        rows = [set(row) for row in self.drawing.drawn_lines]
         for segment, second_segment in combinations(placed, 2):
             ends = (*segment, *second_segment)
             has_common_end = len(set(ends)) < 4
@@ -117,22 +117,22 @@ class KindOfFigure:
                 apart.append(ends)
         return apart
 
-    def faults(self, v: Vector) -> int:
-        """Count how much the figure at `v` differs in kind: order on lines, turns, crossings.
+    def faults(self, state: Vector) -> int:
+        """Count how much the figure at `state` differs in kind: order on lines, turns, crossings.
 
         Each difference counts one. A figure that has collapsed counts `FAULTS_OF_COLLAPSE` for each reason,
         so that it is worse than any that is merely drawn otherwise in a few places. 0 without
         anything that is drawn, since nothing is there to compare.
         """
-        if not self.used:
+        if not self.used_points:
             return 0
-        at = {name: self.system.location(v, name) for name in self.used}
-        return FAULTS_OF_COLLAPSE * self._collapses(v, at) + self._differences(v, at)
+        at = {name: self.system.location(state, name) for name in self.used_points}
+        return FAULTS_OF_COLLAPSE * self._collapses(state, at) + self._differences(state, at)
 
-    def _collapses(self, v: Vector, at: Mapping[str, complex]) -> int:
+    def _collapses(self, state: Vector, at: Mapping[str, complex]) -> int:
         """Count the reasons for which the figure is none: points or radii that fall together.
 
-        `at` has the places of the used points at `v`.
+        `at` has the places of the used points at `state`.
         """
         width, height = extent_of(at.values())
         shortest = _MIN_SEGMENT_SHARE * max(width, height)
@@ -140,77 +140,79 @@ class KindOfFigure:
             line for line in self.segments if abs(at[line[0]] - at[line[1]]) < shortest
         ]
         count = len(collapsed_segments)
-        if len(self.used) > 2 and self._is_flat(list(at.values())):
+        if len(self.used_points) > 2 and self._is_flat(list(at.values())):
             count += 1
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
-            if name.startswith("radius ") and v[i] <= 0:
+            if name.startswith("radius ") and state[i] <= 0:
                 count += 1
         return count
 
-    def _differences(self, v: Vector, at: Mapping[str, complex]) -> int:
-        """Count what is drawn otherwise in the figure at `v` than in the picture or in words."""
+    def _differences(self, state: Vector, at: Mapping[str, complex]) -> int:
+        """Count what is drawn otherwise in the figure at `state` than in the picture or in words."""
         width, height = extent_of(at.values())
         # Compared with a product of two areas, which grows with the fourth power of lengths.
         tolerance = 1e-9 * max(width, height) ** 4
-        count = len(self.disordered(v)) + self.system.atoms.mirrored_corners(v)
-        for turn in self.turns:
+        count = len(self.disordered_lines(state)) + self.system.atoms.mirrored_corners(state)
+        for turn in self.drawn_turns:
             to_first = at[turn.first] - at[turn.corner]
             to_last = at[turn.last] - at[turn.corner]
             # Opposite signs: the corner bends to the other side than in the picture.
             if turn.bend * sine(to_first, to_last) < 0:
                 count += 1
-        for ends in self.apart:
+        for ends in self.uncrossed_pairs:
             if cross_each_other([at[name] for name in ends], tolerance=tolerance):
                 count += 1
-        count += sum(1 for names in self.convex if not self._is_convex(v, names))
-        count += sum(1 for inner_point in self.inside if not self._is_inside(v, inner_point))
-        count += sum(1 for arcs in self.arcs if not self._are_apart(v, arcs))
+        count += sum(1 for names in self.convex_polygons if not self._is_convex(state, names))
+        count += sum(
+            1 for inner_point in self.inner_points if not self._is_inside(state, inner_point)
+        )
+        count += sum(1 for arcs in self.separate_arcs if not self._are_apart(state, arcs))
         return count
 
-    def _is_convex(self, v: Vector, names: Sequence[str]) -> bool:
+    def _is_convex(self, state: Vector, names: Sequence[str]) -> bool:
         """Tell whether corners go round once, with a turn to the same side at each of them."""
-        corners = [self.system.location(v, name) for name in names]
+        corners = [self.system.location(state, name) for name in names]
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
         # Once round is a full turn; a pentagram, which also bends to one side alone, goes round twice.
         bends_alike = min(turns) > _MIN_BEND or max(turns) < -_MIN_BEND
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
-    def _is_inside(self, v: Vector, inner_point: PointInPolygon) -> bool:
+    def _is_inside(self, state: Vector, inner_point: PointInPolygon) -> bool:
         """Tell whether a point lies on the same side of all sides of a convex polygon."""
-        location = self.system.location(v, inner_point.point)
+        location = self.system.location(state, inner_point.point)
         ends = [
-            (self.system.location(v, start), self.system.location(v, end))
+            (self.system.location(state, start), self.system.location(state, end))
             for start, end in sides_of_polygon(inner_point.corners)
         ]
         # Positive to the left of a side. A point on a side itself does not lie inside.
         beside = [cross(end - start, location - start) for start, end in ends]
         return min(beside) > 0 or max(beside) < 0
 
-    def _are_apart(self, v: Vector, arcs: SeparateArcs) -> bool:
+    def _are_apart(self, state: Vector, arcs: SeparateArcs) -> bool:
         """Tell whether of two arcs, each the shorter way round, none holds an end of the other."""
         for arc, ends in ((arcs.first, arcs.second), (arcs.second, arcs.first)):
-            to_start = self._way(v, arcs.centre, arc[0])
-            to_end = self._way(v, arcs.centre, arc[1])
+            to_start = self._way(state, arcs.centre, arc[0])
+            to_end = self._way(state, arcs.centre, arc[1])
             for name in ends:
-                radius = self._way(v, arcs.centre, name)
+                radius = self._way(state, arcs.centre, name)
                 # A point of the shorter way round lies between both radii, on their side.
                 is_between = cross(to_start, radius) * cross(radius, to_end) > 0
                 if is_between and dot(radius, to_start + to_end) > 0:
                     return False
         return True
 
-    def _way(self, v: Vector, start: str, end: str) -> complex:
+    def _way(self, state: Vector, start: str, end: str) -> complex:
         """Return the way from one point of the figure to another."""
-        return self.system.location(v, end) - self.system.location(v, start)
+        return self.system.location(state, end) - self.system.location(state, start)
 
-    def disordered(self, v: Vector) -> list[str]:
+    def disordered_lines(self, state: Vector) -> list[str]:
         """Return the lines whose points lie in another order than in the picture or the facts."""
         lines = []
-        for row in self.orders:
-            start = self.system.location(v, row[0])
-            way = self.system.location(v, row[-1]) - start
-            along = [dot(self.system.location(v, name) - start, way) for name in row]
+        for row in self.point_orders:
+            start = self.system.location(state, row[0])
+            way = self.system.location(state, row[-1]) - start
+            along = [dot(self.system.location(state, name) - start, way) for name in row]
             lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
         return lines
 
@@ -219,25 +221,25 @@ class KindOfFigure:
 
         The picture's limit is ten times that of the figure: pixels are rounded, figures are not.
         """
-        if any(set(self.used) <= set(row) for row in self.drawing.lines):
+        if any(set(self.used_points) <= set(row) for row in self.drawing.all_lines):
             return False
         if self.places:
-            drawn = [self.places[name] for name in self.used if name in self.places]
+            drawn = [self.places[name] for name in self.used_points if name in self.places]
             if _flatness(drawn) < 1e-2:
                 return False
         return _flatness(places) < 1e-3
 
-    def picture_distance(self, v: Vector) -> float:
+    def picture_distance(self, state: Vector) -> float:
         """Return how far the points lie from those of the picture; 0 is not at all.
 
         The figure is turned, shifted and scaled to fit as well as it can.
         """
         # Imagined points have places that nobody drew, so they say nothing of the picture.
-        names = [name for name in sorted(self.places) if name not in self.drawing.imagined]
+        names = [name for name in sorted(self.places) if name not in self.drawing.imagined_points]
         if len(names) < 2:
             return 0.0
         target = np.array([self.places[name] for name in names])
-        reached = np.array([self.system.location(v, name) for name in names])
+        reached = np.array([self.system.location(state, name) for name in names])
         target = target - target.mean()
         reached = reached - reached.mean()
         # The complex factor of least squares: its angle turns the figure, its size scales it. The

@@ -29,14 +29,14 @@ class UnknownsLayout:
         self.first_unknown = 2 * len(self.points)
         self.count = self.first_unknown + len(self.unknowns)
 
-    def places(self, v: Vector) -> Vector:
-        """Return the points' coordinates in `v`, shape (points, 2); a view, not a copy."""
-        return v[: self.first_unknown].reshape(-1, 2)
+    def places(self, state: Vector) -> Vector:
+        """Return the points' coordinates in `state`, shape (points, 2); a view, not a copy."""
+        return state[: self.first_unknown].reshape(-1, 2)
 
-    def location(self, v: Vector, point: str) -> complex:
-        """Return a point's place at `v` as x + iy, in shares of the figure's size."""
+    def location(self, state: Vector, point: str) -> complex:
+        """Return a point's place at `state` as x + iy, in shares of the figure's size."""
         i = 2 * self.position[point]
-        return complex(v[i], v[i + 1])
+        return complex(state[i], state[i + 1])
 
 
 def add_point_slopes(rows: Vector, points: PointNumbers, slopes: Vector) -> None:

@@ -25,7 +25,7 @@ _MAX_POLYGONS_COMPARED = 80  # polygons of a crowded picture whose pairs are com
 class Likeness(Regions):
     """The polygons of a picture, ranked by what they look like."""
 
-    def _likest(self, kind: str, corner_count: int) -> list[str] | None:
+    def _most_alike_polygon(self, kind: str, corner_count: int) -> list[str] | None:
         """Return the drawn polygon with so many corners that looks most like its kind.
 
         The largest comes first among equals. None without a polygon of so many corners.
@@ -33,11 +33,11 @@ class Likeness(Regions):
         ranked = []
         for names in self.polygons:
             if len(names) == corner_count:
-                steps_unlike = round(self._unlikeness(kind, names) / _UNLIKENESS_STEP)
+                steps_unlike = round(self._unlikeness_to_kind(kind, names) / _UNLIKENESS_STEP)
                 ranked.append((steps_unlike, -abs(self.signed_area(names)), names))
         return min(ranked)[2] if ranked else None
 
-    def _unlikeness(self, kind: str, names: Sequence[str]) -> float:
+    def _unlikeness_to_kind(self, kind: str, names: Sequence[str]) -> float:
         """Return how far a drawn quadrilateral is from its kind; 0 for any other polygon.
 
         Sines of sides that should be parallel, cosines of those that should be perpendicular and
@@ -68,8 +68,8 @@ class Likeness(Regions):
 
         Raises `UnreadError`.
         """
-        if self.copied is not None:
-            return list(self.copied[0]), list(self.copied[1])
+        if self.copied_pair is not None:
+            return list(self.copied_pair[0]), list(self.copied_pair[1])
         marked = self._marked_pair()
         if marked is not None:
             return marked
@@ -82,7 +82,7 @@ class Likeness(Regions):
         for first, second in combinations(polygons, 2):
             # The two that are meant have all drawn points between them.
             if len(first) == len(second) and {*first, *second} >= drawn_points:
-                unlikeness, ordered_second = self._matched(first, second)
+                unlikeness, ordered_second = self._match_corners(first, second)
                 if best is None or unlikeness < best[0]:
                     best = (unlikeness, first, ordered_second)
         if best is None or best[0] >= _MAX_UNLIKENESS:
@@ -95,7 +95,7 @@ class Likeness(Regions):
         Only a picture without some of their places needs this.
         """
         partner_of_corner: dict[str, str] = {}
-        for fact in self.facts:
+        for fact in self.fact_terms:
             if fact.is_equation:
                 left_angle = inner_names(fact.arguments[0], "MeasureOf")
                 right_angle = inner_names(fact.arguments[1], "MeasureOf")
@@ -120,7 +120,7 @@ class Likeness(Regions):
             return None
         return path, [partner_of_corner[name] for name in path]
 
-    def _matched(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
+    def _match_corners(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
         """Return how unlike two polygons are at best, and the second one's corners then.
 
         Each corner of the second is tried as the partner of the first one's first, both ways round.

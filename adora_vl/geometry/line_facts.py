@@ -29,70 +29,92 @@ _MAX_DIFFERENCE_OF_HALVES = 0.12  # share by which two halves may differ and sti
 
 
 def on_line(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on a line: collinear with its two ends, unless it is one of them."""
-    point = measures.drawing.point(term.names[0])
-    start, end = measures.drawing.segment(term.arguments[1])
+    """Say that a point lies on a line, as the fact `PointLiesOnLine(D, Line(A, B))` does.
+
+    The point is collinear with both ends. An end lies on its line anyway, so that nothing is said
+    of it.
+    """
+    point = measures.drawing.require_point(term.names[0])
+    start, end = measures.drawing.ends_of_line(term.arguments[1])
     if point not in (start, end):
         yield collinear(point, start, end)
 
 
 def perpendicular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two lines are perpendicular."""
-    a, b = measures.drawing.segment(term.arguments[0])
-    c, d = measures.drawing.segment(term.arguments[1])
+    """Say that two lines are perpendicular, as `Perpendicular(Line(A, B), Line(C, D))` does."""
+    a, b = measures.drawing.ends_of_line(term.arguments[0])
+    c, d = measures.drawing.ends_of_line(term.arguments[1])
     yield Perpendicular(a=a, b=b, c=c, d=d)
 
 
 def parallel(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that lines are parallel to the first; unnamed ones are those that look most parallel."""
+    """Say that lines are parallel to the first one, as `Parallel(Line(A, B), Line(C, D))` does.
+
+    Lines without names in the picture, as in `Parallel(Line(m), Line(n))`, are the drawn lines that
+    look most parallel. Raises `UnreadError` where only some of the lines are unknown.
+    """
     try:
-        lines = [measures.drawing.segment(line) for line in term.arguments]
+        lines = [measures.drawing.ends_of_line(line) for line in term.arguments]
     except UnreadError:
         if not all(line.head == "Line" and len(line.names) == 1 for line in term.arguments):
             raise
-        lines = measures.drawing.parallel_looking(len(term.arguments))
+        lines = measures.drawing.most_parallel_lines(len(term.arguments))
     for line in lines[1:]:
         yield Parallel(a=lines[0][0], b=lines[0][1], c=line[0], d=line[1])
 
 
 def intersect(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that lines meet in a point, which is collinear with the ends of each."""
-    point = measures.drawing.point(term.arguments[-1].names[0])
+    """Say that lines meet in a point, as `IntersectAt(Line(A, B), Line(C, D), Point(E))` does.
+
+    The point is collinear with the two ends of each line.
+    """
+    point = measures.drawing.require_point(term.arguments[-1].names[0])
     for line in term.arguments[:-1]:
         if line.head == "Line" and len(line.names) == 2 and point not in line.names:
             yield collinear(point, line.names[0], line.names[1])
 
 
 def midpoint(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the midpoint of a segment, or of the side of a shape that it lies on."""
+    """Say that a point is a midpoint, as the fact `IsMidpointOf(Point(M), Line(A, B))` does.
+
+    `LegOf(...)` or `SideOf(...)` in place of the line name a shape, of which the side is meant that
+    the point lies on. Raises `UnreadError` for anything else.
+    """
     point = point_of_term(measures, term.arguments[0])
     target = term.arguments[1]
     if target.head == "Line" and len(target.names) == 2:
-        yield Mean(point=point, points=measures.drawing.segment(target))
+        yield Mean(point=point, points=measures.drawing.ends_of_line(target))
     elif target.head in ("LegOf", "SideOf"):
-        names = measures.drawing.shape(target.arguments[0])
+        names = measures.drawing.corners_of_shape(target.arguments[0])
         yield Mean(point=point, points=measures.drawing.side_with(point, names))
     else:
         raise UnreadError(f"the form does not say of which segment {point} is the midpoint")
 
 
 def right_angle(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that an angle is right."""
-    first, corner, last = measures.drawing.angle(term.arguments[0])
+    """Say that an angle is right, as the fact `RightAngle(Angle(A, B, C))` does."""
+    first, corner, last = measures.drawing.points_of_angle(term.arguments[0])
     yield right_angle_at(corner, first, last)
 
 
 def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line halves a segment or an angle."""
+    """Say that a line halves a segment or an angle: `BisectsAngle(Line(B, D), Angle(A, B, C))`.
+
+    A segment is halved where the line meets it. An angle may be named by three points, by its
+    corner alone, or by a triangle in which the line begins at one corner.
+
+    Raises `UnreadError` where the form does not say where the lines meet, or the line does not
+    begin at the corner of the angle.
+    """
     drawing = measures.drawing
-    line = drawing.segment(term.arguments[0])
+    line = drawing.ends_of_line(term.arguments[0])
     target = term.arguments[1]
     names = target.names
     if target.head == "Line" and len(names) == 2:
-        middle = [name for name in line if drawing.are_on_one_row((name, *names))]
+        middle = [name for name in line if drawing.are_on_one_line((name, *names))]
         if not middle:
             raise UnreadError(f"the form does not say where {''.join(line)} meets {''.join(names)}")
-        yield Mean(point=middle[0], points=drawing.segment(target))
+        yield Mean(point=middle[0], points=drawing.ends_of_line(target))
         return
     if target.head != "Angle":
         if len(names) != 3 or len(set(names) & set(line)) != 1:
@@ -105,19 +127,26 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
         names = [corner]
     if len(names) == 1:
         inside = next(name for name in line if name != names[0])
-        names = list(drawing.around(names[0], inside))
+        names = list(drawing.angle_around(names[0], inside))
     far = [name for name in line if name != names[1]]
     if len(far) != 1:
         raise UnreadError(f"{''.join(line)} does not begin at {names[1]}")
     yield same_angle(measures, (names[0], names[1], far[0]), (far[0], names[1], names[2]))
     if not drawing.places:
         # Without a picture the line could as well lie opposite, outside of the angle.
-        half = over(measures.corner(names[0], names[1], names[2]), Constant(2.0))
-        yield Equal(left=measures.corner(names[0], names[1], far[0]), right=half, unit="degrees")
+        half = over(measures.angle_between(names[0], names[1], names[2]), Constant(2.0))
+        yield Equal(
+            left=measures.angle_between(names[0], names[1], far[0]), right=half, unit="degrees"
+        )
 
 
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle."""
+    """Say that a line is the perpendicular bisector of a segment, or of all sides of a triangle.
+
+    The fact is `IsPerpendicularBisectorOf(Line(A, B), Line(C, D))`, or has a triangle as its second
+    part. Then its perpendicular bisectors meet in the point of a fact `IntersectAt`, which is as
+    far from all corners. Raises `UnreadError` where no fact names that point.
+    """
     drawing = measures.drawing
     names = term.arguments[1].names
     if term.arguments[1].head == "Triangle" and len(names) == 3:
@@ -134,7 +163,7 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
                 drawing, start=names[i], end=names[i - 1], names=names
             )
         return
-    start, end = drawing.segment(term.arguments[0])
+    start, end = drawing.ends_of_line(term.arguments[0])
     if len(names) != 2:
         raise UnreadError(
             "the form does not say of which segment the line is the perpendicular bisector"
@@ -146,13 +175,14 @@ def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]
 def _midpoint_of_drawn_foot(
     drawing: Drawing, start: str, end: str, names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that a perpendicular bisector stands on the point that looks like its midpoint.
+    """Say that the point on a side that looks like its midpoint is the midpoint.
 
-    There is at most one such point for a side.
+    A perpendicular bisector is drawn through that point. There is at most one such point for the
+    side from `start` to `end`; `names` are the corners of the triangle, which are no feet.
     """
     places = drawing.places
     candidates = []
-    for row in drawing.rows:
+    for row in drawing.drawn_lines:
         if start in row and end in row:
             for point in row:
                 if point not in names:

@@ -22,17 +22,17 @@ class LinearSum(NamedTuple):
     constant: float
 
 
-def linear_sum(quantity: Quantity, row_of_atom: Mapping[Quantity, int]) -> LinearSum | None:
+def linear_sum(quantity: Quantity, row_by_atom: Mapping[Quantity, int]) -> LinearSum | None:
     """Write a quantity as a sum over all atoms; None where it is not linear in them."""
-    factors = np.zeros(len(row_of_atom))
-    constant = _add_quantity(quantity, factor=1.0, factors=factors, row_of_atom=row_of_atom)
+    factors = np.zeros(len(row_by_atom))
+    constant = _add_quantity(quantity, factor=1.0, factors=factors, row_by_atom=row_by_atom)
     if constant is None:
         return None
     return LinearSum(factors=factors, constant=constant)
 
 
 def _add_quantity(
-    quantity: Quantity, factor: float, factors: Vector, row_of_atom: Mapping[Quantity, int]
+    quantity: Quantity, factor: float, factors: Vector, row_by_atom: Mapping[Quantity, int]
 ) -> float | None:
     """Add a quantity times a factor to the factors of the atoms in it.
 
@@ -43,10 +43,10 @@ def _add_quantity(
     if constant is not None:
         return factor * constant
     if not isinstance(quantity, Arithmetic):
-        factors[row_of_atom[quantity]] += factor
+        factors[row_by_atom[quantity]] += factor
         return 0.0
     if quantity.function in ("+", "-"):
-        return _add_sum(quantity, factor, factors=factors, row_of_atom=row_of_atom)
+        return _add_sum(quantity, factor, factors=factors, row_by_atom=row_by_atom)
     if quantity.function == "*":
         constants = [constant_of(part) for part in quantity.parts]
         numbers = [number for number in constants if number is not None]
@@ -57,27 +57,27 @@ def _add_quantity(
         if len(variable_parts) == 1:
             product = factor * math.prod(numbers)
             return _add_quantity(
-                variable_parts[0], product, factors=factors, row_of_atom=row_of_atom
+                variable_parts[0], product, factors=factors, row_by_atom=row_by_atom
             )
     if quantity.function == "/":
         divisor = constant_of(quantity.parts[1])
         if divisor:
             quotient = factor / divisor
             return _add_quantity(
-                quantity.parts[0], quotient, factors=factors, row_of_atom=row_of_atom
+                quantity.parts[0], quotient, factors=factors, row_by_atom=row_by_atom
             )
     return None
 
 
 def _add_sum(
-    quantity: Arithmetic, factor: float, factors: Vector, row_of_atom: Mapping[Quantity, int]
+    quantity: Arithmetic, factor: float, factors: Vector, row_by_atom: Mapping[Quantity, int]
 ) -> float | None:
     """Add a sum or a difference, as `_add_quantity` does."""
     total = 0.0
     for number, part in enumerate(quantity.parts):
         is_subtracted = quantity.function == "-" and number == 1
         sign = -1.0 if is_subtracted else 1.0
-        constant = _add_quantity(part, sign * factor, factors=factors, row_of_atom=row_of_atom)
+        constant = _add_quantity(part, sign * factor, factors=factors, row_by_atom=row_by_atom)
         if constant is None:
             return None
         total += constant

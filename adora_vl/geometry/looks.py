@@ -45,7 +45,10 @@ def tangents_seen(measures: Measures, limit: float) -> Iterator[tuple[Relation, 
     """
     drawing = measures.drawing
     places = drawing.places
-    lines = [*drawing.rows, *([*line] for line in drawing.form.lines if set(line) <= places.keys())]
+    lines = [
+        *drawing.drawn_lines,
+        *([*line] for line in drawing.form.lines if set(line) <= places.keys()),
+    ]
     for circle in drawing.circles:
         for point in circle.points:
             if circle.centre not in places or point not in places:
@@ -85,7 +88,7 @@ def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
                 continue
             way = places[end] - places[start]
             beside = abs((way.conjugate() * (places[circle.centre] - places[start])).imag)
-            if beside < _MAX_OFFSET_FROM_CHORD * abs(way) ** 2 and not drawing.are_on_one_row(
+            if beside < _MAX_OFFSET_FROM_CHORD * abs(way) ** 2 and not drawing.are_on_one_line(
                 (start, end, circle.centre)
             ):
                 relation = collinear(circle.centre, start, end)
@@ -99,7 +102,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
     for corner in sorted(drawing.neighbours):
         if corner not in places:
             continue
-        ends = {end for row in drawing.rows if corner in row for end in (row[0], row[-1])}
+        ends = {end for row in drawing.drawn_lines if corner in row for end in (row[0], row[-1])}
         rays = sorted(end for end in ends if end != corner and places[end] != places[corner])
         for first, last in combinations(rays, 2):
             lean = abs(cosine(places[first] - places[corner], places[last] - places[corner]))
@@ -111,7 +114,7 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
 def _seen_parallels(measures: Measures) -> Iterator[tuple[Relation, str]]:
     """Yield rows without a common point that look parallel."""
     drawing = measures.drawing
-    for first, second in combinations(drawing.rows, 2):
+    for first, second in combinations(drawing.drawn_lines, 2):
         if (
             not set(first) & set(second)
             and drawing.degrees_apart(first, second) < _MAX_DEGREES_FROM_PARALLEL

@@ -79,7 +79,8 @@ _LENGTH_HEADS = (
 def unit_of_term(term: Term) -> Unit:
     """Return what a term is measured in, by the first of its heads that says so.
 
-    A bare letter is like a length.
+    `MeasureOf(Angle(A, B, C))` is in degrees, `LengthOf(...)` a length. A bare letter is like a
+    length, unless `LengthOf` stands around an angle.
     """
     for part in term.walk():
         if (
@@ -96,30 +97,34 @@ def unit_of_term(term: Term) -> Unit:
 
 
 class Measures:
-    """Reads terms as quantities of a drawing.
+    """Turns terms such as `LengthOf(Line(A, B))` into quantities of a figure.
 
-    `assumed` collects, in words, what the facts do not say and the picture shows, of terms read so
-    far.
+    `drawing` is the picture of the logic form, which says which points, circles and shapes the
+    terms mean. `assumed` collects, in words, what the facts do not say and the picture shows, of
+    terms read so far.
     """
 
     def __init__(self, drawing: Drawing) -> None:
         self.drawing = drawing
         self.assumed: list[str] = []
 
-    def value(self, term: Term) -> Quantity:
-        """Return the quantity that a term measures. Raises `UnreadError`."""
+    def quantity(self, term: Term) -> Quantity:
+        """Return the quantity that a term measures: the distance AB for `LengthOf(Line(A, B))`.
+
+        Raises `UnreadError` where the term is no measure that is known.
+        """
         if not term.arguments:
-            return self._leaf(term.head)
+            return self._quantity_of_text(term.head)
         rule = _RULE_BY_HEAD.get(term.head)
         if rule is None:
             raise UnreadError(f"{term} is no measure that is known")
         return rule(self, term)
 
-    def values(self, term: Term) -> list[Quantity]:
+    def quantities(self, term: Term) -> list[Quantity]:
         """Return the quantities that the arguments of a term measure, in order."""
-        return [self.value(argument) for argument in term.arguments]
+        return [self.quantity(argument) for argument in term.arguments]
 
-    def _leaf(self, text: str) -> Quantity:
+    def _quantity_of_text(self, text: str) -> Quantity:
         """Return what a text without brackets measures: an angle, a radius, a number, letters.
 
         Raises `UnreadError` for any other text.
@@ -141,16 +146,19 @@ class Measures:
 
         Raises `UnreadError` where the form lacks one of them.
         """
-        return Distance(start=self.drawing.point(start), end=self.drawing.point(end))
+        return Distance(
+            start=self.drawing.require_point(start), end=self.drawing.require_point(end)
+        )
 
     def radius(self, circle: Circle) -> Unknown:
-        """Return the radius of a circle as an unknown."""
+        """Return the radius of a circle as an unknown, whose value the solver finds."""
         return Unknown(circle.radius)
 
-    def line(self, term: Term) -> Quantity:
+    def segment_length(self, term: Term) -> Quantity:
         """Return the length of a segment, by its two ends or by its small letter.
 
-        Raises `UnreadError`.
+        `Line(m)` is the segment whose length the problem calls m. Raises `UnreadError` for any
+        other name.
         """
         names = term.names
         if len(names) == 2:
@@ -159,21 +167,28 @@ class Measures:
             return Unknown(names[0])
         raise UnreadError(f"{term} is no segment")
 
-    def length(self, term: Term) -> Quantity:
-        """Return `LengthOf` a segment, an arc (its angle times the radius) or a measure."""
+    def length_of(self, term: Term) -> Quantity:
+        """Return the quantity of `LengthOf(...)`, whose argument is a segment, an arc or a measure.
+
+        The length of an arc is its angle at the centre, in radians, times the radius.
+        """
         inner = term.arguments[0]
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
         if not inner.arguments:
-            return self.value(inner)
+            return self.quantity(inner)
         arc = inner.arguments[0] if inner.head in ("Minor", "Major") and inner.arguments else inner
         if arc.head == "Arc":
             radius = self.radius(self.drawing.circle_of_arc(arc.names))
-            return times(self.value(inner), radius, Constant(math.pi / 180))
-        return self.value(inner)
+            return times(self.quantity(inner), radius, Constant(math.pi / 180))
+        return self.quantity(inner)
 
-    def of_circle(self, head: str, circle: Circle) -> Quantity:
-        """Return radius, diameter, area or circumference of a circle, by the head of the term."""
+    def circle_measure(self, head: str, circle: Circle) -> Quantity:
+        """Return radius, diameter, area or circumference of a circle.
+
+        `head` says which of them is meant: `RadiusOf`, `DiameterOf`, `AreaOf` or any other for the
+        circumference.
+        """
         radius = self.radius(circle)
         if head == "RadiusOf":
             return radius
@@ -183,56 +198,57 @@ class Measures:
             return times(Constant(math.pi), radius, radius)
         return times(Constant(2 * math.pi), radius)
 
-    def circular(self, term: Term) -> Quantity:
-        """Return a measure of the circle that a term names."""
-        return self.of_circle(term.head, self.drawing.circle(unwrap_shape(term.arguments[0])))
+    def named_circle_measure(self, term: Term) -> Quantity:
+        """Return what a term such as `RadiusOf(Circle(O))` measures of the circle that it names."""
+        return self.circle_measure(term.head, self.drawing.circle(unwrap_shape(term.arguments[0])))
 
-    def side(self, term: Term) -> Quantity:
+    def side_length(self, term: Term) -> Quantity:
         """Return the length of a side of a shape.
 
         It is any side of an equilateral shape, else the one whose length is an unknown letter.
         """
         inner = term.arguments[0]
-        names = self.drawing.shape(inner)
+        names = self.drawing.corners_of_shape(inner)
         if unwrap_shape(inner).head in ("Square", "Rhombus") or inner.head in (
             "Regular",
             "Equilateral",
         ):
             return self.distance(names[0], names[1])
         sides = sides_of_polygon(names)
-        lettered = [side for side in sides if self._has_letter(side)]
+        lettered = [side for side in sides if self._has_lettered_length(side)]
         if len(lettered) == 1:
             return self.distance(*lettered[0])
         if term.head != "SideOf":
             raise UnreadError(f"the form does not say which side {term} is")
         return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
 
-    def _has_letter(self, side: tuple[str, str]) -> bool:
-        """Tell whether a fact gives the length of a side by a letter alone."""
-        for fact in self.drawing.facts:
+    def _has_lettered_length(self, side: tuple[str, str]) -> bool:
+        """Tell whether a fact gives the length of a side by a letter alone, as in `AB = x`."""
+        for fact in self.drawing.fact_terms:
             if fact.is_equation and fact.arguments[0].arguments:
                 is_side = set(fact.arguments[0].arguments[0].names) == set(side)
                 if is_side and re.fullmatch("[a-z]", fact.arguments[1].head):
                     return True
         return False
 
-    def hypotenuse(self, term: Term) -> Quantity:
-        """Return the side of a right triangle that lies opposite its right angle."""
-        names = self.drawing.shape(term.arguments[0])
+    def hypotenuse_length(self, term: Term) -> Quantity:
+        """Return the length of the side of a right triangle that lies opposite its right angle."""
+        names = self.drawing.corners_of_shape(term.arguments[0])
         corner = self.drawing.right_corner(names)
         legs_ends = [name for name in names if name != corner]
         return self.distance(legs_ends[0], legs_ends[1])
 
     def height(self, term: Term) -> Quantity:
-        """Return the height of a shape.
+        """Return the height of a shape that a term such as `HeightOf(Trapezoid(A, B, C, D))` names.
 
-        It is a drawn perpendicular, else a segment that a fact calls so, else the height over the
-        base.
+        It is a drawn perpendicular, else a segment that a fact calls so. A shape with four corners
+        has its height over the base even if nothing is drawn. Raises `UnreadError` for a triangle
+        of which none of these is known.
         """
         drawn = drawn_height(self.drawing)
         if drawn is not None:
             return self.distance(*drawn)
-        names = self.drawing.shape(term.arguments[0])
+        names = self.drawing.corners_of_shape(term.arguments[0])
         called = called_height(self.drawing)
         if called is not None:
             return self.distance(*called)
@@ -242,15 +258,23 @@ class Measures:
         raise UnreadError(f"the form does not say which height {term} is")
 
     def median(self, term: Term) -> Quantity:
-        """Return the median of a trapezoid, half of its parallel sides together."""
-        names = self.drawing.shape(term.arguments[0])
+        """Return the length of the median of a trapezoid: half of its parallel sides together.
+
+        Raises `UnreadError` for a triangle, which has three medians.
+        """
+        names = self.drawing.corners_of_shape(term.arguments[0])
         if len(names) != 4:
             raise UnreadError(f"the form does not say which median {term} is")
         a, b, c, d = self.drawing.with_base_first(names)
         return over(plus(self.distance(a, b), self.distance(c, d)), Constant(2.0))
 
     def scale_factor(self, term: Term) -> Quantity:
-        """Return the ratio of two shapes: of distances from a centre, else of their first sides."""
+        """Return the ratio of two similar shapes.
+
+        Where the shapes are two single points, they are a point and its image: the ratio is that of
+        their distances from a centre on the same line. Else it is the ratio of the first sides of
+        the shapes. Raises `UnreadError` where the term has not two shapes.
+        """
         if len(term.arguments) != 2:
             raise UnreadError(f"{term} has not two shapes")
         first = unwrap_shape(term.arguments[0]).names
@@ -258,7 +282,7 @@ class Measures:
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
             for centre in drawing.points:
-                if centre not in (first[0], second[0]) and drawing.are_on_one_row(
+                if centre not in (first[0], second[0]) and drawing.are_on_one_line(
                     (centre, first[0], second[0])
                 ):
                     return over(self.distance(centre, second[0]), self.distance(centre, first[0]))
@@ -271,11 +295,11 @@ class Measures:
 
     # Angles and arcs
 
-    def turn(self, first: str, corner: str, last: str) -> int:
-        """Return the side of `first` on which the picture has `last`.
+    def drawn_turn(self, first: str, corner: str, last: str) -> int:
+        """Return on which side of the ray from `corner` to `first` the picture has `last`.
 
-        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show
-        it.
+        The result is 1 against the clock, -1 with it, and 0 where the corner is too flat to show it
+        or one of the points has no place.
         """
         places = self.drawing.places
         if not {first, corner, last} <= places.keys():
@@ -285,13 +309,21 @@ class Measures:
             return 0
         return 1 if bend > 0 else -1
 
-    def corner(self, first: str, corner: str, last: str) -> Angle:
-        """Return the angle at `corner`, with the side to which the picture turns it."""
-        names = [self.drawing.point(name) for name in (first, corner, last)]
-        return Angle(first=names[0], corner=names[1], last=names[2], turn=self.turn(*names))
+    def angle_between(self, first: str, corner: str, last: str) -> Angle:
+        """Return the angle at `corner` between the rays to `first` and `last`.
+
+        It remembers the side to which the picture turns it, so that a mirrored figure is no
+        solution.
+        """
+        names = [self.drawing.require_point(name) for name in (first, corner, last)]
+        return Angle(first=names[0], corner=names[1], last=names[2], turn=self.drawn_turn(*names))
 
     def angle(self, term: Term) -> Quantity:
-        """Return the angle that a term names by points, its corner, a number or a letter."""
+        """Return the angle that a term names by three points, its corner, a number or a letter.
+
+        A number or a letter, as in `Angle(1)`, is an unknown by itself. `Angle($)` is the angle at
+        the centre over one side of a regular polygon.
+        """
         names = term.names
         if (
             len(names) == 1
@@ -301,50 +333,56 @@ class Measures:
             return Unknown(f"angle {names[0]}")
         if names == ["$"]:
             return self.central_angle()
-        return self.corner(*self.drawing.angle(term))
+        return self.angle_between(*self.drawing.points_of_angle(term))
 
     def central_angle(self) -> Quantity:
-        """Return the angle at the centre over one side of a regular polygon: `Angle($)`."""
+        """Return the angle at the centre of a circle over one side of the regular polygon in it.
+
+        Raises `UnreadError` where no fact inscribes a regular polygon in a circle.
+        """
         for term in self.drawing.terms:
             if term.head != "InscribedIn" or len(term.arguments) != 2:
                 continue
             shape = term.arguments[0]
             if shape.head in ("Regular", "Square"):
                 circle = self.drawing.circle(term.arguments[1])
-                names = self.inscribed(shape, circle)
-                return self.corner(names[0], circle.centre, names[1])
+                names = self.inscribed_corners(shape, circle)
+                return self.angle_between(names[0], circle.centre, names[1])
         raise UnreadError("the form does not say which angle is meant")
 
-    def inscribed(self, shape: Term, circle: Circle) -> list[str]:
-        """Return the corners of a shape in a circle.
+    def inscribed_corners(self, shape: Term, circle: Circle) -> list[str]:
+        """Return the corners of a shape that is inscribed in a circle.
 
-        They are as the facts name them, else as drawn, else the points on the circle in order.
+        For a `Polygon` whose centre is drawn they are the points of the circle with two drawn lines
+        or more, in the order round it. For any other shape the facts or the drawing name them.
         """
         on_circle = [name for name in circle.points if name in self.drawing.places]
         if circle.centre not in self.drawing.places or unwrap_shape(shape).head != "Polygon":
-            return self.drawing.shape(shape)
+            return self.drawing.corners_of_shape(shape)
         centre = self.drawing.places[circle.centre]
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
-            return self.drawing.shape(shape)
+            return self.drawing.corners_of_shape(shape)
         return sorted(
             corners,
             key=lambda name: math.atan2(*_imaginary_and_real(self.drawing.places[name] - centre)),
         )
 
-    def arc(self, term: Term) -> Quantity:
-        """Return the angle of an arc at the centre; three letters go through the middle one.
+    def arc_angle(self, term: Term) -> Quantity:
+        """Return the angle of an arc at the centre, in degrees.
 
-        Some annotations write the centre for that point, which then says no more than two letters.
+        Two letters name the shorter way round, three letters the way through the middle one. Some
+        annotations write the centre for that point, which then says no more than two letters.
+        Raises `UnreadError` where the picture does not show the way round.
         """
         names = term.names
         if len(names) not in (2, 3):
             raise UnreadError(f"{term} is no arc")
         circle = self.drawing.circle_of_arc(names)
         if len(names) == 2 or names[1] == circle.centre:
-            return self.corner(names[0], circle.centre, names[-1])
+            return self.angle_between(names[0], circle.centre, names[-1])
         if names[1] not in self.drawing.places:
-            return minus(Constant(360.0), self.corner(names[0], circle.centre, names[2]))
+            return minus(Constant(360.0), self.angle_between(names[0], circle.centre, names[2]))
         if not {*names, circle.centre} <= self.drawing.places.keys():
             raise UnreadError(f"the form does not say which way round {term} goes")
         centre = self.drawing.places[circle.centre]
@@ -356,21 +394,27 @@ class Measures:
         turn = 1 if to_middle < to_last else -1
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
-    def minor(self, term: Term) -> Quantity:
-        """Return the angle at the centre of the shorter way round between the ends of an arc."""
+    def minor_arc_angle(self, term: Term) -> Quantity:
+        """Return the angle at the centre of the shorter way round between the ends of an arc.
+
+        The term is `Minor(Arc(A, B))` or `Major(Arc(A, B))`.
+        """
         names = term.arguments[0].names
         if len(names) < 2:
             raise UnreadError(f"{term} is no arc")
-        return self.corner(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
+        return self.angle_between(names[0], self.drawing.circle_of_arc(names).centre, names[-1])
 
-    def measure(self, term: Term) -> Quantity:
+    def inner_quantity(self, term: Term) -> Quantity:
         """Return what `MeasureOf` an angle or an arc is: the quantity itself."""
-        return self.value(term.arguments[0])
+        return self.quantity(term.arguments[0])
 
     # Areas and perimeters
 
-    def polygon(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon, or its area for any other head."""
+    def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
+        """Return the perimeter of a polygon for the head `PerimeterOf`, its area for any other head.
+
+        `names` are the corners in the order round the polygon.
+        """
         if head == "PerimeterOf":
             return plus(*(self.distance(*side) for side in sides_of_polygon(names)))
         return Area(corners=tuple(names))
@@ -378,12 +422,15 @@ class Measures:
     # Arithmetic
 
     def ratio(self, term: Term) -> Quantity:
-        """Return a quotient of two measures; of two shapes their scale factor."""
+        """Return the quotient of the two measures of `RatioOf(...)` or `Div(...)`.
+
+        The quotient of two shapes is their scale factor, and a single argument is a ratio already.
+        """
         if len(term.arguments) == 1:
-            return self.value(term.arguments[0])
+            return self.quantity(term.arguments[0])
         if any(unwrap_shape(argument).head in CORNER_COUNT_BY_SHAPE for argument in term.arguments):
             return self.scale_factor(term)
-        parts = self.values(term)
+        parts = self.quantities(term)
         return over(parts[0], parts[1])
 
     def sum(self, term: Term) -> Quantity:
@@ -396,14 +443,14 @@ class Measures:
         for argument in term.arguments:
             if argument.head in CIRCLE_HEADS and first.head not in CIRCLE_HEADS:
                 argument = Term(head=first.head, arguments=(argument,))
-            parts.append(self.value(argument))
+            parts.append(self.quantity(argument))
         return plus(*parts)
 
     def average(self, term: Term) -> Quantity:
         """Return the mean of all arguments."""
         return over(self.sum(term), Constant(float(len(term.arguments))))
 
-    def raised(self, term: Term) -> Quantity:
+    def whole_power(self, term: Term) -> Quantity:
         """Return the first argument to a whole number.
 
         Raises `UnreadError` for any other exponent.
@@ -411,22 +458,22 @@ class Measures:
         exponent = number_in_text(term.arguments[-1].head)
         if len(term.arguments) != 2 or exponent is None or abs(exponent) > MAX_EXPONENT:
             raise UnreadError(f"{term} is no power that is known")
-        return power(self.value(term.arguments[0]), exponent)
+        return power(self.quantity(term.arguments[0]), exponent)
 
     def product(self, term: Term) -> Quantity:
         """Return the product of all arguments."""
-        return times(*self.values(term))
+        return times(*self.quantities(term))
 
     def difference(self, term: Term) -> Quantity:
-        """Return the first argument minus the second."""
-        parts = self.values(term)
+        """Return the first argument minus the second. Raises `UnreadError` unless there are two."""
+        parts = self.quantities(term)
         if len(parts) != 2:
             raise UnreadError(f"{term} has not two parts")
         return minus(parts[0], parts[1])
 
     def half(self, term: Term) -> Quantity:
         """Return half of the argument."""
-        return over(self.value(term.arguments[0]), Constant(2.0))
+        return over(self.quantity(term.arguments[0]), Constant(2.0))
 
     def cotangent(self, term: Term) -> Quantity:
         """Return the cotangent of an angle, over its tangent."""
@@ -434,39 +481,44 @@ class Measures:
         return over(Constant(1.0), self.trigonometric(tangent))
 
     def trigonometric(self, term: Term) -> Quantity:
-        """Return sine, cosine or tangent of an angle, which may be named by its corner alone."""
+        """Return sine, cosine or tangent of an angle, as in `SinOf(Angle(A, B, C))`.
+
+        A capital letter alone, as in `SinOf(A)`, names the corner of the angle.
+        """
         names: dict[str, Function] = {"SinOf": "sin", "CosOf": "cos", "TanOf": "tan"}
         inner = term.arguments[0]
         if inner.arguments or len(inner.head) > 1 or not inner.head.isupper():
-            return Arithmetic(function=names[term.head], parts=(self.value(inner),))
-        angle = self.corner(*self.drawing.angle(Term(head="Angle", arguments=(inner,))))
+            return Arithmetic(function=names[term.head], parts=(self.quantity(inner),))
+        angle = self.angle_between(
+            *self.drawing.points_of_angle(Term(head="Angle", arguments=(inner,)))
+        )
         return Arithmetic(function=names[term.head], parts=(angle,))
 
 
 def _imaginary_and_real(location: complex) -> tuple[float, float]:
-    """Return the coordinates in the order in which `math.atan2` takes them."""
+    """Return the coordinates y and x of a place, in the order in which `math.atan2` takes them."""
     return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]
 _RULE_BY_HEAD: dict[str, _Rule] = {
-    "Line": Measures.line,
-    "LengthOf": Measures.length,
-    "RadiusOf": Measures.circular,
-    "DiameterOf": Measures.circular,
-    "CircumferenceOf": Measures.circular,
-    "SideOf": Measures.side,
-    "LegOf": Measures.side,
-    "BaseOf": Measures.side,
-    "HypotenuseOf": Measures.hypotenuse,
+    "Line": Measures.segment_length,
+    "LengthOf": Measures.length_of,
+    "RadiusOf": Measures.named_circle_measure,
+    "DiameterOf": Measures.named_circle_measure,
+    "CircumferenceOf": Measures.named_circle_measure,
+    "SideOf": Measures.side_length,
+    "LegOf": Measures.side_length,
+    "BaseOf": Measures.side_length,
+    "HypotenuseOf": Measures.hypotenuse_length,
     "HeightOf": Measures.height,
     "AltitudeOf": Measures.height,
     "ScaleFactorOf": Measures.scale_factor,
     "Angle": Measures.angle,
-    "Arc": Measures.arc,
-    "Minor": Measures.minor,
-    "Major": lambda measures, term: minus(Constant(360.0), measures.minor(term)),
-    "MeasureOf": Measures.measure,
+    "Arc": Measures.arc_angle,
+    "Minor": Measures.minor_arc_angle,
+    "Major": lambda measures, term: minus(Constant(360.0), measures.minor_arc_angle(term)),
+    "MeasureOf": Measures.inner_quantity,
     "AreaOf": area_or_perimeter,
     "PerimeterOf": area_or_perimeter,
     "RatioOf": Measures.ratio,
@@ -476,13 +528,13 @@ _RULE_BY_HEAD: dict[str, _Rule] = {
     "Mul": Measures.product,
     "Sub": Measures.difference,
     "HalfOf": Measures.half,
-    "SquareOf": lambda measures, term: power(measures.value(term.arguments[0]), 2.0),
-    "SqrtOf": lambda measures, term: power(measures.value(term.arguments[0]), 0.5),
+    "SquareOf": lambda measures, term: power(measures.quantity(term.arguments[0]), 2.0),
+    "SqrtOf": lambda measures, term: power(measures.quantity(term.arguments[0]), 0.5),
     "SinOf": Measures.trigonometric,
     "CosOf": Measures.trigonometric,
     "TanOf": Measures.trigonometric,
     "CotOf": Measures.cotangent,
     "AverageOf": Measures.average,
-    "Pow": Measures.raised,
+    "Pow": Measures.whole_power,
     "MedianOf": Measures.median,
 }

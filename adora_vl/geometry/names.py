@@ -18,9 +18,9 @@ from adora_vl.geometry.quantities import (
     times,
 )
 from adora_vl.geometry.reading import Reading
-from adora_vl.geometry.signs import Sign
+from adora_vl.geometry.tokens import ResponseToken
 
-_END_TOKEN = Sign(kind="end", text="", start=0, end=0, is_apart=True)
+_END_TOKEN = ResponseToken(kind="end", text="", start=0, end=0, is_apart=True)
 # Words before a name that say no more than the name.
 _SEGMENT_NOUNS_TEXT = (
     "segment side line chord radius diameter hypotenuse leg base height altitude median "
@@ -49,25 +49,25 @@ class NameReader:
     response uses for something else.
     """
 
-    def __init__(self, signs: Sequence[Sign], reading: Reading) -> None:
-        self.signs = signs
+    def __init__(self, tokens: Sequence[ResponseToken], reading: Reading) -> None:
+        self.tokens = tokens
         self.reading = reading
-        self.points = set(reading.drawing.points) | reading.drawing.aliases.keys()
+        self.points = set(reading.drawing.points) | reading.drawing.centre_by_alias.keys()
         self.unknowns = unknown_names(reading)
         self.hidden: set[str] = set()
 
-    def at(self, position: int) -> Sign:
+    def token_at(self, position: int) -> ResponseToken:
         """Return the sign at a position; an end sign behind the last one."""
-        return self.signs[position] if 0 <= position < len(self.signs) else _END_TOKEN
+        return self.tokens[position] if 0 <= position < len(self.tokens) else _END_TOKEN
 
-    def word(self, position: int) -> str:
+    def word_at(self, position: int) -> str:
         """Return the word at a position in small letters; empty where there is none."""
-        sign = self.at(position)
-        return sign.text.lower() if sign.kind == "word" else ""
+        token = self.token_at(position)
+        return token.text.lower() if token.kind == "word" else ""
 
-    def past(self, position: int, words: Set[str]) -> int:
+    def skip_words(self, position: int, words: Set[str]) -> int:
         """Return the position behind these words."""
-        while self.word(position) in words:
+        while self.word_at(position) in words:
             position += 1
         return position
 
@@ -75,13 +75,15 @@ class NameReader:
         """Read the points that stand at a position, also with single spaces between: `Q L M`."""
         names: list[str] = []
         cursor = start
-        while self.at(cursor).kind == "points":
-            sign = self.at(cursor)
-            letters = re.findall("[A-Z]'?", sign.text)
+        while self.token_at(cursor).kind == "points":
+            token = self.token_at(cursor)
+            letters = re.findall("[A-Z]'?", token.text)
             is_first = cursor == start
-            if not is_first and (len(letters) > 1 or sign.start - self.at(cursor - 1).end > 2):
+            if not is_first and (
+                len(letters) > 1 or token.start - self.token_at(cursor - 1).end > 2
+            ):
                 break
-            if not is_first and len(re.findall("[A-Z]'?", self.at(start).text)) > 1:
+            if not is_first and len(re.findall("[A-Z]'?", self.token_at(start).text)) > 1:
                 break
             names += letters
             cursor += 1
@@ -98,30 +100,30 @@ class NameReader:
 
     def enclosed(self, start: int) -> tuple[Quantity, int] | None:
         """Read the length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
-        is_area = self.at(start).text == "["
-        if self.at(start + 1).kind != "points":
+        is_area = self.token_at(start).text == "["
+        if self.token_at(start + 1).kind != "points":
             return None
         names, cursor = self.names_at(start + 1)
-        if self.at(cursor).text != ("]" if is_area else "|"):
+        if self.token_at(cursor).text != ("]" if is_area else "|"):
             return None
         if not is_area and len(names) == 2 and names[0] != names[1]:
             return self.reading.measures.distance(*names), cursor + 1
         if is_area and len(names) > 2 and len(set(names)) == len(names):
-            return self.reading.measures.polygon("AreaOf", names), cursor + 1
+            return self.reading.measures.polygon_measure("AreaOf", names), cursor + 1
         return None
 
     def is_product_of_letters(self, position: int) -> bool:
         """Tell whether a word is letters of the problem side by side: `2ab`, `$xy$`."""
-        sign = self.at(position)
-        is_short = re.fullmatch("[a-z]{2,3}", sign.text) is not None
-        is_near = sign.is_math or not sign.is_apart
-        return is_short and is_near and set(sign.text) <= self.unknowns - self.hidden
+        token = self.token_at(position)
+        is_short = re.fullmatch("[a-z]{2,3}", token.text) is not None
+        is_near = token.is_math or not token.is_apart
+        return is_short and is_near and set(token.text) <= self.unknowns - self.hidden
 
     def letter(self, position: int) -> tuple[Quantity, int]:
         """Read a letter of the problem, or `r` for the radius of its only circle."""
-        letter = self.at(position).text
-        is_article = letter == "a" and self.at(position + 1).kind == "word"
-        if is_article and not self.at(position).is_math:
+        letter = self.token_at(position).text
+        is_article = letter == "a" and self.token_at(position + 1).kind == "word"
+        if is_article and not self.token_at(position).is_math:
             raise NoSideError("an article")
         if letter in self.hidden:
             raise NoSideError(f"the response uses {letter} for something else")
@@ -134,24 +136,24 @@ class NameReader:
 
     def angle(self, start: int) -> tuple[Quantity, int]:
         """Read an angle by three points, by its corner, or by its number or letter."""
-        while self.word(start) == "angle":  # `angle` and its sign
+        while self.word_at(start) == "angle":  # `angle` and its sign
             start += 1
-        sign = self.at(start)
-        if sign.kind in ("number", "word"):
-            numbered = f"angle {sign.text}"
+        token = self.token_at(start)
+        if token.kind in ("number", "word"):
+            numbered = f"angle {token.text}"
             if numbered in self.unknowns:
                 return Unknown(numbered), start + 1
-            if re.fullmatch("[a-z]", sign.text) and sign.text in self.unknowns - self.hidden:
-                return Unknown(sign.text), start + 1
+            if re.fullmatch("[a-z]", token.text) and token.text in self.unknowns - self.hidden:
+                return Unknown(token.text), start + 1
             raise NoSideError(f"there is no {numbered}")
         names, cursor = self.names_at(start)
         if len(names) not in (1, 3):
             raise NoSideError(f"{''.join(names)} is no angle")
         term = Term(head="Angle", arguments=tuple(Term(name) for name in names))
-        corners = self.reading.drawing.angle(term)
-        if len(names) == 1 and self.reading.drawing.are_on_one_row(corners):
+        corners = self.reading.drawing.points_of_angle(term)
+        if len(names) == 1 and self.reading.drawing.are_on_one_line(corners):
             raise NoSideError(f"{names[0]} is no corner")
-        return self.reading.measures.corner(*corners), cursor
+        return self.reading.measures.angle_between(*corners), cursor
 
     def arc(self, start: int) -> tuple[Quantity, int]:
         """Read the angle of an arc at the centre, by two or three points of one circle."""
@@ -159,26 +161,26 @@ class NameReader:
         if not any(set(names) <= set(circle.points) for circle in self.reading.drawing.circles):
             raise NoSideError(f"{''.join(names)} is no arc")
         term = Term(head="Arc", arguments=tuple(Term(name) for name in names))
-        return self.reading.measures.arc(term), cursor
+        return self.reading.measures.arc_angle(term), cursor
 
     def extent(self, start: int) -> tuple[Quantity, int]:
         """Read the area or the perimeter of a polygon that is named by its corners."""
-        cursor = self.past(start + 1, {"of", "the"})
-        if self.word(cursor) in _POLYGON_NOUNS:
+        cursor = self.skip_words(start + 1, {"of", "the"})
+        if self.word_at(cursor) in _POLYGON_NOUNS:
             cursor += 1
-        head = "AreaOf" if self.word(start) == "area" else "PerimeterOf"
+        head = "AreaOf" if self.word_at(start) == "area" else "PerimeterOf"
         names, cursor = self.names_at(cursor)
         if len(names) < 3 or len(set(names)) < len(names):
             raise NoSideError(f"{''.join(names)} is no polygon")
-        return self.reading.measures.polygon(head, names), cursor
+        return self.reading.measures.polygon_measure(head, names), cursor
 
     def of_circle(self, start: int) -> tuple[Quantity, int]:
         """Read the radius or diameter of the only circle, or of the one that is named."""
-        cursor = self.past(start + 1, {"of", "the", "this", "that"})
+        cursor = self.skip_words(start + 1, {"of", "the", "this", "that"})
         circles = self.reading.drawing.circles
-        if self.word(cursor) == "circle":
+        if self.word_at(cursor) == "circle":
             cursor += 1
-            if self.at(cursor).kind == "points":
+            if self.token_at(cursor).kind == "points":
                 names, cursor = self.names_at(cursor)
                 circles = [circle for circle in circles if [circle.centre] == names]
         else:
@@ -186,7 +188,7 @@ class NameReader:
         if len(circles) != 1 or circles[0].radius not in self.unknowns:
             raise NoSideError("the text does not say of which circle")
         radius = Unknown(circles[0].radius)
-        is_radius = self.word(start) == "radius"
+        is_radius = self.word_at(start) == "radius"
         return (radius if is_radius else times(Constant(2.0), radius)), cursor
 
 

@@ -31,24 +31,28 @@ _MAX_OFFSET_FROM_MIDDLE = 0.05
 
 
 def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that opposite sides are parallel; rectangle, rhombus and square say more."""
-    a, b, c, d = require_four(measures.drawing.shape(term))
+    """Say what a parallelogram, rectangle, rhombus or square is: opposite sides are parallel.
+
+    A rectangle and a square also have a right angle, a rhombus and a square four equal sides.
+    """
+    a, b, c, d = require_four(measures.drawing.corners_of_shape(term))
     yield Parallel(a=a, b=b, c=d, d=c)
     yield Parallel(a=a, b=d, c=b, d=c)
     if term.head in ("Rectangle", "Square"):
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
-        # All require_four, though one would do: angles alone go by pairs of equal sides.
+        # All four, though one would do: angles alone go by pairs of equal sides.
         for first, second in pairwise((a, b, c, d, a, b)[i : i + 2] for i in range(5)):
             yield same_length(measures, first, second)
 
 
 def kite(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two pairs of neighbouring sides are equal, as a fact or the picture says.
+    """Say that a kite has two pairs of equal neighbouring sides, as a fact or the picture says.
 
-    The equal pairs meet at two opposite corners. Which two is not in the name of the shape.
+    The sides of a pair meet at two opposite corners. Which corners these are is not in the name of
+    the shape.
     """
-    a, b, c, d = require_four(measures.drawing.shape(term))
+    a, b, c, d = require_four(measures.drawing.corners_of_shape(term))
     if _equal_sides_meet_at_second(measures, (a, b, c, d)):
         a, b, c, d = b, c, d, a
     yield same_length(measures, (a, b), (a, d))
@@ -56,10 +60,14 @@ def kite(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str, str]) -> bool:
-    """Tell whether a kite's equal sides meet at its second and fourth corner."""
+    """Tell whether a kite's equal sides meet at its second and fourth corner.
+
+    A fact that calls two sides equal decides. Without such a fact, it is the pairing whose sides
+    differ less in the picture.
+    """
     a, b, c, d = corners
     drawing = measures.drawing
-    if drawing.are_called_equal((a, b), (b, c)) or drawing.are_called_equal((c, d), (d, a)):
+    if drawing.are_stated_equal((a, b), (b, c)) or drawing.are_stated_equal((c, d), (d, a)):
         return True
     places = drawing.places
     if not set(corners) <= places.keys():
@@ -74,22 +82,26 @@ def _equal_sides_meet_at_second(measures: Measures, corners: tuple[str, str, str
 
 
 def trapezoid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two opposite sides are parallel, those that the facts or the picture show."""
+    """Say that two opposite sides are parallel: those that the facts or the picture show."""
     a, b, c, d = require_four(
-        measures.drawing.with_base_first(require_four(measures.drawing.shape(term)))
+        measures.drawing.with_base_first(require_four(measures.drawing.corners_of_shape(term)))
     )
     yield Parallel(a=a, b=b, c=d, d=c)
 
 
 def isosceles(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that two sides are equal; of a trapezoid the legs are, and the diagonals."""
-    names = measures.drawing.shape(inner_shape(term))
+    """Say that two sides of a triangle are equal, as the fact `Isosceles(Triangle(A, B, C))` does.
+
+    Of a trapezoid the legs are equal, and so are the diagonals. Of a triangle nothing is said where
+    other facts tell already which sides or angles are equal.
+    """
+    names = measures.drawing.corners_of_shape(inner_shape(term))
     if len(names) == 4:
         a, b, c, d = require_four(measures.drawing.with_base_first(names))
         yield Parallel(a=a, b=b, c=d, d=c)
         yield same_length(measures, (a, c), (b, d))
         yield same_length(measures, (b, c), (d, a))
-    elif len(names) == 3 and not measures.drawing.equal_parts_said(names):
+    elif len(names) == 3 and not measures.drawing.has_stated_equal_parts(names):
         apex = measures.drawing.apex(names)
         first, last = [name for name in names if name != apex]
         yield same_length(measures, (apex, first), (apex, last))
@@ -101,17 +113,23 @@ def inner_shape(term: Term) -> Term:
 
 
 def right(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a triangle has a right angle at the corner that is marked, or looks like it."""
-    names = measures.drawing.shape(inner_shape(term))
+    """Say that a triangle has a right angle, as the fact `Right(Triangle(A, B, C))` does.
+
+    It is at the corner that a fact marks, else at the one that looks most like it.
+    """
+    names = measures.drawing.corners_of_shape(inner_shape(term))
     corner = measures.drawing.right_corner(names)
     first, last = [name for name in names if name != corner][:2]
     yield right_angle_at(corner, first, last)
 
 
 def regular(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that all sides are equal, and where these do not say so, all angles."""
-    corners = measures.drawing.shape(inner_shape(term))
-    # Equal sides make a triangle regular, and of require_four corners a rhombus: "Square" says its right
+    """Say that a polygon is regular: `Regular(Polygon(...))` or `Equilateral(Triangle(A, B, C))`.
+
+    All sides are equal. Where these do not say so by themselves, all angles are.
+    """
+    corners = measures.drawing.corners_of_shape(inner_shape(term))
+    # Equal sides make a triangle regular, and of four corners a rhombus: "Square" says its right
     # angles elsewhere.
     is_regular_quadrilateral = len(corners) == 4 and term.head == "Regular"
     yield from all_equal(measures, corners, angles=len(corners) > 4 or is_regular_quadrilateral)
@@ -168,7 +186,10 @@ def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Ite
 
 
 def similar(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that shapes are similar, or that shapes, angles, arcs or lines are congruent.
+    """Say that shapes are similar or congruent: `Similar(Triangle(A, B, C), Triangle(D, E, F))`.
+
+    Congruent circles have one radius, congruent angles and arcs one size, congruent lines one
+    length. Polygons without names are the two in the picture that are most alike.
 
     Raises `UnreadError` where the term has not two shapes, or the picture does not show them.
     """
@@ -182,10 +203,10 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
         yield Equal(left=first_radius, right=second_radius, unit="length")
         return
     if first.head in ("Angle", "Arc") and second.head in ("Angle", "Arc"):
-        yield Equal(left=measures.value(first), right=measures.value(second), unit="degrees")
+        yield Equal(left=measures.quantity(first), right=measures.quantity(second), unit="degrees")
         return
     if first.head == "Line" and second.head == "Line":
-        yield same_length(measures, drawing.segment(first), drawing.segment(second))
+        yield same_length(measures, drawing.ends_of_line(first), drawing.ends_of_line(second))
         return
     corners = unwrap_shape(first).names
     partners = unwrap_shape(second).names
@@ -200,7 +221,10 @@ def similar(measures: Measures, term: Term) -> Iterator[Relation]:
 def _congruent_polygons(
     measures: Measures, corners: Sequence[str], partners: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that sides and angles of two polygons are equal, corner by corner."""
+    """Say that sides and angles of two polygons are equal, corner by corner.
+
+    `corners` and `partners` name the corners of both polygons in the same order.
+    """
     for i in range(len(corners)):
         side = (corners[i - 1], corners[i])
         partner_side = (partners[i - 1], partners[i])
@@ -211,7 +235,11 @@ def _congruent_polygons(
 def _similar_polygons(
     measures: Measures, corners: Sequence[str], partners: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that neighbouring sides have one ratio and that angles are equal, corner by corner."""
+    """Say that two polygons have the same ratio for all their sides, and equal angles.
+
+    `corners` and `partners` name the corners of both polygons in the same order. Each relation
+    compares the ratio of one pair of sides with that of the pair before it.
+    """
     for i in range(len(corners)):
         ratios = [
             over(
@@ -229,12 +257,16 @@ def _similar_polygons(
 def _equal_angles_at_corner(
     measures: Measures, corners: Sequence[str], partners: Sequence[str], end: int
 ) -> Relation:
-    """Say that the angle before corner `end` is the same in both polygons."""
+    """Say that the angle before corner number `end` is the same in both polygons."""
     angle = (corners[end - 2], corners[end - 1], corners[end])
     partner_angle = (partners[end - 2], partners[end - 1], partners[end])
     return same_angle(measures, angle, partner_angle)
 
 
 def diagonal(measures: Measures, term: Term) -> Iterator[Relation | Term]:
-    """Say what the shape says that has this diagonal; the diagonal itself says nothing more."""
+    """Say what a shape says, given one of its diagonals: `IsDiagonalOf(Line(A, C), Square(...))`.
+
+    That a segment is a diagonal says nothing more by itself. So the shape is yielded as a term
+    alone.
+    """
     yield term.arguments[1]

@@ -107,7 +107,11 @@ _HEADS_WITHOUT_RELATIONS = (
 
 
 def relations_of(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Yield what a fact says, in primitives. Raises `UnreadError` for one that is not known."""
+    """Yield what a fact says as relations: equal quantities, parallel lines and the like.
+
+    `term` is the fact, and `measures` makes its quantities. Raises `UnreadError` for a fact that is
+    not known.
+    """
     if term.head in _HEADS_WITHOUT_RELATIONS:
         return
     rule = RULE_BY_FACT.get(term.head)

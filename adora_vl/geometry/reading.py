@@ -32,7 +32,7 @@ from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import term_in_words
 
 _MIN_RADII_OUTSIDE = (
-    1.1  # of a drawn radius; a point farther from the centre is relations_seen to lie outside
+    1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
 )
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
@@ -50,7 +50,7 @@ _HEADS_READ_AS_WHOLE = (
 class Reading:
     """What a form says.
 
-    `relations` hold in the figure; `sources` has for each the number of the fact that it comes of,
+    `relations` hold in the figure; `fact_numbers` has for each the number of the fact that it comes of,
     in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
     words. `unread` has the facts that could not be read, with the reason.
     """
@@ -58,7 +58,7 @@ class Reading:
     drawing: Drawing
     measures: Measures
     relations: list[Relation] = field(default_factory=list)
-    sources: list[int | None] = field(default_factory=list)
+    fact_numbers: list[int | None] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
     unread: list[tuple[Term, str]] = field(default_factory=list)
     goal_term: Term | None = None
@@ -66,7 +66,7 @@ class Reading:
     goal_fault: str = ""
     unit: Unit = "length"
 
-    def add(self, term: Term, source: int | None) -> None:
+    def add(self, term: Term, fact_number: int | None) -> None:
         """Take in what a fact says; all of it or, where a part cannot be read, nothing."""
         relations: list[Relation] = []
         try:
@@ -82,12 +82,12 @@ class Reading:
             self.unread.append((term, reason))
             return
         self.relations += relations
-        self.sources += [source] * len(relations)
+        self.fact_numbers += [fact_number] * len(relations)
 
     def assume(self, relation: Relation, words: str) -> None:
         """Add a relation that the picture shows and no fact gives, with words for it."""
         self.relations.append(relation)
-        self.sources.append(None)
+        self.fact_numbers.append(None)
         self.assumed.append(words)
 
 
@@ -106,9 +106,9 @@ def read_facts(
     drawing = Drawing(form)
     measures = Measures(drawing)
     reading = Reading(drawing=drawing, measures=measures)
-    for middle, first, last in drawing.straight:
+    for middle, first, last in drawing.collinear_as_drawn:
         reading.relations.append(collinear(middle, first, last))
-        reading.sources.append(None)
+        reading.fact_numbers.append(None)
     words = set(without_words)
     skipped = {
         *without,
@@ -118,7 +118,7 @@ def read_facts(
         if number not in skipped and term.head != "Find":
             reading.add(term, number)
     for number, term in enumerate(drawing.terms):
-        if number >= len(drawing.facts) and number not in skipped:
+        if number >= len(drawing.fact_terms) and number not in skipped:
             _add_shapes_in_question(reading, term, number)
     _add_orders(reading, skipped)
     _add_touching(reading)
@@ -141,7 +141,7 @@ def _add_orders(reading: Reading, skipped: set[int]) -> None:
         )
         if is_segment and not set(names) <= places.keys():
             reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
-            reading.sources.append(number)
+            reading.fact_numbers.append(number)
 
 
 def _add_touching(reading: Reading) -> None:
@@ -156,7 +156,7 @@ def _add_touching(reading: Reading) -> None:
         radius = drawing.drawn_radius(circle)
         if radius is None:
             continue
-        for row in drawing.rows:
+        for row in drawing.drawn_lines:
             shared = [point for point in row[1:-1] if point in circle.points]
             reaches = [abs(places[end] - places[circle.centre]) for end in (row[0], row[-1])]
             meets_once = len(set(row) & set(circle.points)) == len(shared) == 1
@@ -169,7 +169,7 @@ def _add_touching(reading: Reading) -> None:
                 reading.relations.append(
                     Perpendicular(a=circle.centre, b=shared[0], c=row[0], d=row[-1])
                 )
-                reading.sources.append(None)
+                reading.fact_numbers.append(None)
 
 
 def _add_shapes_in_question(reading: Reading, term: Term, number: int) -> None:
@@ -188,7 +188,7 @@ def _read_goal(reading: Reading) -> None:
     goal = next(
         (
             term.arguments[0]
-            for term in reading.drawing.asked
+            for term in reading.drawing.question_terms
             if term.head == "Find" and term.arguments
         ),
         None,
@@ -199,7 +199,7 @@ def _read_goal(reading: Reading) -> None:
     reading.goal_term = goal
     reading.unit = unit_of_term(goal)
     try:
-        quantity = reading.measures.value(goal)
+        quantity = reading.measures.quantity(goal)
         reading.drawing.check_points(points_in_quantity(quantity))
         reading.goal = quantity
     except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:

@@ -23,7 +23,7 @@ class Regions(DrawnLines):
     def _borders(self) -> dict[str, set[str]]:
         """Which points are next to each other on a drawn line."""
         borders: dict[str, set[str]] = defaultdict(set)
-        for row in self.rows:
+        for row in self.drawn_lines:
             for start, end in pairwise(row):
                 borders[start].add(end)
                 borders[end].add(start)
@@ -40,12 +40,12 @@ class Regions(DrawnLines):
         faces = []
         for start in sorted(self._borders):
             for end in sorted(self._borders[start]):
-                face = self._face(start, end, visited)
+                face = self._walk_face(start, end, visited)
                 if len(face) > 2 and len(set(face)) == len(face) and self.signed_area(face) > 0:
                     faces.append(face)
         return faces
 
-    def _face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
+    def _walk_face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
         """Return the region to one side of a drawn edge; its edges are added to `visited`.
 
         At each point the walk takes the edge that turns furthest from the one it came by, and so
@@ -68,24 +68,24 @@ class Regions(DrawnLines):
         places = [self.places[name] for name in names]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 
-    def corners(self, boundary: Sequence[str]) -> list[str]:
+    def without_straight_points(self, boundary: Sequence[str]) -> list[str]:
         """Return a boundary without the points at which it goes straight on."""
         count = len(boundary)
         return [
             name
             for i, name in enumerate(boundary)
-            if not self.are_on_one_row((boundary[i - 1], name, boundary[(i + 1) % count]))
+            if not self.are_on_one_line((boundary[i - 1], name, boundary[(i + 1) % count]))
         ]
 
     @cached_property
     def polygons(self) -> list[list[str]]:
         """The corners of all regions, of pairs of them that share a side, and of the outline."""
-        polygons = [self.corners(face) for face in self.faces]
+        polygons = [self.without_straight_points(face) for face in self.faces]
         # Pairs grow with the square of the regions; a picture with more than 60 regions is rare.
         for first, second in combinations(self.faces[:60], 2):
             joined = _join_faces(first, second)
             if joined:
-                polygons.append(self.corners(joined))
+                polygons.append(self.without_straight_points(joined))
         outline = self.outline()
         if outline:
             polygons.append(outline)
@@ -133,7 +133,7 @@ class Regions(DrawnLines):
             boundary.append(following)
             back = self._direction(following, current)
             current = following
-        return [] if len(set(boundary)) != len(boundary) else self.corners(boundary)
+        return [] if len(set(boundary)) != len(boundary) else self.without_straight_points(boundary)
 
 
 def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:

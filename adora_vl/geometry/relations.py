@@ -34,13 +34,15 @@ def opposite_right_angle(hypotenuse: Sequence[str], triangle: Sequence[str]) -> 
 
 
 def same_length(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Say that two distances are equal."""
+    """Say that two distances are equal; each is named by its two points."""
     return Equal(left=measures.distance(*first), right=measures.distance(*second), unit="length")
 
 
 def same_angle(measures: Measures, first: Sequence[str], second: Sequence[str]) -> Relation:
-    """Say that two angles are equal."""
-    return Equal(left=measures.corner(*first), right=measures.corner(*second), unit="degrees")
+    """Say that two angles are equal; each is named by three points with the corner in the middle."""
+    return Equal(
+        left=measures.angle_between(*first), right=measures.angle_between(*second), unit="degrees"
+    )
 
 
 def lies_on_circle(measures: Measures, point: str, circle: Circle) -> Relation:
@@ -51,7 +53,7 @@ def lies_on_circle(measures: Measures, point: str, circle: Circle) -> Relation:
 
 
 def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> Relation:
-    """Say that a line touches_line a circle.
+    """Say that a line touches a circle.
 
     It is perpendicular to the radius at the point that they share, else at the distance of a
     radius.
@@ -59,7 +61,7 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
     drawing = measures.drawing
     shared = [name for name in line if name in circle.points]
     if not shared:
-        shared = [name for name in circle.points if drawing.are_on_one_row((name, *line))]
+        shared = [name for name in circle.points if drawing.are_on_one_line((name, *line))]
     if shared:
         far_end = next(name for name in line if name != shared[0])
         return Perpendicular(a=circle.centre, b=shared[0], c=shared[0], d=far_end)
@@ -68,12 +70,12 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
 
 
 def point_of_term(measures: Measures, term: Term) -> str:
-    """Return the point that a term is or names."""
-    return measures.drawing.point(term.names[0] if term.arguments else term.head)
+    """Return the name of the point that a term is (`A`) or names (`Point(A)`)."""
+    return measures.drawing.require_point(term.names[0] if term.arguments else term.head)
 
 
 def require_four(names: Sequence[str]) -> tuple[str, str, str, str]:
-    """Return the require_four corners of a shape. Raises `UnreadError` for another number."""
+    """Return the four corners of a shape. Raises `UnreadError` for another number."""
     if len(names) != 4:
-        raise UnreadError(f"{''.join(names)} has not require_four corners")
+        raise UnreadError(f"{''.join(names)} has not four corners")
     return names[0], names[1], names[2], names[3]

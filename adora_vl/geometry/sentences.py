@@ -32,8 +32,8 @@ from adora_vl.geometry.draft import (
     SHAPE_PATTERN,
     Draft,
     SentenceError,
+    make_term,
     split_point_names,
-    term,
 )
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.line_sentences import (
@@ -188,11 +188,11 @@ def _add_equation(draft: Draft, text: str) -> None:
         if len(parts) != len(partners):
             raise SentenceError("the ratios on its sides have not as many parts")
         if len(parts) == 1:
-            draft.equal(parts[0], partners[0])
+            draft.add_equation(parts[0], partners[0])
             continue
         for i in range(1, len(parts)):
-            ratio = term("RatioOf", parts[i - 1], parts[i])
-            draft.equal(ratio, term("RatioOf", partners[i - 1], partners[i]))
+            ratio = make_term("RatioOf", parts[i - 1], parts[i])
+            draft.add_equation(ratio, make_term("RatioOf", partners[i - 1], partners[i]))
 
 
 def _read_ratio(draft: Draft, side: str) -> list[Term]:
@@ -222,8 +222,8 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
     if role == "diameter":
         diameter(draft, start=start, end=end, centre=None)
     elif role == "radius":
-        centre = draft.circle(start if start in draft.circles else end).names[0]
-        draft.on_circle(end if centre == start else start, centre)
+        centre = draft.name_circle(start if start in draft.circles else end).names[0]
+        draft.put_on_circle(end if centre == start else start, centre)
     elif role == "chord":
         chord(draft, start=start, end=end, centre=None)
     elif role == "tangent":
@@ -247,18 +247,18 @@ def _add_question(draft: Draft, measure: str) -> None:
     parts = _read_ratio(draft, _note_and_drop_roles(draft, measure))
     if len(parts) > 2:
         raise SentenceError("a ratio that is asked for has two parts")
-    goal = parts[0] if len(parts) == 1 else term("RatioOf", *parts)
-    draft.question.append(term("Find", goal))
+    goal = parts[0] if len(parts) == 1 else make_term("RatioOf", *parts)
+    draft.question.append(make_term("Find", goal))
 
 
 def _add_size(draft: Draft, measure: str, size: str) -> None:
     """Note a size without a sign before it, as in "with radius 5"."""
-    draft.equal(read_side(draft, measure), read_side(draft, size))
+    draft.add_equation(read_side(draft, measure), read_side(draft, size))
 
 
 def _add_angle_ratio(draft: Draft, first: str, second: str, third: str, ratio: str) -> None:
     """Note that the angles of a triangle are in a ratio, in the order of its corners."""
-    draft.polygon("Triangle", (first, second, third))
+    draft.draw_polygon("Triangle", (first, second, third))
     _add_equation(draft, f"angle {first} : angle {second} : angle {third} = {ratio}")
 
 
@@ -269,9 +269,9 @@ def _add_pair_of_measures(draft: Draft, first: str, second: str, word: str) -> N
         second = f"angle {second}"
     measures = [read_side(draft, first), read_side(draft, second)]
     if word in ("equal", "congruent"):
-        draft.equal(measures[0], measures[1])
+        draft.add_equation(measures[0], measures[1])
         return
-    draft.facts.append(term(word.capitalize(), *measures))
+    draft.facts.append(make_term(word.capitalize(), *measures))
 
 
 def _add_pair_around_word(draft: Draft, first: str, word: str, second: str) -> None:

@@ -8,9 +8,9 @@ from adora_vl.geometry.draft import (
     Draft,
     SentenceError,
     SpecialTriangle,
+    make_term,
     polygon_kind,
     split_point_names,
-    term,
 )
 from adora_vl.geometry.line_sentences import (
     bisects_angle,
@@ -23,31 +23,35 @@ from adora_vl.geometry.shapes import CORNER_COUNT_BY_SHAPE
 
 def shape(draft: Draft, kind: str, names: str) -> None:
     """Note a shape with all its corners named, such as `rectangle ABCD`."""
-    draft.named_shape(kind, names)
+    draft.add_shape(kind, names)
 
 
 def shape_behind(draft: Draft, names: str, kind: str) -> None:
     """Note a shape named before its kind: `ABCD is a rectangle`."""
-    draft.named_shape(kind, names)
+    draft.add_shape(kind, names)
 
 
 def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
-    """Note a shape of a special kind, such as `regular hexagon ABCDEF`.
+    """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
-    Which parts of a triangle are equal or right may be told by another sentence.
+    `adjectives` are one or two words such as "right isosceles". Which parts of a triangle are equal
+    or right may be told by another sentence, so these two are settled after the last one. A cyclic
+    shape gets a circle through its corners, whose centre is a new point.
+
+    Raises `SentenceError` where the kind has another number of corners.
     """
     corners = split_point_names(names)
     head = "Polygon" if kind == "polygon" else kind.capitalize()
     count = CORNER_COUNT_BY_SHAPE.get(head, len(corners))
     if len(corners) != count or len(set(corners)) != len(corners):
         raise SentenceError(f"a {kind} has {count} corners, and {names} names {len(set(corners))}")
-    polygon = draft.polygon(head, corners)
+    polygon = draft.draw_polygon(head, corners)
     words = adjectives.split()
     if "cyclic" in words:
         words.remove("cyclic")
         centre = draft.free_name()
         for corner in corners:
-            draft.on_circle(corner, centre)
+            draft.put_on_circle(corner, centre)
     vague = frozenset(words) & {"isosceles", "right"} if head == "Triangle" else frozenset()
     if vague:
         special = SpecialTriangle(
@@ -56,10 +60,10 @@ def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
             line=draft.line_number,
             sentence=draft.sentence,
         )
-        draft.special.append(special)
+        draft.special_triangles.append(special)
     for word in words:
         if word not in vague:
-            draft.facts.append(term(word.capitalize(), polygon))
+            draft.facts.append(make_term(word.capitalize(), polygon))
     if not words:
         draft.facts.append(polygon)
 
@@ -71,23 +75,26 @@ def special_behind(draft: Draft, names: str, adjectives: str, kind: str | None) 
 
 def right_at(draft: Draft, names: str, corner: str) -> None:
     """Note that a triangle has its right angle at a corner: `triangle ABC is right-angled at B`."""
-    draft.named_shape(polygon_kind(names), names)
+    draft.add_shape(polygon_kind(names), names)
     right_corner(draft, corner)
 
 
 def base(draft: Draft, start: str, end: str) -> None:
-    """Note which side of an isosceles triangle is no leg; the two others are equal."""
-    for special in draft.special:
+    """Add which side of an isosceles triangle is its base: "base BC". The two others are equal."""
+    for special in draft.special_triangles:
         if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
             apex = next(name for name in special.corners if name not in (start, end))
             equal_legs(draft, apex, special.corners)
             return
-    draft.line(start, end)
+    draft.draw_line(start, end)
 
 
 def apex(draft: Draft, corner: str) -> None:
-    """Note the corner of an isosceles triangle between its equal sides."""
-    for special in draft.special:
+    """Add which corner of an isosceles triangle lies between its equal sides: "vertex A".
+
+    Raises `SentenceError` where no isosceles triangle has that corner.
+    """
+    for special in draft.special_triangles:
         if corner in special.corners and "isosceles" in special.adjectives:
             equal_legs(draft, corner, special.corners)
             return
@@ -95,25 +102,32 @@ def apex(draft: Draft, corner: str) -> None:
 
 
 def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
-    """Note that the two sides of a triangle at its apex are equal."""
+    """Add that the two sides of a triangle that meet at its apex are equal."""
     ends = [name for name in corners if name != apex]
-    legs = [term("LengthOf", draft.line(apex, end)) for end in ends]
-    draft.equal(legs[0], legs[1])
+    legs = [make_term("LengthOf", draft.draw_line(apex, end)) for end in ends]
+    draft.add_equation(legs[0], legs[1])
 
 
 def diagonal(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
-    """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
+    """Add that a segment is a diagonal of a shape: "AC is a diagonal of rectangle ABCD".
+
+    The kind of the shape is a fact as well, which may say more.
+    """
     if names is not None:
-        draft.named_shape(kind or polygon_kind(names), names)
-    draft.line(start, end)
+        draft.add_shape(kind or polygon_kind(names), names)
+    draft.draw_line(start, end)
 
 
 def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
-    """Note the side of a right triangle opposite its right angle."""
+    """Add that a segment lies opposite a right angle: "AB is the hypotenuse of triangle ABC".
+
+    Without a triangle it is the last one that has the segment as its side. Raises `SentenceError`
+    where no triangle has it.
+    """
     if triangle is not None:
-        draft.named_shape("triangle", triangle)
+        draft.add_shape("triangle", triangle)
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
     for names in reversed(shapes):
         if {start, end} <= set(names):
@@ -124,14 +138,17 @@ def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) 
 
 
 def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
-    """Note that two shapes are similar or congruent."""
+    """Add that two shapes are similar or congruent: "triangle ABC is similar to DEF".
+
+    Raises `SentenceError` where they have not as many corners.
+    """
     names = split_point_names(first)
     partners = split_point_names(second)
     if len(names) != len(partners):
         raise SentenceError(f"{first} and {second} have not as many corners")
     head = polygon_kind(first).capitalize()
-    shapes = (draft.polygon(head, names), draft.polygon(head, partners))
-    draft.facts.append(term(relation.capitalize(), *shapes))
+    shapes = (draft.draw_polygon(head, names), draft.draw_polygon(head, partners))
+    draft.facts.append(make_term(relation.capitalize(), *shapes))
 
 
 def both_alike(draft: Draft, first: str, second: str, relation: str) -> None:
@@ -147,7 +164,11 @@ _HEAD_BY_CENTRE = {
 
 
 def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """Note a median or an altitude of a triangle, with its foot on the opposite side."""
+    """Add a median or an altitude of a triangle: "AD is the altitude of ABC".
+
+    It goes from a corner to a foot on the opposite side. `role` is "median", "altitude" or
+    "height". Raises `SentenceError` where the line does not begin at one corner.
+    """
     corners = split_point_names(names)
     if len(corners) == 4:
         line_of_trapezoid(draft, start, end, role, names)
@@ -158,20 +179,25 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
         )
     foot = end if start in corners else start
     base = [name for name in corners if name not in (start, end)]
-    draft.on_line(foot, base[0], base[1])
+    draft.put_on_line(foot, base[0], base[1])
     head = "IsMedianOf" if role == "median" else "IsAltitudeOf"
-    draft.facts.append(term(head, draft.line(start, end), draft.polygon("Triangle", corners)))
+    draft.facts.append(
+        make_term(head, draft.draw_line(start, end), draft.draw_polygon("Triangle", corners))
+    )
 
 
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """Note the median of a trapezoid, its midsegment; refuse an altitude."""
+    """Add the median of a trapezoid, which is its midsegment.
+
+    Raises `SentenceError` for an altitude, since its name does not say where it stands.
+    """
     if role != "median":
         raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
     midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
 
 
 def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
-    """Note a median or an altitude to a side: `AD altitude to BC`."""
+    """Add a median or an altitude to a side: "AD is the altitude to BC"."""
     ends = split_point_names(side)
     top = start if end in ends or start not in ends else end
     foot = end if top == start else start
@@ -184,10 +210,13 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
 
 
 def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
-    """Note a line of a triangle: `the altitude from A meets BC at D`."""
+    """Add a line from a corner of a triangle: "the altitude from A meets BC at D".
+
+    `corner` may also name the angle by three points, as the bisector of "angle ABC" does.
+    """
     ends = split_point_names(side)
     if "bisector" in role:
-        draft.on_line(foot, ends[0], ends[1])
+        draft.put_on_line(foot, ends[0], ends[1])
         middle = split_point_names(corner)[len(split_point_names(corner)) // 2]
         bisects_angle(draft, middle, foot, f"{ends[0]}{middle}{ends[1]}")
         return
@@ -198,7 +227,11 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
 def two_roles_meet(
     draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
 ) -> None:
-    """Note that two medians, altitudes or bisectors of one triangle meet in a point."""
+    """Add that two medians, altitudes or bisectors of one triangle meet in a point.
+
+    `role` is the word in the plural, such as "medians". The two lines go from a to b and from c to
+    d. Without a triangle each line is one of the only triangle that has its first point.
+    """
     for start, end in ((a, b), (c, d)):
         names = triangle or "".join(draft.triangle_with(start))
         if role.endswith("bisectors"):
@@ -209,53 +242,60 @@ def two_roles_meet(
 
 
 def bisector(draft: Draft, start: str, end: str, names: str) -> None:
-    """Note the bisector of an angle, or of the corner of a triangle where it begins."""
+    """Add the bisector of an angle, or of the corner of a triangle where it begins.
+
+    "AD bisector of triangle ABC" begins at the corner A and ends on the opposite side.
+    """
     corners = split_point_names(names)
     ends = {start, end} & set(corners)
     if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
         corner = ends.pop()
         sides = [name for name in corners if name != corner]
         names = f"{sides[0]}{corner}{sides[1]}"
-        draft.polygon("Triangle", corners)
+        draft.draw_polygon("Triangle", corners)
         foot = end if start == corner else start
-        draft.on_line(foot, sides[0], sides[1])
+        draft.put_on_line(foot, sides[0], sides[1])
     bisects_angle(draft, start, end, names)
 
 
 def midsegment(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
-    """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
+    """Add that a segment joins the middles of two sides: "DE is a midsegment of triangle ABC".
+
+    The midsegment of a trapezoid joins the middles of its legs. Without a shape the last one is
+    meant. Raises `SentenceError` for any other shape.
+    """
     corners = split_point_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
     head = "Triangle" if len(corners) == 3 else "Trapezoid"
-    polygon = draft.polygon(head, corners)
+    polygon = draft.draw_polygon(head, corners)
     if head == "Trapezoid":
         draft.facts.append(polygon)
-    draft.facts.append(term("IsMidsegmentOf", draft.line(start, end), polygon))
+    draft.facts.append(make_term("IsMidsegmentOf", draft.draw_line(start, end), polygon))
 
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
-    """Note a midsegment by the side of the triangle that it is parallel to."""
+    """Add a midsegment by the side of the triangle that it is parallel to."""
     corners = split_point_names(names)
     ends = split_point_names(base)
     tops = [name for name in corners if name not in ends]
     if len(tops) != 1 or len(corners) != 3:
         raise SentenceError(f"{base} is no side of {names}")
     for point, corner in ((start, ends[0]), (end, ends[1])):
-        draft.on_line(point, tops[0], corner)
+        draft.put_on_line(point, tops[0], corner)
     midsegment(draft, start=start, end=end, kind="triangle", names=names)
 
 
 def centre_of_triangle(draft: Draft, point: str, centre: str, names: str) -> None:
     """Note the centroid, incenter, orthocenter or circumcenter of a triangle."""
     corners = split_point_names(names)
-    polygon = draft.polygon("Triangle", corners)
+    polygon = draft.draw_polygon("Triangle", corners)
     if centre == "circumcenter":
         for corner in corners:
-            draft.on_circle(corner, point)
+            draft.put_on_circle(corner, point)
         return
     for corner in corners:
-        draft.line(corner, point)
-    draft.facts.append(term(_HEAD_BY_CENTRE[centre], term("Point", point), polygon))
+        draft.draw_line(corner, point)
+    draft.facts.append(make_term(_HEAD_BY_CENTRE[centre], make_term("Point", point), polygon))

@@ -33,7 +33,7 @@ from adora_vl.geometry.quantities import (
 from adora_vl.geometry.quantities import power as power_of
 from adora_vl.geometry.reading import Reading
 from adora_vl.geometry.shapes import UnreadError
-from adora_vl.geometry.signs import Sign
+from adora_vl.geometry.tokens import ResponseToken
 
 MAX_TERMS = 60  # numbers and names of one side
 # Words of units, and "long", which may stand behind a number and say nothing more.
@@ -94,8 +94,8 @@ class SideReader(NameReader):
     how deep brackets are nested, and how many numbers and names it has.
     """
 
-    def __init__(self, signs: Sequence[Sign], reading: Reading) -> None:
-        super().__init__(signs, reading)
+    def __init__(self, tokens: Sequence[ResponseToken], reading: Reading) -> None:
+        super().__init__(tokens, reading)
         self.decimals: int | None = None
         self.depth = 0
         self.terms = 0
@@ -114,33 +114,33 @@ class SideReader(NameReader):
             quantity, end = self.sum(start)
         except (UnreadError, ValueError, OverflowError, ZeroDivisionError) as error:
             raise NoSideError(str(error)) from error
-        if not closing or self.at(end).text != closing:
+        if not closing or self.token_at(end).text != closing:
             self._check_end(end)
         return EquationSide(quantity=quantity, decimals=self.decimals), end
 
     def _check_end(self, position: int) -> None:
         """Raise `NoSideError` where what stands behind a side belongs to it and was not read."""
-        sign = self.at(position)
-        if sign.kind in ("word", "points", "number") and not sign.is_apart:
-            raise NoSideError(f"{sign.text} stands behind it")
-        if sign.text in ("^", "*", "/", "%", "±", "_", "|", "\\") or sign.text == "?!":
-            raise NoSideError(f"{sign.text} stands behind it")
-        if sign.text in ("+", "-"):
-            raise NoSideError(f"{sign.text} stands behind it")
-        if sign.text == ":" and self.is_ratio(position):
+        token = self.token_at(position)
+        if token.kind in ("word", "points", "number") and not token.is_apart:
+            raise NoSideError(f"{token.text} stands behind it")
+        if token.text in ("^", "*", "/", "%", "±", "_", "|", "\\") or token.text == "?!":
+            raise NoSideError(f"{token.text} stands behind it")
+        if token.text in ("+", "-"):
+            raise NoSideError(f"{token.text} stands behind it")
+        if token.text == ":" and self.is_ratio(position):
             raise NoSideError("a ratio")
-        if sign.text in ("(", "{") and not sign.is_apart:
+        if token.text in ("(", "{") and not token.is_apart:
             raise NoSideError("a bracket stands behind it")
 
     def is_ratio(self, position: int) -> bool:
         """Tell whether a colon divides, as in `AB:CD = 1 : 2`, and does not end a sentence."""
-        sign_before = self.at(position - 1)
-        colon = self.at(position)
-        sign_behind = self.at(position + 1)
-        has_values = sign_before.kind in _VALUE_KINDS and sign_behind.kind in _VALUE_KINDS
+        token_before = self.token_at(position - 1)
+        colon = self.token_at(position)
+        token_behind = self.token_at(position + 1)
+        has_values = token_before.kind in _VALUE_KINDS and token_behind.kind in _VALUE_KINDS
         # The colon of "triangle $ABC$: $BC = 5$" stands between two formulas.
-        is_in_one_formula = sign_before.is_math == colon.is_math == sign_behind.is_math
-        return has_values and is_in_one_formula and sign_behind.is_apart == colon.is_apart
+        is_in_one_formula = token_before.is_math == colon.is_math == token_behind.is_math
+        return has_values and is_in_one_formula and token_behind.is_apart == colon.is_apart
 
     # Sums and products
 
@@ -151,9 +151,9 @@ class SideReader(NameReader):
             raise NoSideError("brackets are nested too deep")
         quantity, cursor = self.product(start)
         while True:
-            sign = self.at(cursor)
-            is_plus = sign.text == "+" or self.word(cursor) == "plus"
-            if not is_plus and sign.text != "-" and self.word(cursor) != "minus":
+            token = self.token_at(cursor)
+            is_plus = token.text == "+" or self.word_at(cursor) == "plus"
+            if not is_plus and token.text != "-" and self.word_at(cursor) != "minus":
                 break
             part, cursor = self.product(cursor + 1)
             quantity = plus(quantity, part) if is_plus else minus(quantity, part)
@@ -162,30 +162,32 @@ class SideReader(NameReader):
 
     def product(self, start: int) -> tuple[Quantity, int]:
         """Read factors with a sign between them or none."""
-        if self.at(start).text == "-":
+        if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
         worded_factor = self._share(start)
         if worded_factor is not None:
-            quantity, cursor = self.product(self.past(worded_factor.end, _WORDS_BEFORE_FACTOR))
+            quantity, cursor = self.product(
+                self.skip_words(worded_factor.end, _WORDS_BEFORE_FACTOR)
+            )
             return times(Constant(worded_factor.factor), quantity), cursor
         quantity, cursor = self.power(start)
         while True:
-            sign = self.at(cursor)
-            if sign.text == "*" or self.word(cursor) == "times":
-                factor, cursor = self.power(self.past(cursor + 1, _WORDS_BEFORE_FACTOR))
+            token = self.token_at(cursor)
+            if token.text == "*" or self.word_at(cursor) == "times":
+                factor, cursor = self.power(self.skip_words(cursor + 1, _WORDS_BEFORE_FACTOR))
                 quantity = times(quantity, factor)
-            elif sign.text == "/":
+            elif token.text == "/":
                 factor, cursor = self.power(cursor + 1)
                 quantity = over(quantity, factor)
-            elif self._begins_factor(cursor, is_number=self.at(cursor - 1).kind == "number"):
+            elif self._begins_factor(cursor, is_number=self.token_at(cursor - 1).kind == "number"):
                 try:
                     factor, end = self.power(cursor)
                 except (NoSideError, UnreadError):
-                    if sign.is_apart:
+                    if token.is_apart:
                         return quantity, cursor
                     raise
-                if sign.is_apart and not sign.is_math and self._is_relation_sign(end):
+                if token.is_apart and not token.is_math and self._is_relation_sign(end):
                     return quantity, cursor  # a new equation begins here: `AB = 5 CD = 3`
                 quantity = times(quantity, factor)
                 cursor = end
@@ -194,51 +196,54 @@ class SideReader(NameReader):
 
     def _share(self, start: int) -> _WordedFactor | None:
         """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
-        word = self.word(start)
-        next_word = self.word(start + 1)
+        word = self.word_at(start)
+        next_word = self.word_at(start + 1)
         if word in _MULTIPLE_BY_WORD:
             return _WordedFactor(factor=_MULTIPLE_BY_WORD[word], end=start + 1)
         if word in _NUMBER_BY_WORD and next_word == "times":
             return _WordedFactor(factor=_NUMBER_BY_WORD[word], end=start + 2)
         if word not in ("one", "a"):
             return None
-        end = start + 2 if self.at(start + 1).text == "-" else start + 1
-        fraction_word = self.word(end)
-        if fraction_word in _FRACTION_BY_WORD and self.word(end + 1) == "of":
+        end = start + 2 if self.token_at(start + 1).text == "-" else start + 1
+        fraction_word = self.word_at(end)
+        if fraction_word in _FRACTION_BY_WORD and self.word_at(end + 1) == "of":
             return _WordedFactor(factor=_FRACTION_BY_WORD[fraction_word], end=end + 1)
         return None
 
     def _is_relation_sign(self, position: int) -> bool:
         """Tell whether a sign that joins two sides stands here."""
-        return self.at(position).text in ("=", "≈", "≅")
+        return self.token_at(position).text in ("=", "≈", "≅")
 
     def _begins_factor(self, position: int, *, is_number: bool) -> bool:
         """Tell whether a factor without a sign before it begins here."""
-        sign = self.at(position)
-        is_near = not sign.is_apart or sign.is_math
-        if sign.kind == "points":
+        token = self.token_at(position)
+        is_near = not token.is_apart or token.is_math
+        if token.kind == "points":
             return is_near or is_number
-        if sign.text in ("(", "["):
+        if token.text in ("(", "["):
             # `(1)` at the end of a line is the number of an equation.
-            is_label = self.at(position + 1).kind == "number" and self.at(position + 2).text == ")"
-            sign_behind = self.at(position + 3)
-            ends = sign_behind.kind in ("line", "end") or sign_behind.text == "."
-            return is_near and not (sign.is_apart and is_label and ends)
-        if sign.text == "{":
+            is_label = (
+                self.token_at(position + 1).kind == "number"
+                and self.token_at(position + 2).text == ")"
+            )
+            token_behind = self.token_at(position + 3)
+            ends = token_behind.kind in ("line", "end") or token_behind.text == "."
+            return is_near and not (token.is_apart and is_label and ends)
+        if token.text == "{":
             return False
-        if sign.kind != "word":
+        if token.kind != "word":
             return False
-        if sign.text in ("angle", "arc") or sign.text in _FUNCTION_WORDS:
+        if token.text in ("angle", "arc") or token.text in _FUNCTION_WORDS:
             return is_near or is_number
         if self.is_product_of_letters(position):
             return True
-        is_letter = re.fullmatch("[a-z]", sign.text) is not None
-        return is_letter and is_near and (sign.text in self.unknowns or sign.text == "r")
+        is_letter = re.fullmatch("[a-z]", token.text) is not None
+        return is_letter and is_near and (token.text in self.unknowns or token.text == "r")
 
     def power(self, start: int) -> tuple[Quantity, int]:
         """Read a base with its exponents, and the unit behind it."""
         quantity, cursor = self.atom(start)
-        while self.at(cursor).text == "^":
+        while self.token_at(cursor).text == "^":
             exponent, cursor = self.group(cursor + 1)
             if isinstance(exponent, Constant) and abs(exponent.value) > MAX_EXPONENT:
                 raise NoSideError("the exponent is too large")
@@ -248,32 +253,37 @@ class SideReader(NameReader):
     def past_unit(self, position: int) -> int:
         """Return the position behind the unit of a number."""
         while True:
-            sign = self.at(position)
-            if sign.text == "°":
+            token = self.token_at(position)
+            if token.text == "°":
                 position += 1
-            elif self.word(position) in _UNIT_WORDS and not self._is_no_unit(position):
+            elif self.word_at(position) in _UNIT_WORDS and not self._is_no_unit(position):
                 position += 1
-                if self.at(position).text == "^" and self.at(position + 1).kind == "number":
+                if (
+                    self.token_at(position).text == "^"
+                    and self.token_at(position + 1).kind == "number"
+                ):
                     position += 2
             else:
                 return position
 
     def _is_no_unit(self, position: int) -> bool:
         """Tell whether a unit's word is none here: a letter of the problem, or "in the figure"."""
-        sign = self.at(position)
-        is_letter = sign.text in self.unknowns and len(sign.text) == 1
-        return is_letter or (sign.text == "in" and self.word(position + 1) in ("the", "this", "a"))
+        token = self.token_at(position)
+        is_letter = token.text in self.unknowns and len(token.text) == 1
+        return is_letter or (
+            token.text == "in" and self.word_at(position + 1) in ("the", "this", "a")
+        )
 
     def group(self, start: int) -> tuple[Quantity, int]:
         """Read what stands in brackets, or one atom, as behind a root."""
-        closing = _CLOSING_BY_OPENING.get(self.at(start).text)
+        closing = _CLOSING_BY_OPENING.get(self.token_at(start).text)
         if closing is None:
-            if self.at(start).text == "-":
+            if self.token_at(start).text == "-":
                 quantity, cursor = self.atom(start + 1)
                 return minus(Constant(0.0), quantity), cursor
             return self.atom(start)
         quantity, cursor = self.sum(start + 1)
-        if self.at(cursor).text != closing:
+        if self.token_at(cursor).text != closing:
             raise NoSideError("a bracket does not close")
         return quantity, cursor + 1
 
@@ -284,30 +294,30 @@ class SideReader(NameReader):
         self.terms += 1
         if self.terms > MAX_TERMS:
             raise NoSideError("the side is too long")
-        sign = self.at(start)
-        if sign.text in ("|", "["):
+        token = self.token_at(start)
+        if token.text in ("|", "["):
             enclosed = self.enclosed(start)
             if enclosed is not None:
                 return enclosed
-        if sign.text in _CLOSING_BY_OPENING:
+        if token.text in _CLOSING_BY_OPENING:
             return self.group(start)
-        if sign.kind == "number":
+        if token.kind == "number":
             return self._number(start)
-        if sign.kind == "points":
+        if token.kind == "points":
             return self.length(start)
-        if sign.kind == "word":
+        if token.kind == "word":
             return self._worded(start)
-        raise NoSideError(f"{sign.text} is no side")
+        raise NoSideError(f"{token.text} is no side")
 
     def _number(self, start: int) -> tuple[Quantity, int]:
         """Read a number as written; a whole one with a proper fraction behind it is mixed."""
-        text = self.at(start).text
+        text = self.token_at(start).text
         value = float(text.replace(",", ""))
         if value > MAX_NUMBER:
             raise NoSideError("the number is too large")
         if "." in text:
             self.decimals = max(self.decimals or 0, len(text.partition(".")[2]))
-        if self.at(start + 1).text == "frac":
+        if self.token_at(start + 1).text == "frac":
             fraction = self._proper_fraction(start + 1)
             if fraction is not None and "." not in text:
                 return Constant(value + fraction), start + 8
@@ -315,8 +325,8 @@ class SideReader(NameReader):
 
     def _proper_fraction(self, start: int) -> float | None:
         """Read the fraction behind a whole number, as in `5\\frac{1}{2}`; None for any other."""
-        texts = [self.at(start + step).text for step in range(1, 7)]
-        kinds = [self.at(start + step).kind for step in range(1, 7)]
+        texts = [self.token_at(start + step).text for step in range(1, 7)]
+        kinds = [self.token_at(start + step).kind for step in range(1, 7)]
         is_plain = kinds[1] == "number" and kinds[4] == "number"
         if not is_plain or [texts[0], texts[2], texts[3], texts[5]] != ["{", "}", "{", "}"]:
             return None
@@ -326,33 +336,33 @@ class SideReader(NameReader):
 
     def _worded(self, start: int) -> tuple[Quantity, int]:
         """Read what begins with a word."""
-        sign = self.at(start)
-        word = sign.text.lower()
+        token = self.token_at(start)
+        word = token.text.lower()
         if word in ("angle", "angles"):
             return self.angle(start + 1)
         if word == "arc":
             return self.arc(start + 1)
-        if word in ("minor", "major") and self.word(start + 1) == "arc":
+        if word in ("minor", "major") and self.word_at(start + 1) == "arc":
             quantity, cursor = self.arc(start + 2)
             return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
         if word in ("sqrt", "frac", "pi") or word in _INVERSE_BY_WORD:
             return self._function(start)
         if word in ("area", "perimeter"):
             return self.extent(start)
-        if word in SEGMENT_NOUNS and self.at(start + 1).kind == "points":
+        if word in SEGMENT_NOUNS and self.token_at(start + 1).kind == "points":
             return self.length(start + 1)
         if word in ("radius", "diameter"):
             return self.of_circle(start)
-        if re.fullmatch("[a-z]", sign.text):
+        if re.fullmatch("[a-z]", token.text):
             return self.letter(start)
         if self.is_product_of_letters(start):
-            letters = [Unknown(letter) for letter in sign.text]
+            letters = [Unknown(letter) for letter in token.text]
             return times(*letters), start + 1
-        raise NoSideError(f"{sign.text} is no side")
+        raise NoSideError(f"{token.text} is no side")
 
     def _function(self, start: int) -> tuple[Quantity, int]:
         """Read a root, a fraction, a sine or the like, or pi."""
-        word = self.word(start)
+        word = self.word_at(start)
         if word == "pi":
             return Constant(math.pi), start + 1
         if word == "sqrt":
@@ -366,7 +376,7 @@ class SideReader(NameReader):
     def _root(self, start: int) -> tuple[Quantity, int]:
         """Read a root; its degree stands in square brackets, else it is 2."""
         degree = 2.0
-        if self.at(start).text == "[":
+        if self.token_at(start).text == "[":
             quantity, start = self.group(start)
             if not isinstance(quantity, Constant) or not 1 < quantity.value < 10:
                 raise NoSideError("no root that is known")
@@ -376,7 +386,7 @@ class SideReader(NameReader):
 
     def _trigonometric(self, start: int) -> tuple[Quantity, int]:
         """Read a sine, cosine or tangent, or the angle that has it."""
-        word = self.word(start)
+        word = self.word_at(start)
         cursor = start + 1
         if word.startswith("arc") or self._inverts(cursor):
             cursor = cursor if word.startswith("arc") else self._behind_inverse(cursor)
@@ -386,7 +396,7 @@ class SideReader(NameReader):
                 raise NoSideError("the angle of a sine that is no number")
             return Constant(math.degrees(_INVERSE_BY_WORD[word](value))), cursor
         exponent: Quantity | None = None
-        if self.at(cursor).text == "^":
+        if self.token_at(cursor).text == "^":
             exponent, cursor = self.group(cursor + 1)
         quantity, cursor = self._argument(cursor)
         result: Quantity = Arithmetic(function=_FUNCTION_BY_WORD[word], parts=(quantity,))
@@ -396,14 +406,14 @@ class SideReader(NameReader):
 
     def _argument(self, start: int) -> tuple[Quantity, int]:
         """Read what a sine is of; `sin A` is that of the angle at A."""
-        is_bracket = self.at(start).text in _CLOSING_BY_OPENING
+        is_bracket = self.token_at(start).text in _CLOSING_BY_OPENING
         corner = start + 1 if is_bracket else start
-        sign = self.at(corner)
-        if sign.kind == "points" and len(re.findall("[A-Z]'?", sign.text)) == 1:
+        token = self.token_at(corner)
+        if token.kind == "points" and len(re.findall("[A-Z]'?", token.text)) == 1:
             quantity, cursor = self.angle(corner)
             if not is_bracket:
                 return quantity, cursor
-            if self.at(cursor).text == _CLOSING_BY_OPENING[self.at(start).text]:
+            if self.token_at(cursor).text == _CLOSING_BY_OPENING[self.token_at(start).text]:
                 return quantity, cursor + 1
         quantity, cursor = self.group(start)
         return quantity, self.past_unit(cursor)
@@ -414,7 +424,7 @@ class SideReader(NameReader):
 
     def _behind_inverse(self, position: int) -> int:
         """Return the position behind an exponent of -1; the same one where there is none."""
-        texts = [self.at(position + step).text for step in range(5)]
+        texts = [self.token_at(position + step).text for step in range(5)]
         if texts[:2] == ["^", "-1"]:
             return position + 2
         if texts[:3] == ["^", "-", "1"]:

@@ -36,6 +36,8 @@ _LETTER_STEPS = 25  # steps of the letters while the points are held
 _MAX_STEPS = 80
 _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count as none
 _MAX_FREE_SHARE = 1e-4  # share of its gradient with which a goal may move while the facts hold
+# How far from a figure the search for its neighbours begins, in shares of its size.
+_PUSHES_TO_NEIGHBOURS = (0.1, -0.1, 0.3, -0.3)
 _MIN_MEASURE = 1e-6  # share of the figure's size; a measure below it is none
 _ANSWER_TOLERANCE = 1e-5  # share by which equal answers may differ
 
@@ -46,25 +48,27 @@ class Freedom(NamedTuple):
     `share` is the part of the goal's gradient along movements that all relations allow, from 0
     (determined) to 1. `movement` is the one of these movements that changes the goal most.
     `min_slope` says how steep the equations are in the direction where they are flattest without
-    being flat; it is small at a double root, which no computer finds to many digits.
+    being flat, which is `flattest`; it is small at a double root, which no computer finds to many
+    digits.
     """
 
     share: float
     movement: Vector
     min_slope: float
+    flattest: Vector
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
     """A figure that fulfils the relations, its answer, and how much it is like the picture.
 
-    `v` are the unknowns, `value` is the goal's value there, and `residual` the largest residual.
+    `state` are the unknowns, `value` is the goal's value there, and `residual` the largest residual.
     `freedom` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts how much the
     figure differs in kind from the picture, and `picture_distance` is how far its points lie from
     the picture's. `start` is the number of the start that led to it.
     """
 
-    v: Vector
+    state: Vector
     value: float
     residual: float
     freedom: float
@@ -102,7 +106,7 @@ class FigureProblem:
             drawing=self.drawing,
             scale=self.scale,
             places=self.places,
-            convex=self.kind.convex,
+            convex=self.kind.convex_polygons,
         )
 
     @property
@@ -112,83 +116,88 @@ class FigureProblem:
 
     # The search
 
-    def solution(self, number: int, budget: Budget, loose: float) -> Solution | None:
+    def solution_from_start(
+        self, number: int, budget: Budget, max_residual: float
+    ) -> Solution | None:
         """Return the figure that the start of this number leads to.
 
-        None where it does not fulfil the relations up to a residual of `loose`.
+        None where it does not fulfil the relations up to a residual of `max_residual`.
         """
-        v = self.starts.near_picture(number)
+        state = self.starts.near_picture(number)
         if len(self.places) < len(self.system.points):
-            v = self.starts.moved_onto_lines(v, number)
+            state = self.starts.moved_onto_lines(state, number)
         if self.system.unknowns:
             # First the letters alone, since they begin anywhere.
-            v, _ = descend(
+            state, _ = descend(
                 self.system,
-                v=v,
+                state=state,
                 budget=budget,
                 steps=_LETTER_STEPS,
                 first=self.system.first_unknown,
             )
         if self.places:
             for pull in _PULL_STRENGTHS:
-                v, _ = descend(self.system, v=v, budget=budget, steps=_STEPS_PER_PULL, pull=pull)
-        v, residual = descend(self.system, v=v, budget=budget, steps=_MAX_STEPS)
-        if not math.isfinite(residual) or residual > loose:
+                state, _ = descend(
+                    self.system, state=state, budget=budget, steps=_STEPS_PER_PULL, pull=pull
+                )
+        state, residual = descend(self.system, state=state, budget=budget, steps=_MAX_STEPS)
+        if not math.isfinite(residual) or residual > max_residual:
             return None
-        return self._solution_at(v, residual=residual, start=number)
+        return self._solution_at(state, residual=residual, start=number)
 
-    def _solution_at(self, v: Vector, *, residual: float, start: int) -> Solution | None:
-        """Return the solution at `v` with its answer; None where that is not finite."""
-        goal = self.system.goal_at(v)
+    def _solution_at(self, state: Vector, *, residual: float, start: int) -> Solution | None:
+        """Return the solution at `state` with its answer; None where that is not finite."""
+        goal = self.system.goal_at(state)
         if not math.isfinite(goal.value):
             return None
-        freedom = self._freedom(v, goal.slope)
+        freedom = self._freedom(state, goal.slope)
         return Solution(
-            v=v,
+            state=state,
             value=goal.value,
             residual=residual,
             freedom=freedom.share,
             min_slope=freedom.min_slope,
-            faults=self._faults(v, goal.value),
-            picture_distance=self.kind.picture_distance(v),
+            faults=self._faults(state, goal.value),
+            picture_distance=self.kind.picture_distance(state),
             start=start,
         )
 
-    def _faults(self, v: Vector, value: float) -> int:
+    def _faults(self, state: Vector, value: float) -> int:
         """Return the faults of a figure in kind, and of an answer that cannot be one.
 
         A length, an angle or an area is positive; a letter or a cosine may be anything.
         """
-        count = self.kind.faults(v)
+        count = self.kind.faults(state)
         goal = self.reading.goal_term
         is_measure = goal is not None and bool(goal.arguments) and self.reading.unit != "plain"
-        if self.kind.used and is_measure and value <= _MIN_MEASURE * self.size:
+        if self.kind.used_points and is_measure and value <= _MIN_MEASURE * self.size:
             count += FAULTS_OF_COLLAPSE
         return count
 
-    def _freedom(self, v: Vector, gradient: Vector) -> Freedom:
-        """Return how far the relations leave the goal open at `v`.
+    def _freedom(self, state: Vector, gradient: Vector) -> Freedom:
+        """Return how far the relations leave the goal open at `state`.
 
         `gradient` has the goal's derivatives by all unknowns, shape (unknowns,).
         """
-        _, jacobian = self.system.residuals(v)
+        _, jacobian = self.system.residuals(state)
         # Each unknown is scaled by its own column, so that a letter in degrees and a place in
         # shares of the figure's size count alike in the rank.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         scales = 1 / np.maximum(lengths, 1e-9)
         slope = gradient * scales
         steepness = float(np.linalg.norm(slope))
+        nowhere = np.zeros_like(state)
         # A goal that does not depend on the unknowns at all is fixed by every figure.
         if steepness < 1e-12:
-            return Freedom(share=0.0, movement=np.zeros_like(v), min_slope=1.0)
+            return Freedom(share=0.0, movement=nowhere, min_slope=1.0, flattest=nowhere)
         # Without any equation nothing holds the goal.
         if not len(jacobian):
-            return Freedom(share=1.0, movement=slope, min_slope=1.0)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
         scaled_jacobian = np.nan_to_num(jacobian * scales)
         try:
             _, sizes, directions = np.linalg.svd(scaled_jacobian, full_matrices=True)
         except np.linalg.LinAlgError:
-            return Freedom(share=1.0, movement=slope, min_slope=1.0)
+            return Freedom(share=1.0, movement=slope, min_slope=1.0, flattest=nowhere)
         largest = max(float(sizes[0]), 1e-9)
         rank = int((sizes > _RANK_TOLERANCE * largest).sum())
         min_slope = float(sizes[rank - 1]) / largest if rank else 1.0
@@ -201,12 +210,13 @@ class FigureProblem:
         shares = allowed @ slope
         movement = (shares @ allowed) * scales
         share = float(np.linalg.norm(shares)) / steepness
-        return Freedom(share=share, movement=movement, min_slope=min_slope)
+        flattest = directions[rank - 1] * scales if rank else nowhere
+        return Freedom(share=share, movement=movement, min_slope=min_slope, flattest=flattest)
 
     # Which figure
 
     def solutions(
-        self, budget: Budget, starts: int | None = None, loose: float = MAX_RESIDUAL
+        self, budget: Budget, starts: int | None = None, max_residual: float = MAX_RESIDUAL
     ) -> list[Solution]:
         """Return the figures that the starts lead to, until two without a fault agree.
 
@@ -222,7 +232,7 @@ class FigureProblem:
             has_enough = number >= starts and flawless >= _ENOUGH_FLAWLESS
             if budget.remaining <= 0 or has_enough:
                 break
-            solution = self.solution(number, budget, loose)
+            solution = self.solution_from_start(number, budget, max_residual)
             if solution is None:
                 continue
             solutions.append(solution)
@@ -240,20 +250,41 @@ class FigureProblem:
         """Tell whether the picture shows every point that has a line."""
         return bool(self.places) and all(name in self.places for name in self.drawing.neighbours)
 
-    def stays(self, solution: Solution, budget: Budget) -> bool:
+    def neighbours(self, solution: Solution, budget: Budget) -> list[Solution]:
+        """Return the figures that fulfil the relations near another one.
+
+        Two figures that are nearly the same, as a kite whose corner is a little under or over 90
+        degrees, lie beside each other where the equations are flattest, and all starts may lead to
+        the same of them. So this begins on both sides of a figure.
+        """
+        goal = self.system.goal_at(solution.state)
+        direction = self._freedom(solution.state, goal.slope).flattest
+        length = float(np.linalg.norm(direction))
+        if length == 0:
+            return []
+        neighbours: list[Solution] = []
+        for push in _PUSHES_TO_NEIGHBOURS:
+            pushed = solution.state + push * direction / length
+            state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
+            if residual <= MAX_RESIDUAL:
+                neighbour = self._solution_at(state, residual=residual, start=solution.start)
+                neighbours += [neighbour] if neighbour is not None else []
+        return neighbours
+
+    def goal_stays_when_pushed(self, solution: Solution, budget: Budget) -> bool:
         """Tell whether the goal keeps its value when the figure is pushed along free movements.
 
         At a double root the equations look as if they left the goal open, and do not.
         """
-        goal = self.system.goal_at(solution.v)
-        freedom = self._freedom(solution.v, goal.slope)
+        goal = self.system.goal_at(solution.state)
+        freedom = self._freedom(solution.state, goal.slope)
         length = float(np.linalg.norm(freedom.movement))
         if length == 0:
             return True
         for push in (0.05, -0.05):
-            pushed = solution.v + push * freedom.movement / length
-            v, residual = descend(self.system, v=pushed, budget=budget, steps=_MAX_STEPS)
-            goal = self.system.goal_at(v)
+            pushed = solution.state + push * freedom.movement / length
+            state, residual = descend(self.system, state=pushed, budget=budget, steps=_MAX_STEPS)
+            goal = self.system.goal_at(state)
             if residual > MAX_RESIDUAL or not answers_agree(goal.value, solution.value, share=1e-3):
                 return False
         return True

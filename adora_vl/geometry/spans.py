@@ -12,7 +12,7 @@ import numpy as np
 
 from adora_vl.geometry.layout import Vector
 
-MAX_SHARE_OUTSIDE_SPAN = 1e-5  # share of a gradient that may lie length_outside of a span
+MAX_SHARE_OUTSIDE_SPAN = 1e-5  # share of a gradient that may lie outside of a span
 
 
 def is_parallel_to_any(row: Vector, rows: Sequence[Vector]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from adora_vl.geometry.signs import Sign
+from adora_vl.geometry.tokens import ResponseToken
 
 _SUPPOSING_WORDS = {
     "if",
@@ -109,81 +109,85 @@ _FACT_WORDS = {"fact", "information", "given", "know", "known", "property"}
 _WORDS_BEFORE_DONE_AIM = {"we", "i", "can", "you", "and"}
 
 
-def mark_asserted_tokens(signs: Sequence[Sign]) -> list[bool]:
+def mark_asserted_tokens(tokens: Sequence[ResponseToken]) -> list[bool]:
     """Tell of each sign whether what is said there is meant as it stands."""
-    stands: list[bool] = []
+    asserted: list[bool] = []
     is_supposed_before = False
     start = 0
-    for number, sign in enumerate(signs):
-        if sign.kind == "line" or sign.text in (".", "?", "!") or number == len(signs) - 1:
-            sentence = _Sentence(signs[start : number + 1], is_supposed_before)
-            stands += sentence.stands()
-            if any(sentence_sign.kind != "line" for sentence_sign in sentence.signs):
-                is_supposed_before = sentence.goes_on
+    for number, token in enumerate(tokens):
+        if token.kind == "line" or token.text in (".", "?", "!") or number == len(tokens) - 1:
+            sentence = _Sentence(tokens[start : number + 1], is_supposed_before)
+            asserted += sentence.mark_asserted()
+            if any(sentence_token.kind != "line" for sentence_token in sentence.tokens):
+                is_supposed_before = sentence.then_supposes
             start = number + 1
-    return stands
+    return asserted
 
 
 class _Sentence:
     """One sentence, and whether the one before it was a supposition."""
 
-    def __init__(self, signs: Sequence[Sign], is_supposed_before: bool) -> None:
-        self.signs = signs
-        self.words = [sign.text.lower() for sign in signs]
+    def __init__(self, tokens: Sequence[ResponseToken], is_supposed_before: bool) -> None:
+        self.tokens = tokens
+        self.words = [token.text.lower() for token in tokens]
         self.is_supposed = is_supposed_before and self.words[:1] == ["then"]
-        self.goes_on = self.is_supposed  # whether a next sentence with "then" supposes as well
+        self.then_supposes = (
+            self.is_supposed
+        )  # whether a next sentence with "then" supposes as well
 
-    def stands(self) -> list[bool]:
+    def mark_asserted(self) -> list[bool]:
         """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
         if self.words and self.words[-1] == "?":
             # "What if AB = 5? Then" supposes as well.
-            self.goes_on = any(self._supposes(number) for number in range(len(self.words)))
+            self.then_supposes = any(
+                self._begins_supposition(number) for number in range(len(self.words))
+            )
             return [False] * len(self.words)
-        stands: list[bool] = []
+        asserted: list[bool] = []
         clause_start = 0
         is_blocked = False
         for number, word in enumerate(self.words):
             if word in _CLAUSE_ENDS:
                 is_blocked = False
                 clause_start = number
-            if word == ":" and self._announces(number):
+            if word == ":" and self._announces_check(number):
                 self.is_supposed = False
-                self.goes_on = False
+                self.then_supposes = False
             if word in _SUPPOSITION_ENDS:
                 self.is_supposed = False
-                self.goes_on = False
+                self.then_supposes = False
             if word == "that" and number and self.words[number - 1] in _FACT_WORDS:
                 is_blocked = False  # "we need to use the fact that"
-            if self._supposes(number):
+            if self._begins_supposition(number):
                 self.is_supposed = True
-                self.goes_on = self.goes_on or word not in _DEFINING_WORDS
-            if word in _HEDGING_WORDS or word in _DENYING_WORDS or self._aims(number):
+                self.then_supposes = self.then_supposes or word not in _DEFINING_WORDS
+            if word in _HEDGING_WORDS or word in _DENYING_WORDS or self._states_aim(number):
                 is_blocked = True
-            if self._refutes(number):
-                stands[clause_start:] = [False] * (len(stands) - clause_start)
+            if self._refutes_clause(number):
+                asserted[clause_start:] = [False] * (len(asserted) - clause_start)
                 is_blocked = True
-            stands.append(not is_blocked and not self.is_supposed)
-        return stands
+            asserted.append(not is_blocked and not self.is_supposed)
+        return asserted
 
-    def _announces(self, number: int) -> bool:
+    def _announces_check(self, number: int) -> bool:
         """Tell whether the colon at this place stands behind words alone that announce a check."""
         before = set(self.words[:number])
-        has_value = any(sign.kind != "word" for sign in self.signs[:number])
+        has_value = any(token.kind != "word" for token in self.tokens[:number])
         supposes_more = bool(before & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
         return bool(_CHECKING_WORDS & before) and not has_value and not supposes_more
 
-    def _supposes(self, number: int) -> bool:
+    def _begins_supposition(self, number: int) -> bool:
         """Tell whether the word at this place begins a supposition."""
         word = self.words[number]
         if number == 0 and word in _CHOICE_WORDS:
             return True  # "Option B: AB = 5"
-        if word not in _SUPPOSING_WORDS or self.signs[number].kind != "word":
+        if word not in _SUPPOSING_WORDS or self.tokens[number].kind != "word":
             return False
         # "as if", "we can say that" and "check that" suppose nothing.
         behind = self.words[number + 1] if number + 1 < len(self.words) else ""
         return not (word in ("say", "verify", "check") and behind == "that")
 
-    def _aims(self, number: int) -> bool:
+    def _states_aim(self, number: int) -> bool:
         """Tell whether the word says what is to be found, and not what is."""
         word = self.words[number]
         if word in _WISH_WORDS:
@@ -194,7 +198,7 @@ class _Sentence:
         behind = self.words[number + 1] if number + 1 < len(self.words) else ""
         return before not in _WORDS_BEFORE_DONE_AIM and behind != "that"
 
-    def _refutes(self, number: int) -> bool:
+    def _refutes_clause(self, number: int) -> bool:
         """Tell whether the word says of what stands before it that it is not so."""
         word = self.words[number]
         before = self.words[number - 1] if number else ""

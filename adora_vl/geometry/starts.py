@@ -81,20 +81,20 @@ class Starts:
         """
         random = np.random.default_rng(number)
         system = self.system
-        v = np.zeros(system.count)
+        state = np.zeros(system.count)
         stretches = _STRETCH_BY_START if self.scale.is_given else _WIDE_STRETCH_BY_START
         stretch = stretches[number % len(stretches)]
         for point in system.points:
             location = self._location(point, stretch, random)
             shift = random.normal(0, _SHIFT_BY_START[number % len(_SHIFT_BY_START)], 2)
             i = 2 * system.position[point]
-            v[i] = location.real + shift[0]
-            v[i + 1] = location.imag + shift[1]
+            state[i] = location.real + shift[0]
+            state[i + 1] = location.imag + shift[1]
         for i, name in enumerate(system.unknowns, start=system.first_unknown):
             # Drawn for every unknown, also where the value is not used.
             random_value = random.uniform(1, 30)
-            v[i] = self._unknown(name, number=number, random_value=random_value, v=v)
-        return v
+            state[i] = self._unknown(name, number=number, random_value=random_value, state=state)
+        return state
 
     def _location(self, point: str, stretch: float, random: np.random.Generator) -> complex:
         """Return where a point begins, before its random shift.
@@ -115,15 +115,15 @@ class Starts:
         """Return a point's place in the picture, from the middle, in shares of its size."""
         return (self.places[point] - self.middle) / self.scale.pixels
 
-    def _unknown(self, name: str, *, number: int, random_value: float, v: Vector) -> float:
+    def _unknown(self, name: str, *, number: int, random_value: float, state: Vector) -> float:
         """Return where a letter, a radius or a numbered angle begins.
 
-        A radius begins as its circle's points in `v` lie. The first two starts try round numbers
+        A radius begins as its circle's points in `state` lie. The first two starts try round numbers
         for letters, later ones random numbers.
         """
         circle = self.circle_by_radius.get(name)
         if circle is not None and circle.points:
-            return self._mean_radius(circle, v)
+            return self._mean_radius(circle, state)
         if name.startswith("radius "):
             return 0.3 * self.scale.size
         if name.startswith("angle "):
@@ -134,25 +134,25 @@ class Starts:
             return 1.0
         return random_value
 
-    def _mean_radius(self, circle: Circle, v: Vector) -> float:
-        """Return the mean distance of a circle's points from its centre at `v`."""
-        centre = self.system.location(v, circle.centre)
-        distances = [abs(self.system.location(v, point) - centre) for point in circle.points]
+    def _mean_radius(self, circle: Circle, state: Vector) -> float:
+        """Return the mean distance of a circle's points from its centre at `state`."""
+        centre = self.system.location(state, circle.centre)
+        distances = [abs(self.system.location(state, point) - centre) for point in circle.points]
         return self.scale.size * float(np.mean(distances))
 
-    def moved_onto_lines(self, v: Vector, number: int) -> Vector:
-        """Return the start `v` with points moved onto the lines and circles that they are on.
+    def moved_onto_lines(self, state: Vector, number: int) -> Vector:
+        """Return the start `state` with points moved onto the lines and circles that they are on.
 
         Points without a place have to begin so, or they come to lie in another order. In each round
         every line and circle moves its points half the way; points with a place stay.
         """
         random = np.random.default_rng(number)
         position = self.system.position
-        places = self.system.places(v).copy()
+        places = self.system.places(state).copy()
         self._spread_polygons(places, random)
         on_segments = [
             _PointOnSegment(point=position[point], start=position[start], end=position[end])
-            for (start, end), points in sorted(self.drawing.on_segment.items())
+            for (start, end), points in sorted(self.drawing.points_on_segment.items())
             for point in sorted(points)
         ]
         on_circles = [
@@ -169,10 +169,10 @@ class Starts:
                 _pull_onto_segment(places, segment, movable)
             for circle in on_circles:
                 _pull_onto_circle(places, circle, movable)
-        v = v.copy()
-        v[: self.system.first_unknown] = places.reshape(-1)
-        self._fit_radii(v, places)
-        return v
+        state = state.copy()
+        state[: self.system.first_unknown] = places.reshape(-1)
+        self._fit_radii(state, places)
+        return state
 
     def _spread_polygons(self, places: Vector, random: np.random.Generator) -> None:
         """Lay the corners of convex polygons round a circle, each corner once; changes `places`.
@@ -190,15 +190,15 @@ class Starts:
                     places[self.system.position[name]] = 0.5 * direction
             is_placed.update(names)
 
-    def _fit_radii(self, v: Vector, places: Vector) -> None:
-        """Set the radii in `v` to the mean distance of their points from the centre."""
+    def _fit_radii(self, state: Vector, places: Vector) -> None:
+        """Set the radii in `state` to the mean distance of their points from the centre."""
         position = self.system.position
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             circle = self.circle_by_radius.get(name)
             if circle is not None and circle.points:
                 on_circle = places[[position[point] for point in circle.points]]
                 distances = np.linalg.norm(on_circle - places[position[circle.centre]], axis=1)
-                v[i] = self.scale.size * float(distances.mean())
+                state[i] = self.scale.size * float(distances.mean())
 
 
 def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector) -> None:

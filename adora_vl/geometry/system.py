@@ -164,7 +164,7 @@ class System(UnknownsLayout):
             weight = self._weight(equation.unit)
             is_angle = equation.unit == "degrees"
             tree = Arithmetic(function="-", parts=(equation.left, equation.right))
-            difference = linear_sum(tree, self.atoms.row)
+            difference = linear_sum(tree, self.atoms.row_by_atom)
             if difference is None:
                 self._curved.append(
                     _CurvedEquation(difference=tree, weight=weight, is_angle=is_angle)
@@ -176,7 +176,7 @@ class System(UnknownsLayout):
                 )
                 linear_relations.append(equation)
         factors = np.array([equation.difference.factors for equation in linear])
-        self._linear_factors = factors.reshape(len(linear), len(self.atoms.row))
+        self._linear_factors = factors.reshape(len(linear), len(self.atoms.row_by_atom))
         self._linear_constants = np.array([equation.difference.constant for equation in linear])
         self._linear_weights = np.array([equation.weight for equation in linear])
         self._linear_is_angle = np.array([equation.is_angle for equation in linear], dtype=bool)
@@ -192,22 +192,22 @@ class System(UnknownsLayout):
         }
         return weights[unit]
 
-    def residuals(self, v: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """Return the residuals of all relations at `v` and their derivatives by the unknowns.
+    def residuals(self, state: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
+        """Return the residuals of all relations at `state` and their derivatives by the unknowns.
 
         Shapes: (rows,) and (rows, unknowns), in the order of `residual_relations`. Without `slopes`
         the derivatives are empty. A residual is not finite where its expression has no value, as
         behind a division by zero.
         """
-        values, gradient = self.atoms.evaluated(v, slopes=slopes)
+        values, gradient = self.atoms.evaluate(state, slopes=slopes)
         groups: list[_Residuals] = []
         # In the order in which `_compile_relations` has named the relations of the rows.
         if len(self._is_perpendicular):
-            groups.append(self._directions(v, slopes=slopes))
+            groups.append(self._directions(state, slopes=slopes))
         if len(self._order_points[0]):
-            groups.append(self._orders(v, slopes=slopes))
+            groups.append(self._orders(state, slopes=slopes))
         if len(self._mean_factors):
-            means = self._mean_factors @ v
+            means = self._mean_factors @ state
             groups.append(_Residuals(values=means, slopes=self._mean_factors))
         if len(self._linear_factors):
             groups.append(self._linear_equations(values, gradient))
@@ -219,13 +219,13 @@ class System(UnknownsLayout):
             return residuals, np.zeros((0, self.count))
         return residuals, np.concatenate([group.slopes for group in groups])
 
-    def _directions(self, v: Vector, *, slopes: bool) -> _Residuals:
+    def _directions(self, state: Vector, *, slopes: bool) -> _Residuals:
         """Return how far lines are from parallel or perpendicular.
 
         The residual of parallel lines is the sine of the angle between them, that of perpendicular
         ones the cosine.
         """
-        places = self.places(v)
+        places = self.places(state)
         a, b, c, d = self._direction_points
         u = places[b] - places[a]
         w = places[d] - places[c]
@@ -245,12 +245,12 @@ class System(UnknownsLayout):
         add_point_slopes(rows, c, -slope_w)
         return _Residuals(values=values, slopes=rows)
 
-    def _orders(self, v: Vector, *, slopes: bool) -> _Residuals:
+    def _orders(self, state: Vector, *, slopes: bool) -> _Residuals:
         """Return how far each point is from lying between two others; 0 wherever it does.
 
         It counts along the segment, in shares of it.
         """
-        places = self.places(v)
+        places = self.places(state)
         point, start, end = self._order_points
         u = places[point] - places[start]
         w = places[end] - places[start]
@@ -287,13 +287,13 @@ class System(UnknownsLayout):
         self, equation: _CurvedEquation, values: Vector, gradient: Vector | None
     ) -> _Residuals:
         """Return the residual of one equation that is not linear, from the values of the atoms."""
-        value, slope = self.evaluated(equation.difference, values, gradient)
+        value, slope = self.evaluate(equation.difference, values, gradient)
         if equation.is_angle and abs(value) > _MAX_PLAIN_DIFFERENCE and math.isfinite(value):
             value = (value + 180) % 360 - 180
         slopes = None if gradient is None else equation.weight * slope[None, :]
         return _Residuals(values=np.array([equation.weight * value]), slopes=slopes)
 
-    def evaluated(
+    def evaluate(
         self, quantity: Quantity, values: Vector, gradient: Vector | None
     ) -> Differentiated:
         """Return the value of a quantity and its derivatives by all unknowns.
@@ -311,17 +311,17 @@ class System(UnknownsLayout):
         if constant is not None:
             return Differentiated(value=constant, slope=zeros)
         if not isinstance(quantity, Arithmetic):
-            row = self.atoms.row[quantity]
+            row = self.atoms.row_by_atom[quantity]
             slope = zeros if gradient is None else gradient[row]
             return Differentiated(value=float(values[row]), slope=slope)
-        parts = [self.evaluated(part, values, gradient) for part in quantity.parts]
+        parts = [self.evaluate(part, values, gradient) for part in quantity.parts]
         try:
             return apply_function(quantity, parts)
         except (ZeroDivisionError, OverflowError, ValueError):
             return Differentiated(value=math.nan, slope=zeros)
 
-    def goal_at(self, v: Vector) -> Differentiated:
-        """Return the value of the goal at `v` and its derivatives by all unknowns."""
+    def goal_at(self, state: Vector) -> Differentiated:
+        """Return the value of the goal at `state` and its derivatives by all unknowns."""
         assert self.goal is not None, "a system without a goal has no value"
-        values, gradient = self.atoms.evaluated(v, slopes=True)
-        return self.evaluated(self.goal, values, gradient)
+        values, gradient = self.atoms.evaluate(state, slopes=True)
+        return self.evaluate(self.goal, values, gradient)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, term
+from adora_vl.geometry.draft import POINT_PATTERN, Draft, SentenceError, SpecialTriangle, make_term
 from adora_vl.geometry.forms import LogicForm
 from adora_vl.geometry.sentences import COORDINATE_PATTERN, SEGMENT_PATTERN, read_sentence
 from adora_vl.utils.errors import UserError
@@ -44,7 +44,7 @@ def read_form_from_text(text: str) -> LogicForm:
             read_sentence(draft, sentence)
         except SentenceError as error:
             raise _sentence_error(number, sentence, str(error)) from None
-    for special in draft.special:
+    for special in draft.special_triangles:
         _settle_special_triangle(draft, special)
     if not draft.question:
         raise UserError("facts: nothing is asked; add a line such as 'find AC' or 'find x'")
@@ -68,23 +68,23 @@ def _settle_special_triangle(draft: Draft, special: SpecialTriangle) -> None:
     Raises `UserError` where neither a sentence nor the places say which parts are meant.
     """
     names = "".join(special.corners)
-    polygon = term("Triangle", *special.corners)
+    polygon = make_term("Triangle", *special.corners)
     has_places = set(special.corners) <= draft.places.keys()
     corner = draft.right_corner(special.corners)
     if "right" in special.adjectives and corner is None:
         if not has_places:
             reason = _ask_for_parts(names, f"angle {names} = 90")
             raise _sentence_error(special.line, special.sentence, reason)
-        draft.facts.append(term("Right", polygon))
+        draft.facts.append(make_term("Right", polygon))
     if "isosceles" not in special.adjectives or draft.has_equal_parts(special.corners):
         return
     if "right" in special.adjectives and corner is not None:
         # The hypotenuse is longer than either leg, so only the legs can be equal.
         ends = [name for name in special.corners if name != corner]
-        legs = [term("LengthOf", draft.line(corner, end)) for end in ends]
-        draft.equal(legs[0], legs[1])
+        legs = [make_term("LengthOf", draft.draw_line(corner, end)) for end in ends]
+        draft.add_equation(legs[0], legs[1])
     elif has_places:
-        draft.facts.append(term("Isosceles", polygon))
+        draft.facts.append(make_term("Isosceles", polygon))
     else:
         example = f"{names[0]}{names[1]} = {names[0]}{names[2]}"
         raise _sentence_error(special.line, special.sentence, _ask_for_parts(names, example))

@@ -23,17 +23,17 @@ from adora_vl.geometry.shapes import UnreadError
 
 
 def median(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say what a median or an altitude of a triangle says, or the median of a trapezoid.
+    """Say what a median or an altitude is, as `IsMedianOf(Line(A, M), Triangle(A, B, C))` does.
 
-    The latter joins the middles of the legs. A triangle may be unnamed, a trapezoid is then the
-    drawn one.
+    It goes from a corner to the opposite side. The median of a trapezoid joins the middles of the
+    legs instead. A triangle may be unnamed; an unnamed trapezoid is the drawn one.
     """
     drawing = measures.drawing
     line, shape = term.arguments
-    ends = drawing.segment(line)
+    ends = drawing.ends_of_line(line)
     corners: list[str] = []
     if len(shape.names) > 2 or shape.head == "Trapezoid":
-        corners = drawing.shape(shape)
+        corners = drawing.corners_of_shape(shape)
     if len(corners) == 4:
         yield from _trapezoid_midsegment(measures, ends, corners)
         return
@@ -43,9 +43,12 @@ def median(measures: Measures, term: Term) -> Iterator[Relation]:
 
 
 def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a line joins the middles of two sides, or of a trapezoid's legs."""
-    line = measures.drawing.segment(term.arguments[0])
-    names = measures.drawing.shape(term.arguments[1])
+    """Say that a line joins the middles of two sides, or of the legs of a trapezoid.
+
+    The fact is `IsMidsegmentOf(Line(D, E), Triangle(A, B, C))`.
+    """
+    line = measures.drawing.ends_of_line(term.arguments[0])
+    names = measures.drawing.corners_of_shape(term.arguments[1])
     if len(names) == 4:
         yield from _trapezoid_midsegment(measures, line, names)
         return
@@ -56,7 +59,11 @@ def midsegment(measures: Measures, term: Term) -> Iterator[Relation]:
 def _trapezoid_midsegment(
     measures: Measures, line: tuple[str, str], names: Sequence[str]
 ) -> Iterator[Relation]:
-    """Say that the median of a trapezoid joins the middles of its legs."""
+    """Say that the midsegment of a trapezoid joins the middles of its legs.
+
+    `names` are the corners of the trapezoid, whose bases are parallel. The picture shows which end
+    lies on which leg. Without places the first end of the line lies on the leg b-c.
+    """
     a, b, c, d = require_four(measures.drawing.with_base_first(names))
     yield Parallel(a=a, b=b, c=d, d=c)
     if set(line) <= measures.drawing.places.keys():
@@ -90,9 +97,9 @@ def foot_relations(
         yield collinear(feet[0], base[0], base[1])
         yield _foot_relation(line, feet[0], (base[0], base[1]), is_median=is_median)
         return
-    # Without a triangle the foot_relations is the end that lies within another line of the picture.
+    # Without a triangle the foot is the end that lies within another line of the picture.
     for top, foot_point in (line, line[::-1]):
-        for row in measures.drawing.lines:
+        for row in measures.drawing.all_lines:
             if foot_point in row[1:-1] and top not in row:
                 position = row.index(foot_point)
                 beside = (row[position - 1], row[position + 1])
@@ -104,54 +111,64 @@ def foot_relations(
 def _foot_relation(
     line: tuple[str, str], foot_point: str, base: tuple[str, str], *, is_median: bool
 ) -> Relation:
-    """Say that a line's foot_relations is the middle of a base, or that the line is perpendicular to it."""
+    """Say that a line's foot is the middle of a base, or that the line is perpendicular to it.
+
+    `foot_point` is the end of the line on the base, and `base` has the two points beside it.
+    """
     if is_median:
         return Mean(point=foot_point, points=base)
     return Perpendicular(a=line[0], b=line[1], c=base[0], d=base[1])
 
 
 def centroid(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point is the mean of the corners.
+    """Say that a point is the mean of the corners: `IsCentroidOf(Point(G), Triangle(A, B, C))`.
 
-    Drawn lines from a corner through it end at the midpoint of the opposite side.
+    A drawn line from a corner through the point ends at the midpoint of the opposite side.
     """
     drawing = measures.drawing
     point = point_of_term(measures, term.arguments[0])
-    names = drawing.shape(term.arguments[1])
+    names = drawing.corners_of_shape(term.arguments[1])
     yield Mean(point=point, points=tuple(names))
     for corner in names:
         ends = [name for name in names if name != corner]
-        for row in drawing.lines:
+        for row in drawing.all_lines:
             if corner not in row or point not in row:
                 continue
             for foot_relations in row:
-                if foot_relations not in names and drawing.are_on_one_row((foot_relations, *ends)):
+                if foot_relations not in names and drawing.are_on_one_line((foot_relations, *ends)):
                     yield Mean(point=foot_relations, points=tuple(ends))
 
 
 def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on the bisectors of a triangle, or of one angle."""
+    """Say that a point lies on the bisectors of all angles of a triangle.
+
+    The fact is `IsIncenterOf(Point(I), Triangle(A, B, C))`. With `Angle(A, B, C)` in place of the
+    triangle the point lies on the bisector of that angle alone.
+    """
     point = point_of_term(measures, term.arguments[0])
     names = term.arguments[1].names
     if term.arguments[1].head == "Angle" and len(names) == 3:
         yield same_angle(measures, (names[0], names[1], point), (point, names[1], names[2]))
         return
-    names = measures.drawing.shape(term.arguments[1])
+    names = measures.drawing.corners_of_shape(term.arguments[1])
     for i in range(3):
         corner = names[i - 1]
         yield same_angle(measures, (names[i - 2], corner, point), (point, corner, names[i]))
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a point lies on two altitudes of a triangle, and so on the third."""
+    """Say that a point lies on two altitudes of a triangle, and so on the third.
+
+    The fact is `IsOrthocenterOf(Point(H), Triangle(A, B, C))`.
+    """
     point = point_of_term(measures, term.arguments[0])
-    a, b, c = measures.drawing.shape(term.arguments[1])[:3]
+    a, b, c = measures.drawing.corners_of_shape(term.arguments[1])[:3]
     yield Perpendicular(a=point, b=a, c=b, d=c)
     yield Perpendicular(a=point, b=b, c=a, d=c)
 
 
 def hypotenuse(measures: Measures, term: Term) -> Iterator[Relation]:
-    """Say that a side is the hypotenuse of a triangle."""
+    """Say that a side is the hypotenuse, as `IsHypotenuseOf(Line(A, B), Triangle(A, B, C))` does."""
     yield from opposite_right_angle(
-        term.arguments[0].names, measures.drawing.shape(term.arguments[1])
+        term.arguments[0].names, measures.drawing.corners_of_shape(term.arguments[1])
     )

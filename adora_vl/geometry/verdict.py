@@ -119,7 +119,7 @@ def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bo
         )
     if result.status == "ambiguous":
         return _verdict_of_rivals(form, problem, result)
-    if result.disordered:
+    if result.disordered_lines:
         return _verdict_of_disorder(result)
     if not repair:
         return Verdict(status=result.status, why=_describe_conflict(result, None, reading))
@@ -166,7 +166,7 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
     assert result.solution is not None, "an answer has a figure"
     value = _without_last_bits(result.value)
     answer = short_answer(result.value, problem.reading)
-    is_doubled = result.doubled or result.solution.min_slope < _MIN_SLOPE
+    is_doubled = result.at_double_root or result.solution.min_slope < _MIN_SLOPE
     if answer is None and is_doubled:
         answer = short_answer(result.value, problem.reading, share=_DOUBLE_ROOT_TOLERANCE)
     if is_doubled and answer is not None and re.fullmatch(r"-?\d+", answer):
@@ -270,7 +270,7 @@ def _verdict_of_disorder(result: Outcome) -> Verdict:
 
     The order is the one that the facts or the picture have.
     """
-    lines = _join_words([f"{line} in this order" for line in result.disordered])
+    lines = _join_words([f"{line} in this order" for line in result.disordered_lines])
     return Verdict(
         status="conflict", why=f"no figure: the other facts contradict {lines} on one line"
     )
@@ -355,9 +355,9 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
         return False
     measures = repair.problem.reading.measures
     system = repair.problem.system
-    quantity = measures.value(term.arguments[0])
+    quantity = measures.quantity(term.arguments[0])
     trial = System(system.points, relations=(), goal=quantity, size=system.size)
-    value, _ = trial.goal_at(solution.v[: trial.count])
+    value, _ = trial.goal_at(solution.state[: trial.count])
     half_digit = 0.5 * 10.0 ** -len(number[1] or "")
     return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 

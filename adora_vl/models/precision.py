@@ -6,7 +6,7 @@ rotary frequencies are off by up to 0.4 %. The error of an angle grows with the 
 after some 1,000 tokens (`docs/rollouts.md`).
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -17,12 +17,11 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from adora_vl.utils.errors import RunError
 
-ROTARY = "inv_freq"
+ROTARY_BUFFER_NAME = "inv_freq"
 
 
-# Returns the models by their role, "policy" and "reference"; None where there is no reference. It is
-# a function, since FSDP puts another object into the trainer when the training begins.
-ModelsByRole = Callable[[], Mapping[str, nn.Module | None]]
+# The models by their role, "policy" and "reference"; None where there is no reference
+ModelsByRole = Mapping[str, nn.Module | None]
 
 
 def restore_buffers(model: nn.Module) -> list[str]:
@@ -43,7 +42,7 @@ def restore_buffers(model: nn.Module) -> list[str]:
     return restored
 
 
-def wrong_buffers(model: nn.Module) -> list[str]:
+def describe_wrong_buffers(model: nn.Module) -> list[str]:
     """Return a line for every computed float buffer that differs from what its config gives.
 
     A cast has rounded it then. If a module needs more than its config to be built, only the dtype
@@ -52,7 +51,7 @@ def wrong_buffers(model: nn.Module) -> list[str]:
     lines = []
     for name, buffer, expected in _computed_buffers(model):
         expected_dtype = torch.float32 if expected is None else expected.dtype
-        is_checked = expected is not None or ROTARY in name
+        is_checked = expected is not None or ROTARY_BUFFER_NAME in name
         if is_checked and buffer.dtype != expected_dtype:
             lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected_dtype)}")
         elif expected is not None and not torch.equal(buffer.cpu(), expected):
@@ -78,41 +77,39 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         Raises `RunError` on all ranks, if any rank has a wrong buffer.
         """
         # Every rank gathers the lines of all, so that all of them stop.
-        lines = gather_object(wrong_buffers_of_models(self.models()))
+        lines = gather_object(describe_wrong_buffers_by_role(self.models))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
-            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {REMEDY}")
+            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {CAST_REMEDY}")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Check the buffers once more before the first update, and not before later ones.
 
-        Some casts come after the training has begun: FSDP's in its first forward pass, and TRL's
-        for continuous batching.
+        Some casts come after the training has begun, such as TRL's for continuous batching.
         """
         if not self._has_checked_again:
             self.on_train_begin(args, state, control)
         self._has_checked_again = True
 
 
-REMEDY = (
+CAST_REMEDY = (
     "Something casts buffers after the model was built: look at data_types.buffer_dtype in "
-    "DeepSpeed's config, at buffer_dtype in FSDP's mixed precision, and for .to(dtype) in code of "
-    "your own."
+    "DeepSpeed's config, and for .to(dtype) in code of your own."
 )
 
 
-def wrong_buffers_of_models(models: Mapping[str, nn.Module | None]) -> list[str]:
-    """Return the lines of `wrong_buffers` for several models, each with the model's role in front.
+def describe_wrong_buffers_by_role(models: ModelsByRole) -> list[str]:
+    """Return the lines of `describe_wrong_buffers` for several models, each with the model's role in front.
 
     `models`: by their role, such as `policy`; None for a role without a model.
     """
     lines = []
     for role, model in models.items():
         if model is not None:
-            lines += [f"{role}: {line}" for line in wrong_buffers(model)]
+            lines += [f"{role}: {line}" for line in describe_wrong_buffers(model)]
     return lines
 
 

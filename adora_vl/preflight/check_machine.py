@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import Trainer, get_scheduler
 
 from adora_vl.config.batch_plan import BatchLayout, batch_plan
+from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
 from adora_vl.config.values import check_finite
 from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import spelled
@@ -149,15 +150,12 @@ def _check_optimizer_arguments(optim_args: str) -> None:
 
 
 def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
-    """Raise `UserError` for keys that need several processes, or do not go with several machines.
+    """Raise `UserError` for FSDP, and for keys that do not go with several machines.
 
     `processes`: their number on all machines together.
     """
-    if config.fsdp and processes == 1:
-        raise UserError(
-            f"fsdp: {config.fsdp} needs several processes; leave it out, or start with accelerate "
-            "launch"
-        )
+    if config.fsdp:
+        raise UserError(f"fsdp: {config.fsdp} {FSDP_IS_UNSUPPORTED}")
     if machines == 1:
         return
     if config.save_on_each_node:

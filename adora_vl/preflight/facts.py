@@ -253,14 +253,14 @@ class ResolvedRun:
         return run_manifest(
             *settings,
             arguments=cli_args.words if cli_args else None,
-            data=list(self.data.folders) or ["Python"],
-            rows=self.data.rows or 0,
+            data_folders=list(self.data.folders) or ["Python"],
+            row_count=self.data.rows or 0,
             fingerprint=self.fingerprint,
-            plan=self.layout.describe(),
+            batch_plan=self.layout.describe(),
             processes=self.context.sharding.processes,
             checkpoint=self.output.start.checkpoint,
-            user_code=self.user_code_hashes,
-            left_out=len(self.data.left_out),
+            user_code_hashes=self.user_code_hashes,
+            overlong_rows=len(self.data.left_out),
         )
 
     @property

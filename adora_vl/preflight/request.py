@@ -15,7 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.command import CliArgs
 from adora_vl.config.schema import build_configs
-from adora_vl.models.check import lora_of
+from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.utils.errors import UserError
 
@@ -108,7 +108,7 @@ def request_from_command(
     configs = build_configs(cli_args, any_machine=any_machine, processes=processes)
     return RunRequest(
         config=configs.training,
-        model=ModelSource(keys=configs.model, peft_config=lora_of(configs.model)),
+        model=ModelSource(keys=configs.model, peft_config=make_lora_config(configs.model)),
         rows=configs.script,
         cli_args=cli_args,
         max_rows=max_rows,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, template
-from adora_vl.record.manifest import data_name, recipe_of, short_name
+from adora_vl.record.manifest import data_name, describe_recipe, short_model_name
 from adora_vl.record.summary import figure_rows
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import replace_file
@@ -95,28 +95,29 @@ def model_card(manifest: Mapping[str, Any], history: Sequence[Mapping[str, Any]]
     sees_images = bool(model.get("sees_images", True))
     # manifests of older versions have the prompt among the keys of the config alone
     prompt = manifest.get("prompt", config.get("adora_prompt"))
-    load = _how_to_load(config, prompt, sees_images)
-    if config.get("use_peft") or model.get("base"):
-        load = _ADAPTER_NOTE + load
+    loading_section = _how_to_load(config, prompt, sees_images)
+    is_adapter = config.get("use_peft") or model.get("base")
+    if is_adapter:
+        loading_section = _ADAPTER_NOTE + loading_section
     subject = "geometric diagrams" if sees_images else "problems in words"
     starts = manifest.get("starts") or [{}]
     origin = {key: manifest.get(key) for key in ("device", "commit")}
     origin |= {"started": starts[0].get("time"), "starts": len(starts)}
     sections = [
         _front_matter(name, sees_images),
-        f"# {short_name(name) or 'Model'}, {amount(step, 'step')} of {recipe_of(config)}",
+        f"# {short_model_name(name) or 'Model'}, {amount(step, 'step')} of {describe_recipe(config)}",
         f"Trained with adora_vl to reason about {subject} by reinforcement learning (ADORA: arXiv "
         "2602.10019). The licence is that of the base model and of the data.",
         "## Load and prompt it",
-        load,
+        loading_section,
         "## Recipe",
-        _table([(key, config[key]) for key in _RECIPE_KEYS if key in config]),
+        _markdown_table([(key, config[key]) for key in _RECIPE_KEYS if key in config]),
         "## Data",
         _data_table(manifest.get("data", {})),
         "## Figures of the training",
         _figure_table(history),
         "## Made with",
-        _table([*manifest.get("versions", {}).items(), *origin.items()]),
+        _markdown_table([*manifest.get("versions", {}).items(), *origin.items()]),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -167,18 +168,18 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
         system_message = f'\n    {{"role": "system", "content": {system_content}}},'
     messages = f'[{system_message}\n    {{"role": "user", "content": {user_content}}},\n]'
     max_new_tokens = config.get("max_completion_length") or 4096
-    load = code.format(messages=messages, max_new_tokens=max_new_tokens)
+    section = code.format(messages=messages, max_new_tokens=max_new_tokens)
     if not prompt:
-        return load
+        return section
     if prompt == DEFAULT_PROMPT:
         problem = template(prompt)({"problem": "Find x.", "choices": ["12", "13"]})
         return (
-            f"{load}\n\nIn the training the choices of a problem stood below it:\n"
+            f"{section}\n\nIn the training the choices of a problem stood below it:\n"
             f"\n```text\n{problem}\n```"
         )
     return (
-        f"{load}\n\nIn the training the text of a problem was made of its columns: "
-        f"`{_cell(prompt)}`"
+        f"{section}\n\nIn the training the text of a problem was made of its columns: "
+        f"`{_markdown_cell(prompt)}`"
     )
 
 
@@ -198,14 +199,14 @@ def _data_table(data: Mapping[str, Any]) -> str:
         if key not in ("folder", "sets"):
             rows.append((key, value))
     for data_set in data.get("sets") or ():
-        facts = []
+        details = []
         if "share" in data_set:
-            facts.append(f"share {data_set['share']:g}")
+            details.append(f"share {data_set['share']:g}")
         for key in ("source", "input", "revision"):
             if data_set.get(key):
-                facts.append(_without_path(data_set[key]))
-        rows.append((Path(data_set["folder"]).name, ", ".join(facts)))
-    return _table([(key, _without_path(value)) for key, value in rows])
+                details.append(_without_path(data_set[key]))
+        rows.append((Path(data_set["folder"]).name, ", ".join(details)))
+    return _markdown_table([(key, _without_path(value)) for key, value in rows])
 
 
 def _without_path(value: object) -> Any:
@@ -228,10 +229,10 @@ def _figure_table(history: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join([caution, "", *table_lines])
 
 
-def _table(entries: Sequence[tuple[str, Any]]) -> str:
+def _markdown_table(entries: Sequence[tuple[str, Any]]) -> str:
     """Return a table in Markdown with a row for each key and value; empty values have none."""
     rows = [
-        f"| {_cell(key)} | {_cell(value)} |"
+        f"| {_markdown_cell(key)} | {_markdown_cell(value)} |"
         for key, value in entries
         if value is not None and value != ""
     ]
@@ -240,7 +241,7 @@ def _table(entries: Sequence[tuple[str, Any]]) -> str:
     return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _cell(value: object) -> str:
+def _markdown_cell(value: object) -> str:
     """Return a value as text for a cell of a table in Markdown, where | and line ends have a meaning."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.replace("|", "\\|").replace("\n", " ")

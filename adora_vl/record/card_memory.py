@@ -11,9 +11,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from adora_vl.utils.files import GIB
 
 # The phase in which the engine frees its memory, so that the policy can use it
-SLEEP = "sleep"
-ROLLOUT = "memory/rollout"
-POLICY = "memory/policy"
+SLEEP_PHASE = "sleep"
+ROLLOUT_MEMORY_KEY = "memory/rollout"
+POLICY_MEMORY_KEY = "memory/policy"
 
 
 class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
@@ -59,12 +59,12 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             name: the phase, one of `PHASES`.
             clock: times the code inside its `with` as a phase of that name.
         """
-        if name == SLEEP:
+        if name == SLEEP_PHASE:
             # the engine may sleep several times in a step; the fullest moment counts
             self._rollout_gib = max(self._rollout_gib or 0.0, self._used_gib())
         with clock(name):
             yield
-        if name == SLEEP:
+        if name == SLEEP_PHASE:
             # from here on the peak is that of the policy
             torch.cuda.reset_peak_memory_stats(self._device)
 
@@ -82,10 +82,10 @@ class CardMemory(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         # It is None in the second optimizer step of a generation, which samples no rollouts, and
         # that on all ranks alike.
         if self._rollout_gib is not None:
-            self._log(ROLLOUT, self._largest_of_ranks(self._rollout_gib))
+            self._log(ROLLOUT_MEMORY_KEY, self._largest_of_ranks(self._rollout_gib))
         self._rollout_gib = None
         policy_gib = torch.cuda.max_memory_reserved(self._device) / GIB
-        self._log(POLICY, self._largest_of_ranks(policy_gib))
+        self._log(POLICY_MEMORY_KEY, self._largest_of_ranks(policy_gib))
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _used_gib(self) -> float:

@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 # Share of rollouts whose reward is above adora_correct_above
-PASS = "adora/pass_rate"  # noqa: S105  # no password
+PASS_RATE_KEY = "adora/pass_rate"  # noqa: S105  # no password
 # Share of rollouts whose answer is right
-ACCURACY = "grading/correct"
+ACCURACY_KEY = "grading/correct"
 # Share of rollouts without a reward
-MISSING = "rewards/missing"
+MISSING_REWARD_KEY = "rewards/missing"
 
-Format = Literal["number", "share", "tokens", "nats", "seconds"]
+FigureFormat = Literal["number", "share", "tokens", "nats", "seconds"]
 # How a value is written in a table, and in a line, where room is scarce.
-_TABLE_FORMATS: dict[Format, str] = {
+_TABLE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {
     "number": "{:.3f}",
     "share": "{:.1%}",
     "tokens": "{:.1f}",
     "nats": "{:.2g}",
     "seconds": "{:.2f}",
 }
-_LINE_FORMATS: dict[Format, str] = {
+_LINE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {
     "number": "{:.3f}",
     "share": "{:.0%}",
     "tokens": "{:.0f}",
@@ -43,29 +43,29 @@ class LoggedFigure:
 
     key: str
     title: str
-    format: Format = "number"
+    format: FigureFormat = "number"
     short: str = ""
 
     def in_table(self, value: float) -> str:
         """Return the value as text for a table."""
-        return _TABLE_FORMATS[self.format].format(value)
+        return _TABLE_TEMPLATE_BY_FORMAT[self.format].format(value)
 
     def in_line(self, value: float) -> str:
         """Return the short title and the value as text for the progress line."""
-        number = _LINE_FORMATS[self.format].format(value)
+        number = _LINE_TEMPLATE_BY_FORMAT[self.format].format(value)
         # A line has whole per cents. A small share would be 0 % there, so it gets a decimal.
         if self.format == "share" and 0 < value < 0.1:
             number = self.in_table(value)
         return f"{self.short or self.title} {number}"
 
 
-FIGURES: Mapping[str, LoggedFigure] = {
+FIGURE_BY_KEY: Mapping[str, LoggedFigure] = {
     figure.key: figure
     for figure in (
         LoggedFigure(key="reward", title="reward"),
-        LoggedFigure(key=MISSING, title="without reward", format="share"),
-        LoggedFigure(key=PASS, title="pass rate", format="share", short="pass"),
-        LoggedFigure(key=ACCURACY, title="accuracy", format="share"),
+        LoggedFigure(key=MISSING_REWARD_KEY, title="without reward", format="share"),
+        LoggedFigure(key=PASS_RATE_KEY, title="pass rate", format="share", short="pass"),
+        LoggedFigure(key=ACCURACY_KEY, title="accuracy", format="share"),
         LoggedFigure(key="grading/worked", title="answers with a solution", format="share"),
         LoggedFigure(key="steps/new", title="answers with a true step", format="share"),
         LoggedFigure(key="steps/lucky", title="right by luck", format="share"),
@@ -91,20 +91,20 @@ FIGURES: Mapping[str, LoggedFigure] = {
     )
 }
 # The line that is printed for each log entry.
-PROGRESS = (
+PROGRESS_LINE_KEYS = (
     "reward",
-    MISSING,
-    PASS,
-    ACCURACY,
+    MISSING_REWARD_KEY,
+    PASS_RATE_KEY,
+    ACCURACY_KEY,
     "adora/tds_share",
     "completions/mean_length",
     "adora/drift",
 )
 # The table of a run's first and last steps, in its summary, its model card and on its page.
-SUMMARY = (
+SUMMARY_KEYS = (
     "reward",
-    PASS,
-    ACCURACY,
+    PASS_RATE_KEY,
+    ACCURACY_KEY,
     "adora/tds_share",
     "adora/weight_mean",
     "adora/length_correct",
@@ -140,8 +140,8 @@ CHARTS = (
         series=(("steps/new", "true and new"), ("steps/lucky", "right by luck")),
         optional=True,
     ),
-    Chart(title="Pass rate", series=((PASS, ""),)),
-    Chart(title="Accuracy in training", series=((ACCURACY, ""),)),
+    Chart(title="Pass rate", series=((PASS_RATE_KEY, ""),)),
+    Chart(title="Accuracy in training", series=((ACCURACY_KEY, ""),)),
     Chart(
         title="Length in tokens, right and wrong",
         series=(("adora/length_correct", "right"), ("adora/length_wrong", "wrong")),
@@ -194,7 +194,7 @@ CHARTS = (
 )
 
 
-def for_page() -> dict[str, Any]:
+def page_figures() -> dict[str, Any]:
     """Return which charts and which table rows the page of a run shows, as its JavaScript reads them.
 
     `share` says of a chart or a row that its values are shares, which are shown in per cent.
@@ -209,11 +209,15 @@ def for_page() -> dict[str, Any]:
                 "keys": chart.series,
                 "zero": chart.zero,
                 "optional": chart.optional,
-                "share": FIGURES[first_key].format == "share",
+                "share": FIGURE_BY_KEY[first_key].format == "share",
             }
         )
     rows = [
-        {"key": key, "title": FIGURES[key].title, "share": FIGURES[key].format == "share"}
-        for key in SUMMARY
+        {
+            "key": key,
+            "title": FIGURE_BY_KEY[key].title,
+            "share": FIGURE_BY_KEY[key].format == "share",
+        }
+        for key in SUMMARY_KEYS
     ]
     return {"charts": charts, "rows": rows}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) -> str:
+def launch_command(arguments: Sequence[str] | None, command_line_file: Path | None = None) -> str:
     """Return the command that started this run as text, without secrets, for its manifest.
 
     It is `accelerate launch ...` where that command started this process, which Linux can tell, and
@@ -37,14 +37,15 @@ def launch_command(arguments: Sequence[str] | None, parent: Path | None = None) 
 
     Args:
         arguments: those of the command line; None where a Python script builds the trainer.
-        parent: the file of Linux that has the command line of the parent process; None for that of
-            this process. Tests set it.
+        command_line_file: the file of Linux that has the command line of the parent process; None
+            for the parent of this process. Tests set it.
     """
     if arguments is None:
         # "" and "-c" are what Python puts there for an interactive session and for code in a string
         is_script = sys.argv and sys.argv[0] not in ("", "-c")
         return shlex.join(masked_words([interpreter(), *sys.argv])) if is_script else "Python"
-    command_line_file = Path(f"/proc/{os.getppid()}/cmdline") if parent is None else parent
+    if command_line_file is None:
+        command_line_file = Path(f"/proc/{os.getppid()}/cmdline")
     words = _accelerate_words(command_line_file)
     # accelerate may also have started a script that calls the trainer: its command has no `-m`
     if words is None or "-m" not in words:
@@ -61,10 +62,10 @@ def interpreter() -> str:
     program = Path(sys.executable)
     short_path = program.with_name("python")
     is_same_program = short_path.is_file() and short_path.samefile(program)
-    return as_called(str(short_path if is_same_program else program))
+    return path_to_type(str(short_path if is_same_program else program))
 
 
-def as_called(program: str) -> str:
+def path_to_type(program: str) -> str:
     """Return the path of a program as one types it in the current folder.
 
     A program below the current folder gets its relative path, such as `.venv/bin/python`, and any
@@ -91,9 +92,9 @@ def _accelerate_words(command_line_file: Path) -> list[str] | None:
     for position, word in enumerate(words):
         following = words[position + 1 :]
         if Path(word).name == "accelerate" and following[:1] == ["launch"]:
-            return [as_called(word), *following]
+            return [path_to_type(word), *following]
         if word == "accelerate.commands.launch":  # python -m accelerate.commands.launch
-            program = as_called(str(Path(sys.executable).with_name("accelerate")))
+            program = path_to_type(str(Path(sys.executable).with_name("accelerate")))
             return [program, "launch", *following]
     return None
 
@@ -114,7 +115,7 @@ _GRPO_LOSSES = (
 )
 
 
-def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def recorded_methods(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the methods in `adora_method` of a recorded config: the options by the method's name.
 
     A config without the key ran ADORA with its defaults.
@@ -123,14 +124,14 @@ def methods_of(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return methods
 
 
-def recipe_of(config: Mapping[str, Any]) -> str:
+def describe_recipe(config: Mapping[str, Any]) -> str:
     """Return in one line how a run with this recorded config trains.
 
     Examples: `GRPO`, `ADORA attenuation, factor 0.1`, `DAPO + ADORA attenuation, factor 0.1,
     extension NoisyRollouts`.
     """
     titles = []
-    for name in methods_of(config):
+    for name in recorded_methods(config):
         if name == "adora":
             titles.append(_adora_title(config))
         else:
@@ -138,16 +139,16 @@ def recipe_of(config: Mapping[str, Any]) -> str:
             titles.append(TITLE_BY_METHOD.get(name, own_name(name)))
     # ADORA's title is empty where it is off; what is left without any method is GRPO
     methods = " + ".join(title for title in titles if title) or TITLE_BY_METHOD["grpo"]
-    return ", ".join([methods, *_additions(config)])
+    return ", ".join([methods, *_describe_additions(config)])
 
 
-def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
+def recorded_adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return ADORA's options in a recorded config, with all defaults filled in.
 
     Where ADORA is no method of the run, the mode is `off`: its criteria are still computed, for the
     log. An option that changes over the steps, such as `{"start": 0.1, ...}`, becomes a `Schedule`.
     """
-    run_options = methods_of(config).get("adora")
+    run_options = recorded_methods(config).get("adora")
     if run_options is None:
         run_options = {"mode": "off"}
     options: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Adora)}
@@ -159,14 +160,14 @@ def adora_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adora_title(config: Mapping[str, Any]) -> str:
-    """Return ADORA's mode and factor as `recipe_of` writes them; empty where its mode is `off`.
+    """Return ADORA's mode and factor as `describe_recipe` writes them; empty where its mode is `off`.
 
     What differs from the defaults of `assign` and `steps` follows. A run without any option of its
     own is `ADORA`.
     """
-    if not methods_of(config)["adora"]:
+    if not recorded_methods(config)["adora"]:
         return "ADORA"
-    options = adora_options(config)
+    options = recorded_adora_options(config)
     if options["mode"] == "off":
         return ""
     title = f"ADORA {options['mode']}, factor {options['factor']}"
@@ -177,7 +178,7 @@ def _adora_title(config: Mapping[str, Any]) -> str:
     return title
 
 
-def _additions(config: Mapping[str, Any]) -> list[str]:
+def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     """Return in words what a run has beside its methods: its loss, extensions, tools, environment.
 
     Any method can be combined with them. The list is empty where the run has none.
@@ -198,8 +199,8 @@ def _additions(config: Mapping[str, Any]) -> list[str]:
     return additions
 
 
-MANIFEST = "manifest.json"
-_PACKAGES = (
+MANIFEST_FILE = "manifest.json"
+_RECORDED_PACKAGES = (
     "adora-vl",
     "torch",
     "transformers",
@@ -217,45 +218,45 @@ Manifest = dict[str, Any]
 def run_manifest(
     *settings: DataclassInstance,
     arguments: Sequence[str] | None,
-    data: Sequence[str],
-    rows: int,
+    data_folders: Sequence[str],
+    row_count: int,
     fingerprint: dict[str, str],
-    plan: str,
+    batch_plan: str,
     processes: int,
     checkpoint: str | None,
-    user_code: Mapping[str, str] | None = None,
-    left_out: int = 0,
+    user_code_hashes: Mapping[str, str] | None = None,
+    overlong_rows: int = 0,
 ) -> Manifest:
     """Return the manifest of a run that starts now, or resumes from a checkpoint.
 
     Args:
         *settings: the dataclasses of the run's settings, such as its `AdoraGRPOConfig`.
         arguments: those of the command line; None for a run that a Python script starts.
-        data: the folders of the data sets.
-        rows: how many rows are trained on.
+        data_folders: of the data sets.
+        row_count: how many rows are trained on.
         fingerprint: the hashes of data set and model under `dataset` and `model`, and under
             `adora_prompt` the template of the prompts as JSON.
-        plan: how many rollouts a step has, in words.
+        batch_plan: how many rollouts a step has, in words.
         processes: the number of ranks.
         checkpoint: the folder from which the run resumes; None for a new run.
-        user_code: the hash of each file of the user's code, by what it is for.
-        left_out: how many rows are left out, since their prompts are too long
+        user_code_hashes: the hash of each file of the user's code, by what it is for.
+        overlong_rows: how many rows are left out, since their prompts are too long
             (`adora_overlong_prompts`).
     """
     config = {
-        field.name: getattr(part, field.name)
-        for part in settings
-        for field in dataclasses.fields(part)
+        field.name: getattr(dataclass_of_settings, field.name)
+        for dataclass_of_settings in settings
+        for field in dataclasses.fields(dataclass_of_settings)
     }
     public_config = {key: value for key, value in sorted(config.items()) if not is_secret(key)}
     data_entry: dict[str, Any] = {
-        "folder": ", ".join(data),
-        "rows": rows,
+        "folder": ", ".join(data_folders),
+        "rows": row_count,
         "fingerprint": fingerprint.get("dataset"),
     }
-    if left_out:
-        data_entry["overlong_rows_left_out"] = left_out
-    data_entry |= _sources(data, config.get("adora_mixture"))
+    if overlong_rows:
+        data_entry["overlong_rows_left_out"] = overlong_rows
+    data_entry |= _read_data_sources(data_folders, config.get("adora_mixture"))
     return {
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
@@ -268,12 +269,12 @@ def run_manifest(
         },
         # null: a prompt is the problem of the row alone
         "prompt": json.loads(fingerprint.get("adora_prompt", "null")),
-        "own": dict(user_code or {}),
-        "batches": plan,
-        "versions": versions(),
+        "own": dict(user_code_hashes or {}),
+        "batches": batch_plan,
+        "versions": installed_versions(),
         "commit": git_commit(),
-        "device": device(processes),
-        "starts": [{"time": now(), "checkpoint": checkpoint}],
+        "device": describe_device(processes),
+        "starts": [{"time": time_now(), "checkpoint": checkpoint}],
         "status": "running",
         "finished": None,
         "steps": None,
@@ -289,7 +290,7 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
     Raises:
         RunError: the folder cannot be written.
     """
-    path = output_dir / MANIFEST
+    path = output_dir / MANIFEST_FILE
     has_just_resumed = (
         manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"] is not None
     )
@@ -315,12 +316,12 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
         status: `finished`, `stopped` or `failed`.
         steps: optimizer steps that were made.
     """
-    manifest |= {"status": status, "finished": now(), "steps": steps}
+    manifest |= {"status": status, "finished": time_now(), "steps": steps}
     write_manifest(manifest, output_dir)
 
 
 @contextmanager
-def failure_noted(
+def noting_failure(
     manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
     """Mark a run as `failed` in its manifest if the code inside the `with` raises an exception.
@@ -348,19 +349,19 @@ def failure_noted(
 
 def read_manifest(output_dir: Path) -> Manifest:
     """Return the manifest of a run folder; empty if it has none that a run wrote."""
-    manifest = read_object(output_dir / MANIFEST)
+    manifest = read_object(output_dir / MANIFEST_FILE)
     return manifest if manifest.get("made_by") == "adora_vl.train" else {}
 
 
-def now() -> str:
+def time_now() -> str:
     """Return the time as ISO 8601 in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def versions() -> dict[str, str]:
+def installed_versions() -> dict[str, str]:
     """Return the versions of Python, of the installed packages that matter, and of CUDA, by name."""
     version_by_name = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    for package in _RECORDED_PACKAGES:
         version = installed(package)
         if version is not None:
             version_by_name[package] = version
@@ -369,7 +370,7 @@ def versions() -> dict[str, str]:
     return version_by_name
 
 
-def device(processes: int) -> str:
+def describe_device(processes: int) -> str:
     """Return the devices in words: `8 x NVIDIA A100-SXM4-80GB`, or the processor and its cores."""
     if torch.cuda.is_available():
         return f"{processes} x {torch.cuda.get_device_name(0)}"
@@ -403,7 +404,7 @@ def git_commit() -> str | None:
         return None
 
 
-def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
+def _read_data_sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str, Any]:
     """Return where the data come from, as the manifests of the data sets' folders say.
 
     Args:
@@ -416,7 +417,7 @@ def _sources(folders: Sequence[str], shares: Sequence[float] | None) -> dict[str
     """
     sources: list[dict[str, Any]] = []
     for folder in folders:
-        manifest = read_object(Path(folder) / MANIFEST)
+        manifest = read_object(Path(folder) / MANIFEST_FILE)
         known_keys = [key for key in ("source", "input", "revision") if key in manifest]
         sources.append({key: manifest[key] for key in known_keys})
     if len(folders) == 1:
@@ -436,7 +437,7 @@ def data_name(data: Mapping[str, Any]) -> str:
     return ", ".join(Path(str(source["folder"])).name for source in sources)
 
 
-def short_name(model: str) -> str:
+def short_model_name(model: str) -> str:
     """Return the name of a model: a hub id, or the last two parts of a folder's path.
 
     The other parts describe the machine, not the model.
@@ -444,7 +445,7 @@ def short_name(model: str) -> str:
     return "/".join(Path(model).parts[-2:])
 
 
-def facts_of_run(manifest: Manifest) -> dict[str, str]:
+def describe_run(manifest: Manifest) -> dict[str, str]:
     """Return what the page of a run shows of its manifest: texts by their titles.
 
     A value that the manifest does not have is left out; all are, where the run has no manifest.
@@ -453,17 +454,17 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
         return {}
     config = manifest["config"]
     data = manifest["data"]
-    left_out = data.get("overlong_rows_left_out")
-    rows = amount(data["rows"], "row")
-    if left_out:
-        rows += f" without {left_out} overlong ones"
+    overlong_rows = data.get("overlong_rows_left_out")
+    rows_text = amount(data["rows"], "row")
+    if overlong_rows:
+        rows_text += f" without {overlong_rows} overlong ones"
     status = manifest["status"]
     if manifest["steps"]:
         status = f"{status} at step {manifest['steps']}"
-    facts: dict[str, object] = {
-        "recipe": recipe_of(config),
-        "model": short_name(str(manifest["model"]["name"])),
-        "data": f"{data_name(data)}, {rows}",
+    value_by_title: dict[str, object] = {
+        "recipe": describe_recipe(config),
+        "model": short_model_name(str(manifest["model"]["name"])),
+        "data": f"{data_name(data)}, {rows_text}",
         "batches": manifest["batches"],
         "learning rate": config.get("learning_rate"),
         "seed": config.get("seed"),
@@ -473,4 +474,4 @@ def facts_of_run(manifest: Manifest) -> dict[str, str]:
         "error": manifest.get("error"),
         "commit": (manifest["commit"] or "")[:12],
     }
-    return {name: str(value) for name, value in facts.items() if value not in (None, "")}
+    return {title: str(value) for title, value in value_by_title.items() if value not in (None, "")}

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-METRICS = "metrics.jsonl"
-Line = dict[str, Any]
+METRICS_FILE = "metrics.jsonl"
+MetricsLine = dict[str, Any]
 
 
-def kind_of(logs: Mapping[str, Any]) -> str:
+def kind_of_entry(logs: Mapping[str, Any]) -> str:
     """Return the kind of a log entry: `train` for steps, `eval`, or `end` for the run's last one.
 
     Steps in which nothing was sampled, and which have no reward, are `train` as well.
@@ -34,7 +34,7 @@ def kind_of(logs: Mapping[str, Any]) -> str:
     return "eval" if is_evaluation else "train"
 
 
-def as_line(logs: Mapping[str, Any], step: int, time: str | None) -> Line:
+def make_line(logs: Mapping[str, Any], step: int, time: str | None) -> MetricsLine:
     """Return a log entry as a line of `metrics.jsonl`, before it becomes text.
 
     Args:
@@ -43,7 +43,7 @@ def as_line(logs: Mapping[str, Any], step: int, time: str | None) -> Line:
         time: when it was logged, as text; None for an entry from a checkpoint, which does not say.
     """
     figures = {key: _as_json_value(value) for key, value in logs.items() if key != "step"}
-    return {"step": step, "kind": kind_of(logs), "time": time, **figures}
+    return {"step": step, "kind": kind_of_entry(logs), "time": time, **figures}
 
 
 def _as_json_value(value: object) -> object:
@@ -57,7 +57,7 @@ def _as_json_value(value: object) -> object:
     return number if math.isfinite(number) else None
 
 
-def read_metrics(path: Path) -> list[Line]:
+def read_metrics(path: Path) -> list[MetricsLine]:
     """Read the lines of `metrics.jsonl` as dictionaries; an empty list if the file is missing.
 
     A last line that a crash has cut off is left out, and so is what no run has written.
@@ -77,23 +77,23 @@ def read_metrics(path: Path) -> list[Line]:
     return lines
 
 
-def resumed_lines(
-    recorded: Iterable[Line], history: Sequence[Mapping[str, Any]], step: int
-) -> list[Line]:
+def lines_of_resumed_run(
+    lines_of_file: Iterable[MetricsLine], history: Sequence[Mapping[str, Any]], step: int
+) -> list[MetricsLine]:
     """Return the lines with which `metrics.jsonl` goes on in a run that resumes from a checkpoint.
 
     Lines of later steps are dropped, since these steps are made again, and so is the entry with
     which the earlier run ended. Lines that the file lacks are taken from the checkpoint.
 
     Args:
-        recorded: the lines of the file so far.
+        lines_of_file: the lines of the file so far.
         history: the log entries in the checkpoint.
         step: the optimizer step of the checkpoint.
     """
-    history_lines = [as_line(entry, step=int(entry["step"]), time=None) for entry in history]
-    line_by_key: dict[_LineKey, Line] = {}
+    history_lines = [make_line(entry, step=int(entry["step"]), time=None) for entry in history]
+    line_by_key: dict[_LineKey, MetricsLine] = {}
     # The file's own lines go first: they have the time, and the first line of a key stays.
-    for line in [*recorded, *history_lines]:
+    for line in [*lines_of_file, *history_lines]:
         if line["step"] <= step and line["kind"] != "end":
             line_by_key.setdefault(_line_key(line), line)
     # an evaluation of a step is logged before the step's own line
@@ -108,7 +108,7 @@ class _LineKey(NamedTuple):
     evaluation: str
 
 
-def _line_key(line: Line) -> _LineKey:
+def _line_key(line: MetricsLine) -> _LineKey:
     """Return what tells a line from others: its step, its kind, and its evaluation.
 
     An evaluation is told by the first of its figures in alphabetical order: evaluations on several
@@ -133,12 +133,12 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         """Begin the file: empty, or with the lines up to the step after which the run resumes."""
         if not state.is_world_process_zero:
             return
-        path = Path(args.output_dir) / METRICS
+        path = Path(args.output_dir) / METRICS_FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines: list[Line] = []
+        lines: list[MetricsLine] = []
         if state.global_step:
-            lines = resumed_lines(read_metrics(path), state.log_history, state.global_step)
-        replace_file(path, _as_text(lines))
+            lines = lines_of_resumed_run(read_metrics(path), state.log_history, state.global_step)
+        replace_file(path, _to_jsonl(lines))
 
     def on_log(
         self,
@@ -152,13 +152,13 @@ class MetricsFile(TrainerCallback):  # type: ignore[misc]  # transformers is unt
         if not state.is_world_process_zero or not logs:
             return
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        line = as_line(logs, step=state.global_step, time=time)
-        with (Path(args.output_dir) / METRICS).open("a", encoding="utf-8") as stream:
-            stream.write(_as_text([line]))
+        line = make_line(logs, step=state.global_step, time=time)
+        with (Path(args.output_dir) / METRICS_FILE).open("a", encoding="utf-8") as stream:
+            stream.write(_to_jsonl([line]))
             stream.flush()
             os.fsync(stream.fileno())
 
 
-def _as_text(lines: Iterable[Line]) -> str:
+def _to_jsonl(lines: Iterable[MetricsLine]) -> str:
     """Return lines as the text of a JSONL file."""
     return "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)

@@ -92,7 +92,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         finally:
             self.leave()
 
-    def take(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Return the seconds of every phase since the last call, and begin at 0 again.
 
         Their sum is the time that has passed.
@@ -120,7 +120,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Forget the time before the training."""
-        self.take()
+        self.take_seconds()
 
     def on_step_begin(
         self,
@@ -141,5 +141,5 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     ) -> None:
         """Log the seconds of each phase in the step, and of `other` since the step before."""
         self.leave()
-        for phase, seconds in self.take().items():
+        for phase, seconds in self.take_seconds().items():
             self._log(f"seconds/{phase}", seconds)

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from adora_vl.record.figures import ACCURACY, FIGURES, MISSING, PASS, PROGRESS
-from adora_vl.record.metrics import kind_of
+from adora_vl.record.figures import (
+    ACCURACY_KEY,
+    FIGURE_BY_KEY,
+    MISSING_REWARD_KEY,
+    PASS_RATE_KEY,
+    PROGRESS_LINE_KEYS,
+)
+from adora_vl.record.metrics import kind_of_entry
 from adora_vl.record.phases import PHASES
 
 if TYPE_CHECKING:
@@ -21,12 +27,12 @@ if TYPE_CHECKING:
 
 
 # After so many steps without any signal the run warns
-SILENT_STEPS = 5
+SILENT_STEPS_BEFORE_WARNING = 5
 # The remaining time is estimated from this many steps
-_WINDOW = 20
+_STEPS_OF_ESTIMATE = 20
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return a duration as text: `45s`, `3m05s`, `2h07m`, `1d03h`."""
     minutes, rest_seconds = divmod(round(seconds), 60)
     hours, rest_minutes = divmod(minutes, 60)
@@ -41,7 +47,7 @@ def duration(seconds: float) -> str:
     return f"{rest_seconds}s"
 
 
-def differs_from_pass(logs: Mapping[str, Any]) -> bool:
+def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
     """Return whether a log entry's accuracy is worth showing beside its pass rate.
 
     The accuracy is the share of right answers, the pass rate that of rewards above a threshold. With
@@ -49,8 +55,8 @@ def differs_from_pass(logs: Mapping[str, Any]) -> bool:
     are summed, or where one of the two is not logged or has another value.
     """
     mean_rewards = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
-    accuracy = logs.get(ACCURACY)
-    pass_rate = logs.get(PASS)
+    accuracy = logs.get(ACCURACY_KEY)
+    pass_rate = logs.get(PASS_RATE_KEY)
     has_several_functions = len(mean_rewards) > 1
     if has_several_functions or accuracy is None or pass_rate is None:
         return True
@@ -69,16 +75,16 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         left_s: estimated seconds until the end of the run; None where there is no estimate yet.
     """
     parts = [f"step {step:>{len(str(total))}}/{total}"]
-    for key in PROGRESS:
+    for key in PROGRESS_LINE_KEYS:
         value = logs.get(key)
         if value is None:
             continue
-        if key == ACCURACY and not differs_from_pass(logs):
+        if key == ACCURACY_KEY and not accuracy_differs_from_pass_rate(logs):
             continue
         # Most runs have a reward for every rollout, so that a share of 0 says nothing.
-        if key == MISSING and not value:
+        if key == MISSING_REWARD_KEY and not value:
             continue
-        parts.append(FIGURES[key].in_line(value))
+        parts.append(FIGURE_BY_KEY[key].in_line(value))
     line = "  ".join(parts)
     seconds_by_phase = {
         phase: logs[f"seconds/{phase}"]
@@ -91,7 +97,7 @@ def progress_line(logs: Mapping[str, Any], step: int, total: int, left_s: float 
         ]
         total_seconds = sum(seconds_by_phase.values())
         line += f" | {_seconds_text(total_seconds)} s: {' '.join(phase_texts)}"
-    return line if left_s is None else f"{line} | {duration(left_s)} left"
+    return line if left_s is None else f"{line} | {duration_text(left_s)} left"
 
 
 def _seconds_text(seconds: float) -> str:
@@ -115,7 +121,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         # None on all ranks but the first, and outside of a training
         self._bar: tqdm[Any] | None = None
         # when the last steps ended; before the first step ends, when it began
-        self._step_ends: deque[_StepEnd] = deque(maxlen=_WINDOW)
+        self._step_ends: deque[_StepEnd] = deque(maxlen=_STEPS_OF_ESTIMATE)
         # whether the run was warned already that its present steps teach nothing
         self._has_warned = False
 
@@ -188,7 +194,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             progress_line(logs, step=state.global_step, total=state.max_steps, left_s=left_s)
         )
         sys.stdout.flush()
-        warning = no_signal(state.log_history)
+        warning = no_signal_warning(state.log_history)
         if warning is not None and not self._has_warned:
             self._bar.write(f"warning: {warning}", file=sys.stderr)
         # Once for each series of such steps: a step that teaches something ends the series.
@@ -219,11 +225,11 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
             self._bar = None
 
 
-def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
+def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if a run has learned nothing in its last steps; None otherwise.
 
     Nothing is learned in a step where in every group all rewards are equal, so that all advantages
-    are 0: it is a step without signal. After at least `SILENT_STEPS` such steps in a row the warning
+    are 0: it is a step without signal. After at least `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning
     says how many they are, the likeliest reason, and what to look at.
 
     `history`: the trainer's log history, or the lines of `metrics.jsonl`.
@@ -232,7 +238,7 @@ def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
     last_step_with_signal = 0
     for entry in reversed(history):
         equal_reward_share = entry.get("frac_reward_zero_std")
-        if kind_of(entry) != "train" or equal_reward_share is None:
+        if kind_of_entry(entry) != "train" or equal_reward_share is None:
             continue
         if equal_reward_share < 1:
             last_step_with_signal = int(entry["step"])
@@ -242,7 +248,7 @@ def no_signal(history: Sequence[Mapping[str, Any]]) -> str | None:
         return None
     silent_steps = int(silent_entries[0]["step"]) - last_step_with_signal
     # so many may be chance
-    if silent_steps < SILENT_STEPS:
+    if silent_steps < SILENT_STEPS_BEFORE_WARNING:
         return None
     return (
         f"nothing was learned in the last {silent_steps} steps: in every group all rewards were "
@@ -255,7 +261,7 @@ def _reason_for_equal_rewards(entries: Sequence[Mapping[str, Any]]) -> str:
 
     `entries`: log entries in which that holds for every group, the newest first.
     """
-    pass_rates = {entry.get(PASS) for entry in entries}
+    pass_rates = {entry.get(PASS_RATE_KEY) for entry in entries}
     if pass_rates == {0.0}:
         return (
             "no answer was right. `python -m adora_vl.rewards.explain` says what the reward makes "

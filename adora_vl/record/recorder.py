@@ -19,7 +19,7 @@ from adora_vl.record.rollout_figures import (
     learned_figures,
     tool_figures,
 )
-from adora_vl.record.rollouts import Columns, Record, criteria_columns, turns_of
+from adora_vl.record.rollouts import Record, RecordColumns, criteria_columns, describe_turns
 from adora_vl.record.trackers import add_rows, logs_images, logs_tables, set_final_values
 from adora_vl.rewards.completion import completion_text
 from adora_vl.rollout.importance import rollout_drift
@@ -76,7 +76,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         # how many rollouts this rank has graded in the present step so far
         self._graded_in_step = 0
         # how many of them were graded last, in one call of `add`
-        self._graded_last = 0
+        self._graded_in_last_call = 0
         # what `add_measured_drift` has measured on this rank, by the number of the rollout, which
         # may be any rank's
         self._drift_by_number: dict[int, float] = {}
@@ -95,8 +95,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             ranks=accelerator.num_processes,
         )
 
-    def next_numbers(self, count: int) -> Tensor:
-        """Return numbers for this rank's next `count` rollouts, (count,), before `add` gets them.
+    def number_next_rollouts(self, count: int) -> Tensor:
+        """Return numbers for this rank's next `count` rollouts, (B,), before `add` gets them.
 
         A number is unique in the step over all ranks, so that a value that is computed later, on
         any rank, finds its rollout again: number = position on its rank * ranks + rank.
@@ -128,17 +128,17 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             table: TRL's `_logs`, the table of completions, whose last rows are these rollouts.
             function_names: the names of the reward functions.
         """
-        count = len(built.rows)
+        rollout_count = len(built.rows)
         first_position = self._graded_in_step
-        self._graded_last = count
-        self._graded_in_step += count
+        self._graded_in_last_call = rollout_count
+        self._graded_in_step += rollout_count
         if not self._is_enabled:
             return
-        self._generation_slices.append(slice(first_position, first_position + count))
+        self._generation_slices.append(slice(first_position, self._graded_in_step))
         batch_columns = self._gather_batch_columns(scored.batch)
         dataset_columns = self._gather_dataset_columns(built)
-        # `failed` is set on the first rank when its disk has refused an earlier step
-        if self.accelerator.is_main_process and not self.record.failed:
+        # Where the first rank's disk has refused an earlier step, recording has ended.
+        if self.accelerator.is_main_process and not self.record.failure_reason:
             columns = _graded_columns(scored.facts, scored.assessment, table, function_names)
             # a step is recorded under the number that it has once it is made
             columns["step"] = [step + 1] * len(columns["completion"])
@@ -147,7 +147,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             group_size = scored.assessment.groups.rewards_PG.shape[1]
             self.record.add(columns, group_size)
 
-    def _gather_batch_columns(self, batch: Batch) -> Columns:
+    def _gather_batch_columns(self, batch: Batch) -> RecordColumns:
         """Return the record's columns that are tensors of the batch, from all ranks. Collective.
 
         `drift` is the mean difference between the log-probabilities of the engine, which sampled
@@ -155,7 +155,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         are known only from the forward pass of the loss: `on_step_end` fills it in then.
         """
         gather = self.accelerator.gather
-        columns: Columns = {}
+        columns: RecordColumns = {}
         if "old_per_token_logps" in batch and "sampling_per_token_logps" in batch:
             drift_B = rollout_drift(
                 batch["old_per_token_logps"],
@@ -168,7 +168,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
                 columns[name] = gather(batch[name]).tolist()  # type: ignore[literal-required]
         return columns
 
-    def _gather_dataset_columns(self, built: BuiltGroups) -> Columns:
+    def _gather_dataset_columns(self, built: BuiltGroups) -> RecordColumns:
         """Return what the dataset says of each rollout's problem, from all ranks. Collective.
 
         In a run with tools the conversation of the rollout comes with it. Pictures are stored by
@@ -178,7 +178,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         if self.decode is not None:
             for values, rollout in zip(rank_rows, built.rollouts, strict=True):
                 values["calls"] = len(rollout.calls)
-                values["turns"] = turns_of(rollout, self.decode, self._store_images)
+                values["turns"] = describe_turns(rollout, self.decode, self._store_images)
         all_rows = gather_object(rank_rows)
         return {name: [values[name] for values in all_rows] for name in all_rows[0]}
 
@@ -205,30 +205,31 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             "advantage": advantages.final_PG.flatten(),
             "weight": advantages.weighting.weights_P.repeat_interleave(group_size),
         }
-        first_in_table = self._graded_in_step - self._graded_last
+        first_in_table = self._graded_in_step - self._graded_in_last_call
         for name, values_N in values_by_column.items():
-            values_RB = self._by_rank_and_position(numbers_N, values_N)
+            # R ranks that have graded B rollouts each in this step.
+            values_RB = self._arrange_by_rank_and_position(numbers_N, values_N)
             self._fill_in_record(name, values_RB)
             table_values = values_RB[:, first_in_table:].flatten().tolist()
             set_final_values(table, name, table_values)
 
-    def _by_rank_and_position(self, numbers_N: Tensor, values_N: Tensor) -> Tensor:
+    def _arrange_by_rank_and_position(self, numbers_N: Tensor, values_N: Tensor) -> Tensor:
         """Arrange values of any of the step's rollouts in the order in which ranks graded them.
 
         Args:
-            numbers_N: the numbers of the rollouts that have a value, from `next_numbers`, (N,).
+            numbers_N: the numbers of the rollouts that have a value, from `number_next_rollouts`, (N,).
             values_N: their values, (N,).
 
         Returns:
             (R, B), for R ranks that have graded B rollouts each in this step, float32; NaN where a
             rollout has no value.
         """
-        ranks = self.accelerator.num_processes
-        values_RB = torch.full((ranks, self._graded_in_step), torch.nan)
-        # a number is position * ranks + rank
-        ranks_N = numbers_N % ranks
-        positions_N = numbers_N // ranks
-        values_RB[ranks_N, positions_N] = values_N.float()
+        num_ranks = self.accelerator.num_processes
+        values_RB = torch.full((num_ranks, self._graded_in_step), torch.nan)
+        # A number is position * ranks + rank.
+        rank_N = numbers_N % num_ranks
+        position_N = numbers_N // num_ranks
+        values_RB[rank_N, position_N] = values_N.float()
         return values_RB
 
     def _fill_in_record(self, name: str, values_RB: Tensor) -> None:
@@ -236,8 +237,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         Args:
             name: the column.
-            values_RB: its values as `_by_rank_and_position` arranges them; where one is NaN, the
-                row keeps what it has.
+            values_RB: its values for the B rollouts of each of R ranks, as
+                `_arrange_by_rank_and_position` returns them; where one is NaN, the row keeps what
+                it has.
         """
         if not self.accelerator.is_main_process:
             return
@@ -301,7 +303,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
             drift_by_number: dict[int, float] = {}
             for drift_of_rank in gather_object([self._drift_by_number]):
                 drift_by_number |= drift_of_rank
-            drift_RB = self._by_rank_and_position(
+            drift_RB = self._arrange_by_rank_and_position(
                 numbers_N=torch.tensor(list(drift_by_number), dtype=torch.long),
                 values_N=torch.tensor(list(drift_by_number.values())),
             )
@@ -335,7 +337,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         has made. Where the disk is full the list is empty: that is no reason to end a training.
         """
         try:
-            return self.record.diagrams.keep(row_id, images)
+            return self.record.diagrams.store(row_id, images)
         except OSError:
             return []
 
@@ -345,7 +347,7 @@ def _graded_columns(
     assessment: GroupAssessment,
     table: Mapping[str, Any],
     function_names: Sequence[str],
-) -> Columns:
+) -> RecordColumns:
     """Return the record's columns that grading gives, of the N rollouts of all ranks.
 
     `advantage` is 0 in all of them, until `Recorder.add_final_advantages` fills in the final ones
@@ -360,15 +362,15 @@ def _graded_columns(
     groups = assessment.groups
     weighting = assessment.weighting
     rewards_NF = facts.rewards_NF
-    count = len(rewards_NF)
+    rollout_count = len(rewards_NF)
     group_size = groups.rewards_PG.shape[1]
-    completions = list(table["completion"])[-count:]
-    columns: Columns = {
+    completions = list(table["completion"])[-rollout_count:]
+    columns: RecordColumns = {
         "completion": [completion_text(completion) for completion in completions],
         "reward": groups.rewards_PG.flatten().tolist(),
         "missing": facts.leaving_reasons,
         "advantage_raw": assessment.trl_advantages_PG.flatten().tolist(),
-        "advantage": [0.0] * count,
+        "advantage": [0.0] * rollout_count,
         "weight": weighting.weights_P.repeat_interleave(group_size).tolist(),
         "tds": weighting.tds_P.repeat_interleave(group_size).tolist(),
         "length": [int(length) for length in facts.length_N.tolist()],
@@ -378,7 +380,7 @@ def _graded_columns(
         columns[f"reward/{name}"] = rewards_N.tolist()
     for name in _REWARD_COLUMNS:
         # empty where no reward function adds it, as in a run that checks no steps
-        columns[name] = list(table["extra"].get(name, ()))[-count:]
+        columns[name] = list(table["extra"].get(name, ()))[-rollout_count:]
     columns |= criteria_columns(weighting.groups)
     return columns
 
@@ -444,7 +446,8 @@ class MetricsLogger:
             self.log("adora/sync_mb", self.synced_bytes() / 2**20)
         # One value in place of the earlier ones, as in TRL: the log line takes the mean of a
         # metric's values, and this one is a total already.
-        metrics["num_tokens"][:] = [state.num_input_tokens_seen]
+        metrics["num_tokens"].clear()
+        metrics["num_tokens"].append(state.num_input_tokens_seen)
         figures = assessment_figures(scored.assessment, facts, self.function_names)
         for name, value in figures.items():
             metrics[name].append(value)
@@ -467,7 +470,9 @@ class MetricsLogger:
             as_plain_text=self.logs_tables,
         )
         if is_training:
-            scored.batch["rollout_number"] = self.recorder.next_numbers(len(built.completions))
+            scored.batch["rollout_number"] = self.recorder.number_next_rollouts(
+                len(built.completions)
+            )
             self.recorder.add(
                 step=generation.key.step,
                 built=built,

@@ -18,22 +18,22 @@ from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.evals.scoring.coverage import share_of_the_data
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
-from adora_vl.record.figures import PASS
-from adora_vl.record.metrics import kind_of
-from adora_vl.record.rollouts import ROLLOUTS, parts, read_part
+from adora_vl.record.figures import PASS_RATE_KEY
+from adora_vl.record.metrics import kind_of_entry
+from adora_vl.record.rollouts import ROLLOUTS_FOLDER, list_parts, read_part
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
 # Below the folder of a run: the score of its model, and of the model before the training.
-AFTER = Path("eval") / SCORE_FILE
-BEFORE = Path("before") / SCORE_FILE
-REWARD = "reward"
-_ACCURACY_KEY = re.compile(r"eval_(.*)_accuracy")
+SCORE_FILE_AFTER = Path("eval") / SCORE_FILE
+SCORE_FILE_BEFORE = Path("before") / SCORE_FILE
+REWARD_KEY = "reward"
+_ACCURACY_KEY_PATTERN = re.compile(r"eval_(.*)_accuracy")
 # the entries of a run's log, or the lines of its `metrics.jsonl`
-Log = Sequence[Mapping[str, Any]]
+LogEntries = Sequence[Mapping[str, Any]]
 
 
-def result_of(folder: Path, log: Log) -> str | None:
+def describe_result(folder: Path, log: LogEntries) -> str | None:
     """Return in one line what a run has achieved; None where nothing was logged.
 
     Of three sources the first that the run has is taken: a score of held-out problems in its folder,
@@ -54,7 +54,7 @@ def is_noise(change: Difference) -> bool:
     return change.low is not None and change.high is not None and change.low <= 0 <= change.high
 
 
-def training_change(folder: Path, log: Log, key: str) -> Difference | None:
+def training_change(folder: Path, log: LogEntries, key: str) -> Difference | None:
     """Return how a figure changed from the first to the last fifth of a run's logged steps.
 
     The 95 % interval of the change comes from the recorded groups of these steps, since the answers
@@ -70,13 +70,13 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
         the change, without an interval where a fifth has a single value; None for a log of fewer
         than two steps.
     """
-    lines = [line for line in log if kind_of(line) != "eval" and _is_number(line.get(key))]
+    lines = [line for line in log if kind_of_entry(line) != "eval" and _is_number(line.get(key))]
     if len(lines) < 2:
         return None
     fifth = max(1, len(lines) // 5)
     first_lines = lines[:fifth]
     last_lines = lines[-fifth:]
-    step_samples = _Samples(
+    step_samples = _FigureSamples(
         first=[float(line[key]) for line in first_lines],
         last=[float(line[key]) for line in last_lines],
         unit="logged step",
@@ -103,7 +103,7 @@ def training_change(folder: Path, log: Log, key: str) -> Difference | None:
     )
 
 
-class _Samples(NamedTuple):
+class _FigureSamples(NamedTuple):
     """The values of a figure in the first and in the last fifth of the logged steps."""
 
     first: list[float]
@@ -117,7 +117,9 @@ def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and isfinite(value)
 
 
-def _recorded_groups(folder: Path, first_lines: Log, last_lines: Log, key: str) -> _Samples | None:
+def _recorded_groups(
+    folder: Path, first_lines: LogEntries, last_lines: LogEntries, key: str
+) -> _FigureSamples | None:
     """Return a figure of each recorded group in the first and in the last fifth of the steps.
 
     None where the record lacks one of the two: when it is full, its oldest steps are deleted.
@@ -128,7 +130,7 @@ def _recorded_groups(folder: Path, first_lines: Log, last_lines: Log, key: str) 
         last_lines: those in the last fifth.
         key: `adora/pass_rate` or `reward`.
     """
-    column = "pass_rate" if key == PASS else REWARD
+    column = "pass_rate" if key == PASS_RATE_KEY else REWARD_KEY
     try:
         groups = _means_of_groups(folder, column)
     # A damaged file, one of an older version without the column, or one that a run that goes on
@@ -137,7 +139,7 @@ def _recorded_groups(folder: Path, first_lines: Log, last_lines: Log, key: str) 
         return None
     end_of_first_fifth = first_lines[-1].get("step", 0)
     begin_of_last_fifth = last_lines[0].get("step", 0)
-    samples = _Samples(
+    samples = _FigureSamples(
         first=[group.mean for group in groups if group.step <= end_of_first_fifth],
         last=[group.mean for group in groups if group.step >= begin_of_last_fifth],
         unit="group",
@@ -156,7 +158,7 @@ class _GroupMean(NamedTuple):
 def _means_of_groups(folder: Path, column: str) -> list[_GroupMean]:
     """Return the mean of a column of the record for each group that has a value in it."""
     values_by_group: dict[tuple[int, int], list[float]] = {}
-    for part in parts(folder / ROLLOUTS):
+    for part in list_parts(folder / ROLLOUTS_FOLDER):
         for row in read_part(part, ["step", "group", column]).to_pylist():
             if _is_number(row[column]):
                 # groups are numbered within their step
@@ -171,20 +173,21 @@ def _held_out_result(folder: Path) -> str | None:
     Where the model before the training has a score on the same benchmark (in `before/`), the line
     has the change. None where the run's folder has no score.
     """
-    score_after = _read_score(folder / AFTER)
+    score_after = _read_score(folder / SCORE_FILE_AFTER)
     if score_after is None:
         return None
     score = score_after.score
     problems = f"{share_of_the_data(score) or score['total']} problems"
     title = f"held-out accuracy, {name_of_data(score)}"
-    score_before = _read_score(folder / BEFORE)
+    score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None
     if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
         change = difference_between([score_before], [score_after])
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
-        return f"{title} {accuracy} of {problems} ({AFTER})"
-    return f"{title} {_share_change_text(change)} ({change.over}, of {problems}; {BEFORE}, {AFTER})"
+        return f"{title} {accuracy} of {problems} ({SCORE_FILE_AFTER})"
+    basis = f"{change.over}, of {problems}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
+    return f"{title} {_share_change_text(change)} ({basis})"
 
 
 def _read_score(file: Path) -> ScoreFile | None:
@@ -195,13 +198,13 @@ def _read_score(file: Path) -> ScoreFile | None:
         return None
 
 
-def _evaluation_result(log: Log) -> str | None:
+def _evaluation_result(log: LogEntries) -> str | None:
     """Return in one line how the accuracy changed from the first to the last evaluation in the log.
 
     Where the run evaluates several ways to ask the problems, the accuracy with their pictures goes
     first. None where the log has no evaluation.
     """
-    keys = {key for line in log for key in line if _ACCURACY_KEY.fullmatch(key)}
+    keys = {key for line in log for key in line if _ACCURACY_KEY_PATTERN.fullmatch(key)}
     # False sorts before True
     preferred_first = sorted(keys, key=lambda key: (not key.endswith("_image_accuracy"), key))
     for key in preferred_first:
@@ -250,18 +253,18 @@ def _evaluation_change(
     )
 
 
-def _training_result(folder: Path, log: Log) -> str | None:
+def _training_result(folder: Path, log: LogEntries) -> str | None:
     """Return in one line how the pass rate in training changed, or the reward where it has none."""
-    title_by_key = {PASS: "pass rate in training", REWARD: "reward"}
+    title_by_key = {PASS_RATE_KEY: "pass rate in training", REWARD_KEY: "reward"}
     for key, title in title_by_key.items():
         lines = [line for line in log if _is_number(line.get(key))]
         if not lines:
             continue
-        is_share = key == PASS
+        is_share = key == PASS_RATE_KEY
         change = training_change(folder, log, key)
         if change is None:
             value = lines[-1][key]
-            text = _in_per_cent(value) if is_share else f"{value:.3g}"
+            text = _percent_text(value) if is_share else f"{value:.3g}"
             return f"{title} {text} (one logged step)"
         over = "" if change.low is None else f", {change.over}"
         text = _share_change_text(change) if is_share else _change_text(change)
@@ -269,14 +272,14 @@ def _training_result(folder: Path, log: Log) -> str | None:
     return None
 
 
-def _in_per_cent(value: float) -> str:
+def _percent_text(value: float) -> str:
     """Return a share in per cent."""
     return f"{100 * value:.0f} %"
 
 
 def _share_change_text(change: Difference) -> str:
     """Return a change of shares as text: `52 % → 38 %: -14.6 points, 95 % [-34.6, +5.4], within noise`."""
-    text = f"{_in_per_cent(change.first)} → {_in_per_cent(change.second)}"
+    text = f"{_percent_text(change.first)} → {_percent_text(change.second)}"
     if change.low is None:
         return text
     return f"{text}: {change.points}{_noise_words(change)}"
@@ -285,10 +288,10 @@ def _share_change_text(change: Difference) -> str:
 def _change_text(change: Difference) -> str:
     """Return a change of a figure that is no share as text: `0.52 → 0.38: -0.14, 95 % [-0.34, +0.06]`."""
     text = f"{change.first:.3g} → {change.second:.3g}"
-    return text if change.low is None else f"{text}: {interval_of(change)}"
+    return text if change.low is None else f"{text}: {interval_text(change)}"
 
 
-def interval_of(change: Difference, *, of_share: bool = False) -> str:
+def interval_text(change: Difference, *, of_share: bool = False) -> str:
     """Return a change with its interval as text: `-0.146, 95 % [-0.346, +0.054], within noise`.
 
     `of_share`: whether the figure is a share; its change is written in percentage points. The

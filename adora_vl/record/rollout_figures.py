@@ -64,11 +64,12 @@ class TieNotice:
     """Says once in a run, on the first rank, that many of the attenuated groups are ties of length.
 
     In a tie the longest correct rollout is exactly as long as the mean of the wrong ones. The
-    notice comes once at least `GROUPS` groups could tie and more than the share `SHARE` of them do.
+    notice comes once at least `MIN_GROUPS` groups could tie and more than the share `MAX_TIE_SHARE`
+    of them do.
     """
 
-    SHARE = 0.1
-    GROUPS = 50
+    MAX_TIE_SHARE = 0.1
+    MIN_GROUPS = 50
 
     def __init__(self, options: Adora, *, speaks: bool) -> None:
         """Start the count.
@@ -92,8 +93,8 @@ class TieNotice:
             return
         self._groups_that_may_tie += int(_may_tie_P(weighting).sum())
         self._tied_groups += int(weighting.tds_by_tie_P.sum())
-        has_enough_groups = self._groups_that_may_tie >= self.GROUPS
-        has_many_ties = self._tied_groups > self.SHARE * self._groups_that_may_tie
+        has_enough_groups = self._groups_that_may_tie >= self.MIN_GROUPS
+        has_many_ties = self._tied_groups > self.MAX_TIE_SHARE * self._groups_that_may_tie
         if has_enough_groups and has_many_ties:
             self._is_silent = True
             tqdm.write(

@@ -22,16 +22,16 @@ from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.files import remove_partial, replacing
 
-ROLLOUTS = "rollouts"
-IMAGES = "_images"
-_NAME = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
+ROLLOUTS_FOLDER = "rollouts"
+IMAGES_FOLDER = "_images"
+_PART_NAME_PATTERN = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
 # When so many of the newest files are all within this size, they are merged
-_MERGE_COUNT = 32
-_MERGE_BYTES = 8_000_000
+_PARTS_TO_MERGE = 32
+_MAX_BYTES_TO_MERGE = 8_000_000
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordPart:
     """One file of the record and the first and last step in it."""
 
     path: Path
@@ -39,64 +39,66 @@ class Part:
     last_step: int
 
 
-def parts(folder: Path) -> list[Part]:
+def list_parts(folder: Path) -> list[RecordPart]:
     """Return the record's files in `folder`, in the order of their steps.
 
     A file whose steps another one has too is left out: it was merged into that one, and a crash
     came before it was deleted.
     """
-    candidates = [_part_of_path(path) for path in folder.glob("*")]
-    all_parts = [part for part in candidates if part is not None]
-    merged = set()
+    parts_or_none = [_part_of_path(path) for path in folder.glob("*")]
+    all_parts = [part for part in parts_or_none if part is not None]
+    merged_parts = set()
     for outer in all_parts:
         for inner in all_parts:
             is_within = outer.first_step <= inner.first_step and inner.last_step <= outer.last_step
             if is_within and inner != outer:
-                merged.add(inner)
-    return sorted(set(all_parts) - merged, key=lambda part: part.first_step)
+                merged_parts.add(inner)
+    return sorted(set(all_parts) - merged_parts, key=lambda part: part.first_step)
 
 
-def _part_of_path(path: Path) -> Part | None:
+def _part_of_path(path: Path) -> RecordPart | None:
     """Return the part with this path; None if the name is not that of a part."""
-    match = _NAME.fullmatch(path.name)
-    return Part(path, int(match[1]), int(match[2])) if match else None
+    match = _PART_NAME_PATTERN.fullmatch(path.name)
+    if match is None:
+        return None
+    return RecordPart(path, first_step=int(match[1]), last_step=int(match[2]))
 
 
-def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -> Part:
+def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -> RecordPart:
     """Write the rows of the steps from `first_step` to `last_step` as one file of the record.
 
     The data are on the disk before the file gets its name, so that no crash leaves half a file.
     """
     name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
-    part = Part(folder / name, first_step=first_step, last_step=last_step)
+    part = RecordPart(folder / name, first_step=first_step, last_step=last_step)
     with replacing(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
     return part
 
 
-def merge_small(folder: Path) -> None:
+def merge_small_parts(folder: Path) -> None:
     """Merge the newest files if they are many and small, so that a long run leaves few files."""
-    newest = parts(folder)[-_MERGE_COUNT:]
-    are_small = all(part.path.stat().st_size <= _MERGE_BYTES for part in newest)
-    if len(newest) < _MERGE_COUNT or not are_small:
+    newest_parts = list_parts(folder)[-_PARTS_TO_MERGE:]
+    are_small = all(part.path.stat().st_size <= _MAX_BYTES_TO_MERGE for part in newest_parts)
+    if len(newest_parts) < _PARTS_TO_MERGE or not are_small:
         return
-    # A crash between here and the last deletion does no harm: `parts` leaves merged files out.
+    # A crash between here and the last deletion does no harm: `list_parts` leaves merged files out.
     write_part(
         folder,
-        table=read_parts(newest),
-        first_step=newest[0].first_step,
-        last_step=newest[-1].last_step,
+        table=read_parts(newest_parts),
+        first_step=newest_parts[0].first_step,
+        last_step=newest_parts[-1].last_step,
     )
-    for part in newest:
+    for part in newest_parts:
         part.path.unlink()
 
 
-def rotate(folder: Path, limit_bytes: float) -> None:
+def delete_oldest_parts(folder: Path, limit_bytes: float) -> None:
     """Delete the record's oldest files until the rest has at most `limit_bytes`.
 
     The newest file always stays.
     """
-    bytes_by_part = {part: part.path.stat().st_size for part in parts(folder)}
+    bytes_by_part = {part: part.path.stat().st_size for part in list_parts(folder)}
     total_bytes = sum(bytes_by_part.values())
     oldest_first = list(bytes_by_part)
     for part in oldest_first[:-1]:
@@ -106,23 +108,23 @@ def rotate(folder: Path, limit_bytes: float) -> None:
         part.path.unlink()
 
 
-def cut_after(folder: Path, step: int) -> None:
+def delete_steps_after(folder: Path, step: int) -> None:
     """Delete the rollouts of all steps after `step` from the record, as a run resumes there.
 
     0 deletes all of them and the diagrams. Files that are not the record's are not touched.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    current_parts = parts(folder)
+    current_parts = list_parts(folder)
     current_paths = [part.path for part in current_parts]
     remove_partial(folder)
-    remove_partial(folder / IMAGES)
+    remove_partial(folder / IMAGES_FOLDER)
     for path in folder.glob("rollouts-*"):
         is_merged = _part_of_path(path) is not None and path not in current_paths
         if is_merged:
             path.unlink()
     for part in current_parts:
-        has_both_sides = part.first_step <= step < part.last_step
-        if has_both_sides:
+        has_steps_on_both_sides = part.first_step <= step < part.last_step
+        if has_steps_on_both_sides:
             # the rows up to `step` become a file of their own before their old file is deleted
             write_part(
                 folder,
@@ -133,10 +135,10 @@ def cut_after(folder: Path, step: int) -> None:
         if part.last_step > step:
             part.path.unlink()
     if step == 0:
-        shutil.rmtree(folder / IMAGES, ignore_errors=True)
+        shutil.rmtree(folder / IMAGES_FOLDER, ignore_errors=True)
 
 
-def read_parts(record_parts: list[Part]) -> pa.Table:
+def read_parts(record_parts: list[RecordPart]) -> pa.Table:
     """Return the rows of several files of the record in one table.
 
     A column that a file lacks is null in its rows.
@@ -145,7 +147,7 @@ def read_parts(record_parts: list[Part]) -> pa.Table:
     return pa.concat_tables(tables, promote_options="default")
 
 
-def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
+def read_part(part: RecordPart, columns: list[str] | None = None) -> pa.Table:
     """Return the rows of one file of the record.
 
     Args:
@@ -170,20 +172,20 @@ def read_part(part: Part, columns: list[str] | None = None) -> pa.Table:
 
 
 # pixels; a diagram is legible at this size, and a data set of 100,000 stays at about a GB
-_LONGEST_SIDE = 512
+_MAX_SIDE_PIXELS = 512
 # The note in a stored diagram that says how large it was
-_SIZE_NOTE = "original size"
+_SIZE_NOTE_KEY = "original size"
 
 
-def picture_size(path: Path) -> tuple[int, int] | None:
-    """Return the width and height that a stored diagram had before `Diagrams` made it smaller.
+def read_original_size(path: Path) -> tuple[int, int] | None:
+    """Return the width and height that a stored diagram had before `DiagramStore` made it smaller.
 
     They stand in a text note in the PNG file, as "640 480". None where the file is damaged.
     """
     try:
         with Image.open(path) as image:
-            size_note = image.info.get(_SIZE_NOTE)
-            if size_note is None:  # from a run of an older version, or not stored by `Diagrams`
+            size_note = image.info.get(_SIZE_NOTE_KEY)
+            if size_note is None:  # from a run of an older version, or not stored by `DiagramStore`
                 return image.size
             width, height = size_note.split()
             return int(width), int(height)
@@ -191,7 +193,7 @@ def picture_size(path: Path) -> tuple[int, int] | None:
         return None
 
 
-class Diagrams:
+class DiagramStore:
     """The diagrams of the recorded rollouts, as PNG files that are named by their content.
 
     Files are written until the folder holds `limit_bytes`. Every rank may write: equal content has
@@ -212,7 +214,7 @@ class Diagrams:
         self._names_by_row_id.clear()
         self._folder_bytes = None
 
-    def keep(self, row_id: str | None, images: Sequence[object]) -> list[str]:
+    def store(self, row_id: str | None, images: Sequence[object]) -> list[str]:
         """Store the images of a dataset row that are not stored yet, and return all file names.
 
         Args:
@@ -240,26 +242,26 @@ class Diagrams:
         path = self.folder / f"{digest.hexdigest()[:16]}.png"
         if not path.exists() and self._used_bytes() < self.limit_bytes:
             self.folder.mkdir(parents=True, exist_ok=True)
-            small = image.convert("RGB")
-            small.thumbnail((_LONGEST_SIDE, _LONGEST_SIDE))
+            small_image = image.convert("RGB")
+            small_image.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
             # counted before the new file is there, which would be counted twice otherwise
             bytes_before = self._used_bytes()
             png_notes = PngInfo()
-            png_notes.add_text(_SIZE_NOTE, f"{image.width} {image.height}")
+            png_notes.add_text(_SIZE_NOTE_KEY, f"{image.width} {image.height}")
             # A diagram that a crash of the machine loses does no harm, so the disk is not waited for.
             with replacing(path, durable=False) as stream:
-                small.save(stream, "PNG", pnginfo=png_notes)
+                small_image.save(stream, "PNG", pnginfo=png_notes)
             self._folder_bytes = bytes_before + path.stat().st_size
         return path.name
 
     def _used_bytes(self) -> int:
         """Return the size of all files in the folder, which is counted once and kept up after."""
         if self._folder_bytes is None:
-            self._folder_bytes = sum(_size_if_there(path) for path in self.folder.glob("*"))
+            self._folder_bytes = sum(_size_or_zero(path) for path in self.folder.glob("*"))
         return self._folder_bytes
 
 
-def _size_if_there(path: Path) -> int:
+def _size_or_zero(path: Path) -> int:
     """Return the bytes of a file, or 0 if it has gone since the folder was listed.
 
     The hidden file that another rank writes goes when it gets its name. To fail there would lose the
@@ -271,7 +273,7 @@ def _size_if_there(path: Path) -> int:
         return 0
 
 
-SETTINGS = b"adora_vl"  # key of the run's settings in every file's metadata
+SETTINGS_METADATA_KEY = b"adora_vl"  # key of the run's settings in every file's metadata
 _TYPE_BY_COLUMN: dict[str, pa.DataType] = {
     "step": pa.int32(),  # the first optimizer step that learns from it, as in metrics.jsonl
     "group": pa.int32(),  # number of the group in its step
@@ -322,10 +324,10 @@ _TYPE_BY_COLUMN: dict[str, pa.DataType] = {
     "drift": pa.float32(),
 }
 # values of the rollouts by the column's name, equally many in each column
-Columns = dict[str, list[Any]]
+RecordColumns = dict[str, list[Any]]
 
 
-def turns_of(
+def describe_turns(
     rollout: Rollout,
     decode: Callable[[Sequence[int]], str],
     store_images: Callable[[Sequence[object]], list[str]],
@@ -364,7 +366,7 @@ def turns_of(
     return turns
 
 
-def criteria_columns(groups: Groups) -> Columns:
+def criteria_columns(groups: Groups) -> RecordColumns:
     """Return what ADORA's criteria compare in each group, as columns of the record.
 
     These are the group's share of correct rollouts, the length of its longest correct rollout and
@@ -391,7 +393,7 @@ def criteria_columns(groups: Groups) -> Columns:
     }
 
 
-def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
+def make_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) -> pa.Table:
     """Return rollouts as an Arrow table with the columns and types of the record.
 
     Args:
@@ -412,7 +414,9 @@ def as_table(columns: Mapping[str, Sequence[Any]], settings: Mapping[str, Any]) 
             ]
         arrays.append(pa.array(values, data_type))
     settings_json = json.dumps(settings, sort_keys=True, default=str)
-    schema = pa.schema(list(type_by_column.items()), metadata={SETTINGS: settings_json})
+    schema = pa.schema(
+        list(type_by_column.items()), metadata={SETTINGS_METADATA_KEY: settings_json}
+    )
     return pa.table(arrays, schema=schema)
 
 
@@ -434,21 +438,23 @@ class Record:
             settings: settings of the run, which stand in every file of the record.
             ranks: how many ranks share the half for diagrams, as each of them writes its own.
         """
-        self.folder = output_dir / ROLLOUTS
+        self.folder = output_dir / ROLLOUTS_FOLDER
         self._limit_bytes = limit_gb * 1e9 / 2
         self._settings = settings
         # the batches of the present step, in the order in which they were added
-        self._waiting_batches: list[Columns] = []
-        self.diagrams = Diagrams(self.folder / IMAGES, limit_bytes=self._limit_bytes / ranks)
+        self._waiting_batches: list[RecordColumns] = []
+        self.diagrams = DiagramStore(
+            self.folder / IMAGES_FOLDER, limit_bytes=self._limit_bytes / ranks
+        )
         # why recording has ended: the message of the disk; None while it goes on
-        self.failed: str | None = None
+        self.failure_reason: str | None = None
 
     def start(self, step: int) -> None:
         """Start recording after `step`; rollouts that were recorded for later steps are deleted."""
         self._waiting_batches.clear()
-        cut_after(self.folder, step)
+        delete_steps_after(self.folder, step)
 
-    def add(self, columns: Columns, group_size: int) -> None:
+    def add(self, columns: RecordColumns, group_size: int) -> None:
         """Add a batch of rollouts, which waits until `flush` writes it.
 
         Args:
@@ -487,7 +493,7 @@ class Record:
         """
         if not self._waiting_batches:
             return
-        tables = [as_table(columns, self._settings) for columns in self._waiting_batches]
+        tables = [make_table(columns, self._settings) for columns in self._waiting_batches]
         self._waiting_batches.clear()
         try:
             write_part(
@@ -496,10 +502,10 @@ class Record:
                 first_step=step,
                 last_step=step,
             )
-            merge_small(self.folder)
-            rotate(self.folder, self._limit_bytes)
+            merge_small_parts(self.folder)
+            delete_oldest_parts(self.folder, self._limit_bytes)
         except OSError as error:
-            self.failed = str(error)
+            self.failure_reason = str(error)
             print(
                 f"step {step}: the rollouts are no longer recorded ({error})",
                 file=sys.stderr,

@@ -10,13 +10,13 @@ from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
-from adora_vl.models.load import ADAPTER, MERGED
-from adora_vl.record.figures import ACCURACY, FIGURES, PASS, SUMMARY
+from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
+from adora_vl.record.figures import ACCURACY_KEY, FIGURE_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.record.manifest import interpreter
-from adora_vl.record.metrics import METRICS, kind_of
-from adora_vl.record.progress import differs_from_pass, no_signal
-from adora_vl.record.result import REWARD, interval_of, result_of, training_change
-from adora_vl.record.rollouts import ROLLOUTS
+from adora_vl.record.metrics import METRICS_FILE, kind_of_entry
+from adora_vl.record.progress import accuracy_differs_from_pass_rate, no_signal_warning
+from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
+from adora_vl.record.rollouts import ROLLOUTS_FOLDER
 from adora_vl.utils.cli import amount, plain, spelled, yaml_line
 
 
@@ -70,12 +70,12 @@ def _evaluator_words(benchmark: str) -> list[str]:
 
     They are `python -m eval.<benchmark>`. Where the current folder has an `eval.py` or a package
     `eval/` of the user's own, Python would run that one instead. The installed command
-    `adora-vl-eval` does not look into the current folder, so it is taken then.
+    `adora-vl` does not look into the current folder, so it is taken then.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:
-            return ["adora-vl-eval", benchmark]
+            return ["adora-vl", "eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
@@ -85,11 +85,11 @@ def merge_command(run: Path) -> str | None:
     It writes to the subfolder in which the evaluators look for the merged model. None where the
     folder holds a whole model, which needs no merging.
     """
-    has_adapter = (run / ADAPTER).is_file()
+    has_adapter = (run / ADAPTER_CONFIG_FILE).is_file()
     has_whole_model = (run / "config.json").is_file()
     if has_whole_model or not has_adapter:
         return None
-    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED)])
+    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED_FOLDER)])
 
 
 def view_command(*runs: Path) -> str:
@@ -115,17 +115,19 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[FigureRow]:
     """
     # The entry with which the run ends counts too: it has the figures of the steps since the entry
     # before it.
-    entries = [entry for entry in history if kind_of(entry) != "eval"]
+    entries = [entry for entry in history if kind_of_entry(entry) != "eval"]
     rows = []
-    for key in SUMMARY:
+    for key in SUMMARY_KEYS:
         # The accuracy gets a row only if it is not the same as the pass rate.
-        if key == ACCURACY and not any(differs_from_pass(entry) for entry in entries):
+        if key == ACCURACY_KEY and not any(
+            accuracy_differs_from_pass_rate(entry) for entry in entries
+        ):
             continue
         values = [entry[key] for entry in entries if entry.get(key) is not None]
         if not values:
             continue
         fifth = max(1, len(values) // 5)
-        figure = FIGURES[key]
+        figure = FIGURE_BY_KEY[key]
         first_mean = figure.in_table(fmean(values[:fifth]))
         last_mean = figure.in_table(fmean(values[-fifth:]))
         rows.append(FigureRow(figure.title, first_mean=first_mean, last_mean=last_mean))
@@ -154,38 +156,38 @@ def summary_lines(
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
     lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
-    warning = no_signal(history)
+    warning = no_signal_warning(history)
     if warning is not None:
         lines += ["", f"warning: {warning}"]
     folder = Path(config.output_dir)
     lines += _figure_lines(folder, history)
-    merge = merge_command(model)
+    merge_line = merge_command(model)
     adapter_note = ""
-    if merge is not None:
+    if merge_line is not None:
         adapter_note = (
             "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this "
             "memory; "
         )
     lines += ["", f"Model         {model}  ({adapter_note}README.md: how to load it)"]
-    lines.append(f"Metrics       {folder / METRICS}")
+    lines.append(f"Metrics       {folder / METRICS_FILE}")
     if config.adora_record_gb:
-        lines.append(f"Rollouts      {folder / ROLLOUTS}  (Parquet)")
-    evaluate = None
+        lines.append(f"Rollouts      {folder / ROLLOUTS_FOLDER}  (Parquet)")
+    evaluate_line = None
     # The evaluators have the tools of the key `tools`, but no environment.
     if not config.environment_factory:
-        evaluate = evaluate_command(
+        evaluate_line = evaluate_command(
             model,
             data=data,
             output=folder / "eval",
             max_tokens=config.max_completion_length,
         )
-    if evaluate is not None and config.tools:
-        evaluate += f" {shlex.join(_tool_options(config))}"
+    if evaluate_line is not None and config.tools:
+        evaluate_line += f" {shlex.join(_tool_options(config))}"
     command_by_title = {
         "View it": view_command(folder),
-        "Merge it": merge,
-        "Evaluate it": evaluate,
-        "Train longer": _longer_command(config, command),
+        "Merge it": merge_line,
+        "Evaluate it": evaluate_line,
+        "Train longer": _command_for_longer_run(config, command),
     }
     for title, next_command in command_by_title.items():
         if next_command is not None:
@@ -194,7 +196,7 @@ def summary_lines(
 
 
 # Keys of the figures that have an interval, by their titles: the record has them for each group.
-_RECORDED_KEY_BY_TITLE = {"reward": REWARD, FIGURES[PASS].title: PASS}
+_RECORDED_KEY_BY_TITLE = {"reward": REWARD_KEY, FIGURE_BY_KEY[PASS_RATE_KEY].title: PASS_RATE_KEY}
 
 
 def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -207,7 +209,7 @@ def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[st
     if not rows:
         return []
     lines = []
-    result = result_of(folder, history)
+    result = describe_result(folder, history)
     if result is not None:
         lines += ["", result]
     lines += ["", f"{'':20}{'first fifth':>12}{'last fifth':>12}   change"]
@@ -216,12 +218,12 @@ def _figure_lines(folder: Path, history: Sequence[Mapping[str, Any]]) -> list[st
         key = _RECORDED_KEY_BY_TITLE.get(row.title)
         change = training_change(folder, history, key) if key is not None else None
         if change is not None and change.low is not None:
-            line += f"   {interval_of(change, of_share=key == PASS)}"
+            line += f"   {interval_text(change, of_share=key == PASS_RATE_KEY)}"
         lines.append(line)
     return lines
 
 
-def _longer_command(config: AdoraGRPOConfig, command: str) -> str | None:
+def _command_for_longer_run(config: AdoraGRPOConfig, command: str) -> str | None:
     """Return the run's command with twice as many steps, which continues this run.
 
     None where that run would not go on as this one would have: without a checkpoint it begins anew,

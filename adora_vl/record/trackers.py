@@ -187,16 +187,16 @@ def _with_content_parts(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def to_json(logs: Mapping[str, Any]) -> str:
+def table_to_json(logs: Mapping[str, Any]) -> str:
     """Return TRL's table of completions, without images, as JSON for a checkpoint.
 
     `logs` is the trainer's `_logs`. A value that JSON does not know becomes its text, or a number
     where it is a scalar of NumPy or torch.
     """
-    saved: dict[str, Any] = {key: list(logs[key]) for key in _SINGLE_COLUMNS}
+    rows_by_key: dict[str, Any] = {key: list(logs[key]) for key in _SINGLE_COLUMNS}
     for key in _COLUMN_DICTS:
-        saved[key] = {name: list(values) for name, values in logs[key].items()}
-    return json.dumps(saved, default=_as_json_value)
+        rows_by_key[key] = {name: list(values) for name, values in logs[key].items()}
+    return json.dumps(rows_by_key, default=_as_json_value)
 
 
 def _as_json_value(value: object) -> Any:
@@ -204,18 +204,18 @@ def _as_json_value(value: object) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def from_json(text: str, logs: Mapping[str, Any]) -> None:
-    """Replace the rows of TRL's `_logs` by those that `to_json` has saved in a checkpoint.
+def restore_table(text: str, logs: Mapping[str, Any]) -> None:
+    """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
     An empty text changes nothing: the checkpoint has no rows.
     """
     if not text:
         return
-    saved = json.loads(text)
+    rows_by_key = json.loads(text)
     for key in _SINGLE_COLUMNS:
-        _replace_rows(logs[key], saved[key])
+        _replace_rows(logs[key], rows_by_key[key])
     for key in _COLUMN_DICTS:
-        for name, values in saved[key].items():
+        for name, values in rows_by_key[key].items():
             _replace_rows(logs[key][name], values)
 
 
@@ -225,7 +225,7 @@ def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:
     column.extend(values)
 
 
-def empty(logs: Mapping[str, Any]) -> None:
+def empty_table(logs: Mapping[str, Any]) -> None:
     """Drop all rows of TRL's `_logs`, the table of completions, before a new generation.
 
     TRL keeps as many rows as a full generation has. Without this, rows of an older generation would

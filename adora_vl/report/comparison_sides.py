@@ -111,14 +111,14 @@ def read_compared(folder: Path) -> ComparedRun:
     """
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import MANIFEST, facts_of_run, read_manifest
-    from adora_vl.record.metrics import METRICS, read_metrics
+    from adora_vl.record.manifest import MANIFEST_FILE, describe_run, read_manifest
+    from adora_vl.record.metrics import METRICS_FILE, read_metrics
 
-    refuse_links_out("RUN", folder, folder / METRICS, folder / MANIFEST)
+    refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
     manifest = read_manifest(folder)
-    lines = read_metrics(folder / METRICS)
+    lines = read_metrics(folder / METRICS_FILE)
     if not manifest or not lines:
-        missing = METRICS if manifest else "manifest.json"
+        missing = METRICS_FILE if manifest else "manifest.json"
         raise UserError(
             f"RUN: {str(folder)!r} has no {missing}; name the output_dir of a training run"
         )
@@ -128,7 +128,7 @@ def read_compared(folder: Path) -> ComparedRun:
         name=str(folder),
         seed=int(config.get("seed") or 0),
         settings=_compared_settings(manifest),
-        recipe=facts_of_run(manifest)["recipe"],
+        recipe=describe_run(manifest)["recipe"],
         curves=_curves(lines, rollouts_per_step(config)),
         scores=newest.score_by_benchmark,
         notes=(*_run_notes(folder, manifest), *newest.notes),
@@ -141,7 +141,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     Nested keys of the config are dotted, such as `adora_rollouts.budget`. Data and model are told by
     their fingerprints, since their paths may differ for the same content.
     """
-    from adora_vl.record.manifest import methods_of
+    from adora_vl.record.manifest import recorded_methods
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
@@ -151,7 +151,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
     for key in config.keys() - _NOT_COMPARED:
         settings |= dotted(key, config[key])
     settings |= {
-        "adora_method": "+".join(methods_of(config)),
+        "adora_method": "+".join(recorded_methods(config)),
         "data": manifest["data"].get("fingerprint"),
         "model": manifest["model"].get("fingerprint") or manifest["model"].get("name"),
         "own": manifest.get("own") or {},

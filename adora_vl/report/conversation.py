@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.rollouts import IMAGES, ROLLOUTS, picture_size
+from adora_vl.record.rollouts import IMAGES_FOLDER, ROLLOUTS_FOLDER, read_original_size
 from adora_vl.tools.calls import CallError, find_calls, read_call, remove_calls
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.files import leads_out
@@ -122,9 +122,9 @@ class TurnReader:
         None where its file is missing or damaged. A link out of the run's folder is not followed.
         """
         if picture not in self._size_by_picture:
-            path = self._folder / ROLLOUTS / IMAGES / Path(picture).name
+            path = self._folder / ROLLOUTS_FOLDER / IMAGES_FOLDER / Path(picture).name
             is_in_run = path.is_file() and not leads_out(self._folder, path)
-            self._size_by_picture[picture] = picture_size(path) if is_in_run else None
+            self._size_by_picture[picture] = read_original_size(path) if is_in_run else None
         return self._size_by_picture[picture]
 
 

@@ -232,7 +232,7 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
         # the names of a rollout's values, without the completion, which is last and in `TEXTS`
         "rollout": ROLLOUT[:-1],
         "formula": FORMULA,
-        "figures": figures.for_page(),
+        "figures": figures.page_figures(),
     }
     texts = {
         "completions": [_completions(view) for view in views],

@@ -15,17 +15,24 @@ import pyarrow.compute as pc
 from adora_vl.advantage.groups import as_schedule
 from adora_vl.data.prompts import lettered
 from adora_vl.record.manifest import (
-    MANIFEST,
-    adora_options,
-    facts_of_run,
-    methods_of,
+    MANIFEST_FILE,
+    describe_recipe,
+    describe_run,
     read_manifest,
-    recipe_of,
+    recorded_adora_options,
+    recorded_methods,
 )
-from adora_vl.record.metrics import METRICS, read_metrics
-from adora_vl.record.progress import no_signal
-from adora_vl.record.result import result_of
-from adora_vl.record.rollouts import IMAGES, ROLLOUTS, SETTINGS, Part, parts, read_part
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
+from adora_vl.record.progress import no_signal_warning
+from adora_vl.record.result import describe_result
+from adora_vl.record.rollouts import (
+    IMAGES_FOLDER,
+    ROLLOUTS_FOLDER,
+    SETTINGS_METADATA_KEY,
+    RecordPart,
+    list_parts,
+    read_part,
+)
 from adora_vl.report.conversation import TurnReader
 from adora_vl.report.story import story_of
 from adora_vl.rewards.grade import comparison
@@ -75,13 +82,13 @@ def _weight_sentence(group: Mapping[str, Any], settings: Mapping[str, Any]) -> s
         settings: the keys of the run.
     """
     weight = group["weight"]
-    options = adora_options(settings)
+    options = recorded_adora_options(settings)
     mode = options["mode"]
     if weight is None:
         return "No weight is recorded."
     verdict = _criteria_verdict(group, options)
-    if mode == "off" or "adora" not in methods_of(settings):
-        return f"{recipe_of(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
+    if mode == "off" or "adora" not in recorded_methods(settings):
+        return f"{describe_recipe(settings)}, weight {weight:g}; ADORA's criteria say {verdict}."
     if weight < 1:
         verb = "Attenuated to"
     elif weight > 1:
@@ -320,27 +327,31 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
             return _load_once(folder, max_rollouts)
     except (pa.ArrowException, OSError) as error:
         raise UserError(
-            f"RUN: the record in {str(folder / ROLLOUTS)!r} cannot be read ({error})"
+            f"RUN: the record in {str(folder / ROLLOUTS_FOLDER)!r} cannot be read ({error})"
         ) from error
 
 
 def _load_once(folder: Path, max_rollouts: int) -> RunView:
     """Read a run as `load_run` does; `FileNotFoundError` where a file vanishes meanwhile."""
-    record_parts = parts(folder / ROLLOUTS)
+    record_parts = list_parts(folder / ROLLOUTS_FOLDER)
     record_paths = [part.path for part in record_parts]
     # The page is passed on to others, so no link may bring a file from outside into it.
-    refuse_links_out("RUN", folder, folder / METRICS, folder / MANIFEST, *record_paths)
-    metrics = read_metrics(folder / METRICS)
+    refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE, *record_paths)
+    metrics = read_metrics(folder / METRICS_FILE)
     if not metrics and not record_parts:
-        problem = f"has neither {METRICS} nor {ROLLOUTS}/" if folder.is_dir() else "is no folder"
+        problem = (
+            f"has neither {METRICS_FILE} nor {ROLLOUTS_FOLDER}/"
+            if folder.is_dir()
+            else "is no folder"
+        )
         raise UserError(f"RUN: {str(folder)!r} {problem}; name the output_dir of a training run")
     view = RunView(
         name=folder.resolve().name,
         metrics=metrics,
-        facts=facts_of_run(read_manifest(folder)),
-        result=result_of(folder, metrics),
+        facts=describe_run(read_manifest(folder)),
+        result=describe_result(folder, metrics),
     )
-    warning = no_signal(metrics)
+    warning = no_signal_warning(metrics)
     if warning is not None:
         view.notes.append(f"Warning: {warning}.")
     if record_parts:
@@ -351,7 +362,9 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
     return view
 
 
-def _add_groups(view: RunView, folder: Path, record_parts: list[Part], max_rollouts: int) -> None:
+def _add_groups(
+    view: RunView, folder: Path, record_parts: list[RecordPart], max_rollouts: int
+) -> None:
     """Add recorded groups to `view`, with a note where not all of them are shown.
 
     Args:
@@ -367,7 +380,7 @@ def _add_groups(view: RunView, folder: Path, record_parts: list[Part], max_rollo
         if not part_steps:
             continue
         table = read_part(part).filter(pc.field("step").isin(part_steps))
-        settings = json.loads((table.schema.metadata or {}).get(SETTINGS, b"{}"))
+        settings = json.loads((table.schema.metadata or {}).get(SETTINGS_METADATA_KEY, b"{}"))
         turn_reader = TurnReader(folder, settings)
         # The rows of a group follow one another.
         for _, rows in groupby(table.to_pylist(), key=itemgetter("step", "group")):
@@ -383,7 +396,7 @@ def _add_groups(view: RunView, folder: Path, record_parts: list[Part], max_rollo
         )
 
 
-def _count_rollouts(record_parts: list[Part]) -> dict[int, int]:
+def _count_rollouts(record_parts: list[RecordPart]) -> dict[int, int]:
     """Return how many rollouts of each step are recorded, by step."""
     rollouts_by_step: dict[int, int] = {}
     for part in record_parts:
@@ -583,7 +596,7 @@ def image_uris(
     for folder, view in zip(folders, views, strict=True):
         link_count = 0
         for name in view.images:
-            path = folder / ROLLOUTS / IMAGES / Path(name).name
+            path = folder / ROLLOUTS_FOLDER / IMAGES_FOLDER / Path(name).name
             if name in uri_by_name or not path.is_file():
                 continue
             if leads_out(folder, path):

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.record.rollouts import Part, read_part
+from adora_vl.record.rollouts import RecordPart, read_part
 from adora_vl.utils.cli import amount
 
 _COLUMNS = [
@@ -55,7 +55,7 @@ class GroupFacts:
         return self.weight is not None and self.weight > 1
 
 
-def story_of(record: Sequence[Part]) -> list[str]:
+def story_of(record: Sequence[RecordPart]) -> list[str]:
     """Describe a run in sentences: what it learned from, ADORA's weights, and how lengths changed.
 
     Args:
@@ -69,7 +69,7 @@ def story_of(record: Sequence[Part]) -> list[str]:
     return [sentence for sentence in sentences if sentence is not None]
 
 
-def _groups_of(part: Part) -> Iterable[GroupFacts]:
+def _groups_of(part: RecordPart) -> Iterable[GroupFacts]:
     """Yield what is known of each group in a file of the record, in the order of the file."""
     rows = read_part(part, _COLUMNS).to_pylist()
     # the rows of a group follow one another

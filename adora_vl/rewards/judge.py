@@ -89,8 +89,6 @@ class JudgeReward:
         self._instruction = settings["instruction"]
         self._client: ChatClient | None = None  # created by the property `client`
         self._has_warned = False
-        # The error of the call in which the endpoint refused the key; no call is made after it.
-        self._refusal: EndpointError | None = None
 
     @property
     def client(self) -> ChatClient:
@@ -132,12 +130,7 @@ class JudgeReward:
                 cached_count += 1
         # All questions are asked at once, in the threads of the client.
         scores = self.client.each(self._score, questions)
-        if self._refusal is not None:
-            raise UserError(
-                f"adora_reward: judge: {self._endpoint.url} refuses the key in {KEY_VARIABLE} for "
-                f"the model {self._endpoint.model!r} ({self._refusal}); set {KEY_VARIABLE} to one "
-                "that it takes"
-            )
+        self.client.check_key("adora_reward: judge")
         errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._has_warned:
             self._has_warned = True  # one warning a run; the log counts the errors
@@ -222,22 +215,15 @@ class JudgeReward:
             raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
-        """Return the score of one completion, from the cache or a call, or the error of the call.
-
-        After a refused key no further call is made.
-        """
+        """Return the score of one completion, from the cache or a call, or the error of the call."""
         if messages is None:
             return 0.0
-        if self._refusal is not None:
-            return self._refusal
         cached_score = self._cached_score(messages)
         if cached_score is not None:
             return cached_score
         try:
             return float(self.client.ask(messages, read_score))
         except EndpointError as error:
-            if error.refused:
-                self._refusal = error
             return error
 
     def _cached_score(self, messages: Messages) -> float | None:

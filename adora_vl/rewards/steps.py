@@ -106,10 +106,10 @@ def check_claims(response: str, figure: str) -> ResponseWork:
     be used.
     """
     # It needs numpy, which a run without this reward need not load.
-    from adora_vl.geometry.check import figure_at
+    from adora_vl.geometry.check import checked_figure_of
 
     try:
-        checked_figure = figure_at(figure)
+        checked_figure = checked_figure_of(figure)
     except ValueError as error:
         raise UserError(
             f"column 'figure': {figure!r:.60} is no solved figure ({error}); make the rows anew "

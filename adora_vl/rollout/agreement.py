@@ -68,7 +68,7 @@ def agreement_bound(pair: EnginePair) -> float:
     """
     assert pair.engine is not None
     args = pair.config
-    weight_dtype = dtype_name(pair.policy().dtype)
+    weight_dtype = dtype_name(pair.policy.dtype)
     engine_dtype = pair.engine.settings.dtype or weight_dtype
     policy_dtype = training_dtype(args) or weight_dtype
     largest_bound = max(BOUNDS.values())  # for a dtype that is not in the table
@@ -113,7 +113,7 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     Returns None where the prompts cannot be longer. Collective.
     """
     first = first_prompts(prompts, FAR_ROWS)
-    policy_limit = pair.policy().config.get_text_config().max_position_embeddings
+    policy_limit = pair.policy.config.get_text_config().max_position_embeddings
     if pair.config.vllm_mode == "server":
         engine_limit = served_length(pair.config) or policy_limit
     else:

@@ -1,6 +1,6 @@
 """An engine and the policy that it samples for, which read the same prompts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -70,8 +70,7 @@ class EnginePair:
     """
 
     context: StepContext
-    # A function, since FSDP puts another object into the trainer when the training begins.
-    policy: Callable[[], PreTrainedModel]
+    policy: PreTrainedModel
     dataset: Dataset  # the training data
     images: DistinctImages
     processor: Any
@@ -187,7 +186,7 @@ class EnginePair:
         The forward pass is that of the loss. Collective where the weights are sharded.
         """
         no_checkpointing = disable_gradient_checkpointing(
-            self.policy(), self.config.gradient_checkpointing_kwargs
+            self.policy, self.config.gradient_checkpointing_kwargs
         )
         with kept_random_state(), no_checkpointing:
             return self.context.policy_logps(rollouts.batch)

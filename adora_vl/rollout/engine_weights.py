@@ -61,11 +61,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         def is_sent(name: str) -> bool:
             return sends_all or component_of(name) in trainable
 
-        if self._dist.is_fsdp:
-            for name, tensor in super()._iter_named_params():
-                if is_sent(name):
-                    yield name, tensor
-        elif is_peft_model(self.model):
+        if is_peft_model(self.model):
             # A server, and an engine on a CPU, load a layer only from all of its tensors.
             needs_whole_layers = self.mode == "server" or engine_runs_on_cpu()
             for name, tensor in merged_parameters(

@@ -43,7 +43,7 @@ class CardBytes(NamedTuple):
     total: int
 
 
-def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the decoder layers that gradient checkpointing can recompute, in their order."""
     return [
         module
@@ -96,7 +96,7 @@ class RecomputedLayers:
         self._log = context.log
         self._sharding = sharding
         self._read_card = read_card
-        self._layers = language_layers(model)
+        self._layers = recomputable_layers(model)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         attention = configured_attention(model.config)
         self._flash = is_flash_attention_requested(requested_attention_implementation=attention)

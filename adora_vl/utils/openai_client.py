@@ -174,6 +174,8 @@ class ChatClient:
         # how many calls were made; several threads count them under the lock
         self.calls = 0
         self._lock = threading.Lock()
+        # The error of a call in which the server has refused the key.
+        self._refusal: EndpointError | None = None
         self._cache_file = cache
         self._stored_answers: KeptAnswers | None = None
         if cache is not None:
@@ -194,8 +196,22 @@ class ChatClient:
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
+    def check_key(self, option: str) -> None:
+        """Raise `UserError` where the server has refused the key.
+
+        `option`: the option that names the server, with which the message begins.
+        """
+        if self._refusal is not None:
+            variable = self.endpoint.key_variable
+            raise UserError(
+                f"{option}: {self.endpoint.url} refuses the key in {variable} for the model "
+                f"{self.endpoint.model!r} ({self._refusal}); set {variable} to one that it takes"
+            )
+
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """Ask for an answer, read it, and store what was read in the cache.
+
+        After a refused key no further call is made (see `check_key`).
 
         Args:
             messages: the conversation.
@@ -222,6 +238,8 @@ class ChatClient:
                 reason = f"{error}; it was cut off at the limit on its tokens"
                 raise EndpointError(reason, again=False) from error
 
+        if self._refusal is not None:
+            raise self._refusal
         answer: str = self._with_attempts(ask_once)
         if self._stored_answers is not None and self._cache_file is not None:
             with written_to("judge_cache", self._cache_file):
@@ -271,12 +289,15 @@ class ChatClient:
             except EndpointError as error:
                 is_last = attempt == self.endpoint.attempts
                 if is_last or not error.again:
-                    raise EndpointError(
+                    last_error = EndpointError(
                         f"{error} (attempt {attempt})",
                         refused=error.refused,
                         too_long=error.too_long,
                         unreachable=error.unreachable,
-                    ) from error
+                    )
+                    if error.refused:
+                        self._refusal = last_error
+                    raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _LONGEST_WAIT_S))
             wait_s *= 2
         raise AssertionError("at least one attempt")

@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from adora_vl.record.metrics import METRICS
+from adora_vl.record.metrics import METRICS_FILE
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.engine import GENERATIONS, recipe_arguments, run_module
@@ -75,7 +75,7 @@ def tools(setting: Setting) -> Iterator[CheckLine]:
         if call_shares:
             share = max(call_shares)
             yield verdict_line(
-                "rollouts that called zoom", f"{share:.0%}", "above 0", share > 0, METRICS
+                "rollouts that called zoom", f"{share:.0%}", "above 0", share > 0, METRICS_FILE
             )
 
 
@@ -97,6 +97,6 @@ def _training_lines(arguments: Sequence[str], run: Path) -> Iterator[CheckLine]:
 
 def _logged_values(run: Path, key: str) -> list[float]:
     """Return the values of a figure in the log of a run, by step."""
-    lines = (run / METRICS).read_text(encoding="utf-8").splitlines()
+    lines = (run / METRICS_FILE).read_text(encoding="utf-8").splitlines()
     entries = [json.loads(line) for line in lines]
     return [entry[key] for entry in entries if entry.get(key) is not None]

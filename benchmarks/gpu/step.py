@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.card_memory import POLICY, ROLLOUT
-from adora_vl.record.metrics import METRICS
+from adora_vl.record.card_memory import POLICY_MEMORY_KEY, ROLLOUT_MEMORY_KEY
+from adora_vl.record.metrics import METRICS_FILE
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
@@ -98,7 +98,7 @@ def dry_run_and_run_lines(
         return
     prediction = json.loads(plan.read_text(encoding="utf-8"))
     run_outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT)
-    metrics = folder / "run" / METRICS
+    metrics = folder / "run" / METRICS_FILE
     if not run_outcome.startswith("exit code 0:") or not metrics.is_file():
         yield failed_line("one generation", run_outcome)
         return
@@ -128,13 +128,16 @@ def step_lines(
         if key.startswith("seconds/")
     }
     seconds = ", ".join(f"{name} {value:.1f}" for name, value in phases.items())
-    yield verdict_line("seconds by phase", seconds, "reported", True, METRICS)
+    yield verdict_line("seconds by phase", seconds, "reported", True, METRICS_FILE)
     drift = max(step.get("adora/drift") or 0.0 for step in steps)
     yield at_most_line(
         "drift at most", drift, DRIFT, "nats a token", "the bound of the recipe's path"
     )
     peak = prediction["peak_bytes"] / GIB
-    for title, key in (("memory, engine awake", ROLLOUT), ("memory, policy step", POLICY)):
+    for title, key in (
+        ("memory, engine awake", ROLLOUT_MEMORY_KEY),
+        ("memory, policy step", POLICY_MEMORY_KEY),
+    ):
         values = [step[key] for step in steps if step.get(key) is not None]
         if not setting.on_gpu:
             yield skipped_line(
@@ -143,4 +146,4 @@ def step_lines(
         elif values:
             yield at_most_line(title, max(values), peak, "GiB", "the dry run's peak")
         else:
-            yield failed_line(title, f"{METRICS} has no {key}")
+            yield failed_line(title, f"{METRICS_FILE} has no {key}")

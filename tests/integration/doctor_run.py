@@ -117,7 +117,7 @@ def double_image_tokens_in_trainer(examination: Examination) -> Iterator[None]:
 def round_rotary_frequencies(examination: Examination) -> Iterator[None]:
     """Round the policy's rotary frequencies as ZeRO-3 with bfloat16 does; the engine's are right."""
     buffers = [
-        buffer for name, buffer in examination.pair.policy().named_buffers() if "inv_freq" in name
+        buffer for name, buffer in examination.pair.policy.named_buffers() if "inv_freq" in name
     ]
     exact_frequencies = [buffer.data for buffer in buffers]
     for buffer in buffers:
@@ -141,7 +141,7 @@ SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[C
     "unbanned": (allow_banned_tokens, lambda e: [e.banned()]),
     "rounded": (
         round_rotary_frequencies,
-        lambda e: [check_buffers(e.models()), *e.check_agreement(), e.check_distant_agreement()],
+        lambda e: [check_buffers(e.models), *e.check_agreement(), e.check_distant_agreement()],
     ),
     "doubled": (double_image_tokens_in_trainer, lambda e: examine(e, 2)[:1]),
     "healthy_again": (

@@ -111,7 +111,7 @@ class SaveTensorsAtStart(TrainerCallback):
     def refusal(self) -> str:
         """Return the guard's error of wrong buffers, or an empty string."""
         try:
-            RefuseWrongBuffers(self.trainer.models_by_role).on_train_begin(None, None, None)
+            RefuseWrongBuffers(self.trainer.models_by_role()).on_train_begin(None, None, None)
         except RunError as error:
             return str(error)
         return ""

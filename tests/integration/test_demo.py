@@ -6,8 +6,8 @@ from statistics import fmean
 
 import pytest
 
-from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.launch import launch, run
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,9 @@ def test_the_demo_shows_what_attenuation_is_for(tmp_path):
     assert scores["after-grpo"]["wilson_95"][1] < scores["after-adora"]["wilson_95"][0]
     assert scores["after-adora"]["accuracy"] - scores["after-grpo"]["accuracy"] >= 0.15
     logs = {
-        name: [line for line in read_metrics(tmp_path / name / METRICS) if line["kind"] == "train"]
+        name: [
+            line for line in read_metrics(tmp_path / name / METRICS_FILE) if line["kind"] == "train"
+        ]
         for name in ("grpo", "adora")
     }
     worked_share = {name: lines[-1]["grading/worked"] for name, lines in logs.items()}
@@ -62,7 +64,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
             "600",
         ]
     )
-    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED), "--data", data]
+    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED_FOLDER), "--data", data]
     run(
         [
             sys.executable,
@@ -133,7 +135,7 @@ def test_a_few_steps_teach_to_look_again_and_none_where_nothing_is_shown(tmp_pat
         )
         rewards[name] = [
             line["reward"]
-            for line in read_metrics(tmp_path / name / METRICS)
+            for line in read_metrics(tmp_path / name / METRICS_FILE)
             if line["kind"] == "train"
         ]
     rewards_with_view = rewards["shown"]

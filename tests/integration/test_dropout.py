@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin
 
 from adora_vl.packing.policy_pass import PolicyPass
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.utils.seeding import drawn_at
 from benchmarks.stand_in_server import StandIn
 from tests.support.stand_ins import config_of
@@ -46,7 +46,7 @@ def keys_with_stand_in_server(server: StandIn, folder: Path) -> dict[str, object
 
 def read_steps(run: Path) -> list[dict[str, Any]]:
     """Return the lines of a run's metrics that are of training steps."""
-    return [line for line in read_metrics(run / METRICS) if "reward" in line]
+    return [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
 
 
 def test_a_lora_run_with_the_default_dropout_goes_on_to_the_bit(tmp_path):

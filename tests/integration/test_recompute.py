@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.training.recompute import RECOMPUTED_LAYERS_FIGURE
 from tests.support.tiny_run import train
 
@@ -15,7 +15,7 @@ RECOMPUTE_KEYS = {"gradient_checkpointing": "true", "use_peft": "true", "lora_dr
 
 def read_step_figures(run: Path) -> list[dict[str, Any]]:
     """Return the figures of the training steps that no clock and no number of layers changes."""
-    lines = [line for line in read_metrics(run / METRICS) if "reward" in line]
+    lines = [line for line in read_metrics(run / METRICS_FILE) if "reward" in line]
     names = ("step", "loss", "grad_norm", "entropy", "reward")
     return [{name: line[name] for name in names} for line in lines]
 
@@ -24,7 +24,7 @@ def read_recomputed_layers(run: Path) -> list[float | None]:
     """Return how many layers each training step recomputed; None stands for all."""
     return [
         line.get(RECOMPUTED_LAYERS_FIGURE)
-        for line in read_metrics(run / METRICS)
+        for line in read_metrics(run / METRICS_FILE)
         if "reward" in line
     ]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from tests.support.tiny_run import arguments
@@ -86,5 +86,5 @@ def test_one_server_goes_on_for_both_and_without_any_the_run_goes_on_later(
     assert main(two_server_arguments(tmp_path / "none", two_servers)) == 0
     assert (tmp_path / "none" / "model.safetensors").read_bytes() == expected
     assert [
-        step["step"] for step in read_metrics(tmp_path / "none" / METRICS) if "reward" in step
+        step["step"] for step in read_metrics(tmp_path / "none" / METRICS_FILE) if "reward" in step
     ] == [1, 2, 3, 4]

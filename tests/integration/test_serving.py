@@ -14,8 +14,8 @@ from trl import ModelConfig
 
 from adora_vl.data.context_limit import served_length
 from adora_vl.models.four_bit import four_bit_folder
-from adora_vl.models.load import PRETRAINED
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.rollout import turns
 from adora_vl.rollout.server import Server
 from adora_vl.rollout.server_pool import ServerPool
@@ -71,7 +71,9 @@ def file_sync_keys(server, **changed):
 
 def read_drifts(out):
     """Return the drift of each step, in nats per token."""
-    return [step["adora/drift"] for step in read_metrics(out / METRICS) if "adora/drift" in step]
+    return [
+        step["adora/drift"] for step in read_metrics(out / METRICS_FILE) if "adora/drift" in step
+    ]
 
 
 def test_a_served_model_answers_as_the_loaded_one(tmp_path, fresh_server):
@@ -142,7 +144,7 @@ def test_an_adapter_reaches_the_server_alone_or_merged_and_seeds_decide_what_it_
         megabytes_sent.append(
             max(
                 step["adora/sync_mb"]
-                for step in read_metrics(out / METRICS)
+                for step in read_metrics(out / METRICS_FILE)
                 if "adora/sync_mb" in step
             )
         )
@@ -177,7 +179,7 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
 
 def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    base = four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
+    base = four_bit_folder(str(PRETRAINED_FOLDER), "main", ModelConfig(use_bnb_nested_quant=True))
     four_bit_keys = {
         "load_in_4bit": "true",
         "use_bnb_nested_quant": "true",
@@ -199,7 +201,9 @@ def test_one_step_ahead_the_server_agrees_with_the_weights_that_sample(tmp_path,
         fresh_server, per_device_train_batch_size=8, adora_rollouts="{ahead: 1}", max_steps=4
     )
     launch("cpu_zero3", "-m", "adora_vl.train", *arguments(tmp_path / "out", **ahead))
-    steps = [step for step in read_metrics(tmp_path / "out" / METRICS) if "adora/drift" in step]
+    steps = [
+        step for step in read_metrics(tmp_path / "out" / METRICS_FILE) if "adora/drift" in step
+    ]
     assert len(steps) == 4
     assert max(step["adora/drift"] for step in steps) < ROUNDING_DRIFT
     policy_gaps = [step["sampling/sampling_logp_difference/mean"] for step in steps]
@@ -230,7 +234,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
-    run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
+    run(["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *words], environment=environment)
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
 

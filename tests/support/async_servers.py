@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
 from tests.support.tiny_run import arguments
@@ -32,7 +32,7 @@ def server_arguments(folder: Any, server: StandIn, **changed: Any) -> list[str]:
 
 
 def read_step_metrics(folder: Any) -> list[dict[str, Any]]:
-    return [step for step in read_metrics(folder / METRICS) if "reward" in step]
+    return [step for step in read_metrics(folder / METRICS_FILE) if "reward" in step]
 
 
 def assert_equal_end_after_kill(

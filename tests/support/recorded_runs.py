@@ -60,7 +60,7 @@ def write_run(
                 "problem": f"Find x in {group}.",
                 "choices": ["5", "$7$"],
                 "answer": "7",
-                "images": record.diagrams.keep(f"problem/{group}", [picture]),
+                "images": record.diagrams.store(f"problem/{group}", [picture]),
                 "verdict": "correct" if right else "wrong",
                 "extracted": "7" if right else "8",
                 "completion": f"step {step}: \\boxed{{{7 if right else 8}}}",

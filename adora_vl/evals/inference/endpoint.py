@@ -88,11 +88,13 @@ class EndpointEngine:
         """Return the replies to requests in their order, with None for a call that failed.
 
         Failures are printed as one warning. Raises `UserError` if all calls failed, since the
-        server is not there then.
+        server is not there then, or takes no call with this key.
         """
         outcomes = self._client.each(self._ask, requests)
-        failures = [str(outcome) for outcome in outcomes if isinstance(outcome, EndpointError)]
+        failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
         if failures and len(failures) == len(outcomes):
+            if failures[0].refused:
+                self._client.check_key("base_url")
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
                 f"{amount(len(outcomes), 'answer')}: {failures[0]}; what was answered before is "

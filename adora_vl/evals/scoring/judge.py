@@ -256,7 +256,8 @@ def ask_judge(
     """Ask the judge all conversations at once, and return what it reports, in their order.
 
     A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
-    extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning.
+    extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning. Raises
+    `UserError` where the judge refuses the key, since it would answer no other call.
 
     Args:
         conversations: The messages to the judge; None where there is nothing to ask, and so nothing
@@ -286,6 +287,7 @@ def ask_judge(
             return report
 
         reports: list[Extraction | None] = judge.each(report_on, conversations)
+    judge.check_key("judge_url")
     if failures:
         rows = amount(len(failures), "row")
         print(

@@ -33,7 +33,7 @@ def base() -> Any:
 
 def resumed(model: Any, folder: Any) -> None:
     trainer: Any = object.__new__(AdoraGRPOTrainer)
-    trainer.__dict__.update(model=model, _dist=SimpleNamespace(is_fsdp=False))
+    trainer.__dict__.update(model=model, _dist=SimpleNamespace())
     trainer._load_from_checkpoint(str(folder))
 
 

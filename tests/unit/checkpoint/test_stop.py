@@ -295,6 +295,7 @@ WORDS = {
     "adora_vl.report.compare": ["a.json", "b.json"],
     "eval.compare": ["a.json", "b.json"],
     "eval": ["geometry3k", "score"],
+    "adora_vl": ["train", "--config", str(ROOT / "configs/train/smoke_cpu.yaml")],
 }
 NO_COMMAND = {
     "adora_vl": "lists the commands, and answers at once",
@@ -327,7 +328,7 @@ def commands() -> list[str]:
 
 
 def scripts() -> list[str]:
-    """The modules that the installed commands such as `adora-vl-train` import."""
+    """The module that the installed command `adora-vl` imports."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     return [target.removesuffix(":main") for target in declared.values()]
 

@@ -24,7 +24,7 @@ from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
 from data_prep.survey import survey, whole_prompt
-from eval.command import parse as parse_evaluation
+from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 from tests.support.checkpoints import write_checkpoint
@@ -282,10 +282,10 @@ def test_the_card_of_a_model_shows_how_choices_were_asked(data: Path, drawn: Pat
             config,
             model,
             arguments=[],
-            data=[str(folder)],
-            rows=3,
+            data_folders=[str(folder)],
+            row_count=3,
             fingerprint=fingerprint_of(folder),
-            plan="",
+            batch_plan="",
             processes=1,
             checkpoint=None,
         )

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from adora_vl.advantage import Groups
-from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
+from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
 from data_prep.cli import main
 from data_prep.forecast import forecast
 
@@ -58,15 +58,15 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
         "length": GUESS[1] + LOST[1],
         "truncated": [False] * 6,
     }
-    table = as_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})
-    (tmp_path / ROLLOUTS).mkdir()
+    table = make_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})
+    (tmp_path / ROLLOUTS_FOLDER).mkdir()
     for step in range(1, 13):
-        write_part(tmp_path / ROLLOUTS, table, step, step)
+        write_part(tmp_path / ROLLOUTS_FOLDER, table, step, step)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 0
     output = capsys.readouterr().out
     assert "24 of 24" in output
     assert output.endswith("short answers are right more often than long ones.\n")
-    (tmp_path / ROLLOUTS / "rollouts-00000000-00000000.parquet").write_text("torn")
+    (tmp_path / ROLLOUTS_FOLDER / "rollouts-00000000-00000000.parquet").write_text("torn")
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "is no file of a run's record" in capsys.readouterr().err
     assert main(["filter", "--attenuation", str(tmp_path / "none")]) == 2

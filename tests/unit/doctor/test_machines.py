@@ -103,7 +103,7 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
         (
             "distributed_type: DEEPSPEED",
             "distributed_type: FSDP",
-            "asks for FSDP; its memory is not predicted",
+            "asks for FSDP, which is not supported",
         ),
     ]
     for before, after, message in cases:
@@ -120,9 +120,16 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
 def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
     assert from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
+
+
+def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(UserError, match="FSDP"):
-        RunContext.of_dry_run(DryRunOptions(), on_this_machine=True)
+    for context in (
+        lambda: RunContext.of_launch("leave"),
+        lambda: RunContext.of_dry_run(DryRunOptions(), on_this_machine=True),
+    ):
+        with pytest.raises(UserError, match="its config asks for FSDP, which is not supported"):
+            context()
 
 
 ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]

@@ -22,11 +22,11 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.evals import asking
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from eval.command import main, parse
+from eval.command import main, parse_command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mmstar import BENCHMARK as MMSTAR
 
@@ -40,7 +40,7 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
         "model: from/file\nmax_tokens: 7\nlimit: 3\nsystem_prompt: null\nrounding: true\nseed: 5\n"
     )
     words = ["run", "--limit", "4", "--config", str(config), "--data", "D", "--output", "O"]
-    command: Any = parse(words, GEOMETRY3K)
+    command: Any = parse_command(words, GEOMETRY3K)
     options = command.ask
     assert options.model == "from/file"
     assert options.max_tokens == 7
@@ -49,21 +49,21 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert options.system_prompt is None
     assert command.score.rounding is True
     words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
-    command = parse(words, GEOMETRY3K)
+    command = parse_command(words, GEOMETRY3K)
     assert command.score.rounding is False
-    command = parse(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
+    command = parse_command(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
     assert command.score is None
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    options = parse(["infer", *NEEDED], GEOMETRY3K).ask
+    options = parse_command(["infer", *NEEDED], GEOMETRY3K).ask
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
     assert options.dtype == "auto"
     assert options.limit is None
     assert options.min_pixels is None
     assert options.max_pixels is None
-    without = parse(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
+    without = parse_command(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
     assert without.ask.system_prompt is None
 
 
@@ -118,9 +118,9 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
         with case(value) as folder:
             config = folder / "c.yaml"
             config.write_text(f"no_image: {value}\n")
-            command: Any = parse(["run", *NEEDED, "--config", str(config)], MMSTAR)
+            command: Any = parse_command(["run", *NEEDED, "--config", str(config)], MMSTAR)
             assert command.ask.data.no_image is without_image
-            command = parse(["run", *NEEDED, "--no-image"], MMSTAR)
+            command = parse_command(["run", *NEEDED, "--no-image"], MMSTAR)
             assert command.ask.data.no_image is True
 
 
@@ -176,7 +176,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
     for name, damage in cases:
         with case(f"{name} {damage}") as folder:
             model = folder / "model"
-            shutil.copytree(PRETRAINED, model)
+            shutil.copytree(PRETRAINED_FOLDER, model)
             damage(model / name)
             message = refusal(data, str(model), folder / "out", capsys)
             assert message.startswith("error: model: ")
@@ -235,7 +235,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
     with PredictionLog(output / "predictions.jsonl") as log_of_first:
-        message = refusal(data, str(PRETRAINED), output, capsys)
+        message = refusal(data, str(PRETRAINED_FOLDER), output, capsys)
         writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         remedy = "wait for it or use another --output"
         pattern = rf"error: output: {writer} is writing {output}\S+; {remedy}\n"
@@ -254,7 +254,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     data = tmp_path / "data"
     output = tmp_path / "out"
     write_split(rows, data, "test")
-    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--output", str(output)]
+    words = ["run", "--model", str(PRETRAINED_FOLDER), "--data", str(data), "--output", str(output)]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     printed = capsys.readouterr()
@@ -277,7 +277,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
 
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():
-    chat = ChatProcessor(str(PRETRAINED), max_pixels=560 * 560)
+    chat = ChatProcessor(str(PRETRAINED_FOLDER), max_pixels=560 * 560)
     large = Image.new("RGB", (560, 560))  # 400 image tokens
 
     def fault(text: str, image: Image.Image, context: int) -> str:

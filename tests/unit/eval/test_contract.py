@@ -41,10 +41,10 @@ from adora_vl.utils import own_files
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from eval import __main__ as evaluate
-from eval.command import parse
+from eval.command import parse_command
 from eval.compare import main as compare
 from tests.support import benchmark_data as support
-from tests.support.benchmark_data import WRITERS
+from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 from tests.support.paths import REPOSITORY
 from tests.support.stand_ins import Processes, config_of, state_of
 
@@ -58,8 +58,8 @@ ANSWER_TEMPLATES = {
 def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
     """Load the problems of a folder twice, and check that its hash stays the same."""
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
-    first_load = benchmark.load(parse(words, benchmark).ask.data)
-    second_load = benchmark.load(parse(words, benchmark).ask.data)
+    first_load = benchmark.load(parse_command(words, benchmark).ask.data)
+    second_load = benchmark.load(parse_command(words, benchmark).ask.data)
     assert first_load.data_hash == second_load.data_hash
     return first_load.problems
 
@@ -69,7 +69,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     """Its problems can be asked, right answers are right, and its score is printed and compared."""
     benchmark = find_benchmark(name)
     assert benchmark.name == name
-    problems = problems_of(benchmark, WRITERS[name](tmp_path))
+    problems = problems_of(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
     check_images(problems)
@@ -86,7 +86,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert result["items"][3]["verdict"] != "correct"
     assert result["image_failed"] == 1
     assert result["correct"] >= 2, "a boxed reference answer is right"
-    assert evaluate.main([name, *support.to_score(tmp_path, rows)]) == 0
+    assert evaluate.main([name, *support.score_command(tmp_path, rows)]) == 0
     assert json.loads((tmp_path / "s.json").read_text())["items"] == result["items"]
     # These two benchmarks score any data set, here one of drawn problems, and show its name.
     is_of_any_data = name in ("geometry3k", "problems")
@@ -148,7 +148,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
     name, changed, message, tmp_path
 ):
     benchmark = find_benchmark(name)
-    problem = problems_of(benchmark, WRITERS[name](tmp_path))[0]
+    problem = problems_of(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))[0]
     row = {**problem.fields, "response": "B"}
     assert benchmark.check is not None
     assert benchmark.check(row) is None
@@ -167,7 +167,7 @@ def test_the_list_stands_once(capsys):
     files = (REPOSITORY / "eval").glob("*.py")
     modules = {path.stem for path in files if "\nBENCHMARK = " in path.read_text()}
     assert modules == set(BENCHMARK_NAMES)
-    assert WRITERS.keys() == set(BENCHMARK_NAMES)
+    assert WRITER_BY_BENCHMARK.keys() == set(BENCHMARK_NAMES)
     assert evaluate.main(["--help"]) == 0
     assert ",".join(BENCHMARK_NAMES) in capsys.readouterr().out
     assert evaluate.main(["mathvist"]) == 2
@@ -337,7 +337,7 @@ def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(rows_of_the_
         is_first = row["id"] == 0
         response = r"\boxed{8}" if is_first else r"\boxed{7}"
         rows.append({**row, "pid": str(row["id"]), "response": response})
-    stored = support.scored(benchmark, Path(), rows)
+    stored = support.score_predictions(benchmark, Path(), rows)
     table = capsys.readouterr().out.splitlines()
     first_words_of_lines = [line.split()[:3] for line in table]
     assert ["halves", "first", "1/2"] in first_words_of_lines
@@ -400,7 +400,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     pair: Any = Namespace(
         accelerator=Processes(num_processes=2),
         config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
-        policy=lambda: Namespace(name_or_path="x"),
+        policy=Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
         engine=Namespace(greedy={}),
         processor="p",

@@ -5,21 +5,21 @@ from typing import Any
 
 import datasets
 
-from eval.command import parse
+from eval.command import parse_command
 from eval.mathverse import (
     BENCHMARK,
+    PROBLEM_VERSIONS,
     TEXT_ONLY,
-    VERSIONS,
-    choices_of,
     extract_by_rules,
-    reference_letter,
-    same_answer,
+    find_reference_letter,
+    is_same_answer,
+    read_choices,
 )
 from tests.support import benchmark_data
-from tests.support.benchmark_data import MATHVERSE, mathverse_rows, write_mathverse
-from tests.support.endpoint_server import Reply, completion
+from tests.support.benchmark_data import MATHVERSE_FEATURES, mathverse_rows, write_mathverse
+from tests.support.endpoint_server import Reply, completion_reply
 
-scored = partial(benchmark_data.scored, BENCHMARK)
+scored = partial(benchmark_data.score_predictions, BENCHMARK)
 QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 
 
@@ -68,7 +68,7 @@ def test_free_answers_are_compared_by_their_values():
     ]
     for pairs, expected in ((same, True), (different, False)):
         for answer, reference in pairs:
-            is_same, _ = same_answer(answer, reference)
+            is_same, _ = is_same_answer(answer, reference)
             assert is_same is expected, (answer, reference)
 
 
@@ -86,16 +86,16 @@ def test_an_answer_is_found_in_a_response():
 
 def test_options_and_the_right_one_are_read_as_the_data_write_them():
     problem = row(1, "", "D")
-    assert choices_of(problem) == ["40°", "60°", "120°", "140°"]
+    assert read_choices(problem) == ["40°", "60°", "120°", "140°"]
     true_or_false = {**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}
-    assert choices_of(true_or_false) == ["True", "False"]
+    assert read_choices(true_or_false) == ["True", "False"]
     drawn = {**problem, "question": ""}
-    assert choices_of(drawn) == []
-    assert choices_of({**drawn, "question_for_eval": QUESTION})[3] == "140°"
+    assert read_choices(drawn) == []
+    assert read_choices({**drawn, "question_for_eval": QUESTION})[3] == "140°"
     letter_by_reference = {"D": "D", "(C)": "C", "140": "D", "A\nC": None}
     for reference, letter in letter_by_reference.items():
         problem = {**problem, "answer": reference}
-        assert reference_letter(problem, choices_of(problem)) == letter
+        assert find_reference_letter(problem, read_choices(problem)) == letter
 
 
 def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_path, capsys):
@@ -119,7 +119,7 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
     assert overall["correct"] == 4
     assert overall["total"] == 5
     cell_by_version = result["groups"]["version"]
-    assert cell_by_version.keys() == set(VERSIONS)
+    assert cell_by_version.keys() == set(PROBLEM_VERSIONS)
     assert cell_by_version[TEXT_ONLY]["correct"] == 0
     assert cell_by_version[TEXT_ONLY]["total"] == 2
     assert cell_by_version["Vision Only"]["correct"] == 1
@@ -138,7 +138,7 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
         """Reply as a judge that reads D, or an area where no options are listed."""
         question = body["messages"][1]["content"]
         answer = "D" if "140°" in question else "113.1 cm²"
-        return completion(f"<answer>{answer}</answer>")
+        return completion_reply(f"<answer>{answer}</answer>")
 
     server = serve(extract)
     rows = [
@@ -163,12 +163,12 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
         if "<reply>" in content:
             _, _, behind_tag = content.partition("<reply>")
             response, _, _ = behind_tag.partition("</reply>")
-            return completion(f"<answer>{response.strip()}</answer>")
+            return completion_reply(f"<answer>{response.strip()}</answer>")
         comparisons.append(content)
         report = "1" if "50 cm" in content else "0"
         if "a guess" in content:
             report = "maybe"  # it is neither 1 nor 0
-        return completion(f"<answer>{report}</answer>")
+        return completion_reply(f"<answer>{report}</answer>")
 
     server = serve(judge)
     cases = [
@@ -201,9 +201,9 @@ def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):
 
     def load(*words: str) -> list[Any]:
         command = ["infer", "--model", "m", "--data", str(folder), "--output", "o", *words]
-        return BENCHMARK.load(parse(command, BENCHMARK).ask.data).problems
+        return BENCHMARK.load(parse_command(command, BENCHMARK).ask.data).problems
 
-    assert [problem.fields["problem_version"] for problem in load()] == list(VERSIONS[:5])
+    assert [problem.fields["problem_version"] for problem in load()] == list(PROBLEM_VERSIONS[:5])
     only = load("--split", "testmini_text_only")
     assert [(problem.pid, problem.n_images, problem.images()) for problem in only] == [
         ("text_only_1", 0, []),
@@ -224,13 +224,15 @@ def test_the_hub_is_asked_for_the_part_of_each_split(monkeypatch):
         name: str, config: str | None, split: str, revision: str | None
     ) -> datasets.Dataset:
         requests.append((name, config, split))
-        versions = [TEXT_ONLY] if split == "testmini_text_only" else VERSIONS[:5]
-        return datasets.Dataset.from_list(mathverse_rows(2, versions=versions), features=MATHVERSE)
+        versions = [TEXT_ONLY] if split == "testmini_text_only" else PROBLEM_VERSIONS[:5]
+        return datasets.Dataset.from_list(
+            mathverse_rows(2, versions=versions), features=MATHVERSE_FEATURES
+        )
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     hub_id = "AI4Math/MathVerse"
     words = ["infer", "--model", "m", "--data", hub_id, "--output", "o", "--split", "all"]
-    problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
+    problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask.data).problems
     assert len(problems) == 4
     assert requests == [
         (hub_id, "testmini", "testmini"),

@@ -16,17 +16,17 @@ from adora_vl.evaluation import _load_tasks as task
 from eval.command import main
 from eval.mathvision import (
     BENCHMARK,
+    are_officially_equal,
     build_query,
     is_officially_right,
     official_answer,
-    officially_equal,
 )
-from eval.mathvision_value import latex_value
+from eval.mathvision_value import evaluate_latex
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mathvision_rows, to_score, write_mathvision
+from tests.support.benchmark_data import mathvision_rows, score_command, write_mathvision
 from tests.support.paths import SHARED_FOLDER
 
-scored = partial(benchmark_data.scored, BENCHMARK)
+scored = partial(benchmark_data.score_predictions, BENCHMARK)
 DATA = SHARED_FOLDER / "data" / "mathvision"
 real = pytest.mark.skipif(
     not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
@@ -151,7 +151,9 @@ def test_the_official_score_compares_as_text_as_tuples_and_as_numbers(subtests):
     for answer, reference, equal in cases:
         with subtests.test(f"{answer} and {reference}"):
             assert (
-                officially_equal(answer, reference) is equal is officially_equal(reference, answer)
+                are_officially_equal(answer, reference)
+                is equal
+                is are_officially_equal(reference, answer)
             )
     assert is_officially_right("b", "B", ["1", "2"])
     assert is_officially_right("2", "B", ["1", "2"])
@@ -204,7 +206,7 @@ def test_latex_has_the_value_that_the_official_score_computes(subtests):
     }
     for source, value in cases.items():
         with subtests.test(source[:40]):
-            number = latex_value(source)
+            number = evaluate_latex(source)
             assert (None if number is None else round(number, 2)) == value
 
 
@@ -284,7 +286,9 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
-    words = to_score(tmp_path, [answered("12", "12", extraction="12")], "--extraction", "stored")
+    words = score_command(
+        tmp_path, [answered("12", "12", extraction="12")], "--extraction", "stored"
+    )
     assert main(BENCHMARK, words) == 2
     assert "needs --rules strict" in capsys.readouterr().err
     assert main(BENCHMARK, [*words, "--rules", "strict"]) == 0

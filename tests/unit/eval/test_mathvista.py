@@ -18,10 +18,10 @@ from eval.mathvista import (
     MathVistaScoreOptions,
     RuleSet,
     build_query,
+    build_question,
     compare_with_reference,
     edit_distance,
     official_choice,
-    question_of,
 )
 from tests.support import benchmark_data
 from tests.support.cases import Case
@@ -45,7 +45,7 @@ PUBLISHED_CORRECT = {
 def scored(model: str, tmp_path: Path, extraction: str, rules: str) -> dict[str, Any]:
     """Score the published outputs of a model."""
     words = ["--extraction", extraction, "--rules", rules]
-    return benchmark_data.scored(BENCHMARK, tmp_path, DATA / f"{model}.jsonl", *words)
+    return benchmark_data.score_predictions(BENCHMARK, tmp_path, DATA / f"{model}.jsonl", *words)
 
 
 def published(model: str) -> dict[str, Any]:
@@ -108,7 +108,7 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
             rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
             n_agreeing = 0
             for row in rows:
-                extraction = extract_by_rules(question_of(row)).text
+                extraction = extract_by_rules(build_question(row)).text
                 by_rules = compare_with_reference(row, extraction, "official")
                 by_stored = compare_with_reference(row, row["extraction"], "official")
                 n_agreeing += by_rules.is_right == by_stored.is_right
@@ -298,7 +298,7 @@ def test_empty_extractions_can_be_told_to_be_ignored() -> None:
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [item(response="So the answer is 5.")]
-    result = benchmark_data.scored(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
+    result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
     assert result["extraction_mix"] == {"stated": 1}
     assert result["wilson_95"][1] == 1.0
@@ -309,6 +309,6 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = benchmark_data.to_score(tmp_path, [item(pid="77")], "--extraction", "stored")
+    words = benchmark_data.score_command(tmp_path, [item(pid="77")], "--extraction", "stored")
     assert main(BENCHMARK, words) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

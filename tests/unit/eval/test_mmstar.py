@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from eval.command import main
-from eval.mmstar import BENCHMARK, choices_of, is_officially_right
+from eval.mmstar import BENCHMARK, is_officially_right, read_choices
 from tests.support import benchmark_data
-from tests.support.benchmark_data import mmstar_rows, to_score, write_lines, write_mmstar
+from tests.support.benchmark_data import mmstar_rows, score_command, write_lines, write_mmstar
 from tests.support.paths import SHARED_FOLDER
 
 DATA = SHARED_FOLDER / "data" / "mmstar"
@@ -39,7 +39,7 @@ def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, 
     }
 
 
-scored = partial(benchmark_data.scored, BENCHMARK)
+scored = partial(benchmark_data.score_predictions, BENCHMARK)
 
 
 @real
@@ -79,9 +79,9 @@ def test_the_official_rule_looks_at_four_places(subtests):
 
 
 def test_options_are_read_out_of_the_question():
-    assert choices_of(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
-    assert choices_of("Which?\nA: 1, B: 2") == ["1", "2"]
-    assert choices_of("Which one?") == [""] * 4
+    assert read_choices(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
+    assert read_choices("Which?\nA: 1, B: 2") == ["1", "2"]
+    assert read_choices("Which one?") == [""] * 4
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
@@ -126,7 +126,7 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
     other_run = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
-    words = to_score(tmp_path, [row("1", "B")])
+    words = score_command(tmp_path, [row("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
     message = capsys.readouterr().err
     assert "without_image: " in message
@@ -139,7 +139,7 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny language model that sees no images."""
     folder = tmp_path_factory.mktemp("backbone")
-    tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
+    tokenizer = AutoTokenizer.from_pretrained(PRETRAINED_FOLDER)
     # The templates of such models take the content as text, and would print a list as it is.
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"

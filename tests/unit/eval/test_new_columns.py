@@ -43,7 +43,9 @@ def test_the_letter_that_mmmu_pro_reads(response, letter):
 )
 def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters):
     assert logicvista.extract_letters(response).text == letters
-    assert all(logicvista.letters_of(stored) == ["a", "c"] for stored in ("A, C", "ca", ["c", "a"]))
+    assert all(
+        logicvista.parse_letters(stored) == ["a", "c"] for stored in ("A, C", "ca", ["c", "a"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -61,7 +63,7 @@ def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters)
     ],
 )
 def test_the_short_answer_of_dynamath(response, reference, answer_type, is_right):
-    answer, _ = dynamath.short_answer(response)
+    answer, _ = dynamath.extract_short_answer(response)
     assert dynamath.is_officially_right(answer, reference, answer_type) is is_right
 
 
@@ -75,7 +77,7 @@ def test_the_worst_case_of_dynamath_is_over_all_variants(tmp_path):
             response = json.dumps({"short answer": "6" if is_wrong else "5"})
             pid = f"sample_variant{variant}/{problem}"
             rows.append({**fields, "pid": pid, "response": response})
-    score = support.scored(dynamath.BENCHMARK, tmp_path, rows)
+    score = support.score_predictions(dynamath.BENCHMARK, tmp_path, rows)
     worst_case = score["variants"]["worst_case"]
     assert score["correct"] == 19
     assert worst_case["correct"] == 1

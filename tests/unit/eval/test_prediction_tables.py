@@ -69,7 +69,7 @@ def as_lines(path: Path) -> None:
 
 def figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
     """The hits, the problems and the groups by task and skill of a predictions file."""
-    score = benchmark_data.scored(BENCHMARK, folder, path, *COLUMNS)
+    score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMNS)
     groups = {name: score["groups"][name] for name in ("task", "skills")}
     return score["correct"], score["total"], groups
 

@@ -11,10 +11,10 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.utils.openai_client import Reply
 from eval import suite
 from eval.__main__ import main
-from tests.support.benchmark_data import WRITERS
+from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 
 BUILT: list[int] = []
-COLUMNS = suite.SUITES["reasoning"]
+COLUMNS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 
 
 class Says:
@@ -33,7 +33,7 @@ class Says:
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     for name in COLUMNS:
-        folder = WRITERS[name](tmp_path)
+        folder = WRITER_BY_BENCHMARK[name](tmp_path)
         folder.rename(tmp_path / "made") if folder.name != name else None
         (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
     return tmp_path

@@ -27,7 +27,7 @@ from data_prep.filter import tallies
 from eval.logicvista import extract_letters
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
-from tests.support.endpoint_server import completion
+from tests.support.endpoint_server import completion_reply
 
 ANGLES = ["30", "45", "60", "90"]
 
@@ -113,7 +113,7 @@ def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answe
 
 def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: Any) -> None:
     server = serve(
-        lambda body, call: completion("<think><answer>12</answer></think><answer>15</answer>")
+        lambda body, call: completion_reply("<think><answer>12</answer></think><answer>15</answer>")
     )
     options = {"extraction": "judge", "judge_url": server.url, "judge_model": "j"}
     rows = [
@@ -152,9 +152,9 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
         "mmstar": lambda: benchmark_data.mmstar_rows(1)[0],
         "wemath": lambda: benchmark_data.wemath_rows(1)[0],
         "mathverse": lambda: benchmark_data.mathverse_rows(1)[0],
-        "mmmu_pro": lambda: benchmark_data.MMMU_PRO,
-        "logicvista": lambda: benchmark_data.LOGICVISTA,
-        "dynamath": lambda: benchmark_data.DYNAMATH,
+        "mmmu_pro": lambda: benchmark_data.MMMU_PRO_ROW,
+        "logicvista": lambda: benchmark_data.LOGICVISTA_ROW,
+        "dynamath": lambda: benchmark_data.DYNAMATH_ROW,
         "knights": lambda: {"answer": "Ada is a knight"},
         "problems": lambda: {"answer": "15"},
     }

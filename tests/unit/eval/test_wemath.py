@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from eval.command import parse
-from eval.wemath import BENCHMARK, diagnosis, official_letter
+from eval.command import parse_command
+from eval.wemath import BENCHMARK, diagnose, official_letter
 from tests.support import benchmark_data
 from tests.support.benchmark_data import wemath_rows, write_wemath
 
-scored = partial(benchmark_data.scored, BENCHMARK)
+scored = partial(benchmark_data.score_predictions, BENCHMARK)
 OPTION = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct answer"
 
 
@@ -45,8 +45,8 @@ def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
 
 def diagnoses(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
     """The strict and the loose diagnosis of a problem with right and wrong steps."""
-    strict = diagnosis(steps, is_whole_right, strict=True)
-    loose = diagnosis(steps, is_whole_right, strict=False)
+    strict = diagnose(steps, is_whole_right, strict=True)
+    loose = diagnose(steps, is_whole_right, strict=False)
     return strict, loose
 
 
@@ -69,8 +69,8 @@ def test_every_pattern_of_steps_has_its_place():
     assert results == expected
     # three steps
     assert diagnoses([True, False, False], True) == ("RM", "CM")
-    assert diagnosis([False] * 3, True, strict=False) == "RM"
-    assert diagnosis([True] * 3, False, strict=True) == "IG"
+    assert diagnose([False] * 3, True, strict=False) == "RM"
+    assert diagnose([True] * 3, False, strict=True) == "IG"
 
 
 def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
@@ -148,7 +148,7 @@ def test_the_data_of_the_hub_and_of_the_repository_are_asked_alike(tmp_path):
     for form in ("parquet", "json"):
         folder = write_wemath(tmp_path / form, rows, form)
         words = ["infer", "--model", "m", "--data", str(folder), "--output", "o"]
-        problems = BENCHMARK.load(parse(words, BENCHMARK).ask.data).problems
+        problems = BENCHMARK.load(parse_command(words, BENCHMARK).ask.data).problems
         assert [problem.pid for problem in problems] == ["1", "2", "3", "4", "5", "6", "7"]
         keys = [problem.fields["key"] for problem in problems]
         assert keys[2:5] == ["2steps_multi", "3steps_1", "3steps_2"]

@@ -16,7 +16,7 @@ from adora_vl.evals.records import Problem
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
 from tests.support.benchmark_data import (
-    MATHVISTA,
+    MATHVISTA_FEATURES,
     mathvista_rows,
     mmstar_rows,
     write_mathvista,
@@ -57,7 +57,7 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
         assert name == "AI4Math/MathVista"
         assert config is None
         assert split == "testmini"
-        return datasets.Dataset.from_list(rows, features=MATHVISTA)
+        return datasets.Dataset.from_list(rows, features=MATHVISTA_FEATURES)
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
     hub_problems = mathvista.load(options("AI4Math/MathVista", "testmini")).problems

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.scoring.choice import extract_choice
-from adora_vl.evals.scoring.judge import Question, build_extraction_messages, extract_by_rules
+from adora_vl.evals.scoring.judge import (
+    KEY_VARIABLE,
+    Question,
+    build_extraction_messages,
+    extract_by_rules,
+)
 from adora_vl.evals.scoring.number import extract_list, extract_number
 from eval.command import main
-from eval.mathvista import BENCHMARK, question_of
+from eval.mathvista import BENCHMARK, build_question
 from tests.support import benchmark_data
 from tests.support.cases import Case
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 
 FRUIT = ["apple", "pear", "plum tree", "fig"]
 
@@ -113,12 +118,12 @@ def scored(
     tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = ROWS
 ) -> dict[str, Any]:
     judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
-    return benchmark_data.scored(BENCHMARK, tmp_path, rows, *judge, *words)
+    return benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, *judge, *words)
 
 
 def reads(body: dict[str, Any], _: int) -> Reply:
     reply = body["messages"][1]["content"]
-    return completion(
+    return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"
     )
 
@@ -154,7 +159,7 @@ def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], S
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(
-        build_extraction_messages(question_of(row("1", "I count five.", answer="gold-value")))
+        build_extraction_messages(build_question(row("1", "I count five.", answer="gold-value")))
     )
 
 
@@ -163,11 +168,11 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
         (lambda body, call: None, 2),
         (lambda body, call: (429, b"slow down"), 2),
         (lambda body, call: (500, b""), 2),
-        (lambda body, call: (401, b"no"), 1),  # asking again would not help
+        (lambda body, call: (400, b"no"), 1),  # asking again would not help
         (lambda body, call: (200, b"rubbish"), 2),
         (lambda body, call: (200, b'{"choices": []}'), 2),
-        (lambda body, call: completion("It is B, I guess."), 2),
-        (lambda body, call: completion("<answer>" + "B " * 300 + "</answer>"), 2),
+        (lambda body, call: completion_reply("It is B, I guess."), 2),
+        (lambda body, call: completion_reply("<answer>" + "B " * 300 + "</answer>"), 2),
         (
             lambda body, call: (
                 200,
@@ -196,11 +201,36 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert scored(folder, serve(reads).url, rows=rows)["correct"] == 1
 
 
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
+    tmp_path, serve, capsys, code
+):
+    """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
+    server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
+    rows = [row(str(number), "I count five.") for number in range(20)]
+    score_file = tmp_path / "s.json"
+    benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
+    earlier_score = score_file.read_bytes()
+    judge = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
+    assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
+        f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+    )
+    assert len(server.requests) <= 3 + 8, "none but the calls under way"
+    assert score_file.read_bytes() == earlier_score
+    well_server = serve(reads)
+    result = scored(tmp_path, well_server.url, rows=rows)
+    assert result["correct"] == 20
+    assert result["extraction_mix"] == {"judge": 17, "judge_cached": 3}
+    assert len(well_server.requests) == 17
+
+
 def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
     # nobody is there
     result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])
     assert result["extraction_failed"] == 1
-    server = serve(lambda body, call: completion("<answer>NONE</answer>"))
+    server = serve(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = scored(tmp_path, server.url, rows=ROWS[1:2])
     assert result["extraction_failed"] == 0
     assert result["items"][0]["extraction"] == ""
@@ -216,6 +246,8 @@ def test_a_judge_that_is_not_named_is_the_users_mistake(
         (["--judge-url", "file:///etc/passwd", "--judge-model", "j"], "is no http address"),
     ]:
         with case(words) as folder:
-            command = benchmark_data.to_score(folder, ROWS[1:2], "--extraction", "judge", *words)
+            command = benchmark_data.score_command(
+                folder, ROWS[1:2], "--extraction", "judge", *words
+            )
             assert main(BENCHMARK, command) == 2
             assert message in capsys.readouterr().err

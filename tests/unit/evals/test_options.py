@@ -8,7 +8,7 @@ import pytest
 from adora_vl.evals.asking import AskOptions
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, default_data_options, find_benchmark
 from adora_vl.evals.options import DataOptions, ScoreOptions, add_options, option, options_from
-from eval.command import parse
+from eval.command import parse_command
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ def test_a_parser_reads_the_options_of_a_dataclass_with_its_defaults() -> None:
 @pytest.mark.parametrize("name", BENCHMARK_NAMES)
 def test_the_command_and_a_training_have_the_same_defaults(name: str) -> None:
     benchmark = find_benchmark(name)
-    command = parse(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
+    command = parse_command(["run", "--model", "M", "--data", "D", "--output", "O"], benchmark)
     assert isinstance(command.ask, AskOptions)
     assert command.score is not None
     prompt = getattr(command.ask.data, "prompt", None)

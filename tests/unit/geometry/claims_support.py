@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from adora_vl.geometry.check import figure_at
+from adora_vl.geometry.check import checked_figure_of
 from adora_vl.geometry.checked import TRUE_VERDICTS, CheckedClaim, ClaimVerdict
 
 _MARK = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
@@ -79,7 +79,7 @@ def reading_of(path: Path) -> Reading:
     record = json.loads(path.read_text(encoding="utf-8"))
     reading = Reading()
     for entry in record["texts"]:
-        figure = figure_at(record["figures"][entry["problem"]])
+        figure = checked_figure_of(record["figures"][entry["problem"]])
         text, spans = unmarked(entry["marked"])
         _compare(reading, f"{entry['source']} {entry['id']}", spans, figure.claims(text))
     return reading

@@ -69,7 +69,7 @@ def test_a_number_in_a_response_is_what_python_computes() -> None:
         if claims[0].kind == "unread":
             continue
         claim_count += 1
-        relation = claims[0].ways[0][0]
+        relation = claims[0].alternatives[0][0]
         assert isinstance(relation, Equal)
         assert number_of_quantity(relation.right) == pytest.approx(value), words
     assert claim_count > 900

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from adora_vl.geometry.check import CheckedFigure, figure_at
+from adora_vl.geometry.check import CheckedFigure, checked_figure_of
 from adora_vl.geometry.checked import CheckedClaim
 from adora_vl.geometry.claims import MAX_CLAIMS, read_claims
 from adora_vl.geometry.figure import figure_as_json
-from adora_vl.geometry.judgement import is_equal
+from adora_vl.geometry.judgement import are_equal_when_rounded
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import check_claims
@@ -67,7 +67,7 @@ def stored(facts: str) -> str:
 
 def figure(facts: str) -> CheckedFigure:
     """Return the figure of facts in words, made ready for checks."""
-    return figure_at(stored(facts))
+    return checked_figure_of(stored(facts))
 
 
 def verdicts(facts: str, text: str) -> list[str]:
@@ -156,7 +156,7 @@ def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
         factor = random.randint(1, 9)
         lines.append(f"{a}{b} + {factor}{c}{d} = {first + factor * second:.6f}")
     claims = checked_figure.claims(". ".join(lines) + ".")
-    movable = checked_figure.system.count - len(checked_figure.free)
+    movable = checked_figure.system.count - len(checked_figure.free_movements)
     assert len(claims) > 100
     assert 0 < steps(claims) <= movable
 
@@ -275,7 +275,7 @@ def test_what_the_facts_leave_free_is_open() -> None:
 def test_values_are_equal_up_to_rounding(
     left: float, right: float, decimals: int | None, equal: bool
 ) -> None:
-    assert is_equal(left, right, decimals) is equal
+    assert are_equal_when_rounded(left, right, decimals) is equal
 
 
 # The grammar

@@ -173,7 +173,7 @@ def test_shapes_without_names_are_found_in_the_picture() -> None:
             "Find(AreaOf(Parallelogram($)))",
         )
     )
-    shape = drawing.shape(parse_term("Parallelogram($)"))
+    shape = drawing.corners_of_shape(parse_term("Parallelogram($)"))
     assert sorted(shape) == ["A", "B", "C", "D"]
     assert drawing.in_drawing_order(["A", "B", "D", "C"]) in (
         ["A", "B", "C", "D"],
@@ -191,5 +191,5 @@ def test_a_circle_that_the_picture_calls_otherwise_is_its_only_one() -> None:
     ]
     asked = ["Tangent(Line(M,P),Circle(O))", "Equals(LengthOf(Line(M,O)),20)", "Find(x)"]
     reading = read_facts(form(at, ["AP", "MP", "AM"], facts, asked, ["A"]))
-    assert reading.drawing.aliases == {"O": "A"}
+    assert reading.drawing.centre_by_alias == {"O": "A"}
     assert not reading.unread

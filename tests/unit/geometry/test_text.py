@@ -104,6 +104,17 @@ def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None
         ("triangle ABC, AB = 7, angle BAC = 30, BC = 4, find AC", "ambiguous"),
         ("triangle ABC, angle A = 50, angle B = 60, angle C = 80, find AB", "conflict"),
         ("circle O: A, B, C. arc AB = 80, find angle ACB", "ambiguous"),  # C may lie on either side
+        # two figures that are nearly the same: angle ABC is a little under or over 90
+        (
+            "ABCD kite, AB = AD, CB = CD, area ABCD = 65.0137, DC = 10.408947, "
+            "perimeter ABCD = 33.324812, find angle DBC",
+            "ambiguous",
+        ),
+        (
+            "ABCD trapezoid, AB parallel CD, AC and BD meet at E, angle EDC = 34.58008, "
+            "CD = 2.121366, EA = 3.813011, BA = 6.712578, find BC",
+            "ambiguous",
+        ),
     ],
 )
 def test_sentences_that_determine_nothing(text: str, status: str) -> None:

@@ -20,8 +20,8 @@ from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
 from adora_vl.config.states import BUCKET, states
-from adora_vl.models.activations import MicroBatch
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.activations import PlannedMicroBatch
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import checkpoint_bytes, checkpoint_of, run_bytes
 from adora_vl.planning.memory import (
@@ -91,8 +91,8 @@ def test_another_model_that_cannot_be_reached_is_named():
 
 
 def test_the_tiny_model_is_counted_right():
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert (
         shape.total_parameters
         == sum(p.numel() for p in model.parameters())
@@ -107,12 +107,13 @@ def test_zero3_does_not_shard_what_is_only_counted():
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
         assert deepspeed.is_deepspeed_zero3_enabled()
-        shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+        shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
     assert (
-        shape.total_parameters == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+        shape.total_parameters
+        == json.loads((PRETRAINED_FOLDER / "build.json").read_text())["parameters"]
     )
     assert config
 
@@ -239,8 +240,8 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -259,7 +260,7 @@ def test_torchs_own_optimizer_is_what_is_predicted():
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -267,7 +268,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
@@ -310,7 +311,9 @@ def recipe(shape_of_7b) -> Setup:
     return Setup(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
-        MicroBatch(sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280),
+        PlannedMicroBatch(
+            sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
+        ),
         128,
         has_reference=True,
         engine=engine,
@@ -323,7 +326,7 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
         {"sharding": Sharding(processes=8, stage=2)},
         {"sharding": Sharding(processes=1)},
         {
-            "batch": MicroBatch(
+            "batch": PlannedMicroBatch(
                 sequences=4, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
             )
         },
@@ -368,7 +371,7 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     setup = Setup(
         shape,
         Sharding(),
-        MicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
+        PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
         group * groups,
         group_size=group,
     )
@@ -447,7 +450,7 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     setup = Setup(
         shape,
         Sharding(),
-        MicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
+        PlannedMicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
         1,
         sharing=SHARED,
     )
@@ -458,7 +461,9 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(
         recipe,
-        batch=MicroBatch(sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280),
+        batch=PlannedMicroBatch(
+            sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280
+        ),
         group_size=8,
     )
     packed = replace(short, sharing=SHARED)

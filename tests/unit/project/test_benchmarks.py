@@ -16,7 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from adora_vl.evals.scoring.statistics import student_half_width
-from adora_vl.record.rollouts import ROLLOUTS, as_table, write_part
+from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
 from benchmarks import scanned
 from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import lines_of, train
@@ -225,11 +225,11 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
             "completion": ["a", "b"],
             "turns": [None, [turn]],
         }
-        write_part(tmp_path / ROLLOUTS, as_table(columns, {}), 1, 1)
+        write_part(tmp_path / ROLLOUTS_FOLDER, make_table(columns, {}), 1, 1)
         return hash_recorded_rollouts(tmp_path)
 
     assert hash_recorded_rollouts(tmp_path) == {}
-    (tmp_path / ROLLOUTS).mkdir()
+    (tmp_path / ROLLOUTS_FOLDER).mkdir()
     facts = digest(0.5, "7")
     assert list(facts) == ["step 1"]
     assert digest(0.6, "7") == facts, "how long a tool takes depends on the machine"

@@ -2,7 +2,9 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +25,23 @@ def test_the_package_lists_its_commands(capsys):
         assert main_file is not None
         assert main_file.origin is not None
         assert "__main__" in Path(main_file.origin).read_text() or main_file.name.endswith("main__")
-    assert main(["migrate"]) == 2
-    assert "write python -m adora_vl.migrate" in capsys.readouterr().err
     assert main(["trian"]) == 2
     assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_a_command_is_run_by_its_name_also_beside_a_folder_of_the_same_name(tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "__main__.py").write_text("print('of the user')")
+    result = subprocess.run(
+        [sys.executable, "-m", "adora_vl", "eval", "geometry", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "did you mean 'geometry3k'?" in result.stderr
+    assert result.stdout == ""
 
 
 def _is_package(name: str) -> bool:

@@ -1,15 +1,23 @@
 """Each figure has one title and one form, in the progress line, the summary, the card and the page."""
 
-from adora_vl.record.figures import CHARTS, FIGURES, MISSING, PASS, PROGRESS, SUMMARY, for_page
+from adora_vl.record.figures import (
+    CHARTS,
+    FIGURE_BY_KEY,
+    MISSING_REWARD_KEY,
+    PASS_RATE_KEY,
+    PROGRESS_LINE_KEYS,
+    SUMMARY_KEYS,
+    page_figures,
+)
 
 
 def test_every_place_shows_figures_of_the_one_table():
     charted_keys: list[str] = []
     for chart in CHARTS:
         charted_keys += [key for key, _ in chart.series]
-    shown_keys = {*PROGRESS, *SUMMARY, *charted_keys}
-    titles = [figure.title for figure in FIGURES.values()]
-    assert shown_keys <= FIGURES.keys()
+    shown_keys = {*PROGRESS_LINE_KEYS, *SUMMARY_KEYS, *charted_keys}
+    titles = [figure.title for figure in FIGURE_BY_KEY.values()]
+    assert shown_keys <= FIGURE_BY_KEY.keys()
     assert len(charted_keys) == len(set(charted_keys)), "a figure stands in one chart"
     assert len(titles) == len(set(titles)), "no two figures have the same title"
 
@@ -17,21 +25,21 @@ def test_every_place_shows_figures_of_the_one_table():
 def test_a_chart_has_shares_alone_or_none():
     """Its scale is from 0 to 100 %, or that of its numbers."""
     for chart in CHARTS:
-        formats = [FIGURES[key].format for key, _ in chart.series]
+        formats = [FIGURE_BY_KEY[key].format for key, _ in chart.series]
         share_count = formats.count("share")
         assert share_count in (0, len(formats)), chart.title
 
 
 def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
-    pass_rate = FIGURES[PASS]
-    missing_share = FIGURES[MISSING]
+    pass_rate = FIGURE_BY_KEY[PASS_RATE_KEY]
+    missing_share = FIGURE_BY_KEY[MISSING_REWARD_KEY]
     assert pass_rate.in_table(0.375) == "37.5%"
     assert pass_rate.in_line(0.375) == "pass 38%"
     assert missing_share.in_line(0.002) == "without reward 0.2%"
 
-    page = for_page()
-    rows = [row for row in page["rows"] if row["key"] == PASS]
-    charts = [chart for chart in page["charts"] if chart["keys"] == ((PASS, ""),)]
+    page = page_figures()
+    rows = [row for row in page["rows"] if row["key"] == PASS_RATE_KEY]
+    charts = [chart for chart in page["charts"] if chart["keys"] == ((PASS_RATE_KEY, ""),)]
     assert len(rows) == 1
     assert len(charts) == 1
     assert rows[0]["share"]

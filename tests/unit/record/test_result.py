@@ -10,9 +10,15 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.score import count_right_answers, verdict_of
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.record.figures import PASS
+from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import read_metrics
-from adora_vl.record.result import AFTER, BEFORE, is_noise, result_of, training_change
+from adora_vl.record.result import (
+    SCORE_FILE_AFTER,
+    SCORE_FILE_BEFORE,
+    describe_result,
+    is_noise,
+    training_change,
+)
 from adora_vl.record.rollouts import Record
 from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
@@ -61,7 +67,7 @@ def write_run(folder: Path, rates: Rates) -> Path:
         record.add(columns, group_size=2)
         record.flush(step)
         mean = sum(pass_rates) / len(pass_rates)
-        line = {"step": step, "kind": "train", PASS: mean, "reward": mean}
+        line = {"step": step, "kind": "train", PASS_RATE_KEY: mean, "reward": mean}
         metrics_text += json.dumps(line) + "\n"
     (folder / "metrics.jsonl").write_text(metrics_text)
     return folder
@@ -99,7 +105,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     """The page and the end of the run say the same."""
     run = write_run(tmp_path / "run", rates)
     log = read_metrics(run / "metrics.jsonl")
-    change = training_change(run, log, PASS)
+    change = training_change(run, log, PASS_RATE_KEY)
     first_fifth = rates[0] + rates[1]
     last_fifth = rates[-2] + rates[-1]
     low, high = welch_interval(first_fifth, last_fifth)
@@ -109,7 +115,7 @@ def test_a_change_in_training_has_an_interval_over_groups(
     assert change.high == pytest.approx(high)
     assert is_noise(change) is noise
 
-    result = result_of(run, log)
+    result = describe_result(run, log)
     assert result is not None
     assert ("within noise" in result) is noise
     assert result.startswith("pass rate in training ")
@@ -127,16 +133,16 @@ def test_a_change_in_training_has_an_interval_over_groups(
 
 
 def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -> None:
-    log = [{"step": step, PASS: step % 2 / 2, "reward": 0.5} for step in range(20)]
-    change = training_change(tmp_path, log, PASS)
+    log = [{"step": step, PASS_RATE_KEY: step % 2 / 2, "reward": 0.5} for step in range(20)]
+    change = training_change(tmp_path, log, PASS_RATE_KEY)
     assert change is not None
     assert change.over == "4 and 4 logged steps"
     assert is_noise(change)
-    short = training_change(tmp_path, log[:2], PASS)
+    short = training_change(tmp_path, log[:2], PASS_RATE_KEY)
     assert short is not None
     assert short.low is None
-    assert result_of(tmp_path, log[:1]) == "pass rate in training 0 % (one logged step)"
-    assert result_of(tmp_path, []) is None
+    assert describe_result(tmp_path, log[:1]) == "pass rate in training 0 % (one logged step)"
+    assert describe_result(tmp_path, []) is None
 
 
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
@@ -145,7 +151,7 @@ def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Pa
     parts = sorted((run / "rollouts").glob("*.parquet"))
     for oldest_part in parts[:5]:
         oldest_part.unlink()
-    change = training_change(run, log, PASS)
+    change = training_change(run, log, PASS_RATE_KEY)
     assert change is not None
     assert change.over == "2 and 2 logged steps"
 
@@ -155,22 +161,22 @@ def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     accuracy = "eval_problems_accuracy"
     log = [*read_metrics(run / "metrics.jsonl"), {"step": 9, accuracy: 0.5}]
     coverage = {"answers": 40, "asked": 40, "in_data": 512}
-    write_score(run / AFTER, "01" * 20, coverage=coverage)
-    result = result_of(run, log)
+    write_score(run / SCORE_FILE_AFTER, "01" * 20, coverage=coverage)
+    result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, mine 50.0 % (95 %: 35.2 to 64.8) of 40 of 512 ")
-    write_score(run / BEFORE, "01" * 19 + "00")
-    result = result_of(run, log)
+    write_score(run / SCORE_FILE_BEFORE, "01" * 19 + "00")
+    result = describe_result(run, log)
     assert result is not None
     assert "48 % → 50 %: +2.5 points, 95 % [+0.0, +7.5], within noise" in result
-    write_score(run / BEFORE, "0" * 40)
-    result = result_of(run, log)
+    write_score(run / SCORE_FILE_BEFORE, "0" * 40)
+    result = describe_result(run, log)
     assert result is not None
     assert "0 % → 50 %: +50.0 points" in result
     assert "within noise" not in result
     assert load_run(run, 100).result == result
-    (run / AFTER).write_text("{")
-    result = result_of(run, log)
+    (run / SCORE_FILE_AFTER).write_text("{")
+    result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, problems 50 %")
 
@@ -182,14 +188,14 @@ def test_evaluations_on_the_way_have_an_interval_where_the_log_has_theirs(tmp_pa
         ends = {f"{key}_low": value - half, f"{key}_high": value + half}
         return {"step": step, "kind": "eval", key: value, **ends}
 
-    result = result_of(tmp_path, [evaluation(0, 0.4, 0.03), evaluation(9, 0.5, 0.04)])
+    result = describe_result(tmp_path, [evaluation(0, 0.4, 0.03), evaluation(9, 0.5, 0.04)])
     # Newcombe: the root of the sum of squares, 0.05 on both sides.
     assert result == (
         "held-out accuracy, problems 40 % → 50 %: +10.0 points, 95 % [+5.0, +15.0]"
         " (first and last evaluation)"
     )
-    result = result_of(tmp_path, [evaluation(0, 0.4, 0.06), evaluation(9, 0.45, 0.08)])
+    result = describe_result(tmp_path, [evaluation(0, 0.4, 0.06), evaluation(9, 0.45, 0.08)])
     assert result is not None
     assert "[-5.0, +15.0], within noise" in result
-    result = result_of(tmp_path, [{"step": 0, key: 0.1}, {"step": 9, key: 0.4}])
+    result = describe_result(tmp_path, [{"step": 0, key: 0.1}, {"step": 9, key: 0.4}])
     assert result == "held-out accuracy, problems 10 % → 40 % (first and last evaluation)"

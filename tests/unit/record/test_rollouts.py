@@ -19,7 +19,7 @@ from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.record import recorder as recorder_module
 from adora_vl.record import rollouts
-from adora_vl.record.metrics import METRICS, Line, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, MetricsLine, read_metrics
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import tool_figures
 from adora_vl.rewards.completion import completion_text
@@ -45,16 +45,18 @@ def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str
     return {**columns, **changed}
 
 
-def write_step(folder: Path, step: int, settings: dict[str, object] | None = None) -> rollouts.Part:
+def write_step(
+    folder: Path, step: int, settings: dict[str, object] | None = None
+) -> rollouts.RecordPart:
     """Write a file of the record with the four rollouts of one step."""
     columns = columns_of_step(step)
-    table = rollouts.as_table(columns, settings or {})
+    table = rollouts.make_table(columns, settings or {})
     return rollouts.write_part(folder, table, first_step=step, last_step=step)
 
 
 def read_record(folder: Path) -> pa.Table:
     """Every row of a record, as the report reads it."""
-    parts = rollouts.parts(folder)
+    parts = rollouts.list_parts(folder)
     return rollouts.read_parts(parts)
 
 
@@ -123,7 +125,7 @@ def test_a_figure_that_is_not_there_is_null():
         tds=[],
     )
     columns["reward/x"] = [1.0, None]
-    table = rollouts.as_table(columns, {"k": 1})
+    table = rollouts.make_table(columns, {"k": 1})
     assert table["drift"].to_pylist() == [None, 0.5]
     assert table["reward/x"].to_pylist() == [1.0, None]
     assert table["tds"].to_pylist() == [None, None]
@@ -142,7 +144,7 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     assert group_numbers == [0, 0, 1, 1, 2, 2, 3, 3]
     assert numbers_in_group == [0, 1, 0, 1, 0, 1, 0, 1]
     record.flush(2)  # a step whose rollouts are those of the one before
-    assert len(rollouts.parts(record.folder)) == 1
+    assert len(rollouts.list_parts(record.folder)) == 1
 
 
 def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
@@ -151,7 +153,7 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     for step in range(1, 101):
         record.add(columns_of_step(step), group_size=4)
         record.flush(step)
-    files = rollouts.parts(record.folder)
+    files = rollouts.list_parts(record.folder)
     assert len(files) < 40
     assert recorded_steps(record.folder) == four_rollouts_of(range(1, 101))
 
@@ -165,12 +167,12 @@ def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path
         write_step(tmp_path, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", crash)
-        rollouts.merge_small(tmp_path)
+        rollouts.merge_small_parts(tmp_path)
     files = list(tmp_path.glob("*.parquet"))
     # the 32 small ones and the merged one
     assert len(files) == 33
     assert recorded_steps(tmp_path) == four_rollouts_of(range(1, 33))
-    rollouts.cut_after(tmp_path, 32)
+    rollouts.delete_steps_after(tmp_path, 32)
     files = list(tmp_path.iterdir())
     assert len(files) == 1
 
@@ -186,7 +188,7 @@ def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
         patch.setattr(pq, "write_table", dies)
         write_step(tmp_path, 2)
     assert recorded_steps(tmp_path) == [1, 1, 1, 1]
-    rollouts.cut_after(tmp_path, 1)
+    rollouts.delete_steps_after(tmp_path, 1)
     file_names = [path.name for path in tmp_path.iterdir()]
     assert file_names == ["rollouts-00000001-00000001.parquet"]
 
@@ -197,9 +199,9 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder.mkdir()
         for number in range(1, 41):
             write_step(folder, number, settings={"kept": 1})
-            rollouts.merge_small(folder)
-        rollouts.cut_after(folder, step)
-        newest_file = rollouts.parts(folder)[-1]
+            rollouts.merge_small_parts(folder)
+        rollouts.delete_steps_after(folder, step)
+        newest_file = rollouts.list_parts(folder)[-1]
         metadata = read_record(folder).schema.metadata
         assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
         assert newest_file.last_step == step
@@ -207,20 +209,20 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         # a start at 0 deletes the record, and what is no part of it stays
         notes = folder / "notes.txt"
         notes.write_text("somebody else's")
-        rollouts.cut_after(folder, 0)
+        rollouts.delete_steps_after(folder, 0)
         assert list(folder.iterdir()) == [notes]
 
 
 def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     for number in range(1, 11):
         write_step(tmp_path, number)
-    oldest_file = rollouts.parts(tmp_path)[0].path
+    oldest_file = rollouts.list_parts(tmp_path)[0].path
     file_bytes = oldest_file.stat().st_size
     # room for three files
-    rollouts.rotate(tmp_path, 3.5 * file_bytes)
+    rollouts.delete_oldest_parts(tmp_path, 3.5 * file_bytes)
     assert recorded_steps(tmp_path) == four_rollouts_of([8, 9, 10])
     # room for none: the newest one stays
-    rollouts.rotate(tmp_path, 1)
+    rollouts.delete_oldest_parts(tmp_path, 1)
     assert recorded_steps(tmp_path) == four_rollouts_of([10])
 
 
@@ -249,7 +251,7 @@ def test_a_full_disk_ends_the_record_and_not_the_run(tmp_path, monkeypatch, caps
     monkeypatch.setattr(pq, "write_table", full)
     record.flush(1)
     warning = capsys.readouterr().err
-    assert record.failed
+    assert record.failure_reason
     assert "step 1: the rollouts are no longer recorded" in warning
 
 
@@ -391,7 +393,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
     ranks = Processes(num_processes=2, gather=lambda local: torch.cat([local, local + 10]))
     recorder = Recorder(step_context(output_dir=str(tmp_path), accelerator=ranks))
     recorder.record.start(0)
-    numbers = recorder.next_numbers(2)
+    numbers = recorder.number_next_rollouts(2)
     drawn_rows = [{"id": "a", "problem": "Which?", "prompt": "Which?"}] * 2
     built, scored = scored_rollouts(drawn_rows, 2)
     table = {"completion": ["so B"] * 4, "extra": {}}
@@ -412,23 +414,23 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     folder = tmp_path / "images"
-    diagrams = rollouts.Diagrams(folder, limit_bytes=1e9)
+    diagrams = rollouts.DiagramStore(folder, limit_bytes=1e9)
 
-    names = diagrams.keep("a", [wide])
-    names_of_copy = diagrams.keep("b", [wide.copy()])
-    names_of_known_row = diagrams.keep("a", [])
-    names_of_turned = diagrams.keep(None, [wide.rotate(90)])
+    names = diagrams.store("a", [wide])
+    names_of_copy = diagrams.store("b", [wide.copy()])
+    names_of_known_row = diagrams.store("a", [])
+    names_of_turned = diagrams.store(None, [wide.rotate(90)])
 
     assert names_of_copy == names
     assert names_of_known_row == names
     assert names_of_turned != names
-    assert diagrams.keep("c", []) == []
+    assert diagrams.store("c", []) == []
     with Image.open(folder / names[0]) as stored:
         assert stored.size == (512, 51)
 
     # a folder that is full gets no more
-    full = rollouts.Diagrams(folder, limit_bytes=1)
-    (name,) = full.keep("d", [Image.new("RGB", (9, 9))])
+    full = rollouts.DiagramStore(folder, limit_bytes=1)
+    (name,) = full.store("d", [Image.new("RGB", (9, 9))])
     unwritten = folder / name
     assert not unwritten.exists()
 
@@ -438,15 +440,15 @@ def test_a_diagram_is_named_while_another_rank_finishes_its_own_file(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / ".written-by-another-rank").symlink_to(tmp_path / "gone")
-    diagrams = rollouts.Diagrams(folder, limit_bytes=1e9)
-    (name,) = diagrams.keep("a", [Image.new("RGB", (9, 9))])
+    diagrams = rollouts.DiagramStore(folder, limit_bytes=1e9)
+    (name,) = diagrams.store("a", [Image.new("RGB", (9, 9))])
     assert (folder / name).is_file()
 
 
 def test_a_real_run_records_what_its_metrics_say(adora_run):
     """A step has 4 groups of 4 rollouts, whose means are the figures of its line."""
     table = read_record(adora_run / "rollouts").to_pandas()
-    line_by_step: dict[int, Line] = {}
+    line_by_step: dict[int, MetricsLine] = {}
     for line in read_metrics(adora_run / "metrics.jsonl"):
         if line["kind"] == "train":
             line_by_step[line["step"]] = line
@@ -465,7 +467,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert (images_folder / image_name).is_file()
 
 
-def check_step(rollouts_of_step: pd.DataFrame, line: Line) -> None:
+def check_step(rollouts_of_step: pd.DataFrame, line: MetricsLine) -> None:
     """Compare the rollouts of one step with its line in the metrics."""
     groups = rollouts_of_step.groupby("group")
     assert len(groups) == 4
@@ -508,7 +510,7 @@ def figures_of_steps(run: Path) -> list[tuple[Any, ...]]:
     """Read what a run has logged of each step, without the times."""
     return [
         (line["step"], line["kind"], line.get("loss"), line.get("reward"))
-        for line in read_metrics(run / METRICS)
+        for line in read_metrics(run / METRICS_FILE)
     ]
 
 

@@ -23,23 +23,23 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import MADE_BY
 from adora_vl.export import main as export
-from adora_vl.models.load import MERGED
+from adora_vl.models.load import MERGED_FOLDER
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import (
     TITLE_BY_METHOD,
-    as_called,
+    describe_recipe,
+    describe_run,
     end_manifest,
-    facts_of_run,
-    failure_noted,
     interpreter,
     launch_command,
+    noting_failure,
+    path_to_type,
     read_manifest,
-    recipe_of,
     write_manifest,
 )
-from adora_vl.record.metrics import MetricsFile, as_line, read_metrics, resumed_lines
+from adora_vl.record.metrics import MetricsFile, lines_of_resumed_run, make_line, read_metrics
 from adora_vl.record.phases import PHASES, PhaseClock
-from adora_vl.record.progress import ProgressLine, duration, no_signal, progress_line
+from adora_vl.record.progress import ProgressLine, duration_text, no_signal_warning, progress_line
 from adora_vl.record.rollout_figures import TieNotice, adora_metrics
 from adora_vl.record.summary import evaluate_command, figure_rows, summary_lines, view_command
 from adora_vl.report.__main__ import main as view
@@ -76,13 +76,19 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     phases.leave()
     with phases.phase("rollout"):  # an evaluation between two steps
         spend(64)
-    assert phases.take() == {"rollout": 10, "grading": 16, "policy": 32, "sync": 4, "other": 65}
-    assert phases.take() == dict.fromkeys(("rollout", "grading", "policy", "sync", "other"), 0), (
-        "none of sleep mode"
-    )
-    assert PhaseClock(print, clock, wait=lambda: None, sleep_mode=True).take() == dict.fromkeys(
-        PHASES, 0
-    )
+    assert phases.take_seconds() == {
+        "rollout": 10,
+        "grading": 16,
+        "policy": 32,
+        "sync": 4,
+        "other": 65,
+    }
+    assert phases.take_seconds() == dict.fromkeys(
+        ("rollout", "grading", "policy", "sync", "other"), 0
+    ), "none of sleep mode"
+    assert PhaseClock(
+        print, clock, wait=lambda: None, sleep_mode=True
+    ).take_seconds() == dict.fromkeys(PHASES, 0)
 
     phases.enter("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
@@ -90,8 +96,8 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         raise RuntimeError
     clock.now += 2
     phases.leave()
-    assert phases.take()["grading"] == 1
-    assert phases.take()["policy"] == 0
+    assert phases.take_seconds()["grading"] == 1
+    assert phases.take_seconds()["policy"] == 0
 
 
 LOGS = {
@@ -136,14 +142,16 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
         *(_log_entry(step, **figures) for step in range(3, 8)),
         {"step": 7, "eval_reward": 0.0},
     ]
-    message = no_signal(history)
+    message = no_signal_warning(history)
     assert message is not None
     assert "in the last 5 steps" in message
     assert reason in message
-    assert no_signal([*began, _log_entry(7, **figures)]) == message  # logged every fifth step
-    assert no_signal(history[:-2]) is None  # four steps may be chance
-    assert no_signal([*history, _log_entry(8, has_signal=True)]) is None
-    assert no_signal([]) is None
+    assert (
+        no_signal_warning([*began, _log_entry(7, **figures)]) == message
+    )  # logged every fifth step
+    assert no_signal_warning(history[:-2]) is None  # four steps may be chance
+    assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
+    assert no_signal_warning([]) is None
 
 
 def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
@@ -174,7 +182,7 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
         == "step 1/9  reward 1.000"
     )
     durations = {0.4: "0s", 59.4: "59s", 60: "1m00s", 7620: "2h07m", 97200: "1d03h"}
-    assert {seconds: duration(seconds) for seconds in durations} == durations
+    assert {seconds: duration_text(seconds) for seconds in durations} == durations
 
 
 def settings(folder: Path) -> AdoraGRPOConfig:
@@ -261,15 +269,15 @@ def test_metrics_are_appended_and_cut_back_to_the_resumed_step(tmp_path):
         {"step": 2, "eval_a": 1.0},
         {"step": 4, "reward": 0.4},
     ]
-    ended = as_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
-    lines = resumed_lines([as_line({"reward": 0.25}, 2, "then"), ended], history, 3)
+    ended = make_line({"train_runtime": 9.0}, 3, "then")  # a run that goes on has not ended there
+    lines = lines_of_resumed_run([make_line({"reward": 0.25}, 2, "then"), ended], history, 3)
     assert [(line["step"], line["kind"]) for line in lines] == [(2, "eval"), (2, "train")]
     assert lines[1]["reward"] == 0.25
     assert lines[1]["time"] == "then"  # the file's own line comes first
 
 
 def test_figures_that_are_not_finite_are_null():
-    line = as_line(
+    line = make_line(
         {
             "reward": 1.0,
             "grad_norm": math.nan,
@@ -286,7 +294,7 @@ def test_figures_that_are_not_finite_are_null():
     assert line["note"] == "x"
     assert line["off"] is None
     assert line["odd"] == "[1]"
-    assert as_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
+    assert make_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
 ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
@@ -337,7 +345,9 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
 def test_a_recipe_names_what_was_done():
     """Every method by its own name, and whatever makes it another experiment."""
     for neutral in (NEUTRAL, {}):  # there were runs before the neutral keys
-        named = [recipe_of({"adora_method": ADORA, **neutral, **config}) for config, _ in RECIPES]
+        named = [
+            describe_recipe({"adora_method": ADORA, **neutral, **config}) for config, _ in RECIPES
+        ]
         assert named == [text for _, text in RECIPES]
     assert TITLE_BY_METHOD.keys() == METHODS.keys() - {"adora"}
 
@@ -436,7 +446,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert "0.75" not in text
 
 
-START = as_called(str(Path(sys.executable).with_name("accelerate")))
+START = path_to_type(str(Path(sys.executable).with_name("accelerate")))
 LAUNCH = [
     "/venv/bin/accelerate",
     "launch",
@@ -508,7 +518,8 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
     assert (
-        merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+        merge
+        == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED_FOLDER}"
     )
     assert evaluate.startswith("Evaluate it")
     assert f"--model {tmp_path} " in evaluate
@@ -551,7 +562,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     assert not [key for key in manifest["config"] if key.endswith("token")]
     assert len(manifest["starts"]) == 1
     assert manifest["starts"][0]["checkpoint"] is None
-    facts = facts_of_run(manifest)
+    facts = describe_run(manifest)
     assert facts["recipe"] == "ADORA attenuation, factor 0.1"
     assert facts["status"] == f"finished at step {TINY_RUN_STEPS}"
 
@@ -565,7 +576,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
     assert read_manifest(tmp_path) == {}
-    assert facts_of_run({}) == {}
+    assert describe_run({}) == {}
     manifest = {
         "made_by": "adora_vl.train",
         "status": "running",
@@ -582,7 +593,7 @@ def test_a_run_that_fails_says_so(tmp_path):
         "status": "running",
         "starts": [{"time": "t", "checkpoint": None}],
     }
-    with pytest.raises(ValueError), failure_noted(manifest, tmp_path, lambda: 7, is_main=True):
+    with pytest.raises(ValueError), noting_failure(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
     written = read_manifest(tmp_path)
     assert written["status"] == "failed"
@@ -590,7 +601,7 @@ def test_a_run_that_fails_says_so(tmp_path):
     assert written["error"] == "ValueError: the cause"
     with (
         pytest.raises(ValueError),
-        failure_noted(manifest, tmp_path / "other", lambda: 7, is_main=False),
+        noting_failure(manifest, tmp_path / "other", lambda: 7, is_main=False),
     ):
         raise ValueError
     assert not (tmp_path / "other").exists()

@@ -18,7 +18,12 @@ import pytest
 
 from adora_vl.record import trackers as backends
 from adora_vl.record.metrics import read_metrics
-from adora_vl.record.trackers import from_json, prepare_trackers, to_json, unify_message_contents
+from adora_vl.record.trackers import (
+    prepare_trackers,
+    restore_table,
+    table_to_json,
+    unify_message_contents,
+)
 from adora_vl.train import main
 from tests.support.tiny_run import arguments
 
@@ -182,7 +187,7 @@ def test_what_was_kept_comes_back():
     full["extra"]["mine"].extend([np.float32(0.5), {1, 2}])
     stale = logs()
     stale["completion"].extend(["of another", "generation"])
-    from_json(to_json(full), stale)
+    restore_table(table_to_json(full), stale)
     assert stale["prompt"] == full["prompt"]
     assert stale["completion"] == full["completion"]
     assert stale["advantages"] == full["advantages"]
@@ -190,7 +195,7 @@ def test_what_was_kept_comes_back():
     assert stale["rewards"]["accuracy"][0] == 1.0
     assert stale["rewards"]["accuracy"][1] != stale["rewards"]["accuracy"][1]
     assert list(stale["extra"]["mine"]) == [0.5, "{1, 2}"]
-    from_json("", stale)
+    restore_table("", stale)
     assert list(stale["completion"]) == ["a", "b"], "a checkpoint without a table changes nothing"
 
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.record.phases import PHASES
-from adora_vl.record.rollouts import parts, read_parts, write_part
+from adora_vl.record.rollouts import list_parts, read_parts, write_part
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
 from adora_vl.report.run_view import ROLLOUT, load_run, weight_reason
-from tests.support.browser import Tags
+from tests.support.browser import TagsOfPage
 from tests.support.recorded_runs import (
     ADORA_SETTINGS,
     ATTACKING_HTML,
@@ -202,7 +202,7 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
         "--output",
         "--output",
     ]
-    damaged = parts(run / "rollouts")[0].path
+    damaged = list_parts(run / "rollouts")[0].path
     damaged.write_bytes(b"PAR1 not a table PAR1")
     assert main([str(run)]) == 2
     (warning,) = capsys.readouterr().err.splitlines()
@@ -215,13 +215,14 @@ def test_a_damaged_record_and_a_strangers_file_are_the_users_to_see(tmp_path, ca
 
 def test_a_run_under_way_may_merge_its_files_while_it_is_read(tmp_path, monkeypatch):
     run = write_run(tmp_path / "run", 31)
-    listed = parts(run / "rollouts")
+    listed = list_parts(run / "rollouts")
     write_part(run / "rollouts", read_parts(listed), 1, 31)
     for part in listed:
         part.path.unlink()
     answers = iter([listed])
     monkeypatch.setattr(
-        "adora_vl.report.run_view.parts", lambda folder: next(answers, None) or parts(folder)
+        "adora_vl.report.run_view.list_parts",
+        lambda folder: next(answers, None) or list_parts(folder),
     )
     assert len(load_run(run, max_rollouts=1000).groups) == 62
 
@@ -275,7 +276,7 @@ def test_an_answer_of_several_parts_is_shown_part_by_part(tmp_path):
 def test_a_record_without_choices_has_a_page(tmp_path):
     """An open problem has no choices, nor has a run from before they were recorded."""
     run = write_run(tmp_path / "run", 1, choices=None)
-    (part,) = parts(run / "rollouts")
+    (part,) = list_parts(run / "rollouts")
     write_part(run / "rollouts", read_parts([part]).drop_columns(["choices"]), 2, 2)
     assert [problem["choices"] for problem in load_run(run, 100).problems.values()] == [[], []]
 
@@ -372,7 +373,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
 def test_the_page_is_self_contained(tmp_path):
     attacked = write_attacked_page(tmp_path)
     text = attacked.read_text()
-    for _, attributes in Tags(text).tags:
+    for _, attributes in TagsOfPage(text).tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")

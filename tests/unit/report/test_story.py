@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from adora_vl.record.rollouts import Diagrams, Record, parts, picture_size
+from adora_vl.record.rollouts import DiagramStore, Record, list_parts, read_original_size
 from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
 from adora_vl.report.story import story_of
@@ -26,7 +26,7 @@ def story_from(folder: Path, steps: list[list[dict[str, Any]]]) -> list[str]:
                     columns.setdefault(name, []).append(value)
         record.add(columns, 2)
         record.flush(step)
-    return story_of(parts(record.folder))
+    return story_of(list_parts(record.folder))
 
 
 def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, Any]:
@@ -125,11 +125,11 @@ def test_a_call_is_spelled_as_a_person_would(
 
 def test_where_a_call_looks_is_in_shares_of_the_picture_as_it_was(tmp_path: Path) -> None:
     """Also of a picture that was stored smaller, and of the pictures that tools have shown."""
-    diagrams = Diagrams(tmp_path / "rollouts" / "_images", 1e9)
+    diagrams = DiagramStore(tmp_path / "rollouts" / "_images", 1e9)
     picture = Image.new("RGB", (2000, 1000))
-    [stored_name] = diagrams.keep("p", [picture])
+    [stored_name] = diagrams.store("p", [picture])
     stored_path = diagrams.folder / stored_name
-    assert picture_size(stored_path) == (2000, 1000)
+    assert read_original_size(stored_path) == (2000, 1000)
     assert Image.open(stored_path).size == (512, 256)
     call_texts = [
         zoom_call('{"x1": 500, "y1": 250, "x2": 1000, "y2": 1000}'),

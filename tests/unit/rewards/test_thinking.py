@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import explain, grade, reward_functions
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rewards.judge import read_score
@@ -16,7 +16,7 @@ from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.scoring import RewardFunctions
 from adora_vl.utils.openai_client import EndpointError
-from tests.support.endpoint_server import completion
+from tests.support.endpoint_server import completion_reply
 
 DRAFTS = [  # a response, and whether its prompt ended in `<think>`
     (r"<think>\boxed{35}</think> I do not know.", False),
@@ -127,7 +127,7 @@ def test_puzzles_are_read_behind_the_thinking() -> None:
 
 
 def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> None:
-    server = serve(lambda body, call: completion("<think>0?</think><score>1</score>"))
+    server = serve(lambda body, call: completion_reply("<think>0?</think><score>1</score>"))
     options = {"judge": {"base_url": server.url, "model": "j", "concurrency": 1}}
     (judge,) = choose_rewards([options], output_dir=tmp_path).functions
     replies = ["<think>a draft</think>It is 5.", "a draft", "a draft", "<think>a draft"]
@@ -149,7 +149,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:
     """The end of a prompt shows it, or of what a tool's answer puts before the last turn."""
-    tokenizer: Any = load_processor(str(PRETRAINED)).tokenizer
+    tokenizer: Any = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
 
     def ids_of(text: str) -> tuple[int, ...]:

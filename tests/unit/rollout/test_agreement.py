@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout import agreement
 from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.utils.checks import Check, failed, passed
 from adora_vl.utils.errors import RolloutError
 
-TOKENIZER = load_processor(str(PRETRAINED)).tokenizer
+TOKENIZER = load_processor(str(PRETRAINED_FOLDER)).tokenizer
 
 
 IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")
@@ -34,7 +34,7 @@ def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
         tokenizer=TOKENIZER,
         config=SimpleNamespace(seed=0, vllm_mode="colocate"),
         engine=SimpleNamespace(llm=llm),
-        policy=lambda: policy,
+        policy=policy,
     )
 
 
@@ -137,7 +137,7 @@ def test_the_bound_follows_the_coarser_dtype(subtests):
             settings = SimpleNamespace(dtype=engine)
             pair: Any = SimpleNamespace(
                 config=args,
-                policy=lambda model=model: model,
+                policy=model,
                 engine=SimpleNamespace(settings=settings),
             )
             assert agreement.agreement_bound(pair) == bound

@@ -90,7 +90,7 @@ def engine_of(
         weight_folder=str(folder), answer_timeout_s=answer_s, output_dir=str(folder)
     )
     engine.processing_class = SimpleNamespace(image_token_id=IMAGE)
-    engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+    engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
     engine._connect(folder)
     return engine
 

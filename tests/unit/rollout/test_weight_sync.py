@@ -297,7 +297,7 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     engine.mode = "colocate"
     engine.enable_sleep_mode = False
     engine._engine_is_complete = False
-    engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+    engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
     engine.settings = EngineSettings()
     first = dict(engine._iter_named_params())
     assert first.keys() == original.keys()
@@ -345,7 +345,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
             engine.settings = EngineSettings()
             engine.server_group = SimpleNamespace(on_first_rank=lambda do: None)
             engine.accelerator = SimpleNamespace(is_main_process=True)
-            engine._dist = SimpleNamespace(is_fsdp=False, gather_params=lambda _: nullcontext())
+            engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
             for _ in range(3):
                 engine.sync_weights()
             (_, first), *later = engine.vllm_client.syncs

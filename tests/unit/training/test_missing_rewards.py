@@ -17,7 +17,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, group_advanta
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.advantage.grpo import Dapo
 from adora_vl.checkpoint.store import manifest_of
-from adora_vl.record.metrics import METRICS, read_metrics
+from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.record.rollout_figures import adora_metrics
 from adora_vl.report.run_view import load_run
 from adora_vl.train import main
@@ -378,7 +378,7 @@ def test_the_run_learns_from_those_who_are_left_and_says_who_is_not(user_file, t
         assert advantages == pytest.approx(expected_G.tolist(), abs=2e-3)
         assert (group["advantage"][has_left] == 0).all()
     metrics = [
-        line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
+        line for line in read_metrics(tmp_path / "run" / METRICS_FILE) if "rewards/missing" in line
     ]
     assert [line["rewards/missing"] for line in metrics] == [5 / 16] * TINY_RUN_STEPS
     assert metrics[0]["reward"] == pytest.approx(first["reward"].mean(), abs=1e-6)
@@ -406,7 +406,7 @@ def test_the_run_stops_where_no_rollout_has_a_reward_and_goes_on_from_there(
     user_file.with_name("back").touch()  # from here on the function works
     assert main([*words, *line.split()[-2:]]) == 0
     metrics = [
-        line for line in read_metrics(tmp_path / "run" / METRICS) if "rewards/missing" in line
+        line for line in read_metrics(tmp_path / "run" / METRICS_FILE) if "rewards/missing" in line
     ]
     assert [line["rewards/missing"] for line in metrics] == [0.0] * TINY_RUN_STEPS
 

@@ -118,9 +118,9 @@ def rollouts(folder: Path) -> None:
 
 
 def diagram(folder: Path) -> None:
-    from adora_vl.record.rollouts import Diagrams
+    from adora_vl.record.rollouts import DiagramStore
 
-    Diagrams(folder, 1e9).keep("row", [Image.effect_noise((60, 60), 90)])
+    DiagramStore(folder, 1e9).store("row", [Image.effect_noise((60, 60), 90)])
 
 
 def card(folder: Path) -> None:

@@ -10,21 +10,21 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-SignKind = Literal["number", "points", "word", "sign", "line", "end"]
-MAX_SIGNS = 20_000  # what stands behind so many signs of a response is not read
+TokenKind = Literal["number", "points", "word", "sign", "line", "end"]
+MAX_TOKENS = 20_000  # what stands behind so many signs of a response is not read
 
 
 @dataclass(frozen=True)
-class Sign:
+class ResponseToken:
     r"""A word or sign.
 
-    `kind`: `number`; `points`, capital letters that stand together; `word`, small letters; `sign`;
+    `kind`: `number`; `points`, capital letters that stand together; `word`, small letters; `token`;
     `line`, a new line; `end`, behind the last one. `text`: in the one spelling. `start` and `end`:
     its place in the text. `is_apart`: space, or the edge of a formula, stands before it. `is_math`:
     it stands in a formula of LaTeX.
     """
 
-    kind: SignKind
+    kind: TokenKind
     text: str
     start: int
     end: int
@@ -37,7 +37,7 @@ _BEFORE_MEASURE = rf"\(?\s*(?:\\(?:measured)?angle|∠|{_ARC}|(?:arc|angle|minor
 # The commonest words of Chinese responses, as the English ones that the grammar reads. A measure
 # stands behind its name there ("the AB's length is 5"), so that only words that change nothing are
 # passed over: an area or a perimeter stays unread.
-_CHINESE: tuple[tuple[str, str, str], ...] = (
+_CHINESE_PATTERNS: tuple[tuple[str, str, str], ...] = (
     ("han", "whether", "是否"),
     ("han", "if", "如果|假设|假如|若"),
     ("han", "let", "设|令"),
@@ -60,7 +60,7 @@ _CHINESE: tuple[tuple[str, str, str], ...] = (
 )
 # Patterns in the order in which they are tried, with what they stand for. An empty text is passed
 # over. `group` opens a bracket of LaTeX that shows nothing, such as that of `\text{...}`.
-_TABLE: tuple[tuple[str, str, str], ...] = (
+_TOKEN_PATTERNS: tuple[tuple[str, str, str], ...] = (
     # The letter of a choice in a box, `\textbf{(B) }`, is no part of a value.
     ("skip", "", r"\\text(?:bf|rm|it)?\s*\{\s*\(?[A-E][).:]?\s*\\?\s*\}(?=\\?\s*\S)"),
     # A drawing is no working.
@@ -104,7 +104,7 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("group", "", r"\\(?:text|mathrm|mathbf|operatorname|textbf|textit|mbox|boxed|fbox|rm)\s*\{"),
     ("skip", "", r"\\(?:overline|overleftrightarrow|overrightarrow|bar|rm|mathrm)(?![a-z])"),
     ("sign", "?", r"\\[A-Za-z]+|\\."),
-    *_CHINESE,
+    *_CHINESE_PATTERNS,
     ("number", "", r"\d+(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+"),
     ("points", "", r"(?:[A-Z](?![a-z])['′]?)+"),
     ("word", "", r"[A-Za-z]+(?:['’][a-z]+)?"),
@@ -112,16 +112,18 @@ _TABLE: tuple[tuple[str, str, str], ...] = (
     ("space", "", r"\s+"),
     ("sign", "", r"."),
 )
-_SIGN = re.compile("|".join(f"(?P<r{number}>{row[2]})" for number, row in enumerate(_TABLE)), re.S)
+_TOKEN_PATTERN = re.compile(
+    "|".join(f"(?P<r{number}>{row[2]})" for number, row in enumerate(_TOKEN_PATTERNS)), re.S
+)
 _NUMBERED_LINE = re.compile(r"(?:^|(?<=\n))[ \t]*(?:\d{1,2}[.)]|[-*•+]|#+)[ \t]+(?=\S)")
 _BRACES = {"{": 1, "}": -1}
 
 
-def signs_of(text: str) -> list[Sign]:
-    """Split a text into words and signs; what stands behind `MAX_SIGNS` of them is left out."""
+def split_into_tokens(text: str) -> list[ResponseToken]:
+    """Split a text into words and signs; what stands behind `MAX_TOKENS` of them is left out."""
     reader = _Splitter(text)
     reader.run()
-    return reader.signs
+    return reader.tokens
 
 
 class _Splitter:
@@ -132,28 +134,28 @@ class _Splitter:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.signs: list[Sign] = []
+        self.tokens: list[ResponseToken] = []
         self.is_apart = True
         self.is_math = False
         self.open_braces: list[bool] = []  # for each open brace, whether it shows nothing
 
     def run(self) -> None:
-        """Fill `signs`: at each place the first pattern of the table that fits is taken.
+        """Fill `tokens`: at each place the first pattern of the table that fits is taken.
 
         The number or bullet before an item of a list is passed over; it is no value.
         """
         position = 0
         numbered = {match.start(): match.end() for match in _NUMBERED_LINE.finditer(self.text)}
-        while position < len(self.text) and len(self.signs) < MAX_SIGNS:
+        while position < len(self.text) and len(self.tokens) < MAX_TOKENS:
             behind_number = numbered.get(position)
             if behind_number is not None:
                 self.is_apart = True
                 position = behind_number
                 continue
-            match = _SIGN.match(self.text, position)
+            match = _TOKEN_PATTERN.match(self.text, position)
             assert match is not None, "the last row takes any sign"
             assert match.lastgroup is not None, "the last row takes any sign"
-            kind, spelling, _ = _TABLE[int(match.lastgroup[1:])]
+            kind, spelling, _ = _TOKEN_PATTERNS[int(match.lastgroup[1:])]
             self._take(kind, spelling or match[0], match)
             position = match.end()
 
@@ -173,7 +175,7 @@ class _Splitter:
         if kind == "group":
             self.open_braces.append(True)
             return
-        if spelling in _BRACES and self._is_silent(spelling):
+        if spelling in _BRACES and self._is_invisible(spelling):
             return
         # `\frac12` is one half: the two digits behind the command are its two parts.
         if kind == "digits":
@@ -204,19 +206,19 @@ class _Splitter:
         self._add("word", spelling.replace("’", "'"), start, end)
         self.is_apart = is_chinese
 
-    def _is_silent(self, brace: str) -> bool:
+    def _is_invisible(self, brace: str) -> bool:
         """Tell whether a brace belongs to a command of LaTeX that shows nothing itself."""
         if brace == "{":
             # The brace of `\widehat{AB}`, whose command has been read as a word.
-            is_silent = bool(self.signs) and self.signs[-1].text == "arc"
-            self.open_braces.append(is_silent)
-            return is_silent
+            is_invisible = bool(self.tokens) and self.tokens[-1].text == "arc"
+            self.open_braces.append(is_invisible)
+            return is_invisible
         return self.open_braces.pop() if self.open_braces else False
 
-    def _add(self, kind: SignKind, text: str, start: int, end: int) -> None:
+    def _add(self, kind: TokenKind, text: str, start: int, end: int) -> None:
         """Add a sign; the next one stands close to it unless a space comes between them."""
-        self.signs.append(
-            Sign(
+        self.tokens.append(
+            ResponseToken(
                 kind=kind,
                 text=text,
                 start=start,
