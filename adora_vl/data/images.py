@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
-from adora_vl.models.families import seeing_families
+from adora_vl.models.families import vision_by_model_type
 from adora_vl.utils.errors import UserError
 
 # The families of models that see images, by their `model_type`, with how they cut images into tokens.
-VISIONS = seeing_families()
+VISIONS = vision_by_model_type()
 # The family whose rule of sizes counts where no model is named.
 DEFAULT_FAMILY = "qwen2_5_vl"
 # The side of the smallest image token of all families, in pixels. With it nothing is resized that

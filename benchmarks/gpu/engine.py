@@ -23,7 +23,7 @@ from transformers import AutoProcessor, PretrainedConfig
 
 from adora_vl.config.command import read
 from adora_vl.doctor.engine import FEATURES
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.checks import Status
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build
@@ -388,7 +388,7 @@ def write_random_model(setting: Setting, config: PretrainedConfig, folder: Path)
     """Write a model with random weights and the tiny model's processor to `folder`."""
     model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
     model.save_pretrained(folder)
-    AutoProcessor.from_pretrained(PRETRAINED).save_pretrained(folder)
+    AutoProcessor.from_pretrained(PRETRAINED_FOLDER).save_pretrained(folder)
     del model
     if setting.on_gpu:
         torch.cuda.empty_cache()  # this process has no more use for the card

@@ -22,7 +22,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.evals import asking
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.predictions import PredictionLog, read_predictions
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
@@ -176,7 +176,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
     for name, damage in cases:
         with case(f"{name} {damage}") as folder:
             model = folder / "model"
-            shutil.copytree(PRETRAINED, model)
+            shutil.copytree(PRETRAINED_FOLDER, model)
             damage(model / name)
             message = run_refused(data, str(model), folder / "out", capsys)
             assert message.startswith("error: model: ")
@@ -235,7 +235,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
     with PredictionLog(output / "predictions.jsonl") as log_of_first:
-        message = run_refused(data, str(PRETRAINED), output, capsys)
+        message = run_refused(data, str(PRETRAINED_FOLDER), output, capsys)
         writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         remedy = "wait for it or use another --output"
         pattern = rf"error: output: {writer} is writing {output}\S+; {remedy}\n"
@@ -254,7 +254,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
     data = tmp_path / "data"
     output = tmp_path / "out"
     write_split(rows, data, "test")
-    words = ["run", "--model", str(PRETRAINED), "--data", str(data), "--output", str(output)]
+    words = ["run", "--model", str(PRETRAINED_FOLDER), "--data", str(data), "--output", str(output)]
     words += ["--engine", "transformers", "--max-tokens", "4"]
     assert main(GEOMETRY3K, words) == 0
     printed = capsys.readouterr()
@@ -277,7 +277,7 @@ def test_a_problem_too_long_for_the_context_is_recorded_and_the_others_are_answe
 
 
 def test_what_is_too_long_says_whether_fewer_pixels_would_help():
-    chat = ChatProcessor(str(PRETRAINED), max_pixels=560 * 560)
+    chat = ChatProcessor(str(PRETRAINED_FOLDER), max_pixels=560 * 560)
     large = Image.new("RGB", (560, 560))  # 400 image tokens
 
     def fault(text: str, image: Image.Image, context: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from eval.command import main
 from eval.mmstar import BENCHMARK, is_officially_right, read_choices
 from tests.support import benchmark_data
@@ -148,7 +148,7 @@ def test_another_runs_items_must_be_the_same(tmp_path, capsys):
 def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a tiny language model that sees no images."""
     folder = tmp_path_factory.mktemp("backbone")
-    tokenizer = AutoTokenizer.from_pretrained(PRETRAINED)
+    tokenizer = AutoTokenizer.from_pretrained(PRETRAINED_FOLDER)
     # The templates of such models take the content as text, and would print a list as it is.
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant:"

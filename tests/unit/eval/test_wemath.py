@@ -106,6 +106,21 @@ def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
     assert "We-Math's score, strict: 0.0 % (95 %: 0.0 to 65.8)" in capsys.readouterr().out
 
 
+def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
+    rows = (
+        composite_problem("p0", "111", 0)
+        + composite_problem("p1", "000", 10)
+        + composite_problem("p2", "110", 20)
+    )
+    printed_lines = []
+    for samples in (1, 4):
+        repeated = [{**row, "sample": sample} for sample in range(samples) for row in rows]
+        score_as_command(tmp_path, repeated)
+        output_lines = capsys.readouterr().out.splitlines()
+        printed_lines.append([line for line in output_lines if line.startswith("We-Math's score")])
+    assert printed_lines[0] == printed_lines[1]
+
+
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
     rows = composite_problem("p0", "111", 0) + composite_problem("p1", "0000", 10)[:3]
     result = score_as_command(tmp_path, rows)

@@ -22,7 +22,12 @@ from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
-from adora_vl.evals.scoring.score import count_right_answers, grade_row, verdict_of
+from adora_vl.evals.scoring.score import (
+    answer_figures,
+    count_right_answers,
+    grade_row,
+    verdict_of,
+)
 from adora_vl.evals.scoring.statistics import (
     bootstrap_interval,
     mcnemar_p,
@@ -205,6 +210,18 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
         }
     }
     assert score["verdicts"] == {"correct": 2, "wrong": 2, "unparseable": 1, "failed": 1}
+
+
+def test_equal_samples_make_no_interval_of_answers_narrower() -> None:
+    rows = []
+    graded = []
+    for pid, response, reason in (("a", "wait, 1", "length"), ("b", "1", "stop")):
+        rows.append(prediction(pid, response) | {"finish_reason": reason})
+        graded.append(GradedAnswer(pid, RowGrade("correct", None, "")))
+    once = answer_figures(rows, graded)
+    thrice = answer_figures(rows * 3, graded * 3)
+    for name in ("truncated", "reflective_words"):
+        assert thrice[name]["wilson_95"] == pytest.approx(once[name]["wilson_95"]), name
 
 
 def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import LocalEngine
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.inference.requests import AnswerRequest
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rollout.rollouts import FinishReason, SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.openai_client import Reply
@@ -123,7 +123,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     arguments = [
         "infer",
         "--model",
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         "--data",
         "D",
         "--output",
@@ -144,7 +144,7 @@ class ScriptedEngine(LocalEngine):
     """An engine that says what it is told to, turn by turn, and remembers what it was asked."""
 
     def __init__(self, settings: Any, *turns: str) -> None:
-        chat = ChatProcessor(str(PRETRAINED))
+        chat = ChatProcessor(str(PRETRAINED_FOLDER))
         super().__init__(settings, chat, default_batch_size=8, sample=self._sample_turn)
         self.script = iter(turns)
         self.requests: list[SamplingRequest] = []
@@ -174,7 +174,7 @@ class ScriptedEngine(LocalEngine):
 )
 def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls):
     """Pictures and tokens follow the prompt, each turn has its own seed, the last one answers."""
-    arguments = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--max-tokens", str(max_tokens)]
     arguments += ["--tools", "line", "--max-tool-calling-iterations", "1"]
     options = parse_command(arguments, BENCHMARK).ask
@@ -218,7 +218,7 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
         "class Lazy:\n    @property\n    def item(self):\n        raise RuntimeError('closed')\n\n\n"
         'def closed() -> str:\n    """Return what cannot be looked at."""\n    return Lazy()\n'
     )
-    arguments = ["infer", "--model", str(PRETRAINED), "--data", "D", "--output", "O"]
+    arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
     options = parse_command([*arguments, "--max-tokens", "3000"], BENCHMARK).ask
     engine = ScriptedEngine(check_options(options), call, "It is 7.")

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import explain, grade, reward_functions
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rewards.judge import read_score
@@ -149,7 +149,7 @@ def test_the_judge_reads_and_is_read_behind_the_thinking(tmp_path, serve) -> Non
 
 def test_a_training_knows_which_prompts_open_the_block() -> None:
     """The end of a prompt shows it, or of what a tool's answer puts before the last turn."""
-    tokenizer: Any = load_processor(str(PRETRAINED)).tokenizer
+    tokenizer: Any = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     decode = partial(tokenizer.decode, skip_special_tokens=True)
 
     def ids_of(text: str) -> tuple[int, ...]:
