@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -238,14 +237,6 @@ def make_lora_config(model: ModelConfig) -> Any:
             "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
         )
     return get_peft_config(model)
-
-
-def copy_before_choosing_layers(peft_config: Any) -> Any:
-    """Return the config to train with: a copy, if `choose_layers` will write layers into it.
-
-    A user's object stays as it is, since it may be used for another model too.
-    """
-    return deepcopy(peft_config) if _lacks_layers(peft_config) else peft_config
 
 
 def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig) -> list[str]:

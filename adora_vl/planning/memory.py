@@ -10,7 +10,6 @@ from typing import NamedTuple
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import States, dtypes_of, states
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     FLOAT32_BYTES,
@@ -25,6 +24,7 @@ from adora_vl.models.activations import (
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
+from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
 from adora_vl.utils.files import GIB
 
 # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
@@ -209,7 +209,7 @@ class Prediction:
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
-    states: States
+    states: ModelStateBytes
     recomputed: int
 
     @property
@@ -229,7 +229,7 @@ def predict(setup: Setup, card_bytes: int) -> Prediction:
     The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
     backward, and the optimizer step. `card_bytes`: the memory of the GPU.
     """
-    training = states(
+    training = predict_state_bytes(
         setup.shape,
         sharding=setup.sharding,
         has_reference=setup.has_reference,
@@ -275,7 +275,7 @@ def predict(setup: Setup, card_bytes: int) -> Prediction:
     )
 
 
-def _resident_bytes(training: States) -> dict[str, int]:
+def _resident_bytes(training: ModelStateBytes) -> dict[str, int]:
     """Return the bytes of a training that are on the GPU in every phase, by component."""
     return {
         "weights": training.weights,
@@ -284,7 +284,9 @@ def _resident_bytes(training: States) -> dict[str, int]:
     }
 
 
-def _rollout_phase(setup: Setup, training: States, engine: EngineMemory | None) -> dict[str, int]:
+def _rollout_phase(
+    setup: Setup, training: ModelStateBytes, engine: EngineMemory | None
+) -> dict[str, int]:
     """Return what a GPU holds while rollouts are sampled, in bytes by component.
 
     `training`: weights, gradients and optimizer. `engine`: None without an engine on this GPU.

@@ -20,11 +20,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import dtypes_of, states
 from adora_vl.models.activations import ActivationMemory, PassSize, usable_bytes
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
+from adora_vl.training.model_states import dtypes_of, predict_state_bytes
 from adora_vl.types import StepContext
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class RecomputedLayers:
             )
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
         # may be counted twice: a few layers more than necessary are then recomputed.
-        buffer_bytes = states(
+        buffer_bytes = predict_state_bytes(
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,

@@ -257,7 +257,7 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.use_vllm = True
         trainer.old_logps.corrects_engine = True
         fake_engine: Any = SimpleNamespace(
-            sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
+            sample=lambda *_, **__: answers, sync_weights=lambda: None, bytes_sent=0
         )
         fake_engine.take_images_from = lambda _: None
         fake_engine.staying_awake = nullcontext
@@ -266,7 +266,7 @@ def test_a_generation_is_trls(tmp_path, case):
             trainer.context, trainer.images, fake_engine
         )
         trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
-    trainer._generate_single_turn = lambda *_: (completions, logps if has_engine else None)
+    trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
         for name, parameter in trainer.model.named_parameters():
