@@ -32,7 +32,8 @@ from adora_vl.rewards.judge import KEY_VARIABLE, read_score
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
+from adora_vl.utils.http_client import is_here
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -251,7 +252,7 @@ def test_the_time_out_bounds_the_whole_call(dribble):
 
 
 def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.openai_client._LARGEST_REPLY_BYTES", 2**20)
+    monkeypatch.setattr("adora_vl.utils.http_client._LARGEST_REPLY_BYTES", 2**20)
     url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
     began = time.monotonic()
     with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
