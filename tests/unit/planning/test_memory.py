@@ -19,7 +19,7 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
-from adora_vl.config.states import BUCKET, states
+from adora_vl.config.states import REDUCE_BUCKET_PARAMETERS, states
 from adora_vl.models.activations import MicroBatch
 from adora_vl.models.load import PRETRAINED
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
@@ -215,7 +215,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     assert three.weights == 2 * total // 8
     assert three.reference == 2 * total // 8
     assert three.optimizer == 12 * total // 8
-    assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
+    assert two.gradients == three.gradients == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
     assert offloaded.optimizer == 0
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (
