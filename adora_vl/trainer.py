@@ -14,6 +14,7 @@ not enough.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,11 +45,10 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
-from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.reference import copied_policy
+from adora_vl.models.reference import copy_policy
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
@@ -109,7 +109,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """Take the parameters of stock TRL 1.16.
 
         Stock TRL loads the weights first and builds its own generation class. Ours makes every
-        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place.
+        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place. The
+        configs that Python code passes stay as they are, so that a second trainer with them is of
+        the same run.
 
         `run`: a run that the command has checked already; its data and rewards are taken. Raises
         `UserError`, in one line, for what cannot work.
@@ -122,7 +124,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 environment_factory=environment_factory,
             )
             config = config_of(args, model)
-            peft_config = with_own_layers(peft_config)
+            # PEFT writes into it what it was trained on.
+            peft_config = deepcopy(peft_config)
             request = RunRequest(
                 config=config,
                 model=_model_source(
@@ -948,7 +951,7 @@ def _use_own_classes_in_trl(
             compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
         )
         if not isinstance(policy, str):
-            copy_of_policy = partial(copied_policy, policy)
+            copy_of_policy = partial(copy_policy, policy)
             replacements.enter_context(
                 compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
             )

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.models.families import LANGUAGE_MODEL, component_of, seeing_families
-from adora_vl.models.precision import REMEDY as BUFFERS_REMEDY
-from adora_vl.models.precision import ModelsByRole, wrong_buffers_of_models
+from adora_vl.models.families import LANGUAGE_MODEL, component_of, vision_by_model_type
+from adora_vl.models.precision import CAST_REMEDY as BUFFERS_REMEDY
+from adora_vl.models.precision import ModelsByRole, describe_wrong_buffers_by_role
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
     COLD_CHECK,
@@ -90,7 +90,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
         is_matrix = len(_shape(parameter)) >= 2
         if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
             candidates.append(NamedParameter(name, parameter))
-    projector_names = [family.projector[0] for family in seeing_families().values()]
+    projector_names = [family.projector[0] for family in vision_by_model_type().values()]
     of_projector = [
         candidate
         for candidate in candidates
@@ -189,7 +189,7 @@ def check_buffers(models: ModelsByRole) -> Check:
     A model that is built in bfloat16 may have rounded them. `models`: policy and reference model by
     name; None for one that the run does not have.
     """
-    faults = wrong_buffers_of_models(models)
+    faults = describe_wrong_buffers_by_role(models)
     if faults:
         return failed(BUFFERS_CHECK, "; ".join(faults), BUFFERS_REMEDY)
     return passed(BUFFERS_CHECK, "rotary frequencies in float32")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
 
-from adora_vl.models.families import KNOWN, sees_images
+from adora_vl.models.families import KNOWN_FAMILIES_TEXT, sees_images
 from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import only_here, why_missing
@@ -33,14 +33,14 @@ TINY_ZOOM_MODEL = "tiny_zoom"
 TINY_MODELS = (TINY_MODEL, TINY_PERIMETER_MODEL, TINY_TEXT_MODEL, TINY_ZOOM_MODEL)
 # In a checkout three of them are there, so that a demo starts at once. A wheel has `tiny` alone; what
 # is missing is built at its first use and kept in the cache folder.
-PRETRAINED = Path(__file__).parents[1] / "builtin" / "pretrained"
-STORED = {
-    TINY_MODEL: PRETRAINED,
-    TINY_PERIMETER_MODEL: PRETRAINED.with_name("pretrained_perimeter"),
-    TINY_ZOOM_MODEL: PRETRAINED.with_name("pretrained_zoom"),
+PRETRAINED_FOLDER = Path(__file__).parents[1] / "builtin" / "pretrained"
+FOLDER_BY_TINY_MODEL = {
+    TINY_MODEL: PRETRAINED_FOLDER,
+    TINY_PERIMETER_MODEL: PRETRAINED_FOLDER.with_name("pretrained_perimeter"),
+    TINY_ZOOM_MODEL: PRETRAINED_FOLDER.with_name("pretrained_zoom"),
 }
 # the files that a model's answers depend on: weights, settings, tokenizer
-_FILES_OF_ANSWERS = (
+_HASHED_FILE_PATTERNS = (
     "*.safetensors",
     "pytorch_model*.bin",
     "*.jinja",
@@ -52,11 +52,11 @@ _FILES_OF_ANSWERS = (
     "vocab.json",
     "merges.txt",
 )
-ADAPTER = "adapter_config.json"
-MERGED = "merged"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+MERGED_FOLDER = "merged"
 
 
-def local_model(name: str) -> str:
+def resolve_model_name(name: str) -> str:
     """Return the folder, or hub id, of the model that a user calls `name`.
 
     Names of our own stand for a folder: `tiny` and its like for a tiny model, which is built if it
@@ -64,8 +64,11 @@ def local_model(name: str) -> str:
     Any other name is returned as it is. Raises `UserError` if a tiny model cannot be built, and for
     a LoRA adapter without a merged model.
     """
-    if name in STORED and (STORED[name] / "model.safetensors").is_file():
-        return str(STORED[name])
+    if (
+        name in FOLDER_BY_TINY_MODEL
+        and (FOLDER_BY_TINY_MODEL[name] / "model.safetensors").is_file()
+    ):
+        return str(FOLDER_BY_TINY_MODEL[name])
     if name in TINY_MODELS:
         # In a process of its own, since this module may not import `adora_vl.builtin`. It prints the
         # folder last.
@@ -81,9 +84,9 @@ def local_model(name: str) -> str:
             )
         return build.stdout.splitlines()[-1]
     folder = Path(name)
-    if not (folder / ADAPTER).is_file() or (folder / "config.json").is_file():
+    if not (folder / ADAPTER_CONFIG_FILE).is_file() or (folder / "config.json").is_file():
         return name
-    merged = folder / MERGED
+    merged = folder / MERGED_FOLDER
     if not (merged / "config.json").is_file():
         remedy = (
             f"make a model of it with `python -m adora_vl.export {quote(name)} OUT` and name OUT"
@@ -115,7 +118,7 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     if kind is not None and kind not in CONFIG_MAPPING:
         unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
         why = "code that comes with a model is not run here"
-        ours = f"name a model of the families {KNOWN}"
+        ours = f"name a model of the families {KNOWN_FAMILIES_TEXT}"
         raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
     return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
 
@@ -129,7 +132,7 @@ def model_hash(model: str, revision: str | None = None) -> str | None:
     folder = Path(model)
     if folder.is_dir():
         paths: set[Path] = set()
-        for pattern in _FILES_OF_ANSWERS:
+        for pattern in _HASHED_FILE_PATTERNS:
             paths.update(folder.glob(pattern))
         return content_hash(paths)
     try:
@@ -249,9 +252,9 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
     where = f"the adapter {name} of {str(folder)!r}"
-    if not (folder / ADAPTER).is_file():
+    if not (folder / ADAPTER_CONFIG_FILE).is_file():
         raise RunError(
-            f"{where}: there is no {ADAPTER}; name a checkpoint of a run with this adapter"
+            f"{where}: there is no {ADAPTER_CONFIG_FILE}; name a checkpoint of a run with this adapter"
         )
     saved = load_peft_weights(str(folder), device="cpu")
     expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
@@ -261,7 +264,7 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     adapter_parameters = [
         parameter for path, parameter in model.named_parameters() if name in path.split(".")
     ]
-    with whole(adapter_parameters):
+    with gathered_parameters(adapter_parameters):
         left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
     if left_over:
         raise RunError(
@@ -270,7 +273,7 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
         )
 
 
-def whole(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
+def gathered_parameters(parameters: Iterable[Any]) -> AbstractContextManager[Any]:
     """Gather parameters that ZeRO-3 shards, so that a block can change them on all ranks alike.
 
     Entering and leaving the block are collective calls. Without ZeRO-3 nothing has to be done.

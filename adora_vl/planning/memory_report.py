@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.models.check import LOST_UPDATES
+from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.memory import Sharing, cache_bytes_per_token, predict
 from adora_vl.planning.what_fits import (
     fits,
@@ -222,7 +222,7 @@ def verdict_lines(plan: Plan) -> list[str]:
         and not setup.shape.has_adapters
         and setup.shape.weight_bytes == 2
     ):
-        lines.append(LOST_UPDATES)
+        lines.append(LOST_UPDATES_WARNING)
     largest_size = largest_batch(setup, plan.card_bytes)
     if largest_size == 0:
         size_text = "none"

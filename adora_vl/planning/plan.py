@@ -16,7 +16,7 @@ from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.dataset import row_count
 from adora_vl.data.overlong_prompts import LengthCheck
 from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
-from adora_vl.models.activations import MicroBatch
+from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
 from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Engine, Setup, Sharing
@@ -227,7 +227,7 @@ def make_setup(
     return Setup(
         shape=shape,
         sharding=sharding,
-        batch=MicroBatch(
+        batch=PlannedMicroBatch(
             sequences=sequences,
             prompt_tokens=longest_prompt,
             completion_tokens=config.max_completion_length,

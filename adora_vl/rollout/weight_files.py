@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from adora_vl.checkpoint.trl_state import save_tensors
-from adora_vl.models.load import ADAPTER
+from adora_vl.models.load import ADAPTER_CONFIG_FILE
 from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
 
 WEIGHT_TRANSFER_KEY = "adora_weight_transfer"
@@ -99,7 +99,7 @@ def _save_adapter(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, rank: 
         folder / _ADAPTER_WEIGHTS_FILE,
     )
     config = {"r": rank, "lora_alpha": rank, "target_modules": []}
-    replace_file(folder / ADAPTER, json.dumps(config))
+    replace_file(folder / ADAPTER_CONFIG_FILE, json.dumps(config))
 
 
 def _remove(path: Path, lock: int | None, *, removes_parent: bool) -> None:

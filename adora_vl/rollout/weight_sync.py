@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from adora_vl.models.adapter import served_rank
+from adora_vl.models.adapter import vllm_lora_rank
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.utils.errors import RolloutError, UserError
 
@@ -124,7 +124,7 @@ def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
     adapts_vision = any(component_of(name) != LANGUAGE_MODEL for name in layers)
     return {
         "enable_lora": True,
-        "max_lora_rank": served_rank(config),
+        "max_lora_rank": vllm_lora_rank(config),
         "enable_tower_connector_lora": adapts_vision,
     }
 

@@ -355,7 +355,7 @@ class MicroBatcher:
         return 1.0
 
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
-        """UnitMove units between ranks where one rank would take longer than the others. Collective.
+        """Move units between ranks where one rank would take longer than the others. Collective.
 
         A unit is a group of rollouts, or a part of one.
 

@@ -20,11 +20,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import dtypes_of, states
 from adora_vl.models.activations import ActivationMemory, PassSize, usable_bytes
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
+from adora_vl.training.model_states import dtypes_of, predict_state_bytes
 from adora_vl.types import StepContext
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class CardBytes(NamedTuple):
     total: int
 
 
-def language_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
+def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
     """Return the decoder layers that gradient checkpointing can recompute, in their order."""
     return [
         module
@@ -96,7 +96,7 @@ class RecomputedLayers:
         self._log = context.log
         self._sharding = sharding
         self._read_card = read_card
-        self._layers = language_layers(model)
+        self._layers = recomputable_layers(model)
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         attention = configured_attention(model.config)
         self._flash = is_flash_attention_requested(requested_attention_implementation=attention)
@@ -182,7 +182,7 @@ class RecomputedLayers:
             return sum(parameter.nbytes for parameter in self._trained if parameter.grad is None)
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
         # may be counted twice: a few layers more than necessary are then recomputed.
-        buffers = states(
+        buffers = predict_state_bytes(
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
 from tests.support.terminal import RunningCommand
@@ -259,7 +259,7 @@ def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_r
     on_two_machines = {folder.name: folder for folder in run_on_two_machines.saved}
     common_names = sorted(on_one_machine.keys() & on_two_machines.keys())
     assert common_names, (sorted(on_one_machine), sorted(on_two_machines))
-    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     for name in common_names:
         weights_of_two = load_file(on_two_machines[name] / "model.safetensors")
         weights_of_one = load_file(on_one_machine[name] / "model.safetensors")

@@ -21,7 +21,7 @@ from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, checkpoints, problem_of, publish
 from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from benchmarks.kill_and_resume import comparable_results
 from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 from tests.support.launch import command_lines_marked_with, launch, run
@@ -89,7 +89,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_r
     first = load_file(out / "checkpoint-1" / "model.safetensors")
     second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    shipped = load_file(PRETRAINED / "model.safetensors")
+    shipped = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
@@ -133,7 +133,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
     assert all(step["adora/drift"] < 1e-3 for step in steps)
     with (
         safe_open(resumed_folder / "model.safetensors", framework="pt") as saved,
-        safe_open(PRETRAINED / "model.safetensors", framework="pt") as shipped,
+        safe_open(PRETRAINED_FOLDER / "model.safetensors", framework="pt") as shipped,
     ):
         saved_shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         shipped_shapes = {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
@@ -316,7 +316,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The shipped one has three.
     """
     folder = tmp_path_factory.mktemp("model")
-    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
+    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED_FOLDER)
     text = config.text_config
     text.hidden_size = 128
     text.num_attention_heads = 4
@@ -325,7 +325,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.vision_config.num_heads = 4
     torch.manual_seed(0)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    load_processor(str(PRETRAINED)).save_pretrained(folder)
+    load_processor(str(PRETRAINED_FOLDER)).save_pretrained(folder)
     return folder
 
 
@@ -357,7 +357,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
     )
     assert max(entry["grad_norm"] for entry in read_training_log(out)) > 0
     trained_weights = load_file(out / "model.safetensors")
-    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert {weight.dtype for weight in trained_weights.values()} == {torch.bfloat16}
     moved_names = [
         name

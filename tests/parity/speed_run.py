@@ -33,7 +33,7 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
-from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.packing import packed_forward as packed_module  # noqa: E402
 from adora_vl.packing.shared_prompt import PackedSequence, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
@@ -256,9 +256,9 @@ def main() -> None:
     rows = list(generate(groups, seed=5))
     gradients = Gradients()
     switches = SwitchPartsByStep(steps)
-    model: Any = str(PRETRAINED)
+    model: Any = str(PRETRAINED_FOLDER)
     if not options.float32:
-        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float64)
+        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float64)
     trainer = TrainerThatSamplesAgain(
         model=model,
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),

@@ -13,7 +13,7 @@ from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.record.recorder import MetricsLogger
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
@@ -44,7 +44,7 @@ def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict
 
     settings: keys of the config. Returns losses, gradients, batches and the log.
     """
-    processor = load_processor(str(PRETRAINED))
+    processor = load_processor(str(PRETRAINED_FOLDER))
     defaults: dict[str, Any] = {
         "output_dir": str(tmp_path / "run"),
         "use_cpu": True,
@@ -76,7 +76,7 @@ def train_two_steps(trainer_class: type, tmp_path: Any, **settings: Any) -> dict
 
     gradients = Gradients()
     trainer = RecordedTrainer(
-        model=str(PRETRAINED),
+        model=str(PRETRAINED_FOLDER),
         reward_funcs=reward_with_a_constant_group,
         args=args,
         train_dataset=training_data_set(list(generate(16, seed=6))),

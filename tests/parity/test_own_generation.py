@@ -18,7 +18,7 @@ from trl import GRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -114,7 +114,7 @@ def made_up_samples(
 
 def build_trainer(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     """Build our trainer of the tiny model, with every part of a step as in stock TRL."""
-    processor = load_processor(str(PRETRAINED))
+    processor = load_processor(str(PRETRAINED_FOLDER))
     peft_config = settings.pop("peft_config", None)
     defaults: dict[str, Any] = {
         "use_cpu": True,
@@ -134,7 +134,7 @@ def build_trainer(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer
     data = Dataset.from_list([{"prompt": conversation("x"), "level": 0}] * 32)
     tokenizers = [None, processor.tokenizer][: len(reward)] if len(reward) > 1 else None
     return AdoraGRPOTrainer(
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         reward,
         AdoraGRPOConfig(str(folder), **{**defaults, **settings}),
         data,
@@ -257,7 +257,7 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.use_vllm = True
         trainer.old_logps.corrects_engine = True
         fake_engine: Any = SimpleNamespace(
-            sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
+            sample=lambda *_, **__: answers, sync_weights=lambda: None, bytes_sent=0
         )
         fake_engine.take_images_from = lambda _: None
         fake_engine.staying_awake = nullcontext
@@ -266,7 +266,7 @@ def test_a_generation_is_trls(tmp_path, case):
             trainer.context, trainer.images, fake_engine
         )
         trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
-    trainer._generate_single_turn = lambda *_: (completions, logps if has_engine else None)
+    trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
         for name, parameter in trainer.model.named_parameters():

@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import RowReader
@@ -144,11 +144,11 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
     )
     compare = CompareWithStock()
     trainer = WatchedTrainer(
-        model=str(PRETRAINED),
+        model=str(PRETRAINED_FOLDER),
         reward_funcs=reward,
         args=args,
         train_dataset=training_data_set(list(generate(16, seed=6))),
-        processing_class=load_processor(str(PRETRAINED)),
+        processing_class=load_processor(str(PRETRAINED_FOLDER)),
         callbacks=[compare],
     )
     compare.trainer = trainer

@@ -405,7 +405,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     before = folder_contents(run)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "adora_vl.train.load",
+            "adora_vl.train.load_trainer",
             lambda *_: pytest.fail("the weights were loaded for a run that cannot be"),
         )
         assert main(arguments(run, overwrite_output_dir="true", learning_rate=2e-3)) == 2

@@ -24,7 +24,7 @@ from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import take_evaluations
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import describe_run, run_manifest
 from adora_vl.synthetic.generate import generate
@@ -488,7 +488,7 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
 
 def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_path: Path) -> None:
-    run = shutil.copytree(PRETRAINED, tmp_path / "run")
+    run = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}
     for made_by, rendered in (

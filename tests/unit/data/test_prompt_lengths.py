@@ -34,7 +34,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, EvaluationTask, leave_out_overlong
-from adora_vl.models.load import PRETRAINED, load_config, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_config, load_processor
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
@@ -107,7 +107,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    return load_processor(str(PRETRAINED))
+    return load_processor(str(PRETRAINED_FOLDER))
 
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
@@ -241,7 +241,7 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
     measurements: list[PromptLengths] = []
-    limits = resize_limits_of(processor, load_config(str(PRETRAINED)), None, None)
+    limits = resize_limits_of(processor, load_config(str(PRETRAINED_FOLDER)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         counter = tokenizer_counter(processor, script.adora_system_prompt)

@@ -70,14 +70,17 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
 def test_longest_problems_in_tokens_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from adora_vl.models.load import PRETRAINED
+    from adora_vl.models.load import PRETRAINED_FOLDER
 
     _dataset(tmp_path / "data", "Find the measure of a base angle.")
-    assert main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED)]) == 0
+    assert (
+        main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED_FOLDER)])
+        == 0
+    )
     output = capsys.readouterr().out
-    assert f"tokens of {PRETRAINED}" in output
+    assert f"tokens of {PRETRAINED_FOLDER}" in output
     assert not (tmp_path / "data.html").exists()
-    longest = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
+    longest = survey(tmp_path / "data", model=str(PRETRAINED_FOLDER)).splits["train"].longest
     assert len(longest) == 5
     assert 3 < longest[0][0] < len("Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2

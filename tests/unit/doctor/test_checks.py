@@ -35,7 +35,7 @@ from adora_vl.doctor.engine import (
     examine,
 )
 from adora_vl.models.families import freeze
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards import reward_functions
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
@@ -374,7 +374,7 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
         ("qwen3_5", "linear_fc2"),
     ]:
         with subtests.test(kind):
-            config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), kind)
+            config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), kind)
             with torch.device("meta"):
                 model = AutoModelForImageTextToText.from_config(config)
             assert choose_parameter(model, vision=True)[0] == f"model.visual.merger.{last}.weight"

@@ -20,7 +20,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data import images as pixels
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
-from adora_vl.models.check import NEEDS_FAMILY, check_family
+from adora_vl.models.check import PARTS_THAT_NEED_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
@@ -37,7 +37,7 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
             assert vision.unit == config.patch_size * config.spatial_merge_size
             assert pixels.VISION_BY_FAMILY[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
-            assert (families.DEEPSTACK in vision.features) == bool(
+            assert (families.DEEPSTACK_FIELD in vision.features) == bool(
                 getattr(config, "deepstack_visual_indexes", None)
             )
 
@@ -95,7 +95,7 @@ def notes_of_check(config: Any, **changed: Any) -> list[str]:
     )
 
 
-AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
+AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*PARTS_THAT_NEED_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
@@ -205,7 +205,7 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     )
     train(
         tmp_path / "run",
-        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(NEEDS_FAMILY)}"},
+        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(PARTS_THAT_NEED_FAMILY)}"},
     )
     assert "the way of stock TRL" in capsys.readouterr().out
     assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -23,7 +23,7 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import PREPARED_BY
 from adora_vl.export import main as export
-from adora_vl.models.load import MERGED
+from adora_vl.models.load import MERGED_FOLDER
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import (
     TITLE_BY_METHOD,
@@ -520,7 +520,8 @@ def test_an_adapter_alone_is_to_be_merged_before_it_is_evaluated(tmp_path):
     (tmp_path / "adapter_config.json").touch()
     *_, merge, evaluate = summary_lines([], config, tmp_path, 1)
     assert (
-        merge == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED}"
+        merge
+        == f"Merge it      {interpreter()} -m adora_vl.export {tmp_path} {tmp_path / MERGED_FOLDER}"
     )
     assert evaluate.startswith("Evaluate it")
     assert f"--model {tmp_path} " in evaluate

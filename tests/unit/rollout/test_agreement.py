@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout import agreement
 from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.utils.checks import Check, failed, passed
 from adora_vl.utils.errors import RolloutError
 
-TOKENIZER = load_processor(str(PRETRAINED)).tokenizer
+TOKENIZER = load_processor(str(PRETRAINED_FOLDER)).tokenizer
 
 
 IMAGE = TOKENIZER.convert_tokens_to_ids("<|image_pad|>")

@@ -19,7 +19,7 @@ from transformers import TrainerState
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.rollouts import (
@@ -42,7 +42,7 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from tests.support.step_context import step_context
 
-PROCESSOR: Any = load_processor(str(PRETRAINED))
+PROCESSOR: Any = load_processor(str(PRETRAINED_FOLDER))
 TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.models.activations import MicroBatch
+from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.training.micro_batch_room import (
     UnitSize,
     full_unit,
@@ -121,7 +121,7 @@ def test_rows_that_share_nothing_are_as_long_as_the_longest():
 
 def test_the_planned_pass_is_that_of_the_dry_run():
     """The numbers by which memory is predicted are the same where prompts are the longest."""
-    planned = MicroBatch(
+    planned = PlannedMicroBatch(
         sequences=8,
         prompt_tokens=1079,
         completion_tokens=LONGEST_ANSWER,
