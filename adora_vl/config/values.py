@@ -280,8 +280,7 @@ def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _annotation_in_ranges(key: str) -> Any:
-    """Return the annotation of a key of TRL or Transformers in `TYPE_BY_TRL_KEY`, None where it has
-    none.
+    """Return the type that `TYPE_BY_TRL_KEY` has for a key of a library; None where it has none.
 
     The trackers that `report_to` takes are listed by Transformers, whose import takes seconds. So
     this annotation is not in the table, but built at its first use.
