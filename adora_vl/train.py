@@ -131,7 +131,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
     is_main = trainer.accelerator.is_main_process
     try:
-        # It records its files itself.
+        # Outside of the block below: `save_model` records its files as those of the run itself.
         trainer.save_model(str(output_dir))
         with recording_saved_files(output_dir, is_main):
             trainer.save_state()

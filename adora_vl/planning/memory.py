@@ -461,7 +461,7 @@ def _moments_with_first_gradients(
         setup.pass_size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
-        recomputed=recomputed,
+        recomputed_count=recomputed,
     )
     layer_transient = saved.layer_gradients + tied_head
     if recomputed == layers:

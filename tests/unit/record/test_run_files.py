@@ -64,7 +64,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         clock.now += seconds
 
     spend(1)  # loading data
-    phases.enter("policy")
+    phases.enter_phase("policy")
     with phases.phase("rollout"):
         spend(2)
         with phases.phase("sync"):
@@ -73,7 +73,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     with phases.phase("grading"):
         spend(16)
     spend(32)
-    phases.leave()
+    phases.leave_phase()
     with phases.phase("rollout"):  # an evaluation between two steps
         spend(64)
     assert phases.take_seconds() == {
@@ -90,12 +90,12 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         print, clock, wait=lambda: None, sleep_mode=True
     ).take_seconds() == dict.fromkeys(PHASES, 0)
 
-    phases.enter("policy")
+    phases.enter_phase("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
         clock.now += 1
         raise RuntimeError
     clock.now += 2
-    phases.leave()
+    phases.leave_phase()
     assert phases.take_seconds()["grading"] == 1
     assert phases.take_seconds()["policy"] == 0
 
