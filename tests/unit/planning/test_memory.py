@@ -19,7 +19,6 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
-from adora_vl.config.states import BUCKET, states
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
@@ -34,6 +33,7 @@ from adora_vl.planning.memory import (
     predict,
 )
 from adora_vl.planning.what_fits import batch_sizes, fits, largest_batch, largest_image_tokens
+from adora_vl.training.model_states import REDUCE_BUCKET_PARAMETERS, predict_state_bytes
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
@@ -198,13 +198,13 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
     total = shape_of_7b.total_parameters
-    two = states(
+    two = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=2), has_reference=True, mixed_precision=True
     )
-    three = states(
+    three = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=3), has_reference=True, mixed_precision=True
     )
-    offloaded = states(
+    offloaded = predict_state_bytes(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
         has_reference=True,
@@ -216,7 +216,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     assert three.weights == 2 * total // 8
     assert three.reference == 2 * total // 8
     assert three.optimizer == 12 * total // 8
-    assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
+    assert two.gradients == three.gradients == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
     assert offloaded.optimizer == 0
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (
@@ -224,7 +224,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
         Sharding(processes=8, stage=3),
     ):  # TRL takes the adapters off for it
         assert (
-            states(
+            predict_state_bytes(
                 replace(shape_of_7b, has_adapters=True),
                 sharding,
                 has_reference=True,
@@ -232,7 +232,9 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
             ).reference
             == 0
         )
-    alone = states(shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True)
+    alone = predict_state_bytes(
+        shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True
+    )
     assert alone.weights == 2 * total
     assert alone.gradients == 2 * total
     assert alone.optimizer == 4 * total
@@ -250,10 +252,14 @@ def test_torchs_own_optimizer_is_what_is_predicted():
         t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
     )
     gradients = sum(p.grad.nbytes for p in model.parameters())
-    predicted = states(shape, Sharding(processes=1), has_reference=False, mixed_precision=False)
+    predicted = predict_state_bytes(
+        shape, Sharding(processes=1), has_reference=False, mixed_precision=False
+    )
     assert predicted.optimizer == state_bytes
     assert predicted.gradients == gradients
-    two = states(shape, Sharding(processes=2), has_reference=False, mixed_precision=False)
+    two = predict_state_bytes(
+        shape, Sharding(processes=2), has_reference=False, mixed_precision=False
+    )
     assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
