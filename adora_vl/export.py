@@ -22,18 +22,23 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing, replacing_folder, unwritable
 
 with imports():
-    from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
+    from adora_vl.checkpoint.store import COMPLETE_FILE, newest_valid, problem_of
     from adora_vl.checkpoint.writer import has_begun, recording_saved_files
-    from adora_vl.models.adapter import adapters_of, load_merged, processor_folder, served_rank
+    from adora_vl.models.adapter import (
+        find_processor_folder,
+        load_merged,
+        read_adapters,
+        vllm_lora_rank,
+    )
     from adora_vl.models.families import sees_images
     from adora_vl.models.load import (
-        ADAPTER,
-        MERGED,
+        ADAPTER_CONFIG_FILE,
+        MERGED_FOLDER,
         auto_class,
         check_weights,
         load_processor,
-        local_model,
         read_config,
+        resolve_model_name,
     )
     from adora_vl.utils.hub import why_missing
 
@@ -45,9 +50,14 @@ if TYPE_CHECKING:
 # By default vLLM takes the repetition penalty of the model's own generation config, and listens on
 # every interface.
 _SERVE_FLAGS = ("--generation-config", "vllm", "--host", "127.0.0.1")
-_CHUNK = 16 << 20  # bytes that are copied at a time
-_MODEL = ("config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json")
-_PROCESSOR = (
+_COPY_CHUNK_BYTES = 16 << 20  # bytes that are copied at a time
+_MODEL_FILE_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+_PROCESSOR_FILE_PATTERNS = (
     "*processor_config.json",
     "tokenizer*",
     "chat_template*",
@@ -87,16 +97,16 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         write_universal(source, output)
         return source
     # The last lines of a run propose this folder. Its files are recorded as those of the run.
-    belongs_to_run = output.resolve() == run.resolve() / MERGED and has_begun(run)
+    belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and has_begun(run)
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, writes=belongs_to_run), replacing_folder(output) as staged:
-        if (source / ADAPTER).is_file() and not adapter:
-            _merge(source, staged)
+        if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
+            _merge_adapter(source, staged)
         elif has_whole_weights:
             copy_model(source, staged)
         else:
-            _gather(source, staged)
-        _copy(source, staged, _PROCESSOR)
+            _gather_sharded_weights(source, staged)
+        _copy_files(source, staged, _PROCESSOR_FILE_PATTERNS)
         # Again: merging takes long, and somebody may have made the folder meanwhile.
         _refuse_existing(output)
     return source
@@ -142,7 +152,9 @@ def copy_model(checkpoint: Path, output: Path) -> None:
 
     The state of the optimizer, and what else only a resumed run needs, is left out.
     """
-    _copy(checkpoint, output, ("adapter_*.json", *_MODEL, *_PROCESSOR))
+    _copy_files(
+        checkpoint, output, ("adapter_*.json", *_MODEL_FILE_PATTERNS, *_PROCESSOR_FILE_PATTERNS)
+    )
 
 
 def find_weights(run: Path) -> Path:
@@ -153,7 +165,7 @@ def find_weights(run: Path) -> Path:
     """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
-    if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
+    if (run / COMPLETE_FILE).is_file() or run.name.startswith("checkpoint-"):
         problem = problem_of(run)
         if problem:
             raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
@@ -161,26 +173,26 @@ def find_weights(run: Path) -> Path:
     checkpoint, _ = newest_valid(run)
     if checkpoint is not None:
         return checkpoint
-    if (run / ADAPTER).is_file() or list(run.glob("*.safetensors")):
+    if (run / ADAPTER_CONFIG_FILE).is_file() or list(run.glob("*.safetensors")):
         return run
     raise UserError(f"RUN: {str(run)!r} holds neither a whole checkpoint nor a model")
 
 
-def _copy(source: Path, target: Path, patterns: Sequence[str]) -> None:
+def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
     """Copy the files of a folder whose names match a pattern, each whole or not at all."""
     paths = {path for pattern in patterns for path in source.glob(pattern)}
     for path in sorted(paths):
         with replacing(target / path.name, durable=False) as copy, path.open("rb") as original:
-            shutil.copyfileobj(original, copy, _CHUNK)
+            shutil.copyfileobj(original, copy, _COPY_CHUNK_BYTES)
 
 
-def _merge(source: Path, target: Path) -> None:
+def _merge_adapter(source: Path, target: Path) -> None:
     """Merge the adapter of a checkpoint into its base model, in the base model's dtype.
 
     The base of an adapter may be an adapter itself. All of them are merged.
     """
-    adapters = adapters_of("RUN", str(source))  # the last one lies on the base model
-    base = local_model(adapters[-1].base)
+    adapters = read_adapters("RUN", str(source))  # the last one lies on the base model
+    base = resolve_model_name(adapters[-1].base)
     init_kwargs = {
         "revision": adapters[-1].revision,
         "dtype": "auto",
@@ -194,7 +206,7 @@ def _merge(source: Path, target: Path) -> None:
         raise UserError(
             f"RUN: the adapter's base model {base!r} cannot be loaded ({reason})"
         ) from error
-    processor = processor_folder(adapters, base, sees=sees_images(model.config))
+    processor = find_processor_folder(adapters, base, sees=sees_images(model.config))
     # The processor's files in `source` itself are copied by `export`.
     if processor != str(source):
         load_processor(processor, adapters[-1].revision).save_pretrained(target)
@@ -206,9 +218,9 @@ def serve_command(output: Path) -> str:
 
     vLLM serves a single plain LoRA adapter from files. Any other adapter has to be merged.
     """
-    if not (output / ADAPTER).is_file():
+    if not (output / ADAPTER_CONFIG_FILE).is_file():
         return shlex.join(["vllm", "serve", str(output), *_SERVE_FLAGS])
-    adapter, *adapters_beneath = adapters_of("OUT", str(output))
+    adapter, *adapters_beneath = read_adapters("OUT", str(output))
     config = adapter.config
     is_lora = getattr(config.peft_type, "value", "") == "LORA"
     has_variant = config.bias != "none" or config.use_dora
@@ -222,14 +234,14 @@ def serve_command(output: Path) -> str:
     lora_flags = [
         "--enable-lora",
         "--max-lora-rank",
-        str(served_rank(config)),
+        str(vllm_lora_rank(config)),
         "--lora-modules",
         f"policy={output}",
     ]
     return shlex.join(["vllm", "serve", adapter.base, *_SERVE_FLAGS, *revision_flags, *lora_flags])
 
 
-def _gather(source: Path, target: Path) -> None:
+def _gather_sharded_weights(source: Path, target: Path) -> None:
     """Write the whole weights of a ZeRO-3 checkpoint that has only the parts of each rank.
 
     DeepSpeed writes such a checkpoint without `zero3_save_16bit_model`. The parts are float32, and

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, READING_S, announce_reading, imports
+from adora_vl.utils.cli import EXIT_INTERRUPTED, USUAL_IMPORT_S, announce_reading, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 # Seconds before a rank other than the first reports a mistake of its own. The launcher ends it
 # before that if the first rank has found the same mistake, but that takes a while: a Python process
 # that has imported torch needs seconds to end, and longer on a busy machine.
-_ALONE_S = 20.0
+_SECONDS_BEFORE_LONE_REPORT = 20.0
 
 
 def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
@@ -60,7 +60,7 @@ def build_trainer(run: ResolvedRun) -> AdoraGRPOTrainer:
     )
 
 
-def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
+def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
     """Build the trainer, while what libraries print goes into the file `log`.
 
     Raises `UserError` for an entry of `model_init_kwargs` that the model refuses, and `RunError`
@@ -90,7 +90,7 @@ def load(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
         ) from error
 
 
-def speak_from_the_first_step(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
+def release_output_at_train_begin(trainer: AdoraGRPOTrainer, startup: StartupLog) -> None:
     """End the redirection of the output when the training begins, before any callback prints.
 
     `startup`: sends what is printed until then into a file.
@@ -126,16 +126,16 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     """
     from adora_vl.checkpoint.writer import recording_saved_files
     from adora_vl.export import save_merged
-    from adora_vl.models.load import MERGED
+    from adora_vl.models.load import MERGED_FOLDER
     from adora_vl.record.card import write_card
 
     is_main = trainer.accelerator.is_main_process
     try:
-        # It records its files itself.
+        # Outside of the block below: `save_model` records its files as those of the run itself.
         trainer.save_model(str(output_dir))
         with recording_saved_files(output_dir, is_main):
             trainer.save_state()
-            merged_folder = output_dir / MERGED
+            merged_folder = output_dir / MERGED_FOLDER
             is_merged = save_merged(
                 trainer.model,
                 processing_class=trainer.processing_class,
@@ -202,12 +202,12 @@ def train(cli_args: CliArgs) -> int:
         if run.request.is_main_process:
             copy_finished(run.finished, output_dir)
         return 0
-    trainer = load(run, output_dir / STARTUP_LOG)
+    trainer = load_trainer(run, output_dir / STARTUP_LOG)
     is_main = trainer.accelerator.is_main_process
     stop = StopOnSignal()
     trainer.callback_handler.callbacks.insert(0, stop)
     startup = StartupLog(output_dir / STARTUP_LOG)
-    speak_from_the_first_step(trainer, startup)
+    release_output_at_train_begin(trainer, startup)
     started = time.perf_counter()
     with stop, startup:
         trainer.train()
@@ -289,7 +289,9 @@ def report_mistake(error: UserError) -> None:
     if isinstance(error, errors.SharedUserError) and os.environ.get("RANK", "0") != "0":
         return
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(_ALONE_S)  # the launcher ends this process meanwhile if the mistake is shared
+        time.sleep(
+            _SECONDS_BEFORE_LONE_REPORT
+        )  # the launcher ends this process meanwhile if the mistake is shared
         rank_note = f" (rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')})"
     print(f"error{rank_note}: {error}", file=sys.stderr, flush=True)
 
@@ -311,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Without `--dry-run` the options are None, and all words are those of the training.
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
-        announce_reading(READING_S)
+        announce_reading(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run

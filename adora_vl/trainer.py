@@ -11,9 +11,11 @@ Where a method of stock TRL is overridden, the docstring says what TRL does ther
 not enough.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,11 +46,10 @@ from adora_vl.config.batch_plan import regroup_obstacle, regroups
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
-from adora_vl.models.check import with_own_layers
 from adora_vl.models.families import freeze, sees_images
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
-from adora_vl.models.reference import copied_policy
+from adora_vl.models.reference import copy_policy
 from adora_vl.packing.pass_differences import evaluation_mode
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.prompts import PromptBatch
@@ -109,7 +110,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """Take the parameters of stock TRL 1.16.
 
         Stock TRL loads the weights first and builds its own generation class. Ours makes every
-        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place.
+        check of `adora_vl/preflight/run_checks.py` before, and puts its own class in place. The
+        configs that Python code passes stay as they are, so that a second trainer with them is of
+        the same run.
 
         `run`: a run that the command has checked already; its data and rewards are taken. Raises
         `UserError`, in one line, for what cannot work.
@@ -122,7 +125,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 environment_factory=environment_factory,
             )
             config = config_of(args, model)
-            peft_config = with_own_layers(peft_config)
+            # PEFT writes into it what it was trained on.
+            peft_config = deepcopy(peft_config)
             request = RunRequest(
                 config=config,
                 model=_model_source(
@@ -713,14 +717,23 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
-        if self.layout.has_one_step and self.accelerator.sync_gradients:
-            # The last step of an epoch may have fewer micro-batches. The next step begins at the
-            # count that it would have behind a full one.
-            micro_batches_per_step = self.layout.gradient_accumulation_steps
-            micro_batches_in_step = self._step % micro_batches_per_step
-            if micro_batches_in_step:
-                self._step += micro_batches_per_step - micro_batches_in_step
+        if self.accelerator.sync_gradients:
+            self._step += self._missing_micro_batches
         return loss
+
+    @property
+    def _missing_micro_batches(self) -> int:
+        """How many micro-batches TRL's count lacks behind the last optimizer step of an epoch.
+
+        That step may have fewer than the others. The next one begins at a count at which both an
+        optimizer step and a generation begin, as that of a run does which resumes there. 0 behind
+        any other step.
+        """
+        layout = self.layout
+        per_step = layout.gradient_accumulation_steps
+        if self._step % per_step == 0:
+            return 0
+        return -self._step % math.lcm(per_step, layout.micro_batches_per_generation)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), with its weight among those of the step.
@@ -948,7 +961,7 @@ def _use_own_classes_in_trl(
             compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
         )
         if not isinstance(policy, str):
-            copy_of_policy = partial(copied_policy, policy)
+            copy_of_policy = partial(copy_policy, policy)
             replacements.enter_context(
                 compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
             )

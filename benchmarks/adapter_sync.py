@@ -29,7 +29,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen2_5_VLC
 from vllm.lora.request import LoRARequest  # noqa: E402
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of  # noqa: E402
-from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.rollout.llm import PolicyLLM  # noqa: E402
 from adora_vl.rollout.server import Server  # noqa: E402
 from adora_vl.rollout.server_client import connect  # noqa: E402
@@ -49,7 +49,7 @@ Push = Callable[[str, Tensors], None]
 
 def write_model(folder: str, width: int, layers: int) -> None:
     """Write the tiny model with a larger language model of random weights."""
-    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
+    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED_FOLDER)
     text = config.text_config
     text.hidden_size = config.vision_config.out_hidden_size = width
     text.intermediate_size = 4 * width
@@ -57,7 +57,7 @@ def write_model(folder: str, width: int, layers: int) -> None:
     text.num_attention_heads = width // text.head_dim
     text.layer_types = ["full_attention"] * layers
     AutoModelForImageTextToText.from_config(config).bfloat16().save_pretrained(folder)
-    AutoProcessor.from_pretrained(PRETRAINED).save_pretrained(folder)
+    AutoProcessor.from_pretrained(PRETRAINED_FOLDER).save_pretrained(folder)
 
 
 def main() -> None:

@@ -33,7 +33,7 @@ from vllm.logprobs import create_sample_logprobs  # noqa: E402
 from vllm.v1.engine.logprobs import LogprobsProcessor  # noqa: E402
 from vllm.v1.outputs import LogprobsLists  # noqa: E402
 
-from adora_vl.models.load import PRETRAINED, load_processor  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor  # noqa: E402
 from adora_vl.packing.image_store import (  # noqa: E402
     ImageCache,
     PatchNormalizer,
@@ -140,7 +140,7 @@ def work_of_images(side: int = 1036) -> Work:
     The baseline makes all of its numbers on the host, as Transformers does. Ours copies the bytes,
     and the card makes the numbers of them.
     """
-    processor: Any = load_processor(str(PRETRAINED)).image_processor
+    processor: Any = load_processor(str(PRETRAINED_FOLDER)).image_processor
     pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
     settings = effective_settings(processor, {"max_pixels": side * side})
     settings["size"] = {"shortest_edge": side * side, "longest_edge": side * side}

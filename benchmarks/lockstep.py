@@ -20,7 +20,7 @@ from itertools import zip_longest
 import torch
 
 from adora_vl.models.activations import ActivationMemory, DtypeBytes
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
 from adora_vl.training.micro_batches import order_of_learning
@@ -256,7 +256,7 @@ def measure(groups: int, repeats: int) -> None:
         "zero_optimization": {"stage": 3},
         "zero_allow_untested_optimizer": True,
     }
-    plain = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    plain = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.0)
     model = deepspeed.initialize(model=plain, optimizer=optimizer, config=settings)[0]
     PartialState()  # which gather_object asks

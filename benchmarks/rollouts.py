@@ -24,7 +24,7 @@ from PIL import Image  # noqa: E402
 from transformers import AutoProcessor  # noqa: E402
 
 from adora_vl.data.prompts import conversation  # noqa: E402
-from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.rollout.engine_settings import machine_options  # noqa: E402
 from adora_vl.rollout.prompt_tokens import never_sampled_ids  # noqa: E402
 from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
@@ -47,7 +47,7 @@ def prompts(
 
     The rollouts of a group have the same image.
     """
-    processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
+    processor: Any = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     rows = []
     for row in generate(problems, seed=5):
         image = row["images"][0].resize((side, side), Image.Resampling.BICUBIC)
@@ -86,7 +86,7 @@ def main() -> None:
     longest = 512 + options.tokens
     start = time.process_time()
     llm: Any = PolicyLLM(
-        model=str(PRETRAINED),
+        model=str(PRETRAINED_FOLDER),
         dtype="float32",
         max_model_len=longest,
         gpu_memory_utilization=0.25,

@@ -38,7 +38,7 @@ import adora_vl.trainer as our_module  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
-from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.models.shape import SHAPES_FOLDER  # noqa: E402
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
@@ -151,7 +151,7 @@ def problems(number: int, size: tuple[int, int]) -> Dataset:
 
 def build(options: argparse.Namespace) -> Any:
     """Build the trainer of one way, with a random model."""
-    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(

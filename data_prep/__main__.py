@@ -1,4 +1,4 @@
-"""`python -m data_prep` and the installed `adora-vl-data`."""
+"""`python -m data_prep`, which is `adora-vl data_prep` too."""
 
 from adora_vl.utils.cli import imports
 

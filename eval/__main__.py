@@ -1,4 +1,4 @@
-"""The command `python -m eval BENCHMARK ...`, which is `adora-vl-eval BENCHMARK ...` too.
+"""The command `python -m eval BENCHMARK ...`, which is `adora-vl eval BENCHMARK ...` too.
 
 It does the same as `python -m eval.BENCHMARK ...`, and also takes a benchmark of the user's own,
 `FILE.py:NAME`.
@@ -18,7 +18,7 @@ from adora_vl.utils.errors import UserError
 _MODULE_BY_COMMAND = {"all": "eval.suite", "compare": "eval.compare"}
 _USAGE = (
     f"usage: python -m eval {{{','.join((*BENCHMARK_NAMES, *_MODULE_BY_COMMAND))},FILE.py:NAME}} ...\n"
-    "       adora-vl-eval does the same, where a folder eval/ of your own is in the way"
+    "       adora-vl eval does the same, where a folder eval/ of your own is in the way"
 )
 _EXAMPLES = """
 examples:

@@ -4,9 +4,10 @@ and loose.
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from adora_vl.utils.cli import imports
@@ -192,8 +193,7 @@ def _summary(
         cells[f"RM_{name}"] = cell_from_counts(
             counts["RM"], counts["CM"] + counts["RM"], samples_per_problem
         )
-        points = [_POINTS_BY_DIAGNOSIS[kind] for kind in diagnoses]
-        figure = mean_with_interval(points)
+        figure = mean_with_interval(_points_of_problems(complete_answers, diagnoses))
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
@@ -231,6 +231,23 @@ def _has_all_answers(is_right_by_key: dict[str, bool]) -> bool:
 
 # What each diagnosis counts in We-Math's score.
 _POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
+
+
+def _points_of_problems(
+    problem_samples: Iterable[_ProblemSample], diagnoses: Sequence[str]
+) -> list[float]:
+    """Return what each problem counts in We-Math's score, which is the mean of its samples.
+
+    Samples of one problem are not independent, so the interval of the score is over the problems.
+
+    Args:
+        problem_samples: The samples of all problems.
+        diagnoses: The diagnosis of each sample, in the same order.
+    """
+    points_by_id: dict[str, list[float]] = defaultdict(list)
+    for problem_sample, kind in zip(problem_samples, diagnoses, strict=True):
+        points_by_id[problem_sample.id].append(_POINTS_BY_DIAGNOSIS[kind])
+    return [fmean(points) for points in points_by_id.values()]
 
 
 def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:

@@ -19,7 +19,7 @@ from adora_vl.config import AdoraScriptArguments
 from adora_vl.conversion.convert import ensure_converted
 from adora_vl.data.dataset import read_manifest
 from adora_vl.models import load
-from adora_vl.models.load import STORED, local_model
+from adora_vl.models.load import FOLDER_BY_TINY_MODEL, resolve_model_name
 from adora_vl.synthetic.generated import ensure_drawn, puzzles, synthetic
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
@@ -54,9 +54,12 @@ def resolve_model(name: str) -> str:
     A tiny model is built in this process, if it is missing or was built by another plan than this
     version's. Processes and machines that share the cache folder build it once.
     """
-    is_shipped = name in STORED and (STORED[name] / "model.safetensors").is_file()
+    is_shipped = (
+        name in FOLDER_BY_TINY_MODEL
+        and (FOLDER_BY_TINY_MODEL[name] / "model.safetensors").is_file()
+    )
     if name not in STARTS or is_shipped:
-        return local_model(name)
+        return resolve_model_name(name)
     folder = cache_folder() / name
     start = STARTS[name]
     plan = asdict(start.plan)

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen2_5_VLProcessor
 
 from adora_vl.models.families import FAMILIES
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 
 VOCABULARY = 600
 END_OF_TEXT = "<|endoftext|>"
@@ -35,7 +35,7 @@ MAX_PIXELS = 448 * 448
 
 # The behaviour of Qwen2.5-VL's template for text and images, in our own words (no tools, no videos,
 # no image ids).
-CHAT_TEMPLATE = (PRETRAINED / "chat_template.jinja").read_text(encoding="utf-8")
+CHAT_TEMPLATE = (PRETRAINED_FOLDER / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def build_tokenizer(texts: Iterable[str]) -> PreTrainedTokenizerFast:

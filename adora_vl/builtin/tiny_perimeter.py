@@ -18,7 +18,7 @@ from adora_vl.builtin.small_model import TrainingStage, UntrainedModel
 from adora_vl.builtin.tiny_vl import Encoded, answer_loss, build_model, encode
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.synthetic.perimeter import guess, sides_of, working
 
@@ -61,10 +61,10 @@ def begin_perimeter(
         size: of a model with random weights and the shipped vocabulary; None for the shipped tiny
             model, which has learned to read before.
     """
-    processor = load_processor(str(PRETRAINED))
+    processor = load_processor(str(PRETRAINED_FOLDER))
     model: Any
     if size is None:
-        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
     else:
         model = build_model(processor.tokenizer, seed=plan.seed, size=size)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))

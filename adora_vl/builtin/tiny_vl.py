@@ -24,7 +24,7 @@ from adora_vl.builtin.small_model import TrainingStage, UntrainedModel, build_st
 from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.models.families import FAMILIES
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
 
 if TYPE_CHECKING:
@@ -324,7 +324,7 @@ def begin_tiny(
             texts.append(f"{row['problem']}\n{meta['solution']}\n{meta['slip']}")
         processor = build_processor(texts)
     else:
-        processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED), family)
+        processor = processor_around(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family)
     model = build_model(processor.tokenizer, seed=plan.seed, family=family, size=size)
     stages = []
     if plan.steps:

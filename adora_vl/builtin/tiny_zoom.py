@@ -19,7 +19,7 @@ from adora_vl.builtin.small_model import TrainingStage, UntrainedModel
 from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -177,8 +177,8 @@ def _shipped_model_with(processor: "ProcessorMixin", seed: int) -> Any:
     get random embeddings, from the seed.
     """
     model = build_model(processor.tokenizer, seed)
-    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED)
-    shipped_vocabulary = AutoTokenizer.from_pretrained(PRETRAINED).get_vocab()
+    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER)
+    shipped_vocabulary = AutoTokenizer.from_pretrained(PRETRAINED_FOLDER).get_vocab()
     state = model.state_dict()
     with torch.no_grad():
         for name, tensor in shipped.state_dict().items():

@@ -28,10 +28,10 @@ TINY_SQUARE = 1e-150
 
 
 class Atoms:
-    """All atoms of a figure, numbered and prepared so that they are evaluated together.
+    """All atoms of a figure (distances, angles, areas, letters), numbered to be evaluated together.
 
-    `row_by_atom` has the number of each atom. Atoms of a kind stand together, in the order distances,
-    angles, distances from lines and areas, named unknowns.
+    `row_by_atom` has the number of each atom, which is its row in the arrays. Atoms of a kind stand
+    together, in the order distances, angles, distances from lines and areas, named unknowns.
 
     Args:
         atoms: The atoms, each once.
@@ -63,12 +63,13 @@ class Atoms:
         self._is_sweep = np.array([isinstance(atom, Sweep) for atom in self.angles], dtype=bool)
 
     def _point_numbers(self, names: Sequence[str]) -> PointNumbers:
-        """Return the numbers of points in the layout."""
+        """Return the numbers of points in the layout, one for each name."""
         return np.array([self.layout.position[name] for name in names], dtype=int)
 
     def evaluate(self, state: Vector, *, slopes: bool) -> tuple[Vector, Vector | None]:
         """Return the values of all atoms at `state`, and with `slopes` their derivatives.
 
+        `state` has the values of all unknowns: the coordinates of points, then letters and radii.
         Shapes: (atoms,) and (atoms, unknowns). Without `slopes` the derivatives are None.
         """
         values = np.empty(len(self.row_by_atom))
@@ -99,14 +100,21 @@ class Atoms:
         return values, gradient
 
     def mirrored_corners(self, state: Vector) -> int:
-        """Return how many of the angles lie on the other side than in the picture."""
+        """Return how many of the angles lie on the other side than in the picture.
+
+        `state` has the values of all unknowns of the figure.
+        """
         angles = self._angle_values(self.layout.places(state), rows=None)
         # Angles whose side the picture does not show are never negative.
         is_mirrored = (angles < -1e-6) & (self._turn_signs != 0)
         return int(is_mirrored.sum())
 
     def _distance_values(self, places: Vector, rows: Vector | None) -> Vector:
-        """Return all distances, and add their derivatives to `rows` unless it is None."""
+        """Return all distances, and add their derivatives to `rows` unless it is None.
+
+        `places` are the coordinates of all points, shape (points, 2). `rows` has one row for each
+        distance, shape (distances, unknowns), and is changed in place.
+        """
         difference = places[self._distance_ends] - places[self._distance_starts]
         length = np.sqrt(np.einsum("ij,ij->i", difference, difference) + TINY_SQUARE)
         if rows is not None:
@@ -119,8 +127,9 @@ class Atoms:
     def _angle_values(self, places: Vector, rows: Vector | None) -> Vector:
         """Return all angles in degrees, and add their derivatives to `rows` unless it is None.
 
-        An angle whose side the picture shows is negative in a mirrored figure. A sweep goes from 0
-        to 360.
+        An angle whose side the picture shows is negative in a mirrored figure. A sweep, the angle
+        of an arc that may go the longer way round, is from 0 to 360. `places` are the coordinates
+        of all points, shape (points, 2).
         """
         u = places[self._angle_firsts] - places[self._angle_corners]
         w = places[self._angle_lasts] - places[self._angle_corners]
@@ -139,9 +148,10 @@ class Atoms:
         return np.where(self._is_sweep, angle % 360.0, angle)
 
     def _area(self, area: Area, places: Vector) -> tuple[float, Vector]:
-        """Return the area of a polygon and its derivatives, by the shoelace formula.
+        """Return the area of a polygon and its derivatives by all unknowns, shape (unknowns,).
 
-        The formula gives twice the area, negative where the corners go clockwise.
+        The shoelace formula gives twice the area, negative where the corners go clockwise. `places`
+        are the coordinates of all points, shape (points, 2).
         """
         corners = [self.layout.position[name] for name in area.corners]
         x = places[corners, 0]
@@ -157,7 +167,11 @@ class Atoms:
         return factor * doubled, slope
 
     def _line_distance(self, atom: LineDistance, places: Vector) -> tuple[float, Vector]:
-        """Return how far a point is from a line, and the derivatives of that."""
+        """Return how far a point is from a line, and the derivatives by all unknowns.
+
+        The distance is the cross product of the line and the way to the point, over the line's
+        length. `places` are the coordinates of all points, shape (points, 2).
+        """
         point = self.layout.position[atom.point]
         start = self.layout.position[atom.start]
         end = self.layout.position[atom.end]

@@ -40,7 +40,7 @@ _MIN_LENGTH = 1e-9
 
 @dataclass(frozen=True)
 class _DirectionSum:
-    """A constant in degrees plus unknowns times factors.
+    """A constant in degrees plus directions of lines and letters, each times a factor.
 
     `factors` has letters by their names, and directions by the name of their line behind "line ".
     """
@@ -65,10 +65,13 @@ class _NotLinearError(ValueError):
 
 
 class AngleChase:
-    """The linear equations between the directions of lines that a reading comes to.
+    """Linear equations between directions of lines, which may fix an angle whatever the lengths.
 
     Relations that say nothing of directions are passed over, apart from equal lengths, which make
-    triangles isosceles. `value` solves them for the goal.
+    triangles isosceles. `value` solves the equations for the goal.
+
+    `equations` are sums that are 0. `_line_by_points` has the name of the line through two points,
+    and `_direction_by_line` the way along it in the picture, which is the sense of the line.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -152,7 +155,7 @@ class AngleChase:
         )
 
     def _value_in_picture(self, directions: _DirectionSum) -> float:
-        """Return what a sum of directions comes to in the picture."""
+        """Return how many degrees a sum of directions comes to in the picture."""
         return directions.constant + sum(
             share * math.degrees(phase(self._direction_by_line[name.removeprefix("line ")]))
             for name, share in directions.factors.items()
@@ -161,7 +164,8 @@ class AngleChase:
     def _turn_between(self, first: str, corner: str, last: str) -> tuple[_DirectionSum, float]:
         """Return the turn from one ray of a corner to the other, and its size in the picture.
 
-        The size is in degrees, from -180 to 180.
+        The turn goes from `first` to `last`, as a sum of two directions. Its size is in degrees,
+        from -180 to 180.
         """
         turn = self._direction(corner, last).plus(self._direction(corner, first), -1.0)
         start = math.degrees(phase(self.places[first] - self.places[corner]))
@@ -170,12 +174,15 @@ class AngleChase:
         return turn, drawn_degrees
 
     def _add_full_turns(self, turn: _DirectionSum, drawn_degrees: float) -> _DirectionSum:
-        """Return the same turn with so many full turns that it is what the picture shows."""
+        """Return the same turn with so many full turns added that it has the size of the picture.
+
+        A sum of directions is known up to full turns only.
+        """
         missing = 360.0 * round((drawn_degrees - self._value_in_picture(turn)) / 360)
         return turn.plus(_DirectionSum(constant=missing))
 
     def _angle_as_sum(self, angle: Angle | Sweep) -> _DirectionSum:
-        """Return the angle as a sum of directions, as wide as the picture shows it.
+        """Return an angle as a sum of directions, as wide as the picture shows it.
 
         Raises `_NotLinearError` where a point of it has no place.
         """
@@ -219,7 +226,7 @@ class AngleChase:
     # Equations
 
     def _add_relation(self, relation: Relation) -> None:
-        """Take in a relation between angles or directions; any other one says nothing here.
+        """Add the equation of a relation between angles or directions, and no other relation.
 
         Two lines are parallel or perpendicular up to half turns, which the picture counts.
         """
@@ -236,7 +243,10 @@ class AngleChase:
                 self.equations.append(difference.plus(_DirectionSum(constant=-apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
-        """Add that two equal sides with a common end have equal angles at their other ends."""
+        """Add that two equal sides with a common end have equal angles at their other ends.
+
+        Nothing is added where the three points lie on one line.
+        """
         shared = {first.start, first.end} & {second.start, second.end}
         if len(shared) != 1:
             return

@@ -36,7 +36,7 @@ _RANK_TOLERANCE = 1e-6  # singular values below this share of the largest count 
 
 @lru_cache(maxsize=256)
 def checked_figure_of(text: str) -> CheckedFigure:
-    """Return the figure that a row stores, made ready for checks.
+    """Return the figure that a row stores as JSON, made ready for checks.
 
     Raises `ValueError` where the text is no figure.
     """
@@ -44,7 +44,7 @@ def checked_figure_of(text: str) -> CheckedFigure:
 
 
 class CheckedFigure:
-    """A stored figure with the gradients of its facts, for the claims of many texts.
+    """A solved figure on which claims of responses such as "AB = 5" are checked.
 
     Nothing is solved here: the places and values of the stored figure are put into the equations of
     its facts, and what these allow to move is computed from their derivatives.
@@ -102,7 +102,11 @@ class CheckedFigure:
         self.goal_signatures = self._goal_names()
 
     def _free_movements(self, jacobian: Vector) -> Vector:
-        """Return the movements that all facts allow, as rows; shape (movements, unknowns)."""
+        """Return the movements of the unknowns that all facts allow; shape (movements, unknowns).
+
+        They are the directions along which no residual changes, by the singular values of
+        `jacobian`.
+        """
         if not len(jacobian):
             return np.eye(self.system.count)
         _, sizes, directions = np.linalg.svd(np.nan_to_num(jacobian), full_matrices=True)
@@ -110,7 +114,7 @@ class CheckedFigure:
         return np.asarray(directions[rank:])
 
     def _goal_names(self) -> set[str]:
-        """Return what is asked for, also under the other name that a fact gives it."""
+        """Return the signatures of what is asked for, also under another name that a fact gives it."""
         goal = self.reading.goal
         if goal is None:
             return set()
@@ -123,7 +127,7 @@ class CheckedFigure:
         return names
 
     def _measured_names(self) -> set[str]:
-        """Return the names whose numbers the facts give."""
+        """Return the signatures of the names whose numbers the facts give."""
         sides = [
             side
             for relation in self.given_relations
@@ -150,11 +154,11 @@ class CheckedFigure:
         return max(0, movable - rank)
 
     def claims(self, text: str) -> list[CheckedClaim]:
-        """Return the claims of a text with their verdicts."""
+        """Return the claims of a response with their verdicts, in their order."""
         return self.judge(read_claims_on(text, self.reading))
 
     def judge(self, claims: Sequence[Claim]) -> list[CheckedClaim]:
-        """Return the claims with their verdicts, in their order."""
+        """Return claims with their verdicts, in their order; a claim is new only once."""
         with np.errstate(all="ignore"):
             return Judgement(self, claims).results()
 
@@ -172,6 +176,7 @@ class CheckedFigure:
         return False
 
     def _is_goal_with_number(self, relation: Equal) -> bool:
+        """Tell whether an equation has the goal on one side, and a number on the other."""
         sides = (relation.left, relation.right)
         for side, partner in (sides, sides[::-1]):
             if number_of_quantity(partner) is None:

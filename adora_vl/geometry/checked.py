@@ -18,10 +18,11 @@ TRUE_VERDICTS: tuple[ClaimVerdict, ...] = ("new", "given", "nothing", "again")
 class CheckedClaim:
     """A claim with what the figure says of it.
 
-    `verdict`: of true ones `new`; `given`, a fact as it stands; `nothing`, an identity or arithmetic
-    on what is known; `again`, said before. `false`; `follows`, false as well, and right if an
-    earlier false claim were true, so that one error counts once. `open`: the facts do not say.
-    `unread`: not understood. `is_answer`: it says what is asked for, as a number.
+    `verdict` is one of these. True claims are `new`; `given`, a fact as it stands; `nothing`, an
+    identity or arithmetic on what is known; or `again`, said before. Others are `false`; `follows`,
+    false as well, and right if an earlier false claim were true, so that one error counts once;
+    `open`, where the facts do not say; or `unread`, where it was not understood. `is_answer`: it
+    says what is asked for, as a number.
     """
 
     claim: Claim

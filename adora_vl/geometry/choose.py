@@ -34,12 +34,17 @@ _NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the figures of a problem say: a status, and an answer with its figure if there is one.
+    """What the search for figures has come to: a status, and an answer with its figure.
 
-    `rival_values` are the answers of other figures that fulfil the facts as well. `at_double_root`: the answer
-    is known to about four digits alone, since the equations have a double root there. `disordered_lines`:
-    lines on which the only figures have the points in another order, which is a conflict with what
-    lies on them.
+    Attributes:
+        status: Whether the facts determine the answer.
+        value: The answer, or the likeliest one of several; None without a figure.
+        solution: The figure with this answer.
+        rival_values: The answers of other figures that fulfil the facts as well.
+        at_double_root: The answer is known to about four digits alone, since the equations have a
+            double root there.
+        disordered_lines: Lines on which the only figures have the points in another order, which is
+            a conflict with what lies on them.
     """
 
     status: Status
@@ -53,7 +58,13 @@ class Outcome:
 def choose_outcome(
     problem: FigureProblem, budget: Budget, *, starts: int | None = None, rounded: bool = False
 ) -> Outcome:
-    """Solve a problem. `rounded`: facts may be off by as much as a book rounds them."""
+    """Search for figures that fulfil the facts, and choose the one that is meant.
+
+    `budget` counts the evaluations that are left, and `starts` how many searches there are, by
+    default as many as the picture needs. `rounded`: facts may be off by as much as a book rounds
+    them. Figures fit that have the points of a line in another order than the facts or the picture
+    say; the outcome is a conflict then.
+    """
     result = _choose_by_likeness(problem, budget=budget, starts=starts, rounded=rounded)
     if result.solution is None or result.status in ("conflict", "collapsed"):
         return result
@@ -104,7 +115,10 @@ def _choose_by_likeness(
 
 
 def _unlikeness(solution: Solution) -> tuple[float, int]:
-    """Return how unlike the picture a figure is; of equals the earlier start comes first."""
+    """Return how unlike the picture a figure is, with the number of its start.
+
+    Among equally unlike figures the earlier start comes first.
+    """
     return round(
         solution.picture_distance + _DISTANCE_PER_FAULT * solution.faults, 6
     ), solution.start
@@ -113,7 +127,8 @@ def _unlikeness(solution: Solution) -> tuple[float, int]:
 def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     """Tell whether a figure with another answer is about as much like the picture as the best one.
 
-    Of a positive and a negative answer the positive one is meant, and what is free says nothing.
+    `share` is how much of an answer counts as rounding. Of a positive and a negative answer the
+    positive one is meant, and a figure that may still move says nothing.
     """
     if (
         answers_agree(solution.value, best.value, share)
@@ -141,7 +156,11 @@ def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> li
 def _choose_without_picture(
     problem: FigureProblem, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Return the outcome where no picture chooses, so that all figures have to agree."""
+    """Return the outcome where no picture chooses, so that all figures have to agree.
+
+    `alike` are the figures to choose from. At least two have to be there, since a single one may be
+    one of several.
+    """
     best = min(alike, key=lambda solution: (solution.faults, solution.residual, solution.start))
     rival_values = _rival_values(alike, best, 1e-4)
     fixed = [solution for solution in alike if not is_goal_free(solution)]
@@ -170,9 +189,10 @@ def _choose_without_picture(
 def _choose_where_goal_seems_free(
     problem: FigureProblem, best: Solution, alike: Sequence[Solution], budget: Budget
 ) -> Outcome:
-    """Return the outcome where the goal seems free: open, unless it is at a double root.
+    """Return the outcome where the goal seems free in the best figure.
 
-    A double root is one where pushing the figure does not move the goal.
+    It is open, unless pushing the figure does not move the goal. Then the equations have a double
+    root there, and all figures of `alike` have about the same answer.
     """
     same = [
         solution

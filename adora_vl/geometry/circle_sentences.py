@@ -18,16 +18,19 @@ from adora_vl.geometry.text_sides import read_side
 
 
 def on_circle(draft: Draft, points: str, centre: str | None) -> None:
-    """Note that points lie on a circle."""
+    """Add that points lie on a circle: "A, B and C lie on circle O".
+
+    `points` is the list as it is written. Without a centre the only circle is meant.
+    """
     for point in split_point_names(points):
         draft.put_on_circle(point, centre)
 
 
 def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> None:
-    """Note that a point lies on an arc between two others, of the longer or the shorter way round.
+    """Add that a point lies on the longer or shorter arc between two others: "C on major arc AB".
 
-    The angle that the ends have there tells the two ways apart: half the shorter arc from the
-    longer one, and what that lacks to 180 from the shorter one.
+    The angle that the ends have there tells the two arcs apart. It is half the shorter arc, seen
+    from the longer one, and what that lacks to 180 degrees, seen from the shorter one.
     """
     centre = next((name for name, points in draft.circles.items() if start in points), None)
     for name in (start, end, point):
@@ -45,18 +48,22 @@ def on_arc(draft: Draft, point: str, size: str | None, start: str, end: str) -> 
 
 
 def circle(draft: Draft, centre: str, points: str | None) -> None:
-    """Note a circle with its centre and points."""
+    """Add a circle with its centre, and the points on it if any are named: "circle O: A, B, C"."""
     draft.name_circle(centre)
     on_circle(draft, points or "", centre)
 
 
 def circle_of_radius(draft: Draft, radius: str, centre: str) -> None:
-    """Note a circle by its radius and its centre."""
+    """Add a circle with its radius and its centre: "circle with radius 5 and center O"."""
     draft.add_equation(make_term("RadiusOf", draft.name_circle(centre)), read_side(draft, radius))
 
 
 def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | None) -> None:
-    """Note that a line touches a circle."""
+    """Add that a line touches a circle: "DA tangent to circle O at A".
+
+    `at` is the point where it touches. Without one it is the end of the line that lies on the
+    circle. Raises `SentenceError` where neither says where the line touches.
+    """
     circle = draft.name_circle(centre)
     name = circle.names[0]
     touching = at or next((point for point in (start, end) if point in draft.circles[name]), None)
@@ -72,7 +79,7 @@ def tangent(draft: Draft, start: str, end: str, centre: str | None, at: str | No
 
 
 def tangent_at(draft: Draft, start: str, end: str, at: str, centre: str | None) -> None:
-    """Note that a line touches a circle, with the point named first."""
+    """Add that a line touches a circle, with the point named first: "DA tangent at A to circle O"."""
     tangent(draft, start=start, end=end, centre=centre, at=at)
 
 
@@ -84,7 +91,11 @@ def two_tangents(
     at: str | None,
     behind: str | None = None,
 ) -> None:
-    """Note that two lines touch a circle, at two points in the same order."""
+    """Add that two lines touch a circle: "PA and PB are tangent to circle O at A and B".
+
+    `first` and `second` are the lines, and `at` names two points in the same order. The circle is
+    named before these (`centre`), behind them (`behind`), or not at all.
+    """
     points = split_point_names(at) if at else [None, None]
     for line, point in zip((first, second), points, strict=True):
         start, end = split_point_names(line)
@@ -94,9 +105,10 @@ def two_tangents(
 
 
 def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> str | None:
-    """Return the end of a tangent at which it touches; None where nothing says which.
+    """Return the end of a tangent at which it touches the circle; None where nothing says which.
 
-    It is the one on the circle, else the one that it does not share with the second tangent.
+    It is the end on the circle, else the one that it does not share with `second_line`, which
+    touches the circle as well.
     """
     name = draft.name_circle(centre).names[0]
     on_circle = [point for point in split_point_names(line) if point in draft.circles[name]]
@@ -108,7 +120,7 @@ def free_end(draft: Draft, line: str, second_line: str, centre: str | None) -> s
 
 
 def secant(draft: Draft, names: str, centre: str | None) -> None:
-    """Note that a line from outside meets a circle twice: `PAB secant` in A and B."""
+    """Add that a line from outside meets a circle twice: "PAB secant" meets it in A and B."""
     outside, near, far = split_point_names(names)
     draft.put_on_line(near, outside, far)
     draft.put_on_circle(near, centre)
@@ -116,13 +128,13 @@ def secant(draft: Draft, names: str, centre: str | None) -> None:
 
 
 def two_secants(draft: Draft, first: str, second: str, centre: str | None) -> None:
-    """Note two secants, each named by its three points."""
+    """Add two secants, each named by its three points: "secants PAB and PCD"."""
     secant(draft, first, centre)
     secant(draft, second, centre)
 
 
 def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
-    """Note that a segment is a diameter of a circle."""
+    """Add that a segment is a diameter of a circle: "AB is a diameter of circle O"."""
     circle = draft.name_circle(centre)
     name = circle.names[0]
     draft.put_on_circle(start, name)
@@ -132,26 +144,26 @@ def diameter(draft: Draft, start: str, end: str, centre: str | None) -> None:
 
 
 def chord(draft: Draft, start: str, end: str, centre: str | None) -> None:
-    """Note that a segment is a chord of a circle."""
+    """Add that a segment is a chord of a circle: "AB is a chord of circle O"."""
     draft.draw_line(start, end)
     draft.put_on_circle(start, centre)
     draft.put_on_circle(end, centre)
 
 
 def chords(draft: Draft, first: str, second: str, centre: str | None) -> None:
-    """Note that two segments are chords of a circle."""
+    """Add that two segments are chords of a circle: "AB and CD are chords of circle O"."""
     for line in (first, second):
         start, end = split_point_names(line)
         chord(draft, start=start, end=end, centre=centre)
 
 
 def chord_in_front(draft: Draft, start: str, end: str) -> None:
-    """Note a segment that is called a chord of the only circle."""
+    """Add that a segment is a chord of the only circle: "chord AB"."""
     chord(draft, start=start, end=end, centre=None)
 
 
 def diameter_in_front(draft: Draft, start: str, end: str) -> None:
-    """Note a segment that is called a diameter of the only circle."""
+    """Add that a segment is a diameter of the only circle: "diameter AB"."""
     diameter(draft, start=start, end=end, centre=None)
 
 
@@ -162,7 +174,10 @@ def inscribed(
     names: str,
     centre: str | None,
 ) -> None:
-    """Note that a polygon has its corners on a circle."""
+    """Add that a polygon has its corners on a circle: "triangle ABC is inscribed in circle O".
+
+    The polygon may have adjectives such as "isosceles", and a kind such as "triangle".
+    """
     if adjectives is not None:
         special_behind(draft, names, adjectives, kind)
     elif (kind or polygon_kind(names)) == "polygon":
@@ -173,24 +188,30 @@ def inscribed(
 
 
 def circle_around(draft: Draft, centre: str, kind: str | None, names: str) -> None:
-    """Note that a circle goes through the corners of a polygon."""
+    """Add that a circle goes through the corners of a polygon: "circle O around triangle ABC"."""
     draft.name_circle(centre)
     inscribed(draft, adjectives=None, kind=kind, names=names, centre=centre)
 
 
 def circle_in(draft: Draft, centre: str, kind: str | None, names: str) -> None:
-    """Note that a circle touches all sides of a polygon, which may be of a kind that says more."""
+    """Add that a circle touches all sides of a polygon: "circle O inscribed in square ABCD".
+
+    The kind of the polygon is a fact as well, which may say more.
+    """
     polygon = draft.add_shape(kind or polygon_kind(names), names)
     draft.facts.append(make_term("CircumscribedTo", polygon, draft.name_circle(centre)))
 
 
 def polygon_around(draft: Draft, kind: str | None, names: str, centre: str | None) -> None:
-    """Note a polygon whose sides all touch a circle."""
+    """Add a polygon whose sides all touch a circle: "square ABCD around circle O"."""
     circle_in(draft, centre=draft.name_circle(centre).names[0], kind=kind, names=names)
 
 
 def inscribed_angle(draft: Draft, names: str, kind: str, centre: str | None) -> None:
-    """Note an angle with its corner on a circle or in its centre."""
+    """Add an angle with its corner on a circle or in its centre: "ABC is inscribed in circle O".
+
+    `kind` is "inscribed" or "central". The other two points of a central angle lie on the circle.
+    """
     corners = split_point_names(names)
     if kind == "central":
         draft.name_circle(corners[1])

@@ -6,8 +6,9 @@ A sentence has subjects (`triangles ABC and DEF`), a predicate (`are similar`) a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator
 from itertools import chain, pairwise, product
+from typing import NamedTuple
 
 from adora_vl.geometry.forms import Term
 from adora_vl.geometry.names import NoSideError
@@ -26,6 +27,7 @@ from adora_vl.geometry.shapes import Circle, UnreadError, sides_of_polygon
 from adora_vl.geometry.sides import SideReader, equation
 from adora_vl.geometry.signature import split_midpoints
 
+# What a claim may mean: it is true where all relations of one of the alternatives hold.
 Alternatives = tuple[tuple[Relation, ...], ...]
 # What kind of thing each noun names; several nouns are the same kind.
 _NOUNS_BY_KIND = {
@@ -65,18 +67,40 @@ _POSITION_WORDS = frozenset(_POSITION_TEXT.split())
 _QUADRILATERALS = {"parallelogram", "rectangle", "rhombus", "square", "kite", "trapezoid"}
 
 
+class ReadThing(NamedTuple):
+    """A thing that a sentence names, such as a segment, and the position behind its name."""
+
+    term: Term
+    end: int
+
+
+class ReadRelation(NamedTuple):
+    """A relation that a sentence says, and the position behind it."""
+
+    alternatives: Alternatives
+    end: int
+
+
 class RelationReader:
-    """Reads relations that are no equations: "AB ∥ CD", "D is the midpoint of AC"."""
+    """Reads relations that are no equations: "AB ∥ CD", "D is the midpoint of AC".
+
+    A response is a row of words and signs, the tokens of `sides`. A method that reads gets the
+    position of the first token. It returns what it has read with the position behind the last one,
+    or None where nothing stands there that the method reads.
+
+    `subjects` are the things that the last relation was about, for "and bisects AC" behind it.
+    """
 
     def __init__(self, sides: SideReader, reading: Reading) -> None:
         self.sides = sides
         self.reading = reading
-        self.subjects: list[Term] = []  # of the relation before, for "and bisects AC"
+        self.subjects: list[Term] = []
 
-    def read(self, start: int) -> tuple[Alternatives, int] | None:
-        """Return the relation that begins at a sign, with the place behind it; None for none.
+    def read(self, start: int) -> ReadRelation | None:
+        """Read the relation that begins at a position; None where none does.
 
-        A relation that can mean several things comes in several ways, each a tuple of relations.
+        A word may mean several things, as "isosceles" does not say which sides are equal. Then the
+        result has an alternative for each. It is None also where a point is not in the figure.
         """
         repeats_subjects = self.sides.word_at(start) == "and" and bool(self.subjects)
         if repeats_subjects:
@@ -88,67 +112,74 @@ class RelationReader:
                 return None
             subjects, verb = subjects_and_end
         try:
-            result = self._read_predicate(subjects, verb)
+            relation_read = self._read_predicate(subjects, verb)
         except (UnreadError, NoSideError, IndexError, ValueError):
-            result = None
-        if result is None:
+            relation_read = None
+        if relation_read is None:
             if not repeats_subjects:
                 self.subjects = []
             return None
-        alternatives, end = result
+        alternatives = relation_read.alternatives
         if not alternatives or any(not alternative for alternative in alternatives):
             return None
-        for alternative in alternatives:
-            for relation in alternative:
-                if not set(points_in(relation)) <= set(self.reading.drawing.points):
-                    return None
+        known_points = set(self.reading.drawing.points)
+        for relation in chain(*alternatives):
+            if not set(points_in(relation)) <= known_points:
+                return None
         self.subjects = subjects
-        return alternatives, end
+        return relation_read
 
     # Subjects
 
     def _read_subjects(self, start: int) -> tuple[list[Term], int] | None:
         """Read the subjects of a sentence: "triangles ABC and DEF", "AB", "angles 1 and 2".
 
-        All are of one kind. Returns them with the place behind them.
+        All are of the same kind. Returns them with the position behind them.
         """
         cursor = start
         kind = _KIND_BY_NOUN.get(self.sides.word_at(cursor))
         if kind is not None:
             cursor += 1
+            # The noun "angle" is followed by the sign of an angle, which is a word as well.
             if self.sides.word_at(cursor) == "angle" and kind == "Angle":
                 cursor += 1
         elif self.sides.token_at(cursor).kind != "points":
             return None
-        first_noun = self._read_thing(kind, cursor)
-        if first_noun is None:
+        first_subject = self._read_thing(kind, cursor)
+        if first_subject is None:
             return None
-        term, cursor = first_noun
-        terms = [term]
+        subject_kind = first_subject.term.head
+        subjects = [first_subject.term]
+        cursor = first_subject.end
         while True:
             next_start = cursor
             if self.sides.token_at(next_start).text == ",":
                 next_start += 1
             if self.sides.word_at(next_start) == "and":
                 next_start += 1
+            # Without a comma or "and" no further subject follows.
             if next_start == cursor:
-                return terms, cursor
+                return subjects, cursor
             next_kind = _KIND_BY_NOUN.get(self.sides.word_at(next_start))
-            next_noun = self._read_thing(
-                next_kind or term.head, next_start + (1 if next_kind else 0)
-            )
-            if next_noun is None or next_noun[0].head != term.head:
-                return terms, cursor
-            terms.append(next_noun[0])
-            cursor = next_noun[1]
+            if next_kind is not None:
+                next_start += 1
+            next_subject = self._read_thing(next_kind or subject_kind, next_start)
+            if next_subject is None or next_subject.term.head != subject_kind:
+                return subjects, cursor
+            subjects.append(next_subject.term)
+            cursor = next_subject.end
 
-    def _read_thing(self, kind: str | None, start: int) -> tuple[Term, int] | None:
-        """Read one thing, of this kind or of the one that its letters show."""
+    def _read_thing(self, kind: str | None, start: int) -> ReadThing | None:
+        """Read one thing of a kind such as `Line`, by its letters or, for an angle, its number.
+
+        Without a kind, the number of letters says it: two are a line, three a triangle.
+        """
         token = self.sides.token_at(start)
         if kind == "Angle" and token.kind == "number":
             if f"angle {token.text}" not in self.sides.unknowns:
                 return None
-            return Term(head="Angle", arguments=(Term(token.text),)), start + 1
+            numbered_angle = Term(head="Angle", arguments=(Term(token.text),))
+            return ReadThing(term=numbered_angle, end=start + 1)
         if token.kind != "points":
             return None
         try:
@@ -160,11 +191,12 @@ class RelationReader:
             return None
         if len(names) not in _LETTER_COUNTS_BY_KIND.get(kind, (len(names),)):
             return None
-        return Term(head=kind, arguments=tuple(Term(name) for name in names)), end
+        term = Term(head=kind, arguments=tuple(Term(name) for name in names))
+        return ReadThing(term=term, end=end)
 
     # Predicates
 
-    def _read_predicate(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
+    def _read_predicate(self, subjects: list[Term], start: int) -> ReadRelation | None:
         """Read what is said of the subjects, from the verb or the sign behind them on."""
         kind = subjects[0].head
         text = self.sides.token_at(start).text
@@ -175,43 +207,37 @@ class RelationReader:
             return self._read_pair(subjects, start + 1, fact)
         if self.sides.word_at(start) in ("bisects", "bisect"):
             return self._read_bisected(subjects[0], start + 1)
+        # Where lines meet is no claim that could be judged.
         if self.sides.word_at(start) in ("intersects", "meets"):
             return None
-        cursor = start
-        while self.sides.word_at(cursor) in ("also", "must", "which", "then", "therefore"):
-            cursor += 1
+        cursor = self.sides.skip_words(start, {"also", "must", "which", "then", "therefore"})
         if self.sides.word_at(cursor) not in ("is", "are", "be", "have", "form"):
             return None
-        cursor += 1
-        cursor = self._skip_position_words(self._skip_words(cursor, _ADVERBS))
-        return self._read_complement(subjects, cursor)
-
-    def _skip_words(self, position: int, words: Set[str]) -> int:
-        """Return the place behind these words."""
-        while self.sides.word_at(position) in words:
-            position += 1
-        return position
+        cursor = self.sides.skip_words(cursor + 1, _ADVERBS)
+        return self._read_complement(subjects, self._skip_position_words(cursor))
 
     def _skip_position_words(self, start: int) -> int:
-        """Return the place behind "vertical angles and are".
+        """Return the position behind words such as "vertical angles and are".
 
-        Where angles lie is said in passing, and is no claim.
+        Where angles lie is said in passing, and is no claim. Without a second "are" behind them
+        the words are all that the sentence says, so that nothing is skipped.
         """
         if self.sides.word_at(start) not in _POSITION_WORDS:
             return start
-        cursor = self._skip_words(start, _POSITION_WORDS)
+        cursor = self.sides.skip_words(start, _POSITION_WORDS)
         after_comma = cursor + 1 if self.sides.token_at(cursor).text == "," else cursor
-        after_joint = self._skip_words(after_comma, {"and", "so", "which", "that", "they"})
+        joint_words = {"and", "so", "which", "that", "they"}
+        after_joint = self.sides.skip_words(after_comma, joint_words)
         if after_joint == after_comma or self.sides.word_at(after_joint) not in ("are", "is"):
             return start
-        return self._skip_words(after_joint + 1, _ADVERBS)
+        return self.sides.skip_words(after_joint + 1, _ADVERBS)
 
     def _fact_of_sign(self, sign: str) -> str:
         """Return the kind of fact that a sign between two lines says."""
         return "Parallel" if sign == "∥" else "Perpendicular"
 
-    def _read_complement(self, subjects: list[Term], start: int) -> tuple[Alternatives, int] | None:
-        """Read what stands behind `is` or `are`."""
+    def _read_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
+        """Read what stands behind "is" or "are", such as "similar" or "the midpoint of AB"."""
         kind = subjects[0].head
         if kind == "Line":
             return self._read_line_complement(subjects, start)
@@ -222,28 +248,41 @@ class RelationReader:
         if word in ("similar", "congruent") and kind in ("Triangle", "Polygon"):
             return self._read_pair(subjects, self._skip_to_words(start + 1), word.capitalize())
         if kind == "Triangle" and word in ("isosceles", "equilateral", "right", "equiangular"):
-            end = start + 1 if next_word not in ("triangle", "triangles") else start + 2
-            is_other_noun = self.sides.word_at(end) in ("trapezoid", "angle", "angles")
-            if self.sides.token_at(start + 1).text == "-" or is_other_noun or len(subjects) > 3:
-                return None
-            alternatives = [
-                tuple(self._triangle_alternatives(subject, word)) for subject in subjects
-            ]
-            return tuple(tuple(chain(*choice)) for choice in product(*alternatives)), end
+            return self._read_triangle_complement(subjects, start)
         if kind == "Point" and word == "midpoint" and next_word == "of":
             line = self._read_object(self._skip_article(start + 2))
-            if line is None or line[0].head != "Line":
+            if line is None or line.term.head != "Line":
                 return None
-            return (self._relations_of_fact("IsMidpointOf", subjects[0], line[0]),), line[1]
+            relations = self._relations_of_fact("IsMidpointOf", subjects[0], line.term)
+            return ReadRelation(alternatives=(relations,), end=line.end)
         if kind == "Polygon" and word in _QUADRILATERALS and len(subjects[0].names) == 4:
-            term = Term(head=word.capitalize(), arguments=subjects[0].arguments)
-            return (tuple(relations_of(self.reading.measures, term)),), start + 1
+            fact = Term(head=word.capitalize(), arguments=subjects[0].arguments)
+            relations = tuple(relations_of(self.reading.measures, fact))
+            return ReadRelation(alternatives=(relations,), end=start + 1)
         return None
 
-    def _read_line_complement(
-        self, subjects: list[Term], start: int
-    ) -> tuple[Alternatives, int] | None:
-        """Read what stands behind `is` or `are` where the subjects are segments."""
+    def _read_triangle_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
+        """Read that triangles are isosceles, equilateral or right.
+
+        Each triangle has alternatives of its own, and all combinations of them are returned. Their
+        number grows quickly, so that more than three triangles are not read.
+        """
+        has_noun = self.sides.word_at(start + 1) in ("triangle", "triangles")
+        end = start + 2 if has_noun else start + 1
+        # "right angle" and "right-angled" say something else.
+        is_other_noun = self.sides.word_at(end) in ("trapezoid", "angle", "angles")
+        if self.sides.token_at(start + 1).text == "-" or is_other_noun or len(subjects) > 3:
+            return None
+        word = self.sides.word_at(start)
+        alternatives_by_triangle = [
+            tuple(self._triangle_alternatives(subject, word)) for subject in subjects
+        ]
+        combinations = product(*alternatives_by_triangle)
+        alternatives = tuple(tuple(chain(*combination)) for combination in combinations)
+        return ReadRelation(alternatives=alternatives, end=end)
+
+    def _read_line_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
+        """Read what stands behind "is" or "are" where the subjects are segments."""
         word = self.sides.word_at(start)
         if word in ("parallel", "perpendicular"):
             if self.sides.word_at(start + 1) == "bisector":
@@ -254,54 +293,57 @@ class RelationReader:
         if word in ("diameter", "radius", "tangent", "tangents", "diameters", "radii"):
             return self._read_circle_complement(subjects, word, start + 1)
         if word in ("equal", "congruent") and len(subjects) > 1:
-            return (self._all_equal(subjects),), self._skip_equal_words(start)
+            equations = self._equate_subjects(subjects)
+            return ReadRelation(alternatives=(equations,), end=self._skip_equal_words(start))
         return None
 
     def _skip_to_words(self, position: int) -> int:
-        """Return the place behind "to", "with" or "to each other"."""
-        while self.sides.word_at(position) in ("to", "with", "each", "other", "one", "another"):
-            position += 1
-        return position
+        """Return the position behind "to", "with" or "to each other"."""
+        to_words = {"to", "with", "each", "other", "one", "another"}
+        return self.sides.skip_words(position, to_words)
 
     def _skip_equal_words(self, position: int) -> int:
-        """Return the place behind "congruent", "equal in length" and the like."""
+        """Return the position behind "congruent", "equal in length" and the like."""
         position += 1
         if self.sides.word_at(position) == "in":
             return position + 2
         return position
 
     def _skip_article(self, position: int) -> int:
-        """Return the place behind words that stand before a name, as in "the side AB"."""
-        while self.sides.word_at(position) in ("the", "side", "segment", "both", "line", "chord"):
-            position += 1
-        return position
+        """Return the position behind words that stand before a name, as in "the side AB"."""
+        words_before_name = {"the", "side", "segment", "both", "line", "chord"}
+        return self.sides.skip_words(position, words_before_name)
 
     def _relations_of_fact(self, head: str, *arguments: Term) -> tuple[Relation, ...]:
-        """Return the relations that a fact of this kind says."""
-        term = Term(head=head, arguments=arguments)
-        return tuple(split_midpoints(relations_of(self.reading.measures, term)))
+        """Return the relations that a fact says, such as `Parallel(Line(A, B), Line(C, D))`.
 
-    def _read_pair(
-        self, subjects: list[Term], start: int, fact_kind: str
-    ) -> tuple[Alternatives, int] | None:
-        """Read a fact of two things: both are subjects, or the second stands behind the verb."""
+        `head` is the kind of the fact, here `Parallel`.
+        """
+        fact = Term(head=head, arguments=arguments)
+        return tuple(split_midpoints(relations_of(self.reading.measures, fact)))
+
+    def _read_pair(self, subjects: list[Term], start: int, fact_kind: str) -> ReadRelation | None:
+        """Read a fact of two things: both are subjects, or the second stands behind the verb.
+
+        In "AB and CD are parallel" both are subjects, in "AB is parallel to CD" only the first.
+        """
+        first_thing = subjects[0]
         if len(subjects) > 1:
             relations: list[Relation] = []
-            for other_subject in subjects[1:]:
-                relations += self._relations_of_fact(fact_kind, subjects[0], other_subject)
-            return (tuple(relations),), start
-        second_and_end = self._read_object(start)
-        if second_and_end is None or second_and_end[0].head != subjects[0].head:
+            for next_subject in subjects[1:]:
+                relations += self._relations_of_fact(fact_kind, first_thing, next_subject)
+            return ReadRelation(alternatives=(tuple(relations),), end=start)
+        second_thing = self._read_object(start)
+        if second_thing is None or second_thing.term.head != first_thing.head:
             return None
-        second_thing, end = second_and_end
-        if fact_kind in ("Similar", "Congruent") and len(second_thing.names) != len(
-            subjects[0].names
-        ):
+        has_as_many_corners = len(second_thing.term.names) == len(first_thing.names)
+        if fact_kind in ("Similar", "Congruent") and not has_as_many_corners:
             return None
-        return (self._relations_of_fact(fact_kind, subjects[0], second_thing),), end
+        pair_relations = self._relations_of_fact(fact_kind, first_thing, second_thing.term)
+        return ReadRelation(alternatives=(pair_relations,), end=second_thing.end)
 
-    def _read_object(self, start: int) -> tuple[Term, int] | None:
-        """Read the one thing that is named behind a verb."""
+    def _read_object(self, start: int) -> ReadThing | None:
+        """Read the one thing that is named behind a verb, with its noun or without."""
         kind = _KIND_BY_NOUN.get(self.sides.word_at(start))
         if kind is not None:
             start += 1
@@ -309,12 +351,13 @@ class RelationReader:
                 start += 1
         return self._read_thing(kind, start)
 
-    def _triangle_alternatives(self, subject: Term, word: str) -> Iterator[tuple[Relation, ...]]:
-        """Return the ways in which a triangle can be isosceles, equilateral or right.
+    def _triangle_alternatives(self, triangle: Term, word: str) -> Iterator[tuple[Relation, ...]]:
+        """Yield the ways in which a triangle can be isosceles, equilateral or right.
 
-        The word does not say which sides are equal or which corner is right, so each is a way.
+        The word does not say which sides are equal or which corner is right, so that there is an
+        alternative for each side or corner.
         """
-        corners = subject.names
+        corners = triangle.names
         lengths = [self.reading.measures.distance(*side) for side in sides_of_polygon(corners)]
         if word in ("equilateral", "equiangular"):
             yield (
@@ -329,81 +372,82 @@ class RelationReader:
             corner = corners[index]
             yield (Perpendicular(a=corner, b=corners[index - 1], c=corner, d=corners[index - 2]),)
 
-    def _read_bisected(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
-        """Read what a line halves: a segment or an angle."""
-        target_and_end = self._read_object(self._skip_article(start))
-        if (
-            target_and_end is None
-            or line.head != "Line"
-            or target_and_end[0].head not in ("Angle", "Line")
-        ):
+    def _read_bisected(self, line: Term, start: int) -> ReadRelation | None:
+        """Read what a line halves: a segment or an angle that is named behind "bisects"."""
+        target = self._read_object(self._skip_article(start))
+        if target is None or line.head != "Line" or target.term.head not in ("Angle", "Line"):
             return None
-        target, end = target_and_end
-        return (self._relations_of_fact("BisectsAngle", line, target),), end
+        relations = self._relations_of_fact("BisectsAngle", line, target.term)
+        return ReadRelation(alternatives=(relations,), end=target.end)
 
-    def _read_bisector(self, line: Term, start: int) -> tuple[Alternatives, int] | None:
-        """Read `bisector of` an angle or a segment, with "perpendicular" before it or not."""
+    def _read_bisector(self, line: Term, start: int) -> ReadRelation | None:
+        """Read "bisector of" an angle or a segment, with "perpendicular" before it or not."""
         if self.sides.word_at(start) != "bisector" or self.sides.word_at(start + 1) != "of":
             return None
-        halved = self._read_bisected(line, start + 2)
-        if halved is None or self.sides.word_at(start - 1) != "perpendicular":
-            return halved
+        bisected = self._read_bisected(line, start + 2)
+        if bisected is None or self.sides.word_at(start - 1) != "perpendicular":
+            return bisected
         segment = self._read_object(self._skip_article(start + 2))
-        if segment is None or segment[0].head != "Line":
+        if segment is None or segment.term.head != "Line":
             return None
-        perpendicular = self._relations_of_fact("Perpendicular", line, segment[0])
-        return (halved[0][0] + perpendicular,), halved[1]
+        (halves,) = bisected.alternatives
+        perpendicular = self._relations_of_fact("Perpendicular", line, segment.term)
+        return ReadRelation(alternatives=(halves + perpendicular,), end=bisected.end)
 
     def _read_circle_complement(
         self, subjects: list[Term], word: str, start: int
-    ) -> tuple[Alternatives, int] | None:
-        """Read that lines are radii, diameters or tangents of the circle.
+    ) -> ReadRelation | None:
+        """Read that lines are radii, diameters or tangents of a circle.
 
-        A circle that is not named is the only one of the figure.
+        A circle that is not named is the only one of the figure. `word` is the one that says what
+        the lines are, and `start` the position behind it.
         """
         circles = self.reading.drawing.circles
-        cursor = start
-        while self.sides.word_at(cursor) in ("of", "to", "the", "circle"):
-            cursor += 1
+        end = start
+        cursor = self.sides.skip_words(start, {"of", "to", "the", "circle"})
         if self.sides.token_at(cursor).kind == "points" and cursor > start:
             centre, end = self.sides.names_at(cursor)
             circles = [circle for circle in circles if [circle.centre] == centre]
-            start = end
         elif cursor > start and self.sides.word_at(cursor - 1) == "circle":
-            start = cursor
+            end = cursor
         if len(circles) != 1:
             return None
-        alternatives = [self._relations_of_circle_line(line, word, circles[0]) for line in subjects]
-        if any(not alternative for alternative in alternatives):
+        relations_by_line = [
+            self._relations_of_circle_line(line, word, circles[0]) for line in subjects
+        ]
+        if any(not relations for relations in relations_by_line):
             return None
-        return (tuple(chain(*alternatives)),), start
+        return ReadRelation(alternatives=(tuple(chain(*relations_by_line)),), end=end)
 
     def _relations_of_circle_line(
         self, line: Term, word: str, circle: Circle
     ) -> tuple[Relation, ...]:
-        """Return that a segment is a radius, a diameter or a tangent; nothing where unclear."""
+        """Return the relations by which a segment is a radius, a diameter or a tangent.
+
+        Empty where the figure does not show what is meant, as for a radius that has no end on the
+        circle.
+        """
         target = Term(head="Circle", arguments=(Term(circle.centre),))
         start, end = line.names
         on_circle = [name for name in (start, end) if name in circle.points]
         if word.startswith("radi"):
             if circle.centre not in (start, end) and len(on_circle) == 2:
-                # A chord is none: neither end is the centre.
+                # A chord is no radius. The claim is judged as one that its end is the centre.
                 distance = self.reading.measures.distance(start, circle.centre)
                 return (Equal(left=distance, right=Constant(0.0), unit="length"),)
             return self._relations_of_fact("IsRadiusOf", line, target) if on_circle else ()
         if word.startswith("diam"):
-            return (
-                self._relations_of_fact("IsDiameterOf", line, target) if len(on_circle) == 2 else ()
-            )
+            if len(on_circle) < 2:
+                return ()
+            return self._relations_of_fact("IsDiameterOf", line, target)
         if len(on_circle) == 2:
-            reach = LineDistance(point=circle.centre, start=start, end=end)
+            # A line through two points of a circle is no tangent, which this equation says.
+            distance_to_line = LineDistance(point=circle.centre, start=start, end=end)
             radius = self.reading.measures.radius(circle)
-            return (Equal(left=reach, right=radius, unit="length"),)
+            return (Equal(left=distance_to_line, right=radius, unit="length"),)
         return self._relations_of_fact("Tangent", line, target) if on_circle else ()
 
-    def _read_angle_complement(
-        self, subjects: list[Term], start: int
-    ) -> tuple[Alternatives, int] | None:
+    def _read_angle_complement(self, subjects: list[Term], start: int) -> ReadRelation | None:
         """Read that angles or arcs are right, equal, supplementary or complementary."""
         word = self.sides.word_at(start)
         values = [self.reading.measures.quantity(term) for term in subjects]
@@ -413,26 +457,27 @@ class RelationReader:
             right_angles = [
                 Equal(left=value, right=Constant(90.0), unit="degrees") for value in values
             ]
-            return (tuple(right_angles),), start + 1
-        total_of_kind = {"supplementary": 180.0, "complementary": 90.0}
-        if word in total_of_kind:
+            return ReadRelation(alternatives=(tuple(right_angles),), end=start + 1)
+        total_by_word = {"supplementary": 180.0, "complementary": 90.0}
+        if word in total_by_word:
             end = start + 2 if self.sides.word_at(start + 1) in ("angles", "arcs") else start + 1
             if len(values) == 1:
-                end = self._skip_to_words(start + 1)
-                second_and_end = self._read_object(end)
-                if second_and_end is None or second_and_end[0].head != subjects[0].head:
+                # "Angle 1 is supplementary to angle 2": the second angle stands behind the word.
+                second_angle = self._read_object(self._skip_to_words(start + 1))
+                if second_angle is None or second_angle.term.head != subjects[0].head:
                     return None
-                values.append(self.reading.measures.quantity(second_and_end[0]))
-                end = second_and_end[1]
+                values.append(self.reading.measures.quantity(second_angle.term))
+                end = second_angle.end
             if len(values) != 2:
                 return None
-            total = Equal(left=plus(*values), right=Constant(total_of_kind[word]), unit="degrees")
-            return ((total,),), end
+            total = Equal(left=plus(*values), right=Constant(total_by_word[word]), unit="degrees")
+            return ReadRelation(alternatives=((total,),), end=end)
         if word in ("congruent", "equal") and len(values) > 1:
-            return (self._all_equal(subjects),), self._skip_equal_words(start)
+            equations = self._equate_subjects(subjects)
+            return ReadRelation(alternatives=(equations,), end=self._skip_equal_words(start))
         return None
 
-    def _all_equal(self, subjects: list[Term]) -> tuple[Relation, ...]:
-        """Return that the lengths, angles or arcs of the subjects are all equal."""
+    def _equate_subjects(self, subjects: list[Term]) -> tuple[Relation, ...]:
+        """Return the equations that make the lengths, angles or arcs of the subjects equal."""
         values = [self.reading.measures.quantity(term) for term in subjects]
         return tuple(equation(first, second) for first, second in pairwise(values))

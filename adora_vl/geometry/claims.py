@@ -112,13 +112,19 @@ _EQUALS_SIGNS = ("=", "≈", "≅")
 
 @dataclass(frozen=True)
 class Claim:
-    """What a response says of its figure.
+    """What a response says of its figure, such as "AB = 5".
 
-    `start` and `end`: its place in the text, `words` what stands there. `alternatives`: what it says in
-    primitives; it is true where all relations of one of the ways hold, as an isosceles triangle has
-    one of three pairs of equal sides. Empty where it is `unread`, with the reason in `why`.
-    `decimals`: the most digits that a number of it has behind its point; None without such a
-    number.
+    Attributes:
+        start: Its place in the text.
+        end: The place behind it.
+        words: What stands there.
+        kind: What it is about; `unread` where it was not understood.
+        alternatives: What it says as relations. It is true where all relations of one alternative
+            hold, as an isosceles triangle has one of three pairs of equal sides. Empty where it is
+            `unread`.
+        decimals: The most digits that a number of it has behind its point; None without such a
+            number.
+        why: The reason why it is `unread`.
     """
 
     start: int
@@ -142,7 +148,7 @@ def read_claims_on(text: str, reading: Reading) -> list[Claim]:
 
 @dataclass(frozen=True)
 class _ChainLink:
-    """A side of a chain: where it begins, and the place behind it."""
+    """A side of a chain of equations: where it begins, and the position behind it."""
 
     side: EquationSide
     first: int
@@ -150,7 +156,11 @@ class _ChainLink:
 
 
 class _ClaimReader:
-    """Goes through a response once, from left to right."""
+    """Finds the claims of a response, going once through its tokens (words and signs).
+
+    Positions are numbers of tokens. `is_asserted` tells for each token whether the author stands by
+    it.
+    """
 
     def __init__(self, text: str, reading: Reading) -> None:
         self.text = text
@@ -162,7 +172,10 @@ class _ClaimReader:
         self.subject: tuple[Term, int] | None = None
 
     def claims(self) -> list[Claim]:
-        """Return all claims of the text."""
+        """Return all claims of the text in their order, those that cannot be read among them.
+
+        Claims that nobody stands by, or that are one of several alternatives, are left out.
+        """
         claims: list[Claim] = []
         hypothetical: list[Claim] = []  # read, and not stood by
         number = 0
@@ -181,9 +194,9 @@ class _ClaimReader:
         return sorted(claims, key=lambda claim: (claim.start, claim.end))[:MAX_CLAIMS]
 
     def _claims_from(self, number: int) -> tuple[list[Claim], int]:
-        """Return the claims that begin at a place, and the place behind them.
+        """Return the claims that begin at a position, and the position behind them.
 
-        Without a claim it is the same place.
+        Without a claim it is the same position.
         """
         row = self._read_table_row(number)
         if row is not None:
@@ -206,6 +219,7 @@ class _ClaimReader:
         decimals: int | None = None,
         why: str = "",
     ) -> Claim:
+        """Make a claim of the tokens from `first` up to the one before `behind`."""
         start = self.tokens[first].start
         end = self.tokens[behind - 1].end
         return Claim(
@@ -219,7 +233,10 @@ class _ClaimReader:
         )
 
     def _continues_unread(self, number: int) -> bool:
-        """Tell whether what begins here belongs to something before it that was not read."""
+        """Tell whether what begins here belongs to something before it that was not read.
+
+        The `5` of `k + 5` would be read as a side of its own otherwise.
+        """
         before = self.sides.token_at(number - 1)
         if number == 0 or before.kind == "line":
             return False
@@ -248,7 +265,7 @@ class _ClaimReader:
         return before.kind == token.kind == "points" and len(before.text) == len(token.text) == 1
 
     def _is_position(self, number: int) -> bool:
-        """Tell whether what stands here only says where a part lies: "the side opposite angle A"."""
+        """Tell whether what stands here only says where a part lies: "opposite angle A"."""
         before = [self.sides.word_at(number - step) for step in range(1, 8)]
         if before[0] == "to" and "distance" in before:
             return True  # "the distance from O to AB"
@@ -260,7 +277,7 @@ class _ClaimReader:
         return False
 
     def _is_alternative(self, number: int, behind: int, claims: Sequence[Claim]) -> bool:
-        """Tell whether `or` stands before or behind: one of several values is no claim.
+        """Tell whether "or" stands before a claim or behind it: one of several values is no claim.
 
         Behind a comma "or" may put an equation in other words: "AB/BC = DE/EF, or 5/x = 3/4".
         """
@@ -309,7 +326,8 @@ class _ClaimReader:
         """Return the claims of a chain of sides: `AB = 5x - 2 = 13`, `angle B measures 40 degrees`.
 
         Each side is compared with the one before it. Arithmetic on numbers alone says what the
-        first side with a name is, and so does what stands behind a side that was not read.
+        first side with a name is, and so does what stands behind a side that was not read. Returns
+        the claims with the position behind them.
         """
         claims: list[Claim] = []
         head: _ChainLink | None = None  # the first side with a name: what the whole chain is about
@@ -358,9 +376,10 @@ class _ClaimReader:
             yield _ChainLink(side=side, first=start, behind=behind)
 
     def _read_side_behind(self, number: int, relation: int) -> tuple[EquationSide, int]:
-        """Return the side behind `=` or `is`.
+        """Return the side behind `=` or "is", with the position behind it.
 
-        Raises `NoSideError` where it is only a part of a side.
+        `relation` is the position of that sign or word. Raises `NoSideError` where the side is only
+        a part of something, as "5" is of "5 sides".
         """
         side, behind = self.sides.side(number)
         word = self.sides.word_at(behind)
@@ -384,7 +403,11 @@ class _ClaimReader:
     def _read_difference(
         self, amount: EquationSide, number: int, *, factor: float
     ) -> tuple[EquationSide, int]:
-        """Return what is so much more or less than the side that begins here: "5 more than AB"."""
+        """Return what is so much more or less than the side that begins here: "5 more than AB".
+
+        `amount` is how much, and `factor` is 1 for more and -1 for less. Returns the side with the
+        position behind it.
+        """
         while self.sides.word_at(number) in ("the", "length", "measure", "of"):
             number += 1
         side, behind = self.sides.side(number)
@@ -398,7 +421,7 @@ class _ClaimReader:
         return word in ("to", "out", "of", "by")
 
     def _past_equal(self, number: int) -> int | None:
-        """Return the place behind `=`, `is` or `measures`; None where none of them stands here."""
+        """Return the position behind `=`, "is" or "measures"; None where none of them stands here."""
         cursor = number
         while self.sides.token_at(cursor).kind == "line":
             cursor += 1
@@ -495,7 +518,7 @@ class _ClaimReader:
         return False
 
     def _find_unread(self, claims: list[Claim]) -> Iterator[Claim]:
-        """Yield what stands around a sign of a relation that no claim has read."""
+        """Yield what stands around a relation's sign that no claim has read, as unread claims."""
         spans = [(claim.start, claim.end) for claim in claims]
         clause: list[int] = []
         for number, token in enumerate(self.tokens):
@@ -509,8 +532,8 @@ class _ClaimReader:
     def _unread_clause(self, clause: list[int], spans: list[tuple[int, int]]) -> Iterator[Claim]:
         """Yield one unread claim for a clause with a relation of which nothing was read.
 
-        `clause` holds the numbers of its signs, `spans` the places in the text that claims cover.
-        A clause that names nothing of a figure, such as "3 = 3", is no claim.
+        `clause` holds the positions of its tokens, `spans` the places in the text that claims
+        cover. A clause that names nothing of a figure, such as "3 = 3", is no claim.
         """
         has_relation = any(
             self.tokens[number].text in ("=", "≈", "≅", "∥", "⊥") and self.is_asserted[number]
@@ -530,15 +553,15 @@ class _ClaimReader:
         yield self._claim(first, clause[-1] + 1, "unread", why="it was not understood")
 
     def _is_name(self, token: ResponseToken) -> bool:
-        """Tell whether a sign names something of a figure: points, a letter, an angle or an arc."""
+        """Tell whether a token names something of a figure: points, a letter, an angle or an arc."""
         if token.kind == "points" or token.text in ("angle", "arc"):
             return True
         return re.fullmatch("[a-z]", token.text) is not None
 
     def _is_of_formula(self, token: ResponseToken) -> bool:
-        """Tell whether a sign can begin a formula.
+        """Tell whether a token can begin a formula.
 
-        Every sign but a word can, and a word only if it stands for a name or a sign.
+        Every token but a word can, and a word only if it stands for a name or a sign.
         """
         return token.kind != "word" or len(token.text) == 1 or token.text in _WORDS_IN_FORMULAS
 

@@ -31,7 +31,10 @@ _MIN_RESIDUAL_SHARE = (
 
 @dataclass(frozen=True)
 class Repair:
-    """Facts that were left out so that a figure fits, and what it says then."""
+    """Facts that were left out so that a figure fits, and what the figure says then.
+
+    `left_out` are the numbers of these facts.
+    """
 
     left_out: tuple[int, ...]
     outcome: Outcome
@@ -58,10 +61,10 @@ class Conflict:
 def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict:
     """Leave out facts until figures fit, and say which facts contradict each other.
 
-    All lengths beside angles go first, or the other way round, then one fact at a time: first
-    the values that facts give, then the relations of the figure, and last what the question itself
-    supposes. `budget` counts evaluations for all trials together; a
-    trial that finds it spent counts as one that does not fit.
+    All lengths beside angles go first, or the other way round, then one fact at a time: first the
+    values that facts give, then the relations of the figure, and last what the question itself
+    supposes. `budget` counts evaluations for all trials together; a trial that finds it spent
+    counts as one that does not fit.
     """
     terms = reading.drawing.terms
     used = {source for source in reading.fact_numbers if source is not None}
@@ -112,7 +115,8 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
 def _exclude_each_other(form: LogicForm, reading: Reading, named: Sequence[int]) -> bool:
     """Tell whether no figure fulfils these facts alone, with what lies on their lines and circles.
 
-    So few facts are fulfilled by many starts if by any figure, which a whole diagram is not.
+    `named` are the numbers of the facts. So few facts are fulfilled by many starts if by any
+    figure, which a whole diagram is not.
     """
     terms = reading.drawing.terms
     points = {point for number in named for point in points_in_term(terms[number])}
@@ -140,7 +144,8 @@ def gives_size(term: Term) -> bool:
 def _facts_of_other_kind(reading: Reading, values: Sequence[int]) -> list[tuple[int, ...]]:
     """Return the facts of the kind that the goal is not: lengths for an angle, angles for a length.
 
-    Nothing where only one kind is there.
+    `values` are the numbers of all facts that give sizes. The result is a list with one group of
+    numbers, or empty where only one kind is there.
     """
     terms = reading.drawing.terms
     lengths = tuple(number for number in values if unit_of_term(terms[number]) == "length")
@@ -164,7 +169,10 @@ def _unit_of_goal(reading: Reading) -> str:
 
 
 def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget) -> Repair | None:
-    """Return the figure without these facts; None where none fits without a fault."""
+    """Search a figure without some facts; None where none fits without a fault.
+
+    `left_out` are the numbers of these facts.
+    """
     numbers = tuple(left_out)
     if budget.remaining <= 0:
         return None
@@ -179,9 +187,9 @@ def _try_without_facts(form: LogicForm, left_out: Iterable[int], budget: Budget)
 
 
 def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> list[int]:
-    """Return the facts that the nearest figure misses, the worst missed first.
+    """Return the numbers of the facts that the nearest figure misses, the worst missed first.
 
-    The nearest one misses all of them together as little as it can.
+    The nearest figure misses all facts together as little as it can.
     """
     best: np.ndarray | None = None
     for number in (0, 1):

@@ -25,22 +25,26 @@ _MIN_STEPS_BEFORE_GIVING_UP = 15  # steps before slow progress ends the search
 
 
 class Budget:
-    """How many evaluations of equations are left."""
+    """How many evaluations of the equations a search may still do.
+
+    Work is counted so, and not in seconds, that every machine ends at the same place.
+    """
 
     def __init__(self, evaluations: int) -> None:
         self.remaining = evaluations
 
     def take(self) -> bool:
-        """Tell whether one more may be done; it counts as done."""
+        """Count one more evaluation, and tell whether it may be done."""
         self.remaining -= 1
         return self.remaining >= 0
 
 
 @dataclass(frozen=True)
 class _Objective:
-    """What a search goes down in: some unknowns of a system, held near where they began.
+    """What a search makes small: the residuals of a system, and how far the unknowns have moved.
 
-    The squares of the ways from `begin` count `weights` times beside those of the residuals.
+    The first unknowns, those before `first`, do not move. The squares of the ways from `begin`
+    count `weights` times beside those of the residuals.
     """
 
     system: System
@@ -53,13 +57,16 @@ class _Objective:
         return (state - self.begin)[self.first :]
 
     def sum_of_squares(self, state: Vector, residuals: Vector) -> float:
-        """Return the sum of squares that the search makes small."""
+        """Return the sum of squares that the search makes small, for the residuals at `state`."""
         return float(residuals @ residuals + self.weights @ self.displacement(state) ** 2)
 
 
 @dataclass(frozen=True)
 class _Position:
-    """Where a search is: the unknowns, the residuals with their derivatives, and the next damping."""
+    """Where a search is: the unknowns, the residuals with their derivatives, and the next damping.
+
+    `state` has the values of all unknowns, and `jacobian` the derivatives, shape (rows, unknowns).
+    """
 
     state: Vector
     residuals: Vector
@@ -73,7 +80,7 @@ class _Position:
 
 
 class Descent(NamedTuple):
-    """Where a search has ended: the unknowns, and the largest residual there."""
+    """Where a search has ended: the values of all unknowns, and the largest residual there."""
 
     state: Vector
     residual: float
@@ -128,7 +135,8 @@ def descend(
 def _step_downhill(objective: _Objective, position: _Position) -> _Position | None:
     """Return the position after one step downhill, as bold as one of the trials allows.
 
-    None where the place is flat, or no trial leads downhill.
+    The step solves the damped normal equations. More damping makes it shorter and turns it towards
+    the steepest way down. None where the place is flat, or no trial leads downhill.
     """
     first = objective.first
     weights = objective.weights

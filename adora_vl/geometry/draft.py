@@ -1,4 +1,4 @@
-"""A form while its sentences are read: facts and drawn lines so far, and what later ones refer to."""
+"""A logic form while its sentences are read: its facts so far, and what later sentences refer to."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class SpecialTriangle:
 
 @dataclass
 class Draft:
-    """The form so far.
+    """A logic form to which sentences are added: its facts, drawn lines, circles and places so far.
 
-    `polygons` are the shapes that sentences name, the last one last. `special_triangles` are those
-    whose equal sides or right angles are still to be told. `line_number` and `sentence` are what is
-    read at the moment.
+    `lines` has each drawn segment by its two ends, once, and `circles` the points on each circle by
+    its centre. `polygons` are the shapes that sentences name, the last one last.
+    `special_triangles` are those whose equal sides or right angles are still to be told.
+    `line_number` and `sentence` are what is read at the moment.
     """
 
     facts: list[Term] = field(default_factory=list)
@@ -51,7 +52,7 @@ class Draft:
     sentence: str = ""
 
     def draw_line(self, start: str, end: str) -> Term:
-        """Return the segment between two points, and note it as drawn.
+        """Note that the segment between two points is drawn, and return it as a term.
 
         It is noted once, in whichever order its ends are named first.
         """
@@ -60,9 +61,10 @@ class Draft:
         return make_term("Line", start, end)
 
     def draw_polygon(self, head: str, names: Sequence[str]) -> Term:
-        """Return a shape with these corners, and note its sides as drawn.
+        """Note that the sides of a polygon are drawn, and return the polygon as a term.
 
-        The shape becomes the last one, which a later "the triangle" means.
+        `head` is its kind, such as `Triangle`, and `names` are its corners. It becomes the last
+        polygon, which a later "the triangle" means.
         """
         for i in range(len(names)):
             self.draw_line(names[i - 1], names[i])
@@ -71,7 +73,11 @@ class Draft:
         return shape
 
     def add_shape(self, kind: str, names: str) -> Term:
-        """Return the fact that these are the corners of a shape of a kind, such as a rectangle."""
+        """Add the fact that points are the corners of a shape of a kind, such as a rectangle.
+
+        Returns the shape as a term. Raises `SentenceError` where the kind has another number of
+        corners.
+        """
         corners = split_point_names(names)
         head = kind.capitalize()
         if len(corners) != CORNER_COUNT_BY_SHAPE[head] or len(set(corners)) != len(corners):
@@ -83,9 +89,9 @@ class Draft:
         return shape
 
     def last_polygon(self, kind: str | None) -> Term:
-        """Return the shape that was named last, of a kind if one is given.
+        """Return the polygon that was named last, of a kind such as "triangle" if one is given.
 
-        Raises `SentenceError`.
+        Raises `SentenceError` where no sentence has named such a polygon.
         """
         head = kind.capitalize() if kind is not None else None
         for shape in reversed(self.polygons):
@@ -94,7 +100,10 @@ class Draft:
         raise SentenceError(f"it does not say which {kind or 'shape'} is meant; name its corners")
 
     def triangle_with(self, point: str) -> list[str]:
-        """Return the corners of the only triangle with this corner. Raises `SentenceError`."""
+        """Return the corners of the only triangle that has a point as its corner.
+
+        Raises `SentenceError` where no triangle has it, or several.
+        """
         triangles = {
             frozenset(shape.names): shape.names
             for shape in self.polygons
@@ -105,9 +114,10 @@ class Draft:
         return next(iter(triangles.values()))
 
     def name_circle(self, centre: str | None) -> Term:
-        """Return the circle with this centre.
+        """Return the circle with a centre as a term, and note the circle if it is new.
 
-        Without a centre the only one. Raises `SentenceError`.
+        Without a centre it is the only circle. Raises `SentenceError` where there is none, or
+        several.
         """
         if centre is None:
             if len(self.circles) != 1:
@@ -117,7 +127,7 @@ class Draft:
         return make_term("Circle", centre)
 
     def put_on_circle(self, point: str, centre: str | None) -> None:
-        """Note that a point lies on a circle, once."""
+        """Add the fact that a point lies on a circle, once. Without a centre it is the only circle."""
         name = self.name_circle(centre).names[0]
         if point not in self.circles[name]:
             self.circles[name].append(point)
@@ -125,13 +135,16 @@ class Draft:
             self.facts.append(make_term("PointLiesOnCircle", point, circle))
 
     def put_on_line(self, point: str, start: str, end: str) -> None:
-        """Note that a point lies on a segment, between its ends; all three parts are drawn."""
+        """Add the fact that a point lies on a segment between its ends.
+
+        The segment and both its parts are drawn.
+        """
         self.facts.append(make_term("PointLiesOnLine", point, self.draw_line(start, end)))
         self.draw_line(start, point)
         self.draw_line(point, end)
 
     def add_equation(self, measure: Term, size: Term) -> None:
-        """Note an equation. A measure stands on its left, as everywhere in logic forms."""
+        """Add an equation of two terms. A measure stands on its left, as everywhere in logic forms."""
         if size.arguments and not measure.arguments:
             measure, size = size, measure
         self.facts.append(make_term("Equals", measure, size))
@@ -143,7 +156,11 @@ class Draft:
         return next(name for name in "OABCDEFGHIJKLMNPQRSTUVWXYZ" if name not in names)
 
     def right_corner(self, corners: Sequence[str]) -> str | None:
-        """Return the corner of a triangle that a fact gives a right angle; None without one."""
+        """Return the corner of a triangle that a fact gives a right angle; None without one.
+
+        The fact may say that two sides are perpendicular, that the angle is right, or that it has
+        90 degrees.
+        """
         for fact in self.facts:
             if fact.head == "Perpendicular":
                 ends = [set(line.names) for line in fact.arguments]
@@ -158,7 +175,10 @@ class Draft:
         return None
 
     def has_equal_parts(self, corners: Sequence[str]) -> bool:
-        """Tell whether facts make two sides or two angles of a triangle equal."""
+        """Tell whether facts make two sides or two angles of a triangle equal.
+
+        They may say so in an equation, or give both the same size.
+        """
         sizes: list[str] = []
         for fact in self.facts:
             if not fact.is_equation:
@@ -178,19 +198,23 @@ def _gives_right_angle(fact: Term) -> bool:
     return fact.arguments[0].head == "MeasureOf" and fact.arguments[0].arguments[0].head == "Angle"
 
 
-def _corners_of_measured_part(side: Term, corners: Sequence[str]) -> frozenset[str]:
-    """Return the corners that name a side or an angle of a triangle; empty if none does."""
-    if side.head not in ("LengthOf", "MeasureOf"):
+def _corners_of_measured_part(measure: Term, corners: Sequence[str]) -> frozenset[str]:
+    """Return the corners that name a side or an angle of a triangle.
+
+    `measure` may be any term; the result is empty where it measures no part of the triangle with
+    these `corners`. An angle is told by its corner alone.
+    """
+    if measure.head not in ("LengthOf", "MeasureOf"):
         return frozenset()
-    names = side.arguments[0].names
+    names = measure.arguments[0].names
     if not names or not set(names) <= set(corners):
         return frozenset()
     # An angle is told from the others by its corner, which stands in the middle.
-    return frozenset(names) if side.head == "LengthOf" else frozenset(names[len(names) // 2])
+    return frozenset(names) if measure.head == "LengthOf" else frozenset(names[len(names) // 2])
 
 
 def make_term(head: str, *arguments: str | Term) -> Term:
-    """Return a term with arguments that are names or terms."""
+    """Make a term from its head and its arguments, which are names or terms."""
     parts = tuple(Term(head=part) if isinstance(part, str) else part for part in arguments)
     return Term(head=head, arguments=parts)
 
@@ -201,7 +225,7 @@ def split_point_names(names: str) -> list[str]:
 
 
 def polygon_kind(names: str) -> str:
-    """Return what a shape with these corners is called that has no other name."""
+    """Return what a polygon with these corners is called by their number, such as "triangle"."""
     # From three corners on; shapes with more than eight have no name that pupils use.
     kinds = ("triangle", "quadrilateral", "pentagon", "hexagon", "heptagon", "octagon")
     count = len(split_point_names(names))

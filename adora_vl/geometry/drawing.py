@@ -23,12 +23,14 @@ from adora_vl.geometry.vectors import cosine, cross_each_other, sine
 
 
 class Drawing(Likeness):
-    """The picture of a form, and what its facts say of lines, circles and named shapes."""
+    """The picture of a logic form: which of its shapes, corners and sides a fact means."""
 
     def corners_of_shape(self, term: Term) -> list[str]:
-        """Return the corners of a shape in the order of the drawing.
+        """Return the corners of the shape that a term names, in the order round the shape.
 
-        A shape without names is the one that is drawn.
+        Facts often name a shape only by its kind, as `Parallelogram($)` does. Such a shape is the
+        one of that kind that another fact names with its corners, else the drawn polygon that looks
+        most like the kind.
 
         Raises `UnreadError` where the picture does not show which shape is meant.
         """
@@ -57,7 +59,7 @@ class Drawing(Likeness):
         return self._require_shape(None, term)
 
     def _require_shape(self, names: list[str] | None, term: Term) -> list[str]:
-        """Return the names themselves. Raises `UnreadError` where there are none."""
+        """Return the corners of a shape themselves. Raises `UnreadError` where there are none."""
         if not names:
             raise UnreadError(f"the picture does not show which shape {term} is")
         return names
@@ -105,9 +107,10 @@ class Drawing(Likeness):
         return names[min(range(3), key=leaning)]
 
     def side_with(self, point: str, names: Sequence[str]) -> tuple[str, str]:
-        """Return the side of a polygon that a point lies on.
+        """Return the side of a polygon that a point lies on, by its two ends.
 
-        It is the side whose middle is nearest where no line goes through the point.
+        Where no line goes through the point and a side, it is the side whose middle is nearest.
+        Raises `UnreadError` where a place is missing for that.
         """
         sides = sides_of_polygon(names)
         for side in sides:
@@ -169,7 +172,10 @@ class Drawing(Likeness):
         return False
 
     def are_stated_equal(self, first: Collection[str], second: Collection[str]) -> bool:
-        """Tell whether the facts say that two segments are equal, or give both the same length."""
+        """Tell whether the facts say that two segments are equal, or give both the same length.
+
+        Each segment is named by its two ends.
+        """
         lengths: dict[frozenset[str], set[str]] = {
             frozenset(first): set(),
             frozenset(second): set(),

@@ -23,11 +23,14 @@ _MAX_RADIANS_OF_ONE_RAY = 0.06
 
 
 class DrawnLines(DrawnPoints):
-    """The points of a picture on its lines, and the angles between these."""
+    """The picture of a logic form: its straight lines with their points, and their angles."""
 
     @cached_property
     def drawn_lines(self) -> list[list[str]]:
-        """The straight lines with all their points in order, as far as these have places."""
+        """The straight lines, each with all its points in order, as far as these have places.
+
+        A line whose points all lie on a longer line is left out.
+        """
         on_line: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.form.lines if line[0] != line[1]
         }
@@ -45,7 +48,7 @@ class DrawnLines(DrawnPoints):
 
     @cached_property
     def all_lines(self) -> list[list[str]]:
-        """All lines: `rows`, and those with a point that has no place.
+        """All straight lines with their points: `drawn_lines`, and those with an unplaced point.
 
         The latter are in the order that the facts give: the ends outside, the points that lie on
         the line between them.
@@ -66,9 +69,10 @@ class DrawnLines(DrawnPoints):
         return any(required <= set(row) for row in self.all_lines)
 
     def ends_of_line(self, term: Term) -> tuple[str, str]:
-        """Return the two points of a line; of `Line(m)`, of the segment whose length is m.
+        """Return two points of the line that a term names.
 
-        Raises `UnreadError`.
+        `Line(A, B)` names them itself. `Line(m)` is the segment whose length a fact gives as m.
+        Raises `UnreadError` for any other term.
         """
         names = term.names
         if term.head != "Line" or not names:
@@ -82,9 +86,10 @@ class DrawnLines(DrawnPoints):
         raise UnreadError(f"the form does not say which line {names[0]} is")
 
     def most_parallel_lines(self, count: int) -> list[tuple[str, str]]:
-        """Return the rows that look most parallel, for lines whose names the picture does not have.
+        """Return as many drawn lines as asked for that look most parallel, each by its two ends.
 
-        Raises `UnreadError`.
+        They stand for lines whose names the picture does not have. A line with more points is
+        likelier to be meant. Raises `UnreadError` where no lines look parallel.
         """
         best: tuple[float, tuple[list[str], ...]] | None = None
         for rows in combinations(self.drawn_lines, count):
@@ -102,20 +107,20 @@ class DrawnLines(DrawnPoints):
         return [(row[0], row[-1]) for row in best[1]]
 
     def _have_transversal(self, rows: Collection[list[str]]) -> bool:
-        """Tell whether another drawn line has a point of each of these."""
+        """Tell whether a further drawn line crosses all of these lines in a point."""
         other_rows = [row for row in self.drawn_lines if row not in rows]
         return any(all(set(row) & set(line) for row in rows) for line in other_rows)
 
     def degrees_apart(self, first: Sequence[str], second: Sequence[str]) -> float:
-        """Return how many degrees two rows are from parallel in the picture, from 0 to 90."""
+        """Return how many degrees two lines are from parallel in the picture, from 0 to 90."""
         u = self.places[first[-1]] - self.places[first[0]]
         w = self.places[second[-1]] - self.places[second[0]]
         return math.degrees(math.asin(min(1.0, abs(sine(u, w)))))
 
     def points_of_angle(self, term: Term) -> tuple[str, str, str]:
-        """Return the three points of an angle.
+        """Return the three points of an angle that a term names, with its corner in the middle.
 
-        Raises `UnreadError` where the corner alone does not say which one is meant.
+        Raises `UnreadError` where the corner alone does not say which angle is meant.
         """
         names = term.names
         if len(names) == 3 and len(set(names)) == 3:
@@ -129,7 +134,11 @@ class DrawnLines(DrawnPoints):
         return self._angle_at(names[0])
 
     def _angle_at(self, corner: str) -> tuple[str, str, str]:
-        """Return the angle at a corner that has only one, or of a named shape, or the widest."""
+        """Return the angle at a corner that is meant where the corner alone is named.
+
+        It is the only angle there, else the one of a shape that facts name, else the widest one.
+        Raises `UnreadError` where the picture shows none of these.
+        """
         near = self._joined_points(corner)
         if len(near) == 2:
             return near[0], corner, near[1]
@@ -153,7 +162,7 @@ class DrawnLines(DrawnPoints):
         raise UnreadError(f"the form does not say which angle at {corner} is meant")
 
     def _joined_points(self, corner: str) -> list[str]:
-        """Return the points that a drawn line joins with a corner."""
+        """Return the points that a drawn line joins with a corner, each once."""
         near = sorted(self.neighbours.get(corner, ()))
         for row in self.all_lines:
             if corner in row:
@@ -161,7 +170,11 @@ class DrawnLines(DrawnPoints):
         return list(dict.fromkeys(near))
 
     def _rays(self, corner: str, near: Iterable[str]) -> list[tuple[float, str]]:
-        """Return the directions of rays from a corner in degrees, with a point on each."""
+        """Return the directions of the drawn rays from a corner in degrees, with a point on each.
+
+        `near` are the points that may lie on them. Points in nearly the same direction are on one
+        ray, unless they lie on two lines that the drawing tells apart.
+        """
         rays: list[tuple[float, str]] = []
         if corner not in self.places:
             return rays
@@ -180,15 +193,16 @@ class DrawnLines(DrawnPoints):
         return rays
 
     def _are_on_two_lines(self, corner: str, names: Collection[str]) -> bool:
-        """Tell whether two points beside a corner lie on two lines with more points."""
+        """Tell whether two points beside a corner lie on two different lines with further points."""
         long_rows = [row for row in self.drawn_lines if corner in row and len(row) > 2]
         lines = [[row for row in long_rows if name in row] for name in names]
         return all(lines) and not any(row in lines[1] for row in lines[0])
 
     def angle_around(self, corner: str, inside: str) -> tuple[str, str, str]:
-        """Return the nearest rays on both sides of the ray from a corner to `inside`.
+        """Return the angle that a ray from a corner to `inside` halves or divides, by three points.
 
-        Raises `UnreadError`.
+        Its sides are the nearest rays on both sides of that ray. Raises `UnreadError` where there
+        are no such rays.
         """
         if corner not in self.places or inside not in self.places:
             near = [name for name in self._joined_points(corner) if name != inside]

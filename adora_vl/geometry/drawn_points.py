@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.shapes import (
@@ -35,6 +36,13 @@ _MIN_LENGTH = 1e-9  # pixels; a segment that is shorter has no direction
 _MAX_OFFSET_FROM_LINE = 1.0  # the same share, of a point that cannot be meant to be on the segment
 
 
+class _CircleName(NamedTuple):
+    """How facts name a circle: by its centre and its radius, which is empty where none is named."""
+
+    centre: str
+    radius: str
+
+
 def _names_corners(term: Term) -> bool:
     """Tell whether a term is a shape with all its corners.
 
@@ -46,11 +54,20 @@ def _names_corners(term: Term) -> bool:
 
 
 class DrawnPoints:
-    """The points and circles of a form, and what its facts say of them.
+    """The points and circles of a logic form: `places` has where each point is drawn, in pixels.
 
-    `places` are those of the picture, and of `imagined` points those that facts suggest. `copied` are
-    two similar shapes one of which was placed beside the other. `on_segment` has the points between
-    the ends of each segment.
+    Attributes:
+        form: The logic form.
+        fact_terms: Its facts as terms.
+        question_terms: Its question as terms.
+        terms: Both, facts first.
+        places: The place of each point as a complex number with y upwards.
+        imagined_points: Points whose place is guessed from facts, not annotated.
+        copied_pair: Two similar shapes one of which was placed beside the other, or None.
+        neighbours: For each point the points that a drawn line joins it with.
+        points_on_segment: The points between the ends of each segment, by these ends.
+        collinear_as_drawn: Points (B, A, C) of which the picture alone shows B between A and C.
+        corners_by_shape: The corners of the first shape of each kind that a fact names.
     """
 
     def __init__(self, form: LogicForm) -> None:
@@ -81,7 +98,7 @@ class DrawnPoints:
                     self.corners_by_shape.setdefault(shape.head, tuple(shape.names))
 
     def _may_be_point(self, name: str) -> bool:
-        """Tell whether a name is a capital letter, or one that the picture has."""
+        """Tell whether a name can be a point: a capital letter, or a name that the picture has."""
         is_drawn = name in self.form.points or name in self.neighbours
         return is_drawn or _POINT_PATTERN.fullmatch(name) is not None
 
@@ -103,27 +120,29 @@ class DrawnPoints:
     def centre_by_alias(self) -> dict[str, str]:
         """Other names of the only circle: those of the question that the picture does not have.
 
-        Maps each such name to the centre.
+        A question may ask for the area of circle O while the picture calls its centre A. Maps each
+        such name to the centre. Empty where circles have different centres, since nothing says
+        which of them is meant.
         """
-        drawn = {circle.centre for circle in self.circles}
-        if len(drawn) != 1:
+        centres = {circle.centre for circle in self.circles}
+        if len(centres) != 1:
             return {}
-        drawn_names = {*self.form.points, *self.neighbours}.union(
-            *(circle.points for circle in self.circles)
-        )
-        called = {
+        (centre,) = centres
+        drawn_names = {centre, *self.form.points, *self.neighbours}
+        for circle in self.circles:
+            drawn_names.update(circle.points)
+        names_in_question = {
             part.names[0]
             for term in self.question_terms
             for part in term.walk()
             if part.head == "Circle" and part.names and _POINT_PATTERN.fullmatch(part.names[0])
         }
-        centre = drawn.copy().pop()
-        return dict.fromkeys(sorted(called - drawn_names - drawn), centre)
+        return dict.fromkeys(sorted(names_in_question - drawn_names), centre)
 
     def require_point(self, name: str) -> str:
-        """Return the point of that name, or the one that it is another name of.
+        """Return the name of a point as the picture has it; another name of a centre is its alias.
 
-        Raises `UnreadError`.
+        Raises `UnreadError` where the form has no such point.
         """
         name = self.centre_by_alias.get(name, name)
         if name not in self._point_names:
@@ -144,46 +163,62 @@ class DrawnPoints:
     def _circles(self) -> list[Circle]:
         """Return the circles of the form with their points.
 
-        Concentric ones have radii of their own.
+        Circles with the same centre have radii of their own: `radius O`, `radius O 2`.
         """
-        on_circle: dict[tuple[str, str], list[str]] = {}
-        nameless: list[tuple[str, str]] = []
+        circles = []
+        count_by_centre: dict[str, int] = defaultdict(int)
+        for circle_name, points in self._points_by_circle().items():
+            centre = circle_name.centre
+            if not _POINT_PATTERN.fullmatch(centre):
+                continue
+            count_by_centre[centre] += 1
+            number = count_by_centre[centre]
+            radius = f"radius {centre}" if number == 1 else f"radius {centre} {number}"
+            circles.append(Circle(centre=centre, radius=radius, points=tuple(points)))
+        return circles
+
+    def _points_by_circle(self) -> dict[_CircleName, list[str]]:
+        """Map each circle of the form to the points that facts put on it.
+
+        Facts that name the radius come first. A fact without a radius is of the first circle with
+        its centre, and one of the circle `$` is of the only circle.
+        """
+        points_by_circle: dict[_CircleName, list[str]] = {}
+        facts_without_radius: list[tuple[str, str]] = []
         for term in self.terms:
             if term.head != "PointLiesOnCircle" or len(term.arguments) != 2:
                 continue
             point = term.arguments[0].head
             circle = term.arguments[1]
             if len(circle.names) > 1:
-                points = on_circle.setdefault((circle.names[0], circle.names[1]), [])
+                circle_name = _CircleName(centre=circle.names[0], radius=circle.names[1])
+                points = points_by_circle.setdefault(circle_name, [])
                 if point not in points:
                     points.append(point)
             else:
-                nameless.append((circle.names[0] if circle.names else circle.head, point))
+                centre = circle.names[0] if circle.names else circle.head
+                facts_without_radius.append((centre, point))
         for centre in self.form.circles:
-            if centre and not any(centre == listed_centre for listed_centre, _ in on_circle):
-                on_circle[centre, ""] = []
-        for centre, point in nameless:
-            key = next((key for key in on_circle if key[0] == centre), (centre, ""))
-            if centre == "$" and len(on_circle) == 1:
-                key = next(iter(on_circle))
-            points = on_circle.setdefault(key, [])
-            if point not in points and _POINT_PATTERN.fullmatch(key[0]):
+            if centre and not any(centre == listed.centre for listed in points_by_circle):
+                points_by_circle[_CircleName(centre=centre, radius="")] = []
+        for centre, point in facts_without_radius:
+            circle_name = next(
+                (listed for listed in points_by_circle if listed.centre == centre),
+                _CircleName(centre=centre, radius=""),
+            )
+            if centre == "$" and len(points_by_circle) == 1:
+                circle_name = next(iter(points_by_circle))
+            points = points_by_circle.setdefault(circle_name, [])
+            if point not in points and _POINT_PATTERN.fullmatch(circle_name.centre):
                 points.append(point)
-        count: dict[str, int] = defaultdict(int)
-        circles = []
-        for (centre, _), points in on_circle.items():
-            if not _POINT_PATTERN.fullmatch(centre):
-                continue
-            count[centre] += 1
-            number = count[centre]
-            radius = f"radius {centre}" if number == 1 else f"radius {centre} {number}"
-            circles.append(Circle(centre=centre, radius=radius, points=tuple(points)))
-        return circles
+        return points_by_circle
 
     def circle(self, term: Term | None = None) -> Circle:
-        """Return the circle that a term names.
+        """Return the circle that a term such as `Circle(O)` names.
 
-        The only one where it names none. Raises `UnreadError`.
+        Of circles with the same centre it is the largest one. A term without a name, or none at
+        all, means the only circle. Raises `UnreadError` where the form does not say which circle is
+        meant.
         """
         name = term.names[0] if term is not None and term.names else "$"
         name = self.centre_by_alias.get(name, name)
@@ -206,12 +241,11 @@ class DrawnPoints:
         """Return the radius in the picture; None where no point of the circle has a place."""
         if circle.centre not in self.places:
             return None
-        reaches = [
-            abs(self.places[name] - self.places[circle.centre])
-            for name in circle.points
-            if name in self.places
+        centre = self.places[circle.centre]
+        distances = [
+            abs(self.places[name] - centre) for name in circle.points if name in self.places
         ]
-        return sum(reaches) / len(reaches) if reaches else None
+        return sum(distances) / len(distances) if distances else None
 
     def circle_of_arc(self, names: Sequence[str]) -> Circle:
         """Return the circle that an arc lies on.
@@ -219,20 +253,32 @@ class DrawnPoints:
         Raises `UnreadError` where none or several have its ends.
         """
         ends = {names[0], names[-1]}
-        having = [circle for circle in self.circles if ends <= set(circle.points)]
-        if len(having) > 1:
-            having = [circle for circle in having if circle.centre not in names]
-        if len(having) != 1:
+        circles = [circle for circle in self.circles if ends <= set(circle.points)]
+        if len(circles) > 1:
+            # The centre of a circle may lie on another one, and stand in the name of its arc.
+            circles = [circle for circle in circles if circle.centre not in names]
+        if len(circles) != 1:
             raise UnreadError(
                 f"the form does not say on which circle the arc {''.join(names)} lies"
             )
-        return having[0]
+        return circles[0]
 
     def _imagine_places(self) -> None:
         """Give a point without a place one that its facts suggest.
 
-        It is a similar figure's copy, or a foot on a line. A place far beside the line that its
-        point lies on is a slip of the annotation, and counts as none.
+        It is a similar figure's copy, or a foot on a line. The order matters: places that are slips
+        go first, so that such points get a place on their line.
+        """
+        self._drop_misplaced_points()
+        self._copy_similar()
+        # Twice, since a point may lie on a segment whose end has got its place only now.
+        for _ in range(2):
+            self._place_points_on_segments()
+
+    def _drop_misplaced_points(self) -> None:
+        """Forget the place of a point that lies far beside the segment that it is on.
+
+        Such a place is a slip of the annotation.
         """
         for (first, last), points in sorted(self.points_on_segment.items()):
             for name in sorted(points):
@@ -241,24 +287,25 @@ class DrawnPoints:
                     beside = cross(way, self.places[name] - self.places[first])
                     if abs(beside) > _MAX_OFFSET_FROM_LINE * abs(way) ** 2:
                         del self.places[name]
-        self._copy_similar()
-        for _ in range(2):
-            for (first, last), points in sorted(self.points_on_segment.items()):
-                if first not in self.places or last not in self.places:
-                    continue
-                for name in sorted(points - self.places.keys()):
-                    start = self.places[first]
-                    way = self.places[last] - start
-                    if abs(way) > _MIN_LENGTH:
-                        self.places[name] = start + way * self._foot_along_segment(
-                            name, first, last
-                        )
-                        self.imagined_points.add(name)
+
+    def _place_points_on_segments(self) -> None:
+        """Place the points without a place on their segments, where both ends have places."""
+        for (first, last), points in sorted(self.points_on_segment.items()):
+            if first not in self.places or last not in self.places:
+                continue
+            for name in sorted(points - self.places.keys()):
+                start = self.places[first]
+                way = self.places[last] - start
+                if abs(way) > _MIN_LENGTH:
+                    share = self._foot_along_segment(name, first, last)
+                    self.places[name] = start + way * share
+                    self.imagined_points.add(name)
 
     def _foot_along_segment(self, name: str, first: str, last: str) -> float:
-        """Return how far along a segment the foot of a perpendicular from a known point lies.
+        """Return how far along a segment the foot of a perpendicular lies, from 0 to 1.
 
-        It is the middle where there is no such perpendicular.
+        A fact says that the line from `name`, which is the foot, to a point with a place stands on
+        the segment. Without such a fact the foot is taken to be the middle.
         """
         start = self.places[first]
         way = self.places[last] - start
@@ -278,7 +325,11 @@ class DrawnPoints:
         return 0.5
 
     def _copy_similar(self) -> None:
-        """Place a similar shape without places beside the one that has them, as its copy."""
+        """Place a similar shape without places beside the one that has them, as its copy.
+
+        The facts may name only the kinds of the two shapes. Then the only two polygons that other
+        facts name are meant.
+        """
         for term in self.terms:
             if term.head not in ("Similar", "Congruent") or len(term.arguments) != 2:
                 continue
@@ -343,7 +394,8 @@ class DrawnPoints:
     def _find_collinear_as_drawn(self) -> list[tuple[str, str, str]]:
         """Return the lines ABC that are drawn as AB, BC and AC with B between, each as (B, A, C).
 
-        The facts do not say so, but the picture shows it.
+        The facts do not say so, but the picture shows it. The points B are added to
+        `points_on_segment`.
         """
         straight = []
         for first, last in self.form.lines:

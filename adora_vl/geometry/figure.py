@@ -68,7 +68,7 @@ def figure_of_solution(
     assumed: tuple[str, ...] = (),
     left_out: tuple[str, ...] = (),
 ) -> Figure:
-    """Return the figure of a solution, turned as the picture lies.
+    """Return the figure that a search has found, turned as the picture lies.
 
     Its places are rounded to `_DIGITS_OF_PLACES` digits of its size.
     """
@@ -90,7 +90,10 @@ def figure_of_solution(
 
 
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
-    """Return the turn that lays the figure as the picture lies."""
+    """Return the turn that lays the figure as the picture lies, as a complex number of length 1.
+
+    It is the one for which the points are nearest to those of the picture.
+    """
     names = [name for name in problem.places if name in places]
     if len(names) < 2:
         return 1 + 0j
@@ -103,7 +106,7 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
 
 
 def figure_as_json(figure: Figure) -> str:
-    """Return the figure as one line of JSON, for a table."""
+    """Return the figure as one line of JSON, for a table. `figure_from_json` reads it back."""
     record = {
         "at": {name: list(location) for name, location in figure.at.items()},
         "values": dict(figure.values),
@@ -115,9 +118,9 @@ def figure_as_json(figure: Figure) -> str:
 
 
 def figure_from_json(text: str) -> Figure:
-    """Read what `figure_as_json` gave.
+    """Read a figure that `figure_as_json` has written.
 
-    Raises `ValueError` where it is none, or where its places do not fulfil its facts.
+    Raises `ValueError` where the text is no figure, or where its places do not fulfil its facts.
     """
     try:
         record = json.loads(text)
@@ -139,7 +142,7 @@ def figure_from_json(text: str) -> Figure:
 
 
 def largest_residual_of(figure: Figure) -> float:
-    """Return the largest residual of a figure's facts at its places.
+    """Return how far a figure is from fulfilling its facts: the largest residual at its places.
 
     Lengths are in shares of the figure's size, angles in radians.
     """

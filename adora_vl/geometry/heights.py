@@ -7,9 +7,9 @@ from adora_vl.geometry.forms import Term
 
 
 def drawn_height(drawing: Drawing) -> tuple[str, str] | None:
-    """Return a segment that stands perpendicular on the inside of a line; None without one.
+    """Return the ends of a segment that is drawn as a height; None without one.
 
-    No line goes on behind its top.
+    It stands perpendicular on the inside of a line, and no line goes on behind its top.
     """
     for fact in drawing.fact_terms:
         if fact.head != "Perpendicular" or len(fact.arguments) != 2:

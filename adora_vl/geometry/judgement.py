@@ -56,7 +56,7 @@ _NEWTON_RESIDUAL = 1e-6
 
 
 class Judgement:
-    """The claims of one text on a figure, judged one after the other.
+    """The claims of one response on a figure, judged one after the other by their gradients.
 
     A claim has a row for each of its equations: its gradient over all unknowns of the figure, which
     says in which direction the figure would have to move for the claim to change. Rows are scaled
@@ -64,11 +64,20 @@ class Judgement:
     a true claim whose rows lie in their span says nothing new, for where they hold it holds too, as
     far as a small movement of the figure shows.
 
-    `known_rows` are those of given values and expressions, `true_rows` these and those of new claims
-    so far, `false_rows` those of errors so far. `direction_rows` say that lines are parallel or
-    perpendicular, `line_rows` that points lie on a line, and `radial_rows` that they lie on a circle.
-    `arithmetic_rows` are of another kind: how equations change with their names, each of which
-    counts as independent there.
+    A claim may have several alternatives, each a list of relations that all have to hold.
+
+    Attributes:
+        known_rows: The rows of given values and expressions.
+        true_rows: These, and the rows of new claims so far.
+        false_rows: The rows of errors so far.
+        direction_rows: The rows of facts that lines are parallel or perpendicular.
+        new_direction_rows: The rows of new claims that lines are parallel or perpendicular.
+        line_rows: The rows of facts that points lie on a line, and of numbers that name angles.
+        radial_rows: The rows of facts that points lie on a circle.
+        arithmetic_rows: How equations change with their names, each of which counts as independent
+            there. So these rows are of another kind than all others.
+        stated_signatures: The signatures of new and false claims so far.
+        error_figures: Figures in which the errors so far hold; None until they are needed.
     """
 
     def __init__(self, figure: CheckedFigure, claims: Sequence[Claim]) -> None:
@@ -126,13 +135,16 @@ class Judgement:
         self.stated_signatures: set[str] = set()
 
     def results(self) -> list[CheckedClaim]:
-        """Return all claims with their verdicts."""
+        """Judge all claims, and return them with their verdicts in their order."""
         return [self._judge(claim) for claim in self.claims]
 
     # Measures
 
     def _residuals_and_gradients(self, state: Vector) -> dict[Relation, list[tuple[float, Vector]]]:
-        """Map each relation to its residuals at `state`, each with its gradient."""
+        """Map each relation to its residuals at `state`, each with its gradient.
+
+        `state` has the values of all unknowns. A residual is how far the relation is from holding.
+        """
         residuals, jacobian = self.system.residuals(state)
         rows: dict[Relation, list[tuple[float, Vector]]] = {}
         for number, relation in enumerate(self.system.residual_relations):
@@ -150,7 +162,10 @@ class Judgement:
         return scaled / length if length > _MIN_GRADIENT_LENGTH else np.zeros_like(scaled)
 
     def _is_determined(self, rows: Iterable[Vector]) -> bool:
-        """Tell whether the facts say whether the claim holds, and do not leave it free."""
+        """Tell whether the facts decide whether a claim with these rows holds.
+
+        They leave it free where a movement that they allow changes it.
+        """
         return all(
             not len(self.figure.free_movements)
             or float(np.linalg.norm(self.figure.free_movements @ row)) <= _MAX_FREE_SHARE
@@ -158,7 +173,11 @@ class Judgement:
         )
 
     def _holds(self, relation: Relation, decimals: int | None, state: Vector) -> bool:
-        """Tell whether a relation holds in the figure at `state`, up to rounding."""
+        """Tell whether a relation holds in the figure at `state`, up to rounding.
+
+        `decimals` are the most digits that the claim has behind a point. `state` has the values of
+        all unknowns; it is that of the stored figure, or of a figure near by in which errors hold.
+        """
         is_error_figure = state is not self.figure.state
         if not isinstance(relation, Equal):
             residuals_by_relation = (
@@ -189,6 +208,10 @@ class Judgement:
     # Verdicts
 
     def _judge(self, claim: Claim) -> CheckedClaim:
+        """Return a claim with its verdict.
+
+        It is true where one of its alternatives is, open where one of them is, and else false.
+        """
         if not claim.alternatives:
             return CheckedClaim(claim=claim, verdict="unread")
         alternatives = [alternative for alternative in claim.alternatives if alternative]
@@ -203,7 +226,7 @@ class Judgement:
         return CheckedClaim(claim=claim, verdict=verdict, is_answer=self.figure.says_answer(claim))
 
     def _truth_of(self, alternative: Sequence[Relation], decimals: int | None) -> str:
-        """Tell whether relations are true, false or open."""
+        """Tell whether the relations of an alternative are "true", "false" or "open" together."""
         holds = True
         for relation in alternative:
             if not self._is_determined(self.rows(relation)):
@@ -215,10 +238,11 @@ class Judgement:
     def _kind_of_truth(self, alternative: Sequence[Relation]) -> ClaimVerdict:
         """Return what kind of truth a claim is; a new one is known from then on.
 
-        The order of the questions matters: what stands in the facts is `given` also where it was
-        said before, and what was said before is `again` also where it has become arithmetic.
+        `alternative` are the relations by which it is true. The order of the questions matters:
+        what stands in the facts is `given` also where it was said before, and what was said before
+        is `again` also where it has become arithmetic.
         """
-        names = _signature_of_way(alternative)
+        names = _signature_of_alternative(alternative)
         if all(
             relation_signature(relation) in self.figure.fact_signatures for relation in alternative
         ):
@@ -286,12 +310,11 @@ class Judgement:
                     yield atom
 
     def _arithmetic_row(self, relation: Equal) -> Vector:
-        """Return how the difference of the sides changes with each name, shape (names,).
+        """Return how the difference of an equation's sides changes with each name, shape (names,).
 
-        The result has length 1, or 0 where the difference does not change.
-
-        The names count as independent of each other here, as in arithmetic that knows nothing of
-        the figure. `AB` and `BA` are one name.
+        The result has length 1, or 0 where the difference does not change. The names count as
+        independent of each other here, as in arithmetic that knows nothing of the figure. `AB` and
+        `BA` are one name.
         """
         partials = np.zeros(len(self.column_by_name))
         slopes = np.zeros((len(self.system.atoms.row_by_atom), self.system.count))
@@ -311,9 +334,8 @@ class Judgement:
     def _is_arithmetic(self, alternative: Sequence[Relation]) -> bool:
         """Tell whether a claim follows by arithmetic alone.
 
-        It may follow from given values, equal names and earlier claims.
-
-        `BC = 13` does where `AB = BC` and `AB = 13` are given.
+        It may follow from given values, equal names and earlier claims: `BC = 13` does where `AB =
+        BC` and `AB = 13` are given.
         """
         return all(
             isinstance(relation, Equal)
@@ -327,7 +349,7 @@ class Judgement:
         A slip at the beginning makes every later number wrong. It counts once, so that a long
         working with one slip is worth more than as many guesses.
         """
-        names = _signature_of_way(alternative)
+        names = _signature_of_alternative(alternative)
         if names in self.stated_signatures:
             return "follows"
         self.stated_signatures.add(names)
@@ -358,10 +380,10 @@ class Judgement:
         )
 
     def _find_error_figures(self) -> Iterator[Vector]:
-        """Figures near by in which false claims hold, where Newton's method finds them.
+        """Yield figures near by in which the false claims so far hold, as far as there are such.
 
-        In the first one hold all of them beside what is true; a false claim may contradict that, so
-        that in the second hold all of them alone, and in the third the last one alone.
+        A false claim may contradict what is true. So in the first figure hold all of them beside
+        what is true, in the second hold all of them alone, and in the third the last one alone.
         """
         errors = [relation for alternative in self.false_alternatives for relation in alternative]
         for relations in (
@@ -374,9 +396,9 @@ class Judgement:
                 yield error_figure
 
     def _moved_to(self, relations: Sequence[Relation]) -> Vector | None:
-        """Return the figure, moved as little as it takes for the relations to hold.
+        """Return the state of the figure, moved as little as it takes for the relations to hold.
 
-        None where no such figure is near.
+        Newton's method finds it. None where no such figure is near.
         """
         state = self.figure.state.copy()
         for _ in range(_NEWTON_STEPS):
@@ -396,8 +418,8 @@ class Judgement:
 def are_equal_when_rounded(left_value: float, right_value: float, decimals: int | None) -> bool:
     """Tell whether two values are equal up to rounding.
 
-    Half a unit of the last digit as written, or 0.6 % where decimals are written, since values are
-    rounded on the way; 0.1 % else.
+    A value with decimals may be off by half a unit of its last digit, or by 0.6 %, since values are
+    rounded on the way. A value without decimals (None) may be off by 0.1 %.
     """
     if not math.isfinite(left_value) or not math.isfinite(right_value):
         return False
@@ -408,6 +430,6 @@ def are_equal_when_rounded(left_value: float, right_value: float, decimals: int 
     return abs(left_value - right_value) <= max(tolerance, 1e-6)
 
 
-def _signature_of_way(alternative: Sequence[Relation]) -> str:
+def _signature_of_alternative(alternative: Sequence[Relation]) -> str:
     """Return a text that is the same for claims that are the same by their form."""
     return " and ".join(sorted(relation_signature(relation) for relation in alternative))

@@ -118,11 +118,13 @@ class KindOfFigure:
         return apart
 
     def faults(self, state: Vector) -> int:
-        """Count how much the figure at `state` differs in kind: order on lines, turns, crossings.
+        """Count how much the figure at `state` differs in kind from the picture, or from the words.
 
-        Each difference counts one. A figure that has collapsed counts `FAULTS_OF_COLLAPSE` for each reason,
-        so that it is worse than any that is merely drawn otherwise in a few places. 0 without
-        anything that is drawn, since nothing is there to compare.
+        Each line with its points in another order counts one, and so does each corner that turns to
+        the other side, and each crossing that is not drawn. A figure that has collapsed counts
+        `FAULTS_OF_COLLAPSE` for each reason, so that it is worse than any that is merely drawn
+        otherwise in a few places. 0 without anything that is drawn, since nothing is there to
+        compare.
         """
         if not self.used_points:
             return 0
@@ -132,7 +134,7 @@ class KindOfFigure:
     def _collapses(self, state: Vector, at: Mapping[str, complex]) -> int:
         """Count the reasons for which the figure is none: points or radii that fall together.
 
-        `at` has the places of the used points at `state`.
+        `at` has the places of the used points at `state`, the values of all unknowns.
         """
         width, height = extent_of(at.values())
         shortest = _MIN_SEGMENT_SHARE * max(width, height)
@@ -170,7 +172,7 @@ class KindOfFigure:
         return count
 
     def _is_convex(self, state: Vector, names: Sequence[str]) -> bool:
-        """Tell whether corners go round once, with a turn to the same side at each of them."""
+        """Tell whether corners go round once in the figure, turning to the same side at each."""
         corners = [self.system.location(state, name) for name in names]
         sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
         turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
@@ -179,7 +181,7 @@ class KindOfFigure:
         return bends_alike and abs(sum(turns)) < 1.5 * math.tau
 
     def _is_inside(self, state: Vector, inner_point: PointInPolygon) -> bool:
-        """Tell whether a point lies on the same side of all sides of a convex polygon."""
+        """Tell whether a point lies inside a convex polygon: on the same side of all its sides."""
         location = self.system.location(state, inner_point.point)
         ends = [
             (self.system.location(state, start), self.system.location(state, end))
@@ -190,7 +192,11 @@ class KindOfFigure:
         return min(beside) > 0 or max(beside) < 0
 
     def _are_apart(self, state: Vector, arcs: SeparateArcs) -> bool:
-        """Tell whether of two arcs, each the shorter way round, none holds an end of the other."""
+        """Tell whether two arcs have no part in common in the figure.
+
+        Each is the shorter way round between its ends, so none of them may hold an end of the
+        other.
+        """
         for arc, ends in ((arcs.first, arcs.second), (arcs.second, arcs.first)):
             to_start = self._way(state, arcs.centre, arc[0])
             to_end = self._way(state, arcs.centre, arc[1])
@@ -217,7 +223,7 @@ class KindOfFigure:
         return lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:
-        """Tell whether all points lie on one line, which the picture's do not.
+        """Tell whether all points of the figure lie on one line, which the picture's do not.
 
         The picture's limit is ten times that of the figure: pixels are rounded, figures are not.
         """
@@ -230,9 +236,10 @@ class KindOfFigure:
         return _flatness(places) < 1e-3
 
     def picture_distance(self, state: Vector) -> float:
-        """Return how far the points lie from those of the picture; 0 is not at all.
+        """Return how far the points of the figure lie from those of the picture; 0 is not at all.
 
-        The figure is turned, shifted and scaled to fit as well as it can.
+        The figure is turned, shifted and scaled to fit as well as it can. The distance is a share
+        of the picture's size.
         """
         # Imagined points have places that nobody drew, so they say nothing of the picture.
         names = [name for name in sorted(self.places) if name not in self.drawing.imagined_points]

@@ -12,10 +12,11 @@ PointNumbers = NDArray[np.int64]
 
 
 class UnknownsLayout:
-    """The order of the unknowns in one vector.
+    """The order of all unknowns of a figure in one vector, the `state` that the solver changes.
 
     First come the points, with two places each (x and y, in shares of the figure's size), then the
-    named unknowns: letters, radii and numbered angles.
+    named unknowns: letters, radii and numbered angles. `position` has the number of each point, and
+    `first_unknown` is the place of the first named unknown.
 
     Args:
         points: The names of all points, in the order of their places.
@@ -34,7 +35,7 @@ class UnknownsLayout:
         return state[: self.first_unknown].reshape(-1, 2)
 
     def location(self, state: Vector, point: str) -> complex:
-        """Return a point's place at `state` as x + iy, in shares of the figure's size."""
+        """Return a point's place in `state` as x + iy, in shares of the figure's size."""
         i = 2 * self.position[point]
         return complex(state[i], state[i + 1])
 

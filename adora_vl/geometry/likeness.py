@@ -23,12 +23,12 @@ _MAX_POLYGONS_COMPARED = 80  # polygons of a crowded picture whose pairs are com
 
 
 class Likeness(Regions):
-    """The polygons of a picture, ranked by what they look like."""
+    """The picture of a logic form: how much its polygons look like their kind, or like each other."""
 
     def _most_alike_polygon(self, kind: str, corner_count: int) -> list[str] | None:
-        """Return the drawn polygon with so many corners that looks most like its kind.
+        """Return the corners of the drawn polygon that looks most like a kind such as `Kite`.
 
-        The largest comes first among equals. None without a polygon of so many corners.
+        It has so many corners, and is the largest among equals. None without such a polygon.
         """
         ranked = []
         for names in self.polygons:
@@ -64,9 +64,11 @@ class Likeness(Regions):
         return unlike
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
-        """Return two drawn shapes that are meant to be similar, corner by corner.
+        """Return the corners of two drawn shapes that are meant to be similar, in the same order.
 
-        Raises `UnreadError`.
+        A shape that was placed as a copy of another one goes with it. Else facts may make the
+        corners equal one by one; else the two shapes are those that look most alike. Raises
+        `UnreadError` where no two shapes look alike.
         """
         if self.copied_pair is not None:
             return list(self.copied_pair[0]), list(self.copied_pair[1])
@@ -90,9 +92,10 @@ class Likeness(Regions):
         return best[1], best[2]
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
-        """Return two polygons whose corners facts make equal one by one; None without such.
+        """Return the corners of two polygons whose angles facts make equal one by one, or None.
 
-        Only a picture without some of their places needs this.
+        Only a picture without some of their places needs this, since the polygons cannot be
+        compared.
         """
         partner_of_corner: dict[str, str] = {}
         for fact in self.fact_terms:
@@ -121,7 +124,7 @@ class Likeness(Regions):
         return path, [partner_of_corner[name] for name in path]
 
     def _match_corners(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
-        """Return how unlike two polygons are at best, and the second one's corners then.
+        """Return how unlike two polygons are at best, and the second one's corners in that order.
 
         Each corner of the second is tried as the partner of the first one's first, both ways round.
         """

@@ -11,19 +11,22 @@ from adora_vl.geometry.draft import (
 
 
 def two_lines(draft: Draft, a: str, b: str, relation: str, c: str, d: str) -> None:
-    """Note that two lines are parallel or perpendicular."""
+    """Add that two lines are parallel or perpendicular: "AB is parallel to CD"."""
     draft.facts.append(
         make_term(relation.capitalize(), draft.draw_line(a, b), draft.draw_line(c, d))
     )
 
 
 def both_lines(draft: Draft, a: str, b: str, c: str, d: str, relation: str) -> None:
-    """Note two lines named before their relation: `AB and CD are parallel`."""
+    """Add two lines that are named before their relation: "AB and CD are parallel"."""
     two_lines(draft, a, b, relation, c, d)
 
 
 def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> None:
-    """Note that two lines are perpendicular, and meet in a point that may be an end of either."""
+    """Add that two lines are perpendicular and meet in a point: "AB is perpendicular to CD at E".
+
+    The point may be an end of either line.
+    """
     for start, end in ((a, b), (c, d)):
         if at not in (start, end):
             draft.put_on_line(at, start, end)
@@ -31,37 +34,40 @@ def perpendicular_at(draft: Draft, a: str, b: str, c: str, d: str, at: str) -> N
 
 
 def on_line(draft: Draft, point: str, start: str, end: str) -> None:
-    """Note that a point lies on a segment, which is drawn."""
+    """Add that a point lies on a segment, which is drawn: "D on AC"."""
     draft.put_on_line(point, start, end)
 
 
 def on_lines(draft: Draft, points: str, start: str, end: str) -> None:
-    """Note that several points lie on one segment."""
+    """Add that several points lie on one segment: "D and E on AC"."""
     for point in split_point_names(points):
         draft.put_on_line(point, start, end)
 
 
 def collinear(draft: Draft, points: str) -> None:
-    """Note that points lie on one line, in the order in which they are named."""
+    """Add that points lie on one line, in the order of their names: "A, B, C are collinear"."""
     names = split_point_names(points)
     for point in names[1:-1]:
         draft.put_on_line(point, names[0], names[-1])
 
 
 def extended(draft: Draft, start: str, end: str, beyond: str | None, point: str) -> None:
-    """Note that a segment goes on to a point, beyond its second end if none is named."""
+    """Add that a segment goes on to a point: "BC is extended to D".
+
+    It goes on beyond the end that is named, else beyond its second end.
+    """
     behind = beyond or end
     before = start if behind == end else end
     draft.put_on_line(behind, before, point)
 
 
 def on_extension(draft: Draft, point: str, start: str, end: str, beyond: str | None) -> None:
-    """Note that a point lies where a segment goes on: `D on the extension of BC beyond C`."""
+    """Add that a point lies where a segment goes on: "D on the extension of BC beyond C"."""
     extended(draft, start=start, end=end, beyond=beyond, point=point)
 
 
 def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
-    """Note that a point is the midpoint of a segment."""
+    """Add that a point is the midpoint of a segment: "M is the midpoint of AB"."""
     draft.put_on_line(point, start, end)
     draft.facts.append(
         make_term("IsMidpointOf", make_term("Point", point), make_term("Line", start, end))
@@ -69,26 +75,29 @@ def midpoint(draft: Draft, point: str, start: str, end: str) -> None:
 
 
 def two_midpoints(draft: Draft, first: str, second: str, lines: str) -> None:
-    """Note that two points are the midpoints of two segments, in this order."""
+    """Add that two points are the midpoints of two segments: "M and N are midpoints of AB and CD"."""
     a, b, c, d = split_point_names(lines)
     midpoint(draft, point=first, start=a, end=b)
     midpoint(draft, point=second, start=c, end=d)
 
 
 def meet(draft: Draft, a: str, b: str, c: str, d: str, point: str) -> None:
-    """Note that two lines meet in a point, which may be an end of either."""
+    """Add that two lines meet in a point, which may be an end of either: "AC and BD meet at E"."""
     for start, end in ((a, b), (c, d)):
         if point not in (start, end):
             draft.put_on_line(point, start, end)
 
 
 def intersection(draft: Draft, point: str, a: str, b: str, c: str, d: str) -> None:
-    """Note a point named before the lines that meet in it."""
+    """Add a point that is named before the lines through it: "E is the intersection of AC and BD"."""
     meet(draft, a, b, c, d, point)
 
 
 def diagonals_meet(draft: Draft, point: str) -> None:
-    """Note that the diagonals of the quadrilateral that was named last meet in a point."""
+    """Add that the diagonals of the quadrilateral that was named last meet in a point.
+
+    Raises `SentenceError` where the last polygon is no quadrilateral.
+    """
     names = draft.last_polygon(None).names
     if len(names) != 4:
         raise SentenceError("it does not say which diagonals are meant; name them")
@@ -96,7 +105,11 @@ def diagonals_meet(draft: Draft, point: str) -> None:
 
 
 def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
-    """Note that a line halves an angle."""
+    """Add that a line halves an angle: "BD bisects angle ABC".
+
+    An angle that is named by its corner alone is that of the last polygon which has the corner.
+    Raises `SentenceError` for two points, or for more than three.
+    """
     corners = split_point_names(names)
     line = draft.draw_line(start, end)
     if len(corners) == 1 and corners[0] in (start, end) and draft.polygons:
@@ -110,7 +123,11 @@ def bisects_angle(draft: Draft, start: str, end: str, names: str) -> None:
 
 
 def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
-    """Return the angle of the last polygon with this corner by three points."""
+    """Return the angle of the last polygon with this corner, by three points.
+
+    The polygon must not have the point `inside`, to which the bisector goes. Without such a polygon
+    the corner alone is returned.
+    """
     for shape in reversed(draft.polygons):
         if corner in shape.names and inside not in shape.names:
             i = shape.names.index(corner)
@@ -119,7 +136,11 @@ def sides_at(draft: Draft, corner: str, inside: str) -> list[str]:
 
 
 def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
-    """Note that a line halves a segment in the point where they meet, which may be an end of it."""
+    """Add that a line halves a segment: "AC bisects BD at E".
+
+    Without a point E it is the end of the line that an earlier sentence has put on the segment,
+    else the second end.
+    """
     foot = at or next((end for end in (b, a) if term_on(draft, end, c, d)), b)
     if foot not in (a, b):
         draft.put_on_line(foot, a, b)
@@ -128,13 +149,16 @@ def bisects_line(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -
 
 
 def term_on(draft: Draft, point: str, start: str, end: str) -> bool:
-    """Tell whether a sentence has put a point on a segment."""
+    """Tell whether an earlier sentence has put a point on a segment."""
     lines = [make_term("Line", start, end), make_term("Line", end, start)]
     return any(make_term("PointLiesOnLine", point, line) in draft.facts for line in lines)
 
 
 def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) -> None:
-    """Note that two segments halve each other."""
+    """Add that two segments halve each other: "AC and BD bisect each other at E".
+
+    Raises `SentenceError` where the point in which they meet is not named.
+    """
     if at is None:
         raise SentenceError("it does not say where the segments meet; add 'at' and the point")
     midpoint(draft, point=at, start=a, end=b)
@@ -142,13 +166,16 @@ def bisect_each(draft: Draft, a: str, b: str, c: str, d: str, at: str | None) ->
 
 
 def perpendicular_bisector(draft: Draft, a: str, b: str, c: str, d: str) -> None:
-    """Note that a line is the perpendicular bisector of a segment."""
+    """Add that a line is the perpendicular bisector of a segment."""
     line = draft.draw_line(a, b)
     draft.facts.append(make_term("IsPerpendicularBisectorOf", line, draft.draw_line(c, d)))
 
 
 def right_angle(draft: Draft, names: str) -> None:
-    """Note that an angle is right, by its three points or by its corner."""
+    """Add that an angle is right, by its three points or by its corner: "right angle ABC".
+
+    Raises `SentenceError` for any other number of points.
+    """
     corners = split_point_names(names)
     if len(corners) == 1:
         right_corner(draft, corners[0])
@@ -160,19 +187,19 @@ def right_angle(draft: Draft, names: str) -> None:
 
 
 def right_corner(draft: Draft, corner: str) -> None:
-    """Note that the angle at a corner is right."""
+    """Add that the angle at a corner is right: "right angle at C"."""
     draft.facts.append(make_term("RightAngle", make_term("Angle", corner)))
 
 
 def place(draft: Draft, point: str, x: str, y: str) -> None:
-    """Note that a point has a place in the picture."""
+    """Note the place of a point in the picture: "A at 120, 56"."""
     draft.places[point] = (float(x), float(y))
 
 
 def draw(draft: Draft, start: str, end: str) -> None:
-    """Note that a segment is drawn."""
+    """Note that a segment is drawn: "draw AB"."""
     draft.draw_line(start, end)
 
 
 def nothing(draft: Draft) -> None:
-    """Pass over a turn of speech that says nothing of the figure."""
+    """Pass over a turn of speech that says nothing of the figure, as "there is a circle"."""

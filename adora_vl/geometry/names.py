@@ -36,14 +36,15 @@ _POLYGON_NOUNS = frozenset(_POLYGON_NOUNS_TEXT.split())
 
 
 class NoSideError(Exception):
-    """What stands at a place is no side that can be read."""
+    """What stands at a position of a response is no side of an equation that can be read."""
 
 
 class NameReader:
-    """Reads the names of a figure's parts from the signs of a response.
+    """Reads names such as `AB`, `angle 1` or `arc AB` from the tokens of a response.
 
-    A method that reads gets the position of the first sign, and returns the quantity with the
-    position behind its last sign. It raises `NoSideError` where no such name stands there.
+    Tokens are words and signs. A method that reads gets the position of the first token, and
+    returns the quantity with the position behind its last one. It raises `NoSideError` where no
+    such name stands there, or the figure does not have it.
 
     `unknowns` are the letters, radii and numbered angles of the form. `hidden` are letters that the
     response uses for something else.
@@ -57,7 +58,7 @@ class NameReader:
         self.hidden: set[str] = set()
 
     def token_at(self, position: int) -> ResponseToken:
-        """Return the sign at a position; an end sign behind the last one."""
+        """Return the token at a position; outside of the response it is an empty one of kind `end`."""
         return self.tokens[position] if 0 <= position < len(self.tokens) else _END_TOKEN
 
     def word_at(self, position: int) -> str:
@@ -66,13 +67,17 @@ class NameReader:
         return token.text.lower() if token.kind == "word" else ""
 
     def skip_words(self, position: int, words: Set[str]) -> int:
-        """Return the position behind these words."""
+        """Return the position behind all words of a set that stand one after the other."""
         while self.word_at(position) in words:
             position += 1
         return position
 
     def names_at(self, start: int) -> tuple[list[str], int]:
-        """Read the points that stand at a position, also with single spaces between: `Q L M`."""
+        """Read the points that stand at a position: `QLM`, or `Q L M` with single spaces.
+
+        Returns their names with the position behind them. Raises `NoSideError` where one of them is
+        not in the figure.
+        """
         names: list[str] = []
         cursor = start
         while self.token_at(cursor).kind == "points":
@@ -92,14 +97,14 @@ class NameReader:
         return names, cursor
 
     def length(self, start: int) -> tuple[Quantity, int]:
-        """Read the length of the segment between two points that stand here."""
+        """Read the length of the segment between the two points that stand at a position."""
         names, cursor = self.names_at(start)
         if len(names) != 2 or names[0] == names[1]:
             raise NoSideError(f"{''.join(names)} is no segment")
         return self.reading.measures.distance(names[0], names[1]), cursor
 
     def enclosed(self, start: int) -> tuple[Quantity, int] | None:
-        """Read the length `|AB|` or the area `[ABC]`; None for anything else between these signs."""
+        """Read the length `|AB|` or the area `[ABC]`; None for anything else in bars or brackets."""
         is_area = self.token_at(start).text == "["
         if self.token_at(start + 1).kind != "points":
             return None
@@ -120,7 +125,10 @@ class NameReader:
         return is_short and is_near and set(token.text) <= self.unknowns - self.hidden
 
     def letter(self, position: int) -> tuple[Quantity, int]:
-        """Read a letter of the problem, or `r` for the radius of its only circle."""
+        """Read a letter of the problem, or `r` for the radius of its only circle.
+
+        The letter a before a word is an article, unless it stands in a formula.
+        """
         letter = self.token_at(position).text
         is_article = letter == "a" and self.token_at(position + 1).kind == "word"
         if is_article and not self.token_at(position).is_math:
@@ -135,7 +143,7 @@ class NameReader:
         raise NoSideError(f"the problem has no {letter}")
 
     def angle(self, start: int) -> tuple[Quantity, int]:
-        """Read an angle by three points, by its corner, or by its number or letter."""
+        """Read an angle by three points, by its corner alone, or by its number or letter."""
         while self.word_at(start) == "angle":  # `angle` and its sign
             start += 1
         token = self.token_at(start)
@@ -164,7 +172,7 @@ class NameReader:
         return self.reading.measures.arc_angle(term), cursor
 
     def extent(self, start: int) -> tuple[Quantity, int]:
-        """Read the area or the perimeter of a polygon that is named by its corners."""
+        """Read the area or the perimeter of a polygon: "area of triangle ABC"."""
         cursor = self.skip_words(start + 1, {"of", "the"})
         if self.word_at(cursor) in _POLYGON_NOUNS:
             cursor += 1
@@ -175,7 +183,10 @@ class NameReader:
         return self.reading.measures.polygon_measure(head, names), cursor
 
     def of_circle(self, start: int) -> tuple[Quantity, int]:
-        """Read the radius or diameter of the only circle, or of the one that is named."""
+        """Read the radius or diameter of a circle: "radius of circle O".
+
+        Without a circle's name, it is the only one.
+        """
         cursor = self.skip_words(start + 1, {"of", "the", "this", "that"})
         circles = self.reading.drawing.circles
         if self.word_at(cursor) == "circle":
@@ -193,7 +204,7 @@ class NameReader:
 
 
 def unknown_names(reading: Reading) -> set[str]:
-    """Return the letters, radii and numbered angles that a form knows."""
+    """Return the names of the letters, radii and numbered angles that a form knows."""
     quantities = [
         quantity for relation in reading.relations for quantity in quantities_of(relation)
     ]

@@ -17,11 +17,11 @@ _MAX_CORNERS_OF_FACE = 40  # corners of a region; a walk that is longer has lost
 
 
 class Regions(DrawnLines):
-    """The lines of a picture as the borders of regions."""
+    """The picture of a logic form: the regions that its drawn lines enclose."""
 
     @cached_property
     def _borders(self) -> dict[str, set[str]]:
-        """Which points are next to each other on a drawn line."""
+        """The neighbours of each point along drawn lines, without any point between."""
         borders: dict[str, set[str]] = defaultdict(set)
         for row in self.drawn_lines:
             for start, end in pairwise(row):
@@ -30,7 +30,7 @@ class Regions(DrawnLines):
         return dict(borders)
 
     def _direction(self, start: str, end: str) -> float:
-        """Return the direction of the way between two points, in radians."""
+        """Return the direction from one point of the picture to another, in radians."""
         return phase(self.places[end] - self.places[start])
 
     @cached_property
@@ -46,11 +46,12 @@ class Regions(DrawnLines):
         return faces
 
     def _walk_face(self, start: str, end: str, visited: set[tuple[str, str]]) -> list[str]:
-        """Return the region to one side of a drawn edge; its edges are added to `visited`.
+        """Walk round the region to one side of a drawn edge, and return its points.
 
-        At each point the walk takes the edge that turns furthest from the one it came by, and so
-        keeps to the border of the same region. The list is empty where another walk has taken the
-        edge in this direction already.
+        The edge goes from `start` to `end`. At each point the walk takes the edge that turns
+        furthest from the one it came by, and so keeps to the border of the same region. Its edges
+        are added to `visited`. The list is empty where another walk has taken the edge in this
+        direction already.
         """
         face: list[str] = []
         while (start, end) not in visited and len(face) < _MAX_CORNERS_OF_FACE:
@@ -64,7 +65,7 @@ class Regions(DrawnLines):
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
-        """Return the area in square pixels by the shoelace formula; positive against the clock."""
+        """Return the area of a polygon in square pixels, negative where its corners go clockwise."""
         places = [self.places[name] for name in names]
         return sum(cross(places[i - 1], places[i]) for i in range(len(places))) / 2
 

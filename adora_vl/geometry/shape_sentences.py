@@ -32,9 +32,13 @@ def shape_behind(draft: Draft, names: str, kind: str) -> None:
 
 
 def special(draft: Draft, adjectives: str, kind: str, names: str) -> None:
-    """Note a shape of a special kind, such as `regular hexagon ABCDEF`.
+    """Add a shape of a special kind, such as "regular hexagon ABCDEF".
 
-    Which parts of a triangle are equal or right may be told by another sentence.
+    `adjectives` are one or two words such as "right isosceles". Which parts of a triangle are equal
+    or right may be told by another sentence, so these two are settled after the last one. A cyclic
+    shape gets a circle through its corners, whose centre is a new point.
+
+    Raises `SentenceError` where the kind has another number of corners.
     """
     corners = split_point_names(names)
     head = "Polygon" if kind == "polygon" else kind.capitalize()
@@ -76,7 +80,7 @@ def right_at(draft: Draft, names: str, corner: str) -> None:
 
 
 def base(draft: Draft, start: str, end: str) -> None:
-    """Note which side of an isosceles triangle is no leg; the two others are equal."""
+    """Add which side of an isosceles triangle is its base: "base BC". The two others are equal."""
     for special in draft.special_triangles:
         if {start, end} <= set(special.corners) and "isosceles" in special.adjectives:
             apex = next(name for name in special.corners if name not in (start, end))
@@ -86,7 +90,10 @@ def base(draft: Draft, start: str, end: str) -> None:
 
 
 def apex(draft: Draft, corner: str) -> None:
-    """Note the corner of an isosceles triangle between its equal sides."""
+    """Add which corner of an isosceles triangle lies between its equal sides: "vertex A".
+
+    Raises `SentenceError` where no isosceles triangle has that corner.
+    """
     for special in draft.special_triangles:
         if corner in special.corners and "isosceles" in special.adjectives:
             equal_legs(draft, corner, special.corners)
@@ -95,7 +102,7 @@ def apex(draft: Draft, corner: str) -> None:
 
 
 def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
-    """Note that the two sides of a triangle at its apex are equal."""
+    """Add that the two sides of a triangle that meet at its apex are equal."""
     ends = [name for name in corners if name != apex]
     legs = [make_term("LengthOf", draft.draw_line(apex, end)) for end in ends]
     draft.add_equation(legs[0], legs[1])
@@ -104,14 +111,21 @@ def equal_legs(draft: Draft, apex: str, corners: Sequence[str]) -> None:
 def diagonal(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
-    """Note that a segment joins two corners of a shape, which may be of a kind that says more."""
+    """Add that a segment is a diagonal of a shape: "AC is a diagonal of rectangle ABCD".
+
+    The kind of the shape is a fact as well, which may say more.
+    """
     if names is not None:
         draft.add_shape(kind or polygon_kind(names), names)
     draft.draw_line(start, end)
 
 
 def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) -> None:
-    """Note the side of a right triangle opposite its right angle."""
+    """Add that a segment lies opposite a right angle: "AB is the hypotenuse of triangle ABC".
+
+    Without a triangle it is the last one that has the segment as its side. Raises `SentenceError`
+    where no triangle has it.
+    """
     if triangle is not None:
         draft.add_shape("triangle", triangle)
     shapes = [shape.names for shape in draft.polygons if len(shape.names) == 3]
@@ -124,7 +138,10 @@ def hypotenuse(draft: Draft, start: str, end: str, triangle: str | None = None) 
 
 
 def alike(draft: Draft, kind: str | None, first: str, relation: str, second: str) -> None:
-    """Note that two shapes are similar or congruent."""
+    """Add that two shapes are similar or congruent: "triangle ABC is similar to DEF".
+
+    Raises `SentenceError` where they have not as many corners.
+    """
     names = split_point_names(first)
     partners = split_point_names(second)
     if len(names) != len(partners):
@@ -147,7 +164,11 @@ _HEAD_BY_CENTRE = {
 
 
 def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """Note a median or an altitude of a triangle, with its foot on the opposite side."""
+    """Add a median or an altitude of a triangle: "AD is the altitude of ABC".
+
+    It goes from a corner to a foot on the opposite side. `role` is "median", "altitude" or
+    "height". Raises `SentenceError` where the line does not begin at one corner.
+    """
     corners = split_point_names(names)
     if len(corners) == 4:
         line_of_trapezoid(draft, start, end, role, names)
@@ -166,14 +187,17 @@ def line_of_triangle(draft: Draft, start: str, end: str, role: str, names: str) 
 
 
 def line_of_trapezoid(draft: Draft, start: str, end: str, role: str, names: str) -> None:
-    """Note the median of a trapezoid, its midsegment; refuse an altitude."""
+    """Add the median of a trapezoid, which is its midsegment.
+
+    Raises `SentenceError` for an altitude, since its name does not say where it stands.
+    """
     if role != "median":
         raise SentenceError(f"write on which side {end} lies, and that {start}{end} stands on it")
     midsegment(draft, start=start, end=end, kind="trapezoid", names=names)
 
 
 def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> None:
-    """Note a median or an altitude to a side: `AD altitude to BC`."""
+    """Add a median or an altitude to a side: "AD is the altitude to BC"."""
     ends = split_point_names(side)
     top = start if end in ends or start not in ends else end
     foot = end if top == start else start
@@ -186,7 +210,10 @@ def line_to_side(draft: Draft, start: str, end: str, role: str, side: str) -> No
 
 
 def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> None:
-    """Note a line of a triangle: `the altitude from A meets BC at D`."""
+    """Add a line from a corner of a triangle: "the altitude from A meets BC at D".
+
+    `corner` may also name the angle by three points, as the bisector of "angle ABC" does.
+    """
     ends = split_point_names(side)
     if "bisector" in role:
         draft.put_on_line(foot, ends[0], ends[1])
@@ -200,7 +227,11 @@ def from_corner(draft: Draft, role: str, corner: str, side: str, foot: str) -> N
 def two_roles_meet(
     draft: Draft, role: str, a: str, b: str, c: str, d: str, triangle: str | None, at: str
 ) -> None:
-    """Note that two medians, altitudes or bisectors of one triangle meet in a point."""
+    """Add that two medians, altitudes or bisectors of one triangle meet in a point.
+
+    `role` is the word in the plural, such as "medians". The two lines go from a to b and from c to
+    d. Without a triangle each line is one of the only triangle that has its first point.
+    """
     for start, end in ((a, b), (c, d)):
         names = triangle or "".join(draft.triangle_with(start))
         if role.endswith("bisectors"):
@@ -211,7 +242,10 @@ def two_roles_meet(
 
 
 def bisector(draft: Draft, start: str, end: str, names: str) -> None:
-    """Note the bisector of an angle, or of the corner of a triangle where it begins."""
+    """Add the bisector of an angle, or of the corner of a triangle where it begins.
+
+    "AD bisector of triangle ABC" begins at the corner A and ends on the opposite side.
+    """
     corners = split_point_names(names)
     ends = {start, end} & set(corners)
     if len(corners) == 3 and corners[1] not in (start, end) and len(ends) == 1:
@@ -227,7 +261,11 @@ def bisector(draft: Draft, start: str, end: str, names: str) -> None:
 def midsegment(
     draft: Draft, start: str, end: str, kind: str | None = None, names: str | None = None
 ) -> None:
-    """Note that a segment joins the middles of two sides, or of a trapezoid's legs."""
+    """Add that a segment joins the middles of two sides: "DE is a midsegment of triangle ABC".
+
+    The midsegment of a trapezoid joins the middles of its legs. Without a shape the last one is
+    meant. Raises `SentenceError` for any other shape.
+    """
     corners = split_point_names(names) if names is not None else draft.last_polygon(kind).names
     if len(corners) not in (3, 4):
         raise SentenceError("a midsegment is of a triangle or of a trapezoid; name it")
@@ -239,7 +277,7 @@ def midsegment(
 
 
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
-    """Note a midsegment by the side of the triangle that it is parallel to."""
+    """Add a midsegment by the side of the triangle that it is parallel to."""
     corners = split_point_names(names)
     ends = split_point_names(base)
     tops = [name for name in corners if name not in ends]

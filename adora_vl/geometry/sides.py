@@ -88,10 +88,12 @@ class _WordedFactor:
 
 
 class SideReader(NameReader):
-    """Reads sides of equations from the signs of a response on the figure of a form.
+    """Reads sides of equations, such as `2x + AB`, from the tokens (words and signs) of a response.
 
-    `decimals`, `depth` and `terms` are of the side that is being read: the digits behind a point,
-    how deep brackets are nested, and how many numbers and names it has.
+    A method that reads gets the position of the first token, and returns the quantity with the
+    position behind its last one. It raises `NoSideError` where it cannot be read. `decimals`,
+    `depth` and `terms` are of the side that is being read: the digits behind a point, how deep
+    brackets are nested, and how many numbers and names it has.
     """
 
     def __init__(self, tokens: Sequence[ResponseToken], reading: Reading) -> None:
@@ -101,11 +103,11 @@ class SideReader(NameReader):
         self.terms = 0
 
     def side(self, start: int, closing: str = "") -> tuple[EquationSide, int]:
-        """Read the side that begins at a position. Raises `NoSideError`.
+        """Read the side that begins at a position, up to where it ends.
 
-        Returns it with the position behind it, as all readers of this class do.
-
-        `closing` is the sign that ends a cell of a table.
+        Returns it with the position behind it. `closing` is the sign that ends a cell of a table,
+        and may follow the side. Raises `NoSideError` where no side stands here, or where it goes on
+        with something that cannot be read.
         """
         self.decimals = None
         self.depth = 0
@@ -119,7 +121,10 @@ class SideReader(NameReader):
         return EquationSide(quantity=quantity, decimals=self.decimals), end
 
     def _check_end(self, position: int) -> None:
-        """Raise `NoSideError` where what stands behind a side belongs to it and was not read."""
+        """Raise `NoSideError` where what stands behind a side belongs to it and was not read.
+
+        Such a side would be read as another one: of `AB^k` only `AB` would be left.
+        """
         token = self.token_at(position)
         if token.kind in ("word", "points", "number") and not token.is_apart:
             raise NoSideError(f"{token.text} stands behind it")
@@ -145,7 +150,7 @@ class SideReader(NameReader):
     # Sums and products
 
     def sum(self, start: int) -> tuple[Quantity, int]:
-        """Read products with plus and minus between them."""
+        """Read products with plus and minus between them, in signs or in words."""
         self.depth += 1
         if self.depth > MAX_NESTING:
             raise NoSideError("brackets are nested too deep")
@@ -161,7 +166,11 @@ class SideReader(NameReader):
         return quantity, cursor
 
     def product(self, start: int) -> tuple[Quantity, int]:
-        """Read factors with a sign between them or none."""
+        """Read factors with a sign between them or none: `2 * AB`, `2x`, "twice AB".
+
+        Where a factor without a sign before it cannot be read, it may be something else that stands
+        apart; the product ends before it then.
+        """
         if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
@@ -215,7 +224,10 @@ class SideReader(NameReader):
         return self.token_at(position).text in ("=", "≈", "≅")
 
     def _begins_factor(self, position: int, *, is_number: bool) -> bool:
-        """Tell whether a factor without a sign before it begins here."""
+        """Tell whether a factor without a sign before it begins here, as the x of `2x`.
+
+        `is_number`: whether a number stands before it. Then a name may follow with a space between.
+        """
         token = self.token_at(position)
         is_near = not token.is_apart or token.is_math
         if token.kind == "points":
@@ -267,7 +279,7 @@ class SideReader(NameReader):
                 return position
 
     def _is_no_unit(self, position: int) -> bool:
-        """Tell whether a unit's word is none here: a letter of the problem, or "in the figure"."""
+        """Tell whether a unit's word is no unit here: a letter of the problem, or "in the figure"."""
         token = self.token_at(position)
         is_letter = token.text in self.unknowns and len(token.text) == 1
         return is_letter or (
@@ -275,7 +287,7 @@ class SideReader(NameReader):
         )
 
     def group(self, start: int) -> tuple[Quantity, int]:
-        """Read what stands in brackets, or one atom, as behind a root."""
+        """Read what stands in brackets, or one atom if there are none, as behind a root."""
         closing = _CLOSING_BY_OPENING.get(self.token_at(start).text)
         if closing is None:
             if self.token_at(start).text == "-":
@@ -290,7 +302,10 @@ class SideReader(NameReader):
     # Atoms
 
     def atom(self, start: int) -> tuple[Quantity, int]:
-        """Read a number, a name, a function or a bracket. Raises `NoSideError`."""
+        """Read a number, a name, a function or a bracket.
+
+        Raises `NoSideError` for anything else, and for a side that has too many of them.
+        """
         self.terms += 1
         if self.terms > MAX_TERMS:
             raise NoSideError("the side is too long")
@@ -335,7 +350,7 @@ class SideReader(NameReader):
         return numerator / denominator if numerator < denominator else None
 
     def _worded(self, start: int) -> tuple[Quantity, int]:
-        """Read what begins with a word."""
+        """Read what begins with a word: an angle, arc, function, area, radius or letter."""
         token = self.token_at(start)
         word = token.text.lower()
         if word in ("angle", "angles"):
@@ -374,7 +389,7 @@ class SideReader(NameReader):
         return self._trigonometric(start)
 
     def _root(self, start: int) -> tuple[Quantity, int]:
-        """Read a root; its degree stands in square brackets, else it is 2."""
+        """Read a root; its degree stands in square brackets, and is 2 without these."""
         degree = 2.0
         if self.token_at(start).text == "[":
             quantity, start = self.group(start)
@@ -385,7 +400,10 @@ class SideReader(NameReader):
         return power_of(quantity, 1 / degree), cursor
 
     def _trigonometric(self, start: int) -> tuple[Quantity, int]:
-        """Read a sine, cosine or tangent, or the angle that has it."""
+        """Read a sine, cosine or tangent (`sin A`), or the angle that has it (`arcsin 0.5`).
+
+        The inverse of a number alone can be read, since quantities have no inverse functions.
+        """
         word = self.word_at(start)
         cursor = start + 1
         if word.startswith("arc") or self._inverts(cursor):
@@ -405,7 +423,10 @@ class SideReader(NameReader):
         return result, cursor
 
     def _argument(self, start: int) -> tuple[Quantity, int]:
-        """Read what a sine is of; `sin A` is that of the angle at A."""
+        """Read what a sine is of; `sin A` is that of the angle at A.
+
+        A point alone would be no quantity. In any other place of a side two points are a length.
+        """
         is_bracket = self.token_at(start).text in _CLOSING_BY_OPENING
         corner = start + 1 if is_bracket else start
         token = self.token_at(corner)
@@ -435,9 +456,9 @@ class SideReader(NameReader):
 
 
 def equation(left_side: Quantity, right_side: Quantity) -> Relation:
-    """Say that two quantities are equal.
+    """Return the relation that two sides of an equation are equal.
 
-    A number over 180 for an arc of two letters is the other way round.
+    A number over 180 for an arc of two letters means the longer way round.
     """
     first = _other_way_round(left_side, right_side)
     second = _other_way_round(right_side, left_side)
@@ -448,7 +469,7 @@ def equation(left_side: Quantity, right_side: Quantity) -> Relation:
 
 
 def _other_way_round(quantity: Quantity, size: Quantity) -> Quantity:
-    """Return the rest of the circle, where a number over 180 says that it is meant."""
+    """Return the rest of the full turn, where a number over 180 says that it is meant."""
     value = number_of_quantity(size) if not isinstance(size, Arithmetic) else None
     if isinstance(quantity, Angle) and value is not None and 180 < value < 360:
         return minus(Constant(360.0), quantity)

@@ -79,10 +79,10 @@ class Solution:
 
 
 class FigureProblem:
-    """The relations of a reading as a system, and the search for figures that fulfil them.
+    """The facts of a form as equations, and the search for figures that fulfil them.
 
     `places` are the places of points in the picture, `scale` says how large figure and picture are,
-    and `kind` what kind of figure is meant.
+    `kind` what kind of figure is meant, and `starts` where searches begin.
     """
 
     def __init__(self, reading: Reading) -> None:
@@ -119,9 +119,10 @@ class FigureProblem:
     def solution_from_start(
         self, number: int, budget: Budget, max_residual: float
     ) -> Solution | None:
-        """Return the figure that the start of this number leads to.
+        """Search downhill from the start of a number, and return the figure found there.
 
-        None where it does not fulfil the relations up to a residual of `max_residual`.
+        First the letters move alone, then all unknowns, held near the picture at first. None where
+        the figure does not fulfil the relations up to a residual of `max_residual`.
         """
         state = self.starts.near_picture(number)
         if len(self.places) < len(self.system.points):
@@ -146,7 +147,11 @@ class FigureProblem:
         return self._solution_at(state, residual=residual, start=number)
 
     def _solution_at(self, state: Vector, *, residual: float, start: int) -> Solution | None:
-        """Return the solution at `state` with its answer; None where that is not finite."""
+        """Return the solution at `state` with its answer; None where the answer is not finite.
+
+        `state` has the values of all unknowns. `start` is the number of the start it was found
+        from.
+        """
         goal = self.system.goal_at(state)
         if not math.isfinite(goal.value):
             return None
@@ -163,7 +168,7 @@ class FigureProblem:
         )
 
     def _faults(self, state: Vector, value: float) -> int:
-        """Return the faults of a figure in kind, and of an answer that cannot be one.
+        """Count the faults of a figure in kind, and those of an answer that cannot be one.
 
         A length, an angle or an area is positive; a letter or a cosine may be anything.
         """
@@ -175,7 +180,7 @@ class FigureProblem:
         return count
 
     def _freedom(self, state: Vector, gradient: Vector) -> Freedom:
-        """Return how far the relations leave the goal open at `state`.
+        """Return how far the relations leave the goal open at `state`, the values of all unknowns.
 
         `gradient` has the goal's derivatives by all unknowns, shape (unknowns,).
         """
@@ -220,7 +225,8 @@ class FigureProblem:
     ) -> list[Solution]:
         """Return the figures that the starts lead to, until two without a fault agree.
 
-        A form without places goes through all its starts.
+        A form without places goes through all its starts, since no picture tells which of several
+        figures is meant.
         """
         if starts is None:
             starts = START_COUNT if self._is_wholly_drawn() else START_COUNT_WITHOUT_PLACES
@@ -247,7 +253,7 @@ class FigureProblem:
         return solutions
 
     def _is_wholly_drawn(self) -> bool:
-        """Tell whether the picture shows every point that has a line."""
+        """Tell whether the picture shows every point that lies on a drawn line."""
         return bool(self.places) and all(name in self.places for name in self.drawing.neighbours)
 
     def neighbours(self, solution: Solution, budget: Budget) -> list[Solution]:

@@ -110,7 +110,10 @@ _WORDS_BEFORE_DONE_AIM = {"we", "i", "can", "you", "and"}
 
 
 def mark_asserted_tokens(tokens: Sequence[ResponseToken]) -> list[bool]:
-    """Tell of each sign whether what is said there is meant as it stands."""
+    """Tell for each token of a response whether what is said there is meant as it stands.
+
+    What is supposed, aimed at, denied or asked is not meant so.
+    """
     asserted: list[bool] = []
     is_supposed_before = False
     start = 0
@@ -125,7 +128,11 @@ def mark_asserted_tokens(tokens: Sequence[ResponseToken]) -> list[bool]:
 
 
 class _Sentence:
-    """One sentence, and whether the one before it was a supposition."""
+    """One sentence as tokens, to find out which of its words the author stands by.
+
+    `is_supposed_before`: whether the sentence before it was a supposition, which goes on with
+    "then". `then_supposes`: whether a next sentence with "then" supposes as well.
+    """
 
     def __init__(self, tokens: Sequence[ResponseToken], is_supposed_before: bool) -> None:
         self.tokens = tokens
@@ -136,7 +143,12 @@ class _Sentence:
         )  # whether a next sentence with "then" supposes as well
 
     def mark_asserted(self) -> list[bool]:
-        """Tell of each sign of the sentence whether it is stood by; sets `is_supposed`."""
+        """Tell for each token of the sentence whether the author stands by it.
+
+        A clause ends at a comma or a word such as "so", and what blocks it ends there too. A
+        supposition goes on to the end of the sentence, or to a word such as "but". Sets
+        `is_supposed` and `then_supposes`.
+        """
         if self.words and self.words[-1] == "?":
             # "What if AB = 5? Then" supposes as well.
             self.then_supposes = any(
@@ -170,14 +182,14 @@ class _Sentence:
         return asserted
 
     def _announces_check(self, number: int) -> bool:
-        """Tell whether the colon at this place stands behind words alone that announce a check."""
+        """Tell whether a colon stands behind words alone that announce a check: "let's verify:"."""
         before = set(self.words[:number])
         has_value = any(token.kind != "word" for token in self.tokens[:number])
         supposes_more = bool(before & (_SUPPOSING_WORDS - _CHECKING_WORDS - _DEFINING_WORDS))
         return bool(_CHECKING_WORDS & before) and not has_value and not supposes_more
 
     def _begins_supposition(self, number: int) -> bool:
-        """Tell whether the word at this place begins a supposition."""
+        """Tell whether the word at a position begins a supposition, as "if" and "Option B" do."""
         word = self.words[number]
         if number == 0 and word in _CHOICE_WORDS:
             return True  # "Option B: AB = 5"
@@ -188,7 +200,10 @@ class _Sentence:
         return not (word in ("say", "verify", "check") and behind == "that")
 
     def _states_aim(self, number: int) -> bool:
-        """Tell whether the word says what is to be found, and not what is."""
+        """Tell whether the word at a position says what is to be found, and not what is.
+
+        "We find that" says what is.
+        """
         word = self.words[number]
         if word in _WISH_WORDS:
             return True
@@ -199,7 +214,7 @@ class _Sentence:
         return before not in _WORDS_BEFORE_DONE_AIM and behind != "that"
 
     def _refutes_clause(self, number: int) -> bool:
-        """Tell whether the word says of what stands before it that it is not so."""
+        """Tell whether the word at a position says of what stands before it that it is not so."""
         word = self.words[number]
         before = self.words[number - 1] if number else ""
         if word in _REFUTING_WORDS:

@@ -45,10 +45,10 @@ class _PointsOnCircle(NamedTuple):
 
 
 class Starts:
-    """The unknowns that a search may begin with.
+    """The places and values that searches for a figure begin with: near the picture, then further.
 
     Args:
-        system: The equations, which say where each unknown stands.
+        system: The equations, which say where each unknown stands in the state.
         drawing: Which points lie on which lines and circles.
         scale: How large the figure is, and the picture.
         places: The places of points in the picture, as x + iy in pixels.
@@ -74,10 +74,10 @@ class Starts:
         self.circle_by_radius = {circle.radius: circle for circle in drawing.circles}
 
     def near_picture(self, number: int) -> Vector:
-        """Return the unknowns of one start; a higher number begins further from the picture.
+        """Return the state (the values of all unknowns) that a search begins with.
 
-        `number` also seeds the random shifts. The order of the draws must not change, or other
-        figures would be found.
+        A higher `number` begins further from the picture. It also seeds the random shifts. The
+        order of the draws must not change, or other figures would be found.
         """
         random = np.random.default_rng(number)
         system = self.system
@@ -100,7 +100,8 @@ class Starts:
         """Return where a point begins, before its random shift.
 
         A centre without a place begins in the middle of its circle's points, any other point
-        without a place anywhere.
+        without a place anywhere. `stretch` is how much larger than the picture the figure begins.
+        The random place is drawn for every point without a place, so that the draws stay in order.
         """
         if point in self.places:
             return self._from_picture(point) * stretch
@@ -118,8 +119,8 @@ class Starts:
     def _unknown(self, name: str, *, number: int, random_value: float, state: Vector) -> float:
         """Return where a letter, a radius or a numbered angle begins.
 
-        A radius begins as its circle's points in `state` lie. The first two starts try round numbers
-        for letters, later ones random numbers.
+        A radius begins as its circle's points in `state` lie. The first two starts try round
+        numbers for letters, later ones random numbers.
         """
         circle = self.circle_by_radius.get(name)
         if circle is not None and circle.points:
@@ -135,7 +136,7 @@ class Starts:
         return random_value
 
     def _mean_radius(self, circle: Circle, state: Vector) -> float:
-        """Return the mean distance of a circle's points from its centre at `state`."""
+        """Return the mean distance of a circle's points from its centre in `state`."""
         centre = self.system.location(state, circle.centre)
         distances = [abs(self.system.location(state, point) - centre) for point in circle.points]
         return self.scale.size * float(np.mean(distances))
@@ -175,9 +176,10 @@ class Starts:
         return state
 
     def _spread_polygons(self, places: Vector, random: np.random.Generator) -> None:
-        """Lay the corners of convex polygons round a circle, each corner once; changes `places`.
+        """Lay the corners of convex polygons round a circle, each corner once.
 
-        The polygon begins at a random corner, and each corner is shifted along the circle a little.
+        `places` are the coordinates of all points, shape (points, 2), and are changed. The polygon
+        begins at a random corner, and each corner is shifted along the circle a little.
         """
         is_placed: set[str] = set()
         for names in self.convex:
@@ -191,7 +193,10 @@ class Starts:
             is_placed.update(names)
 
     def _fit_radii(self, state: Vector, places: Vector) -> None:
-        """Set the radii in `state` to the mean distance of their points from the centre."""
+        """Set each radius in `state` to the mean distance of the circle's points from the centre.
+
+        `places` are the coordinates of all points, shape (points, 2).
+        """
         position = self.system.position
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             circle = self.circle_by_radius.get(name)

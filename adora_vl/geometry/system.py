@@ -60,7 +60,10 @@ class _LinearEquation(NamedTuple):
 
 
 class _CurvedEquation(NamedTuple):
-    """An equation whose two sides differ by arithmetic that is not linear; else as the linear."""
+    """An equation whose two sides differ by arithmetic that is not linear in the atoms.
+
+    `weight` scales the difference to a residual. `is_angle`: the sides are equal up to full turns.
+    """
 
     difference: Arithmetic
     weight: float
@@ -68,7 +71,7 @@ class _CurvedEquation(NamedTuple):
 
 
 class System(UnknownsLayout):
-    """Relations on a figure, compiled for quick evaluation.
+    """All equations of a figure, compiled so that residuals and derivatives are quickly evaluated.
 
     The named unknowns are all letters, radii and numbered angles of the relations and of the goal,
     in the order of their names. `residual_relations` has the relation of each residual.
@@ -152,8 +155,9 @@ class System(UnknownsLayout):
         return factors
 
     def _compile_equations(self, equations: Sequence[Equal]) -> list[Relation]:
-        """Prepare the linear equations as one matrix, and all others as trees.
+        """Prepare the linear equations as one matrix, and all others as trees of arithmetic.
 
+        A linear equation is one whose sides differ by a sum of distances, angles and other atoms.
         Returns the equations in the order of their residuals, linear ones first.
         """
         linear: list[_LinearEquation] = []
@@ -183,7 +187,10 @@ class System(UnknownsLayout):
         return [*linear_relations, *curved_relations]
 
     def _weight(self, unit: Unit) -> float:
-        """Return what scales a difference of this unit to shares of the size or to radians."""
+        """Return the factor that makes a residual of a difference in a unit.
+
+        A residual is in shares of the figure's size, or in radians.
+        """
         weights: Mapping[Unit, float] = {
             "length": 1 / self.size,
             "area": 1 / self.size**2,
@@ -193,11 +200,11 @@ class System(UnknownsLayout):
         return weights[unit]
 
     def residuals(self, state: Vector, *, slopes: bool = True) -> tuple[Vector, Vector]:
-        """Return the residuals of all relations at `state` and their derivatives by the unknowns.
+        """Return the residuals of all relations at `state`, and their derivatives by the unknowns.
 
-        Shapes: (rows,) and (rows, unknowns), in the order of `residual_relations`. Without `slopes`
-        the derivatives are empty. A residual is not finite where its expression has no value, as
-        behind a division by zero.
+        `state` has the values of all unknowns. Shapes: (rows,) and (rows, unknowns), in the order
+        of `residual_relations`. Without `slopes` the derivatives are empty. A residual is not
+        finite where its expression has no value, as behind a division by zero.
         """
         values, gradient = self.atoms.evaluate(state, slopes=slopes)
         groups: list[_Residuals] = []
@@ -220,10 +227,10 @@ class System(UnknownsLayout):
         return residuals, np.concatenate([group.slopes for group in groups])
 
     def _directions(self, state: Vector, *, slopes: bool) -> _Residuals:
-        """Return how far lines are from parallel or perpendicular.
+        """Return the residuals of all parallel and perpendicular lines.
 
         The residual of parallel lines is the sine of the angle between them, that of perpendicular
-        ones the cosine.
+        ones the cosine. `state` has the values of all unknowns.
         """
         places = self.places(state)
         a, b, c, d = self._direction_points
@@ -248,7 +255,7 @@ class System(UnknownsLayout):
     def _orders(self, state: Vector, *, slopes: bool) -> _Residuals:
         """Return how far each point is from lying between two others; 0 wherever it does.
 
-        It counts along the segment, in shares of it.
+        It counts along the segment, in shares of it. `state` has the values of all unknowns.
         """
         places = self.places(state)
         point, start, end = self._order_points
@@ -272,7 +279,11 @@ class System(UnknownsLayout):
         return _Residuals(values=values, slopes=rows)
 
     def _linear_equations(self, values: Vector, gradient: Vector | None) -> _Residuals:
-        """Return the residuals of all linear equations, from the values of the atoms."""
+        """Return the residuals of all linear equations at once.
+
+        `values` are those of all atoms, shape (atoms,), and `gradient` their derivatives, shape
+        (atoms, unknowns), or None where none are asked for.
+        """
         difference = self._linear_factors @ values + self._linear_constants
         # A sweep of 359 degrees and one of 1 differ by 2, not by 358.
         is_wrapped = self._linear_is_angle & (np.abs(difference) > _MAX_PLAIN_DIFFERENCE)
@@ -286,7 +297,11 @@ class System(UnknownsLayout):
     def _curved_equation(
         self, equation: _CurvedEquation, values: Vector, gradient: Vector | None
     ) -> _Residuals:
-        """Return the residual of one equation that is not linear, from the values of the atoms."""
+        """Return the residual of one equation that is not linear.
+
+        `values` are those of all atoms, shape (atoms,), and `gradient` their derivatives, shape
+        (atoms, unknowns), or None where none are asked for.
+        """
         value, slope = self.evaluate(equation.difference, values, gradient)
         if equation.is_angle and abs(value) > _MAX_PLAIN_DIFFERENCE and math.isfinite(value):
             value = (value + 180) % 360 - 180
@@ -321,7 +336,10 @@ class System(UnknownsLayout):
             return Differentiated(value=math.nan, slope=zeros)
 
     def goal_at(self, state: Vector) -> Differentiated:
-        """Return the value of the goal at `state` and its derivatives by all unknowns."""
+        """Return the value of the goal at `state`, and its derivatives by all unknowns.
+
+        `state` has the values of all unknowns of the figure.
+        """
         assert self.goal is not None, "a system without a goal has no value"
         values, gradient = self.atoms.evaluate(state, slopes=True)
         return self.evaluate(self.goal, values, gradient)

@@ -55,9 +55,10 @@ WORDS = (
 
 
 def read_side(draft: Draft, text: str) -> Term:
-    """Return one side of an equation: a measure, a value, or sums and products of them.
+    """Read one side of an equation: a measure, a value, or sums and products of them.
 
-    Raises `SentenceError` with the word that is not known.
+    Shapes and segments that it names are added to the draft. Raises `SentenceError` with the word
+    that is not known.
     """
     plain = text.strip()
     if not re.search(POINT_PATTERN, plain) and not re.search(_MEASURE_PATTERN, plain):
@@ -75,7 +76,10 @@ def check_word(word: str, words: Sequence[str] = WORDS) -> None:
 
 
 def _read_value(plain: str) -> Term:
-    """Return a value of numbers and letters, which stays as it is written."""
+    """Read a value of numbers and letters, which stays as it is written.
+
+    Raises `SentenceError` where it is no value, and for a word that is not known.
+    """
     for word in re.findall(r"(?<![\\a-z])[a-z]{3,}", plain):
         check_word(word)
     try:
@@ -86,9 +90,10 @@ def _read_value(plain: str) -> Term:
 
 
 def _split_into_pieces(plain: str) -> list[tuple[str, str]]:
-    """Return the atoms and signs of a side with their kinds.
+    """Split a side into measures, values and signs, each with its kind.
 
-    Raises `SentenceError` for anything else.
+    The kinds are the names of the groups in `_ATOM_PATTERN`. Raises `SentenceError` for anything
+    else.
     """
     pieces: list[tuple[str, str]] = []
     position = 0
@@ -108,7 +113,11 @@ def _split_into_pieces(plain: str) -> list[tuple[str, str]]:
 
 
 class _SideParser:
-    """Sums, differences, products and quotients of atoms."""
+    """Parses the pieces of one side: sums, products, quotients and squares of measures.
+
+    Each piece is its kind and its text. `next` is the number of the piece that is read next, and
+    `depth` how deep the brackets are nested.
+    """
 
     def __init__(self, draft: Draft, pieces: Sequence[tuple[str, str]]) -> None:
         self.draft = draft
@@ -131,9 +140,9 @@ class _SideParser:
         return side
 
     def sum(self) -> Term:
-        """Return products with plus and minus between them.
+        """Parse products with plus and minus between them.
 
-        The depth of brackets is bounded here.
+        Raises `SentenceError` where brackets are nested too deep.
         """
         self.depth += 1
         if self.depth > _MAX_BRACKETS:
@@ -147,7 +156,7 @@ class _SideParser:
         return side
 
     def product(self) -> Term:
-        """Return powers with times, divided by or nothing between them."""
+        """Parse powers with times, divided by or nothing between them: `2 AB` is a product as well."""
         side = self.power()
         while True:
             sign = self.peek()
@@ -160,7 +169,7 @@ class _SideParser:
                 return side
 
     def power(self) -> Term:
-        """Return an atom, squared as often as `^2` stands behind it.
+        """Parse a measure, a value or a bracket, squared as often as `^2` stands behind it.
 
         A square binds closer than a product or a minus before it: `2 * AB^2` is twice the square.
         """
@@ -177,7 +186,7 @@ class _SideParser:
         return side
 
     def atom(self) -> Term:
-        """Return a bracket, a measure or a value."""
+        """Parse a bracket, a measure or a value. Raises `SentenceError` for anything else."""
         if self.next >= len(self.pieces):
             raise SentenceError("something is missing behind a sign")
         kind, text = self.pieces[self.next]
@@ -197,7 +206,7 @@ class _SideParser:
 
 
 def _read_angle(draft: Draft, text: str) -> Term:
-    """Return an angle by its number, its corner or its three points, whose sides are then drawn."""
+    """Read an angle by its number, its corner or its three points, whose sides are then drawn."""
     name = re.sub(r"^(?:exterior\s*)?angle", "", text).strip()
     if name.isdigit():
         return make_term("MeasureOf", Term(head=f"angle {name}"))
@@ -209,23 +218,26 @@ def _read_angle(draft: Draft, text: str) -> Term:
 
 
 def _read_exterior_angle(draft: Draft, text: str) -> Term:
-    """Return what the inner angle at a corner lacks to 180 degrees."""
+    """Read an exterior angle: what the inner angle at a corner lacks to 180 degrees."""
     corner = split_point_names(text)[-1]
     return make_term("Sub", Term(head="180"), make_term("MeasureOf", make_term("Angle", corner)))
 
 
 def _read_arc(draft: Draft, text: str) -> Term:
-    """Return an arc by its two ends, or by its ends and a point between them."""
+    """Read the angle of an arc by its two ends, or by its ends and a point between them."""
     return make_term("MeasureOf", _named_arc(text))
 
 
 def _read_arc_length(draft: Draft, text: str) -> Term:
-    """Return how long an arc is, not its angle."""
+    """Read how long an arc is: "length of arc AB". An arc without this word is its angle."""
     return make_term("LengthOf", _named_arc(text.removeprefix("length").strip()))
 
 
 def _named_arc(text: str) -> Term:
-    """Return the arc that is named; three letters name the way round already."""
+    """Return the arc that a text names, such as "minor arc AB", as a term.
+
+    Three letters name the way round already, so that "minor" or "major" says nothing more then.
+    """
     names = split_point_names(text)
     arc = make_term("Arc", *names)
     size = text.partition("arc")[0].strip()
@@ -233,7 +245,7 @@ def _named_arc(text: str) -> Term:
 
 
 def _read_trigonometric(draft: Draft, text: str) -> Term:
-    """Return the sine, cosine or tangent of an angle or of a letter."""
+    """Read the sine, cosine or tangent of an angle or of a letter, such as "sin A"."""
     head = f"{text[:3].capitalize()}Of"
     rest = text[3:].strip()
     if re.fullmatch("[a-z]", rest):
@@ -242,7 +254,7 @@ def _read_trigonometric(draft: Draft, text: str) -> Term:
 
 
 def _read_circle_measure(draft: Draft, text: str) -> Term:
-    """Return radius, diameter, circumference or area of a circle, by its centre or alone."""
+    """Read radius, diameter, circumference or area of a circle: "radius O" or "radius" alone."""
     head = re.match("[a-z]+", text)
     assert head is not None, "the pattern begins with a word"
     centre = re.search(rf"{POINT_PATTERN}$", text)
@@ -250,9 +262,10 @@ def _read_circle_measure(draft: Draft, text: str) -> Term:
 
 
 def _read_shape(draft: Draft, text: str) -> Term:
-    """Return the shape behind the first word of an atom, or the last one of its kind.
+    """Read the shape behind the first word of a measure: "area of triangle ABC".
 
-    A kind that says something of it, as in "area of rectangle ABCD", is a fact as well.
+    Without corners it is the last shape of its kind. A kind that says something of it, as in "area
+    of rectangle ABCD", is a fact as well. Raises `SentenceError` for too many corners.
     """
     words = re.findall("[a-z]+", text)
     kind = words[1] if len(words) > 1 else None
@@ -268,14 +281,17 @@ def _read_shape(draft: Draft, text: str) -> Term:
 
 
 def _read_polygon_measure(draft: Draft, text: str) -> Term:
-    """Return the area, the perimeter or the height of a polygon."""
+    """Read the area, the perimeter or the height of a polygon."""
     shape = _read_shape(draft, text)
     words = {"area": "AreaOf", "perimeter": "PerimeterOf", "height": "HeightOf"}
     return make_term(words[text.split()[0]], shape)
 
 
 def _read_side_of_polygon(draft: Draft, text: str) -> Term:
-    """Return a side of a polygon whose sides are all equal. Raises `SentenceError` for any other."""
+    """Read the side of a polygon whose sides are all equal: "side of square ABCD".
+
+    Raises `SentenceError` for any other polygon, since it does not say which side is meant.
+    """
     shape = _read_shape(draft, text)
     is_special = (
         make_term("Regular", shape) in draft.facts or make_term("Equilateral", shape) in draft.facts
@@ -286,12 +302,12 @@ def _read_side_of_polygon(draft: Draft, text: str) -> Term:
 
 
 def _read_sector(draft: Draft, text: str) -> Term:
-    """Return the area of the sector that three points name, with the centre between the ends."""
+    """Read the area of a sector: "area of sector AOB" has the centre between its ends."""
     return make_term("AreaOf", make_term("Sector", *split_point_names(text)))
 
 
 def _read_scale_factor(draft: Draft, text: str) -> Term:
-    """Return the ratio of the sides of one polygon to those of a similar one."""
+    """Read the ratio of the sides of one polygon to those of a similar one."""
     first, second = [split_point_names(names) for names in re.findall(_NAMES, text)]
     heads = [polygon_kind("".join(names)).capitalize() for names in (first, second)]
     return make_term(
@@ -300,7 +316,7 @@ def _read_scale_factor(draft: Draft, text: str) -> Term:
 
 
 def _read_segment(draft: Draft, text: str) -> Term:
-    """Return the length of a segment, which is drawn."""
+    """Read the length of a segment, which is drawn. Raises `SentenceError` where both ends are one."""
     start, end = split_point_names(text)
     if start == end:
         raise SentenceError(f"{text} is no segment; it begins where it ends")

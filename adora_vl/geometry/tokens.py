@@ -1,4 +1,4 @@
-r"""The words and signs of a response, each with its place in the text.
+r"""The words and signs of a response as tokens, each with its place in the text.
 
 LaTeX, markdown and unicode come to one spelling: `\overline{AB}`, `**AB**` and `AB` are the points
 A and B. No text is rewritten, so that a claim can be shown where it stands.
@@ -16,12 +16,16 @@ MAX_TOKENS = 20_000  # what stands behind so many signs of a response is not rea
 
 @dataclass(frozen=True)
 class ResponseToken:
-    r"""A word or sign.
+    """A word, a number, points or a sign of a response.
 
-    `kind`: `number`; `points`, capital letters that stand together; `word`, small letters; `token`;
-    `line`, a new line; `end`, behind the last one. `text`: in the one spelling. `start` and `end`:
-    its place in the text. `is_apart`: space, or the edge of a formula, stands before it. `is_math`:
-    it stands in a formula of LaTeX.
+    Attributes:
+        kind: `number`; `points`, capital letters that stand together; `word`, small letters;
+            `sign`; `line`, a new line; `end`, behind the last one.
+        text: The token in the one spelling.
+        start: Its place in the text.
+        end: The place behind it.
+        is_apart: Whether space, or the edge of a formula, stands before it.
+        is_math: Whether it stands in a formula of LaTeX.
     """
 
     kind: TokenKind
@@ -127,9 +131,10 @@ def split_into_tokens(text: str) -> list[ResponseToken]:
 
 
 class _Splitter:
-    """Goes through a text once, from left to right, and keeps what the next sign has to know.
+    """Goes through a text once, from left to right, and collects its tokens.
 
-    `is_apart` and `is_math` are those of the next sign.
+    `is_apart` and `is_math` are those of the next token. `open_braces` has for each open brace
+    whether it shows nothing by itself.
     """
 
     def __init__(self, text: str) -> None:
@@ -160,10 +165,10 @@ class _Splitter:
             position = match.end()
 
     def _take(self, kind: str, spelling: str, match: re.Match[str]) -> None:
-        """Add what one pattern stands for: no sign, one, or several.
+        """Add what one pattern stands for: no token, one, or several.
 
-        `kind` and `spelling` are those of the table's row, with the text itself where the row has no
-        spelling of its own.
+        `kind` and `spelling` are those of the table's row, with the text itself where the row has
+        no spelling of its own.
         """
         start = match.start()
         end = match.end()
@@ -216,7 +221,7 @@ class _Splitter:
         return self.open_braces.pop() if self.open_braces else False
 
     def _add(self, kind: TokenKind, text: str, start: int, end: int) -> None:
-        """Add a sign; the next one stands close to it unless a space comes between them."""
+        """Add a token; the next one stands close to it unless a space comes between them."""
         self.tokens.append(
             ResponseToken(
                 kind=kind,

@@ -36,13 +36,15 @@ _DOUBLE_ROOT_TOLERANCE = 2e-4  # share by which an answer at a double root may m
 
 
 def solve_form(form: LogicForm, *, looks: bool = True, repair: bool = True) -> Verdict:
-    """Solve a form.
+    """Solve a logic form: find its answer, or say why there is none.
 
     It never raises for what a form says.
 
-    `looks`: whether what only the picture shows is tried where the facts leave the goal open.
-    `repair`: whether facts are left out one by one where they contradict each other, to name those
-    that do. Neither makes a form `answered`.
+    Args:
+        form: The facts of a diagram and its question.
+        looks: Whether what only the picture shows is tried where the facts leave the goal open.
+        repair: Whether facts are left out one by one where they contradict each other, to name
+            those that do. Neither option makes a form `answered`.
     """
     fault = describe_excess(form)
     if fault:
@@ -96,7 +98,7 @@ def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
 
 
 def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
-    """Return the verdict on a form whose question is read.
+    """Return the verdict on a form whose facts and question are read.
 
     A figure that the facts determine comes first, then angles alone, then what only the picture
     shows, and last which facts contradict each other.
@@ -127,7 +129,7 @@ def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bo
 
 
 def describe_excess(form: LogicForm) -> str:
-    """Return why a form is not even tried; empty where it is."""
+    """Return why a form is too large to be tried; empty where it is not."""
     if len(form.points) > MAX_POINTS:
         return f"it has {len(form.points)} points, over {MAX_POINTS}"
     if (
@@ -144,7 +146,11 @@ def describe_excess(form: LogicForm) -> str:
 
 
 def short_answer(value: float, reading: Reading, *, share: float | None = None) -> str | None:
-    """Return a value in its short form; decimals before fractions where facts have some."""
+    r"""Return the short form of a value, as `2\sqrt{3}`; None where it has none.
+
+    Decimals come before fractions where the facts have some. `share` is how much of the value the
+    form may differ by.
+    """
     texts = [*reading.drawing.form.facts, *reading.drawing.form.question]
     has_decimals = any(re.search(r"\d\.\d", text) for text in texts)
     if share is not None:
@@ -153,7 +159,7 @@ def short_answer(value: float, reading: Reading, *, share: float | None = None) 
 
 
 def _without_last_bits(value: float) -> float:
-    """Return a value without the last bits, in which machines differ."""
+    """Return a value with ten digits, since machines differ in the last bits."""
     return float(f"{value:.10g}")
 
 
@@ -182,7 +188,7 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
 
 
 def _verdict_by_angles(reading: Reading) -> Verdict | None:
-    """Return the answer of the angles alone; None where they do not fix it.
+    """Return the verdict where the angles alone fix the answer; None where they do not.
 
     A measure has to be positive, a letter may be anything.
     """
@@ -202,7 +208,7 @@ def _verdict_by_angles(reading: Reading) -> Verdict | None:
 
 
 def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) -> Verdict:
-    """Return an answer that needs what only the picture shows."""
+    """Return the verdict for an answer that needs what only the picture shows."""
     assert result.value is not None, "an answer has a figure"
     assert result.solution is not None, "an answer has a figure"
     assumed = tuple(dict.fromkeys(problem.reading.assumed))
@@ -363,7 +369,10 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
 
 
 def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading) -> str:
-    """Return a line on the facts that exclude each other, with the answer without each of them."""
+    """Return a line on the facts that exclude each other, with the answer without each of them.
+
+    `clash` is what was found out about them, or None where nobody looked.
+    """
     kind = (
         "no figure"
         if result.status == "conflict"

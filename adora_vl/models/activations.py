@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from adora_vl.models.shape import ModelShape, Tower
 
-FLOAT = 4  # bytes of a float32
+FLOAT32_BYTES = 4  # bytes of a float32
 # TOKEN_CHUNK_SIZE and _CHUNKED_LOGPROB_CHUNK_SIZE of TRL's LM head
-TILE_TOKENS = 4096
-TILE_VOCABULARY = 32768
+HEAD_TILE_TOKENS = 4096
+HEAD_TILE_VOCABULARY = 32768
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PassSize:
 
 
 @dataclass(frozen=True)
-class MicroBatch:
+class PlannedMicroBatch:
     """The sequences of one forward pass as they are planned: all as long as the longest."""
 
     sequences: int
@@ -99,7 +99,7 @@ def _rms_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
 
     Each saves its input in float32, the normalised values, and the input of the next product.
     """
-    return 2 * width * (FLOAT + dtypes.residual + dtypes.compute)
+    return 2 * width * (FLOAT32_BYTES + dtypes.residual + dtypes.compute)
 
 
 def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
@@ -107,7 +107,7 @@ def _layer_norm_bytes(width: int, dtypes: DtypeBytes) -> int:
 
     Each saves its input, its mean and deviation, and the input of the next product.
     """
-    return 2 * (width * (dtypes.residual + dtypes.compute) + 2 * FLOAT)
+    return 2 * (width * (dtypes.residual + dtypes.compute) + 2 * FLOAT32_BYTES)
 
 
 def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
@@ -134,11 +134,11 @@ def decoder_layer_bytes(tower: Tower, size: PassSize, dtypes: DtypeBytes) -> int
     if size.has_padding_mask and tower.kv_heads > 1:
         key_width = query_width
     # queries and outputs, keys and values; logsumexp in float32
-    attention = 2 * (query_width + key_width) * dtypes.compute + tower.heads * FLOAT
+    attention = 2 * (query_width + key_width) * dtypes.compute + tower.heads * FLOAT32_BYTES
     if tower.head_norms:
         # For each head of queries and keys: the input in float32, the normalised values and their
         # deviation. These are computed before keys are repeated, so they count `kv_heads`.
-        bytes_per_head = tower.head_size * (FLOAT + dtypes.residual) + FLOAT
+        bytes_per_head = tower.head_size * (FLOAT32_BYTES + dtypes.residual) + FLOAT32_BYTES
         attention += (tower.heads + tower.kv_heads) * bytes_per_head
     # Each layer converts the boolean mask into numbers of its own, (B, 1, T, T).
     mask = size.rows * size.row_length**2 * dtypes.compute if size.has_padding_mask else 0
@@ -174,7 +174,7 @@ def vision_block_bytes(tower: Tower, patches: int, dtypes: DtypeBytes) -> int:
     # In widths of the tower: the fused q, k and v; rotated q and k; the windows' outputs, and these
     # joined. The v of attention is a view into the fused tensor.
     saved_widths = 3 + 2 + 1 + 1
-    logsumexp = tower.heads * FLOAT
+    logsumexp = tower.heads * FLOAT32_BYTES
     attention = saved_widths * tower.width * dtypes.compute + logsumexp
     return patches * (norms + attention + _mlp_bytes(tower, dtypes))
 
@@ -190,7 +190,7 @@ def projector_bytes(
     """
     norm = dtypes.residual
     if tower.swiglu:
-        norm += FLOAT  # an RMS norm also saves its input in float32
+        norm += FLOAT32_BYTES  # an RMS norm also saves its input in float32
     projectors = 1 + deepstack_layers
     return patches * tower.width * (norm + 3 * projectors * dtypes.compute)
 
@@ -222,7 +222,7 @@ def saved_bytes(
     dtypes: DtypeBytes,
     *,
     checkpointing: bool,
-    recomputed: int | None = None,
+    recomputed_count: int | None = None,
 ) -> SavedBytes:
     """Return what one micro-batch saves for its backward pass.
 
@@ -231,11 +231,11 @@ def saved_bytes(
         size: of the pass.
         dtypes: bytes of its numbers.
         checkpointing: whether gradient checkpointing is on.
-        recomputed: the number of layers of the language model that gradient checkpointing
+        recomputed_count: the number of layers of the language model that gradient checkpointing
             recomputes; None for all.
     """
     text = shape.text
-    layers = text.layers if recomputed is None else recomputed
+    layers = text.layers if recomputed_count is None else recomputed_count
     if not checkpointing:
         layers = 0
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
@@ -245,8 +245,8 @@ def saved_bytes(
         cast_values = max(0, shape.adapted_values - 2 * text.width - text.mlp_width)
         layer += size.tokens * cast_values * dtypes.compute
     layer_inputs = layers * size.tokens * text.width * dtypes.residual
-    final_norm = size.tokens * text.width * (FLOAT + dtypes.residual)
-    vision = _saved_by_vision(shape, size.patches, dtypes, checkpointing=checkpointing)
+    final_norm = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual)
+    vision = _vision_saved_bytes(shape, size.patches, dtypes, checkpointing=checkpointing)
     return SavedBytes(
         text=layer_inputs + (text.layers - layers) * layer + final_norm,
         vision=vision.saved,
@@ -263,7 +263,7 @@ def _adapters_cast_inputs(shape: ModelShape, dtypes: DtypeBytes) -> bool:
     Adapters are in float32, and peft casts their inputs to it. For a layer in 4 bits it leaves the
     cast to autocast.
     """
-    computes_in_16_bits = dtypes.compute < FLOAT
+    computes_in_16_bits = dtypes.compute < FLOAT32_BYTES
     return shape.has_adapters and computes_in_16_bits and not shape.four_bit_parameters
 
 
@@ -295,7 +295,7 @@ class _VisionBytes(NamedTuple):
     block: int  # what one block of the tower saves if it is not recomputed; 0 without a backward
 
 
-def _saved_by_vision(
+def _vision_saved_bytes(
     shape: ModelShape, patches: int, dtypes: DtypeBytes, *, checkpointing: bool
 ) -> _VisionBytes:
     """Return what the vision tower and the projector save for the backward pass.
@@ -317,7 +317,7 @@ def _saved_by_vision(
         saved = tower.layers * (block_input if checkpointing else block)
     # The first product saves a copy of the pixels if it computes in another dtype than theirs. The
     # float32 pixels themselves are the batch's.
-    if is_trained and dtypes.compute != FLOAT:
+    if is_trained and dtypes.compute != FLOAT32_BYTES:
         saved += patches * shape.patch_values * dtypes.compute
     if shape.trained_by_component["projector"]:
         saved += projector_bytes(
@@ -326,7 +326,7 @@ def _saved_by_vision(
         if not has_backward:  # no block then saves the inputs of the deepstack projectors' norms
             saved += shape.deepstack_layers * patches * tower.width * dtypes.residual
     elif has_backward:  # a frozen projector saves the inputs of its norm and of its GELU
-        saved += patches * tower.width * (FLOAT + dtypes.compute)
+        saved += patches * tower.width * (FLOAT32_BYTES + dtypes.compute)
     return _VisionBytes(saved=saved, block=block)
 
 
@@ -340,7 +340,7 @@ def head_saved_bytes(
     """
     hidden_state = shape.text.width * dtypes.residual
     label = 8
-    return _scored_tokens(size, compact) * (hidden_state + label + 2 * FLOAT)
+    return _scored_tokens(size, compact) * (hidden_state + label + 2 * FLOAT32_BYTES)
 
 
 def head_transient_bytes(
@@ -357,15 +357,15 @@ def head_transient_bytes(
     """
     tokens = _scored_tokens(size, compact)
     width = shape.text.width
-    tile_rows = min(tokens, TILE_TOKENS)
-    tile = tile_rows * TILE_VOCABULARY * dtypes.compute
+    tile_rows = min(tokens, HEAD_TILE_TOKENS)
+    tile = tile_rows * HEAD_TILE_VOCABULARY * dtypes.compute
     if not compact:
-        tile += 8 * tile_rows * min(shape.vocabulary_size, TILE_VOCABULARY) * FLOAT
-    copy_bytes = dtypes.residual if dtypes.residual != FLOAT else 0  # float32 needs no copy
-    hidden_gradients = tokens * width * (FLOAT + copy_bytes)
+        tile += 8 * tile_rows * min(shape.vocabulary_size, HEAD_TILE_VOCABULARY) * FLOAT32_BYTES
+    copy_bytes = dtypes.residual if dtypes.residual != FLOAT32_BYTES else 0  # float32 needs no copy
+    hidden_gradients = tokens * width * (FLOAT32_BYTES + copy_bytes)
     weight_gradients = 0
     if shape.head_is_trained:
-        weight_gradients = shape.vocabulary_size * width * (FLOAT + copy_bytes)
+        weight_gradients = shape.vocabulary_size * width * (FLOAT32_BYTES + copy_bytes)
     return tile + hidden_gradients + weight_gradients
 
 
@@ -376,15 +376,15 @@ def _scored_tokens(size: PassSize, compact: bool) -> int:
 
 # The share of a card that stays free when the recomputed layers are chosen: the allocator loses
 # some memory between its blocks, and a prediction is a few per cent off.
-RESERVED_SHARE = 0.1
+RESERVED_CARD_SHARE = 0.1
 
 
 def usable_bytes(card: int, free: int) -> int:
     """Return the bytes that a pass may take on a card of `card` bytes, of which `free` are free.
 
-    A share of the card is left free (`RESERVED_SHARE`).
+    A share of the card is left free (`RESERVED_CARD_SHARE`).
     """
-    return free - int(RESERVED_SHARE * card)
+    return free - int(RESERVED_CARD_SHARE * card)
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class PeakCandidate:
     backward_share: float = 0.0
 
 
-LAYER_BACKWARD = "one layer going back"
+LAYER_BACKWARD_NAME = "one layer going back"
 
 
 @dataclass(frozen=True)
@@ -429,58 +429,60 @@ class ActivationMemory:
         """
         return self.head_gradient if self.shape.ties_embeddings else 0
 
-    def peak_candidates(self, size: PassSize, recomputed: int) -> list[PeakCandidate]:
+    def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
         """Return the moments of a pass at which its memory may be largest.
 
         Gradients of weights are not counted, except those of a weight that head and embedding
-        share. `recomputed`: gradient checkpointing recomputes the first so many layers of the
+        share. `recomputed_count`: gradient checkpointing recomputes the first so many layers of the
         language model. The first layers go back last, when the other layers have released what
         they saved.
         """
         layers = self.shape.text.layers
-        saved = self._saved_bytes(size, recomputed)
+        saved = self._saved_bytes(size, recomputed_count)
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
         all_kept = saved.text + head_saved
         tied_head = self.tied_head_gradient
         gradients = saved.layer_gradients + tied_head
         in_head = PeakCandidate("logits", head_transient, all_kept)
-        if recomputed == layers:
+        if recomputed_count == layers:
             one_layer = saved.largest_recomputed + gradients
             # 3: both parts of a tied gradient and their sum
-            in_layer = PeakCandidate(LAYER_BACKWARD, max(one_layer, 3 * tied_head), all_kept)
+            in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(one_layer, 3 * tied_head), all_kept)
             return [in_head, in_layer]
-        candidates = [in_head, PeakCandidate(LAYER_BACKWARD, gradients, all_kept)]
-        if recomputed:
+        candidates = [in_head, PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)]
+        if recomputed_count:
             # The layers that are not recomputed have gone back, and have released their values.
             first_recomputed = PeakCandidate(
-                LAYER_BACKWARD,
+                LAYER_BACKWARD_NAME,
                 transient_bytes=saved.recomputed_layer + gradients,
                 kept_bytes=saved.layer_inputs,
-                backward_share=(layers - recomputed) / layers,
+                backward_share=(layers - recomputed_count) / layers,
             )
             candidates.append(first_recomputed)
         # Behind all layers come the vision tower's blocks and the embedding.
         vision_block = saved.recomputed_block + gradients
         for transient_bytes in (vision_block, 3 * tied_head):
             candidates.append(
-                PeakCandidate(LAYER_BACKWARD, transient_bytes, kept_bytes=0, backward_share=1.0)
+                PeakCandidate(
+                    LAYER_BACKWARD_NAME, transient_bytes, kept_bytes=0, backward_share=1.0
+                )
             )
         return candidates
 
-    def mask_and_vision(self, size: PassSize, recomputed: int) -> tuple[int, int]:
+    def mask_and_vision(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
         """Return the bytes of the attention mask and of the vision tower, held during the pass."""
         mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
-        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed).vision
+        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
         return mask, vision
 
-    def peak_bytes(self, size: PassSize, recomputed: int) -> int:
+    def peak_bytes(self, size: PassSize, recomputed_count: int) -> int:
         """Return the most bytes that a pass takes beside the weights and their gradients.
 
-        `recomputed`: how many layers gradient checkpointing recomputes.
+        `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
-        mask, vision = self.mask_and_vision(size, recomputed)
-        candidates = self.peak_candidates(size, recomputed)
+        mask, vision = self.mask_and_vision(size, recomputed_count)
+        candidates = self.peak_candidates(size, recomputed_count)
         peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
         return peak + mask + vision
 
@@ -490,21 +492,21 @@ class ActivationMemory:
         They are all layers where no smaller number is enough.
         """
 
-        def fits(recomputed: int) -> bool:
+        def fits(recomputed_count: int) -> bool:
             """Return whether the pass fits with so many recomputed layers."""
-            return self.peak_bytes(size, recomputed) <= limit_bytes
+            return self.peak_bytes(size, recomputed_count) <= limit_bytes
 
         # A binary search, since each further recomputed layer takes memory off the peak. The number
         # of all layers is outside of its range: the last one takes nothing off, because it goes back
         # first, when its values are there either way.
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
-    def _saved_bytes(self, size: PassSize, recomputed: int) -> SavedBytes:
+    def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:
         """Return what a pass of this size saves if so many layers are recomputed."""
         return saved_bytes(
             self.shape,
             size,
             self.dtypes,
             checkpointing=self.checkpointing,
-            recomputed=recomputed,
+            recomputed_count=recomputed_count,
         )

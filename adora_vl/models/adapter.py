@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import snapshot_download
 
-from adora_vl.models.load import ADAPTER, load_model, model_hash, restore_adapter, whole
+from adora_vl.models.load import (
+    ADAPTER_CONFIG_FILE,
+    gathered_parameters,
+    load_model,
+    model_hash,
+    restore_adapter,
+)
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import only_here, why_missing
 
@@ -19,9 +25,9 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
     from peft import PeftConfig, PeftModel
     from trl import ModelConfig
 
-_MODEL_CONFIG = "config.json"  # what has it is a whole model, whatever else it has
+_MODEL_CONFIG_FILE = "config.json"  # what has it is a whole model, whatever else it has
 # Of an adapter on the hub: its weights, and its own processor if it has one.
-_FETCHED_FILES = (
+_FETCHED_FILE_PATTERNS = (
     "adapter_model.safetensors",
     "*.json",
     "*.jinja",
@@ -57,7 +63,7 @@ class Adapter:
         return None if self.folder == Path(self.name) else self.folder.name
 
 
-def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapter]:
+def read_adapters(key: str, name: str, revision: str | None = None) -> list[Adapter]:
     """Return the adapter that a user names as the model, and the adapters that it was trained on.
 
     The list is empty for any other model. Adapters on the hub are fetched.
@@ -84,24 +90,24 @@ def adapters_of(key: str, name: str, revision: str | None = None) -> list[Adapte
 def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
     """Return the folder of an adapter, fetched from the hub if need be; None for any other model.
 
-    The arguments are those of `adapters_of`. What has a model's config is a whole model.
+    The arguments are those of `read_adapters`. What has a model's config is a whole model.
     """
     local_folder = Path(name)
     if local_folder.is_dir():
-        is_adapter = (local_folder / ADAPTER).is_file()
-        is_whole_model = (local_folder / _MODEL_CONFIG).is_file()
+        is_adapter = (local_folder / ADAPTER_CONFIG_FILE).is_file()
+        is_whole_model = (local_folder / _MODEL_CONFIG_FILE).is_file()
         return local_folder if is_adapter and not is_whole_model else None
     is_hub_id = name.count("/") == 1
-    if not is_hub_id or not _hub_has_file(name, revision, ADAPTER):
+    if not is_hub_id or not _hub_has_file(name, revision, ADAPTER_CONFIG_FILE):
         return None
-    if _hub_has_file(name, revision, _MODEL_CONFIG):
+    if _hub_has_file(name, revision, _MODEL_CONFIG_FILE):
         return None
     try:
         folder = snapshot_download(
             name,
             revision=revision,
             local_files_only=only_here(name),
-            allow_patterns=[*_FETCHED_FILES],
+            allow_patterns=[*_FETCHED_FILE_PATTERNS],
             ignore_patterns="*/*",  # folders inside, such as those of checkpoints
         )
         return Path(folder)
@@ -130,12 +136,12 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
         key: the user's key, which errors begin with.
         name: the adapter's folder or hub id, as the user names it.
         folder: where the adapter's files are here.
-        revision: as in `adapters_of`.
+        revision: as in `read_adapters`.
 
     Raises:
         UserError: where peft is missing, the config cannot be read, or it names no base.
     """
-    file = f"{key}: {str(folder / ADAPTER)!r}"
+    file = f"{key}: {str(folder / ADAPTER_CONFIG_FILE)!r}"
     if find_spec("peft") is None:
         raise UserError(
             f"{key}: {str(folder)!r} is an adapter, but peft is not installed; install "
@@ -166,7 +172,7 @@ def _read_adapter(key: str, name: str, folder: Path, revision: str | None) -> Ad
     )
 
 
-def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) -> None:
+def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) -> None:
     """Raise `UserError` for a user's LoRA key that differs from the adapter that is trained further.
 
     Args:
@@ -176,19 +182,16 @@ def check_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[str]) 
     """
     for key, peft_name in _PEFT_NAME_BY_KEY.items():
         value = getattr(model, key)
-        adapter_value = _comparable(getattr(adapter.config, peft_name, None))
-        if key in set_keys and _comparable(value) != adapter_value:
-            differs = (
+        adapter_value = _normalise_setting(getattr(adapter.config, peft_name, None))
+        if key in set_keys and _normalise_setting(value) != adapter_value:
+            raise UserError(
                 f"{key}: {value}, but the adapter {adapter.name!r} has {peft_name}: "
-                f"{adapter_value} and goes on"
+                f"{adapter_value} and goes on training as it is; leave the key out, or set "
+                "use_peft: true to merge this adapter and train a new one"
             )
-            remedy = (
-                "leave the key out, or set use_peft: true to merge this adapter and train a new one"
-            )
-            raise UserError(f"{differs} training as it is; {remedy}")
 
 
-def _comparable(value: Any) -> Any:
+def _normalise_setting(value: Any) -> Any:
     """Return a LoRA setting in a form in which equal settings of user and adapter are equal.
 
     That is a sorted list of texts (None for an empty one), an enumeration's value, or the setting
@@ -205,7 +208,7 @@ def _comparable(value: Any) -> Any:
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
-def served_rank(config: PeftConfig) -> int:
+def vllm_lora_rank(config: PeftConfig) -> int:
     """Return the `max_lora_rank` for vLLM: the smallest one that is enough for every layer.
 
     Raises `UserError` for a rank above the largest that vLLM has kernels for.
@@ -222,7 +225,7 @@ def served_rank(config: PeftConfig) -> int:
     return large_enough[0]
 
 
-def hash_of(adapters: Sequence[Adapter], base: str) -> str:
+def hash_adapters(adapters: Sequence[Adapter], base: str) -> str:
     """Return the commits, or content hashes, of adapters and their base as one text.
 
     `adapters`: each was trained on the next one, and the last one on the base. `base`: its hash.
@@ -231,7 +234,7 @@ def hash_of(adapters: Sequence[Adapter], base: str) -> str:
     return " on ".join([*hashes, base])
 
 
-def processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
+def find_processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
     """Return where the processor is: in an adapter's folder if one has it, else in the base.
 
     An adapter's processor may have another chat template than the base's. `sees`: whether the model
@@ -276,7 +279,7 @@ def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
             # A rank has a part of each weight, which PEFT could not merge: gather each layer first.
             for layer in peft_model.modules():
                 if isinstance(layer, BaseTunerLayer):
-                    with whole(layer.parameters()):
+                    with gathered_parameters(layer.parameters()):
                         layer.merge()
         model = peft_model.merge_and_unload()
     return model
@@ -307,10 +310,10 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
 
     PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
     """
-    reference = policy.peft_config.pop("ref", None)
+    reference_config = policy.peft_config.pop("ref", None)
     yield
-    if reference is not None:
-        policy.peft_config["ref"] = reference
+    if reference_config is not None:
+        policy.peft_config["ref"] = reference_config
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:

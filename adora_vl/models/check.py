@@ -3,7 +3,6 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,13 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.models.families import (
-    KNOWN,
+    KNOWN_FAMILIES_TEXT,
     family_of,
     has_linear_attention,
-    misplaced_by_vllm,
+    position_fault_in_vllm,
     sees_images,
 )
-from adora_vl.models.shape import is_dtype, language_layers, layers_pattern, model_shape
+from adora_vl.models.shape import is_dtype_name, language_layer_names, layers_pattern, model_shape
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked
 
@@ -27,16 +26,16 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from trl import GRPOConfig
 
-_FLASH_IS_INSTALLED = {
+_INSTALLED_CHECK_BY_ATTENTION = {
     "flash_attention_2": is_flash_attn_2_available,
     "flash_attention_3": is_flash_attn_3_available,
 }
 
 # The parts of a step that need to know the model's family to handle images. With all of them
 # switched off, images are handled as in stock TRL.
-NEEDS_FAMILY = ("cache_images", "share_vision", "share_prompt")
+PARTS_THAT_NEED_FAMILY = ("cache_images", "share_vision", "share_prompt")
 
-LOST_UPDATES = (
+LOST_UPDATES_WARNING = (
     "dtype: the weights are in 16 bits, all are trained, and without DeepSpeed there is no "
     "float32 copy of them, so rounding swallows nearly every update. Set dtype: float32 (bf16: "
     "true computes in bfloat16 all the same), or use LoRA or DeepSpeed."
@@ -53,13 +52,13 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
 
     Raises:
         UserError: for a model that reads images and is of no known family, unless the run handles
-            images as stock TRL does (`NEEDS_FAMILY`), and for one that vLLM computes otherwise.
+            images as stock TRL does (`PARTS_THAT_NEED_FAMILY`), and for one that vLLM computes otherwise.
     """
     name = model.model_name_or_path
-    kind = config.model_type
+    model_type = config.model_type
     family = family_of(config)
     if family is not None:
-        position_fault = misplaced_by_vllm(config)
+        position_fault = position_fault_in_vllm(config)
         if run.use_vllm and position_fault:
             raise UserError(f"model_name_or_path: {name!r} {position_fault}")
         if run.use_vllm and run.use_cpu and has_linear_attention(config):
@@ -71,22 +70,23 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
-            f"{name}: model_type {kind} is not among the families that can share a prompt "
-            f"({KNOWN}): every rollout computes its prompt again, everything else works"
+            f"{name}: model_type {model_type} is not among the families that can share a prompt "
+            f"({KNOWN_FAMILIES_TEXT}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.uses(part) for part in NEEDS_FAMILY) and not run.adora_freeze:
+    if not any(run.uses(part) for part in PARTS_THAT_NEED_FAMILY) and not run.adora_freeze:
         return [
-            f"{name}: model_type {kind} is not among the known families; its images go the way of "
-            "stock TRL"
+            f"{name}: model_type {model_type} is not among the known families; its images go the "
+            "way of stock TRL"
         ]
-    unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN})"
-    stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
-    added = "add the family as CONTRIBUTING.md describes"
-    raise UserError(f"model_name_or_path: {unknown}; {stock}, or {added}")
+    raise UserError(
+        f"model_name_or_path: {name!r} has model_type {model_type}, which is not among the known "
+        f"families ({KNOWN_FAMILIES_TEXT}); set adora_stock_step: true and adora_freeze: [] to "
+        "train it the way of stock TRL, or add the family as CONTRIBUTING.md describes"
+    )
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:
-    """Return whether rounding would swallow nearly every update of the weights (`LOST_UPDATES`).
+    """Return whether rounding would swallow nearly every update of the weights (`LOST_UPDATES_WARNING`).
 
     It does in 16 bits, unless LoRA's own float32 weights are trained, or DeepSpeed keeps a float32
     copy. `deepspeed`: whether the run uses it.
@@ -96,7 +96,7 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
     return has_16_bits and not model.use_peft and not deepspeed
 
 
-def check_sees(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
+def check_reads_images(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
     """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
         conflict = (
@@ -112,13 +112,16 @@ def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
     `init_kwargs`: the run's `model_init_kwargs`.
     """
     attention = init_kwargs.get("attn_implementation", model.attn_implementation)
-    if attention in _FLASH_IS_INSTALLED and not _FLASH_IS_INSTALLED[attention]():
+    if (
+        attention in _INSTALLED_CHECK_BY_ATTENTION
+        and not _INSTALLED_CHECK_BY_ATTENTION[attention]()
+    ):
         raise UserError(
             f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
         )
 
 
-def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) -> None:
+def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) -> None:
     """Raise `UserError` for an argument of `from_pretrained` that nothing reads.
 
     `from_pretrained` would hand it to the model's class, which fails. `init_kwargs`: the run's
@@ -137,7 +140,7 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
         is_unknown = not is_read
         # A text that is not the name of a dtype.
-        is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype(value)
+        is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype_name(value)
         if is_unknown or is_no_dtype:
             reason = f"which has no such {'argument' if is_unknown else 'value of it'}"
             raise UserError(
@@ -145,7 +148,7 @@ def check_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any]) ->
             )
 
 
-def check_parts(
+def check_model_parts(
     model: ModelConfig, config: PretrainedConfig, peft_config: "PeftConfig", frozen: Sequence[str]
 ) -> None:
     """Raise `UserError` for a part to freeze, or a layer for an adapter, that this model lacks.
@@ -223,7 +226,7 @@ def dropout_notes(peft_config: "PeftConfig", config: "GRPOConfig", *, one_step: 
     ]
 
 
-def lora_of(model: ModelConfig) -> Any:
+def make_lora_config(model: ModelConfig) -> Any:
     """Return PEFT's config for a command's keys; None without LoRA.
 
     If the keys name no layers, the config has none until `choose_layers` writes them. Raises
@@ -234,14 +237,6 @@ def lora_of(model: ModelConfig) -> Any:
             "use_peft: true, but peft is not installed; install the extra adora-vl[lora]"
         )
     return get_peft_config(model)
-
-
-def with_own_layers(peft_config: Any) -> Any:
-    """Return the config to train with: a copy, if `choose_layers` will write layers into it.
-
-    A user's object stays as it is, since it may be used for another model too.
-    """
-    return deepcopy(peft_config) if _lacks_layers(peft_config) else peft_config
 
 
 def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig) -> list[str]:
@@ -260,7 +255,7 @@ def choose_layers(peft_config: Any, keys: ModelConfig, config: PretrainedConfig)
     """
     if not _lacks_layers(peft_config):
         return []
-    names = language_layers(config)
+    names = language_layer_names(config)
     if not names:
         raise UserError(
             "lora_target_modules: null, and this model has no linear layer in its language model; "

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 # Fields of the vision tower's output whose features enter the language model at the image tokens.
 # A tensor per image, which takes the place of the token embeddings.
-EMBEDDINGS = "pooler_output"
+EMBEDDINGS_FIELD = "pooler_output"
 # A tensor per layer for all images, added to the hidden states after each of the first layers.
-DEEPSTACK = "deepstack_features"
+DEEPSTACK_FIELD = "deepstack_features"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Vision:
     unit: int
     min_pixels: int  # of an image, in the published image processor
     max_pixels: int
-    features: tuple[str, ...] = (EMBEDDINGS,)  # the fields of the vision tower's output
+    features: tuple[str, ...] = (EMBEDDINGS_FIELD,)  # the fields of the vision tower's output
     tower: str = "visual."  # in the names of the vision tower's parameters
     # In the names of the projector's parameters, which may be inside of the vision tower. The first
     # one is that of the projector that makes the embeddings.
@@ -74,7 +74,7 @@ FAMILIES: dict[str, Family] = {
             unit=32,
             min_pixels=256 * 256,
             max_pixels=4096 * 4096,
-            features=(EMBEDDINGS, DEEPSTACK),
+            features=(EMBEDDINGS_FIELD, DEEPSTACK_FIELD),
             projector=("visual.merger.", "visual.deepstack_merger_list."),
             relative=True,
         ),
@@ -95,7 +95,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-KNOWN = ", ".join(FAMILIES)  # as a message names them
+KNOWN_FAMILIES_TEXT = ", ".join(FAMILIES)  # as a message names them
 
 
 def family_of(config: PreTrainedConfig) -> Family | None:
@@ -103,7 +103,7 @@ def family_of(config: PreTrainedConfig) -> Family | None:
     return FAMILIES.get(str(getattr(config, "model_type", "")))
 
 
-def seeing_families() -> dict[str, Vision]:
+def vision_by_model_type() -> dict[str, Vision]:
     """Return the families with images, by `model_type`."""
     return {kind: family.vision for kind, family in FAMILIES.items() if family.vision is not None}
 
@@ -123,7 +123,7 @@ def shares_prompts(config: PreTrainedConfig) -> bool:
     return family_of(config) is not None and set(layer_types) == {"full_attention"}
 
 
-def misplaced_by_vllm(config: PreTrainedConfig) -> str:
+def position_fault_in_vllm(config: PreTrainedConfig) -> str:
     """Return why vLLM would give this model's image tokens other positions than Transformers.
 
     The text goes after the model's name in an error and has the remedy. It is empty where the
@@ -152,8 +152,10 @@ COMPONENTS = (VISION_TOWER, PROJECTOR, LANGUAGE_MODEL)
 
 
 # What the names of a vision tower's and of a projector's parameters contain, in any family.
-_TOWER_NAMES = {vision.tower for vision in seeing_families().values()}
-_PROJECTOR_NAMES = {name for vision in seeing_families().values() for name in vision.projector}
+_TOWER_NAME_PARTS = {vision.tower for vision in vision_by_model_type().values()}
+_PROJECTOR_NAME_PARTS = {
+    name for vision in vision_by_model_type().values() for name in vision.projector
+}
 
 
 def component_of(parameter_name: str) -> str:
@@ -164,9 +166,9 @@ def component_of(parameter_name: str) -> str:
     """
     # The projector comes first, since it may be inside of the vision tower. The names of all
     # families can be tried, because none uses another one's name for something else.
-    if any(name in parameter_name for name in _PROJECTOR_NAMES):
+    if any(name in parameter_name for name in _PROJECTOR_NAME_PARTS):
         return PROJECTOR
-    if any(name in parameter_name for name in _TOWER_NAMES):
+    if any(name in parameter_name for name in _TOWER_NAME_PARTS):
         return VISION_TOWER
     return LANGUAGE_MODEL
 

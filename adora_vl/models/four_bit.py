@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # Modules that are not quantised. Transformers compares the beginnings of names, and vLLM's plugin
 # has names of its own, so the vision tower has two.
-WHOLE = ("lm_head", "model.visual", "visual")
+UNQUANTISED_MODULES = ("lm_head", "model.visual", "visual")
 
 
 def is_four_bit(config: PretrainedConfig) -> bool:
@@ -142,12 +142,12 @@ def _obstacle_to_four_bit(
     return None
 
 
-def in_four_bit(layer: str) -> bool:
+def is_quantised_layer(layer: str) -> bool:
     """Return whether the linear layer of this name is quantised to 4 bits.
 
     The output embedding and the vision tower are not.
     """
-    return not layer.startswith(WHOLE)
+    return not layer.startswith(UNQUANTISED_MODULES)
 
 
 def four_bit_parameter_bytes(nested: bool) -> float:
@@ -178,7 +178,7 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
         model_hash(name, revision) or f"{name}@{revision}",
         model.bnb_4bit_quant_type,
         nested,
-        *WHOLE,
+        *UNQUANTISED_MODULES,
     )
     key = hashlib.sha256(str(key_parts).encode()).hexdigest()[:16]
     folder = cache_folder() / f"{model.bnb_4bit_quant_type}-{key}"
@@ -188,7 +188,7 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
         bnb_4bit_quant_type=model.bnb_4bit_quant_type,
         bnb_4bit_compute_dtype=torch.bfloat16,
         bnb_4bit_use_double_quant=nested,
-        llm_int8_skip_modules=list(WHOLE),
+        llm_int8_skip_modules=list(UNQUANTISED_MODULES),
     )
     init = {
         "revision": revision,

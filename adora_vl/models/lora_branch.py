@@ -19,9 +19,9 @@ from adora_vl.utils import compat
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear
 
-# `branch_first` repeats what this version of PEFT does; another one keeps its own order.
-REPEATED = SpecifierSet(">=0.21,<0.22")
-_LAST_PRODUCT = "down_proj"  # of a decoder layer, in every family
+# `forward_branch_first` repeats what this version of PEFT does; another one keeps its own order.
+REPEATED_PEFT_VERSIONS = SpecifierSet(">=0.21,<0.22")
+_LAST_PRODUCT_NAME = "down_proj"  # of a decoder layer, in every family
 
 
 def compute_branches_first(model: nn.Module) -> int:
@@ -29,38 +29,38 @@ def compute_branches_first(model: nn.Module) -> int:
 
     Gradient checkpointing then need not compute that base product again. The layers are those of
     the language model that have a plain adapter on a weight that is not quantised. Returns how many
-    were changed: none, unless the installed PEFT is a version that `branch_first` repeats.
+    were changed: none, unless the installed PEFT is a version that `forward_branch_first` repeats.
     """
-    if not REPEATED.contains(version("peft"), prereleases=True):
+    if not REPEATED_PEFT_VERSIONS.contains(version("peft"), prereleases=True):
         return 0
     from peft.tuners.lora.layer import Linear
 
-    changed = 0
+    changed_count = 0
     for name, module in model.named_modules():
-        is_last = name.endswith(_LAST_PRODUCT) and component_of(name) == LANGUAGE_MODEL
+        is_last = name.endswith(_LAST_PRODUCT_NAME) and component_of(name) == LANGUAGE_MODEL
         # A subclass, such as that of a base in 4 bits, has a forward of its own.
         if is_last and type(module) is Linear:
-            compat.LORA_PRODUCT.install(partial(branch_first, module), on=module)
-            changed += 1
-    return changed
+            compat.LORA_PRODUCT.install(partial(forward_branch_first, module), on=module)
+            changed_count += 1
+    return changed_count
 
 
-def branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
+def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Compute an adapted layer like PEFT's `Linear.forward`, with the adapter's branch first.
 
     Stock PEFT computes the base product first. The sum is the same. If there is not just one plain
     adapter (but several, a merged, disabled or DoRA one, or further arguments), PEFT computes it.
     """
-    active = layer.active_adapters
-    name = active[0] if len(active) == 1 else None
+    active_names = layer.active_adapters
+    name = active_names[0] if len(active_names) == 1 else None
     is_plain = name in layer.lora_A and name not in layer.lora_variant
     is_at_work = not layer.disable_adapters and not layer.merged
     if args or kwargs or not is_at_work or not is_plain:
-        result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
-        return result
+        peft_output: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return peft_output
     lora_A = layer.lora_A[name]
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
     branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
-    base = layer.base_layer(x)
-    summed: Tensor = (base + branch).to(base.dtype)
-    return summed
+    base_product = layer.base_layer(x)
+    output: Tensor = (base_product + branch).to(base_product.dtype)
+    return output

@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from adora_vl.utils.errors import RunError
 
-ROTARY = "inv_freq"
+ROTARY_BUFFER_NAME = "inv_freq"
 
 
 # The models by their role, "policy" and "reference"; None where there is no reference
@@ -31,30 +31,30 @@ def restore_buffers(model: nn.Module) -> list[str]:
     computed. A module that needs more than its config to be built is left as it is. Returns the
     names of the buffers that changed.
     """
-    restored = []
-    for name, buffer, expected in _computed_buffers(model):
-        if expected is None:  # the module needs more than its config
+    restored_names = []
+    for name, buffer, expected_values in _computed_buffers(model):
+        if expected_values is None:  # the module needs more than its config
             continue
-        is_right = buffer.dtype == expected.dtype and torch.equal(buffer.cpu(), expected)
-        if not is_right:
-            buffer.data = expected.to(buffer.device)
-            restored.append(name)
-    return restored
+        has_right_dtype = buffer.dtype == expected_values.dtype
+        if not has_right_dtype or not torch.equal(buffer.cpu(), expected_values):
+            buffer.data = expected_values.to(buffer.device)
+            restored_names.append(name)
+    return restored_names
 
 
-def wrong_buffers(model: nn.Module) -> list[str]:
+def describe_wrong_buffers(model: nn.Module) -> list[str]:
     """Return a line for every computed float buffer that differs from what its config gives.
 
     A cast has rounded it then. If a module needs more than its config to be built, only the dtype
     of its rotary buffers is checked, which has to be float32.
     """
     lines = []
-    for name, buffer, expected in _computed_buffers(model):
-        expected_dtype = torch.float32 if expected is None else expected.dtype
-        is_checked = expected is not None or ROTARY in name
-        if is_checked and buffer.dtype != expected_dtype:
+    for name, buffer, expected_values in _computed_buffers(model):
+        expected_dtype = torch.float32 if expected_values is None else expected_values.dtype
+        has_known_dtype = expected_values is not None or ROTARY_BUFFER_NAME in name
+        if has_known_dtype and buffer.dtype != expected_dtype:
             lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected_dtype)}")
-        elif expected is not None and not torch.equal(buffer.cpu(), expected):
+        elif expected_values is not None and not torch.equal(buffer.cpu(), expected_values):
             lines.append(f"{name} has other values than its config gives")
     return lines
 
@@ -77,11 +77,11 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         Raises `RunError` on all ranks, if any rank has a wrong buffer.
         """
         # Every rank gathers the lines of all, so that all of them stop.
-        lines = gather_object(wrong_buffers_of_models(self.models))
+        lines = gather_object(describe_wrong_buffers_by_role(self.models))
         if lines:
             count_note = f" (and {len(lines) - 1} more)" if len(lines) > 1 else ""
             why = "The model would learn under other constants than it is used with."
-            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {REMEDY}")
+            raise RunError(f"before the first step: {lines[0]}{count_note}. {why} {CAST_REMEDY}")
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -95,21 +95,21 @@ class RefuseWrongBuffers(TrainerCallback):  # type: ignore[misc]  # transformers
         self._has_checked_again = True
 
 
-REMEDY = (
+CAST_REMEDY = (
     "Something casts buffers after the model was built: look at data_types.buffer_dtype in "
     "DeepSpeed's config, and for .to(dtype) in code of your own."
 )
 
 
-def wrong_buffers_of_models(models: ModelsByRole) -> list[str]:
-    """Return the lines of `wrong_buffers` for several models, each with the model's role in front.
+def describe_wrong_buffers_by_role(models: ModelsByRole) -> list[str]:
+    """Return the lines of `describe_wrong_buffers` for several models, each with the model's role in front.
 
     `models`: by their role, such as `policy`; None for a role without a model.
     """
     lines = []
     for role, model in models.items():
         if model is not None:
-            lines += [f"{role}: {line}" for line in wrong_buffers(model)]
+            lines += [f"{role}: {line}" for line in describe_wrong_buffers(model)]
     return lines
 
 

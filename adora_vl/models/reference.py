@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # Initialisations of PEFT that change the base's weights to make up for the adapter's initial ones.
 # The base without the adapter is then no longer the policy that the run starts from. A name may go
 # on, as in `pissa_niter_4`.
-_CHANGE_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "orthogonal")
+_INITIALISATIONS_THAT_CHANGE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga", "orthogonal")
 
 
 def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -> None:
@@ -30,22 +30,25 @@ def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -
         is_new: whether the run makes the adapter. The reference of one that is trained further is
             a copy of it, which PEFT initialises in the same way before it gets the weights.
     """
-    start = getattr(peft_config, "init_lora_weights", True)
-    changes_base = isinstance(start, str) and start.lower().startswith(_CHANGE_THE_BASE)
-    is_random = start is False and is_new  # False: both matrices are drawn, and neither is 0
+    initialisation = getattr(peft_config, "init_lora_weights", True)
+    changes_base = isinstance(initialisation, str) and initialisation.lower().startswith(
+        _INITIALISATIONS_THAT_CHANGE_BASE
+    )
+    # False: both matrices are drawn, and neither is 0.
+    is_random = initialisation is False and is_new
     if not beta or not (changes_base or is_random):
         return
     if changes_base:
-        why = "takes the adapter's start out of the base's weights"
+        fault = "takes the adapter's start out of the base's weights"
     else:
-        why = "draws an adapter that changes the answers"
+        fault = "draws an adapter that changes the answers"
     raise UserError(
-        f"init_lora_weights: {start} with beta: {beta:g} {why}, so the base, which is the "
-        "reference, is not the policy that the run starts from; set it to true, or beta: 0"
+        f"init_lora_weights: {initialisation} with beta: {beta:g} {fault}, so the base, which is "
+        "the reference, is not the policy that the run starts from; set it to true, or beta: 0"
     )
 
 
-def check_copied(model: PreTrainedModel, beta: float) -> None:
+def check_can_be_copied(model: PreTrainedModel, beta: float) -> None:
     """Raise `UserError` for a model object that cannot be copied as the reference of a KL term.
 
     `beta`: coefficient of the term. The reference of a `PeftModel` is its base, so no copy is made.
@@ -59,7 +62,7 @@ def check_copied(model: PreTrainedModel, beta: float) -> None:
         )
 
 
-def copied_policy(model: PreTrainedModel, *_: Any, **__: Any) -> PreTrainedModel:
+def copy_policy(model: PreTrainedModel, *_: Any, **__: Any) -> PreTrainedModel:
     """Return a frozen copy of a model object, as the reference of a KL term.
 
     It stands in for TRL's function that loads the reference from a folder, whose further arguments

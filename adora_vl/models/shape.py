@@ -19,9 +19,9 @@ from adora_vl.models.families import (
     component_of,
     family_of,
     freeze,
-    seeing_families,
+    vision_by_model_type,
 )
-from adora_vl.models.four_bit import in_four_bit
+from adora_vl.models.four_bit import is_quantised_layer
 from adora_vl.models.load import auto_class, load_config
 from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, did_you_mean
@@ -35,7 +35,7 @@ SHAPES_FOLDER = Path(__file__).with_name("shapes")
 
 # The patches of one pass of a frozen vision tower: enough to keep a GPU busy. All images of a generation at once
 # took 14 GiB (128 rollouts with an image of 1,280 tokens each, for the 7B model).
-PATCHES_A_PASS = 16_000
+PATCHES_PER_PASS = 16_000
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ def config_for_planning(
     try:
         return load_config(name, revision), None
     except UserError:
-        shipped = SHAPES_FOLDER / name.rpartition("/")[2]
-        if Path(name).is_dir() or not (shipped / "config.json").is_file():
+        shipped_folder = SHAPES_FOLDER / name.rpartition("/")[2]
+        if Path(name).is_dir() or not (shipped_folder / "config.json").is_file():
             raise
-        config = load_config(str(shipped))
+        config = load_config(str(shipped_folder))
         return config, f"the config of {name} is the one that ships here; the hub was not reached"
 
 
@@ -146,14 +146,14 @@ def model_shape(
         peft_config: that of LoRA; None without adapters.
         four_bit_bytes: bytes of a parameter in 4 bits; 0 where no layer is in 4 bits.
     """
-    model = _without_memory(config)
+    model = _build_without_memory(config)
     four_bit_parameters = 0
     if four_bit_bytes:
         for name, layer in model.named_modules():
-            if isinstance(layer, nn.Linear) and in_four_bit(name):
+            if isinstance(layer, nn.Linear) and is_quantised_layer(name):
                 four_bit_parameters += layer.weight.numel()
     if peft_config is not None:
-        model = _with_adapters(model, peft_config)
+        model = _add_adapters(model, peft_config)
     freeze(model, frozen)
     parameters_by_component = dict.fromkeys(COMPONENTS, 0)
     trained_by_component = dict.fromkeys(COMPONENTS, 0)
@@ -175,7 +175,7 @@ def model_shape(
         text=_text_tower(text_config, family),
         vocabulary_size=text_config.vocab_size,
         ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        weight_bytes=_dtype(dtype, config).itemsize,
+        weight_bytes=_resolve_dtype(dtype, config).itemsize,
         largest_tensor=max(parameter.numel() for parameter in model.parameters()),
         head_is_trained=bool(head.requires_grad),
         has_adapters=peft_config is not None,
@@ -186,7 +186,7 @@ def model_shape(
     )
 
 
-def _without_memory(config: PretrainedConfig) -> Any:
+def _build_without_memory(config: PretrainedConfig) -> Any:
     """Build the model of a config on torch's meta device: real names and shapes, but no weights.
 
     `SHARDED_BUILD` hides a DeepSpeed config from Transformers, which would shard the parameters.
@@ -195,14 +195,14 @@ def _without_memory(config: PretrainedConfig) -> Any:
         return auto_class(config).from_config(config)
 
 
-def _with_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftModel":
-    """Return a model of `_without_memory` with adapters.
+def _add_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftModel":
+    """Return a model of `_build_without_memory` with adapters.
 
     Raises `UserError` for names that no module has, and for adapters that would not be trained.
     """
     from peft import get_peft_model
 
-    _check_names(model, peft_config)
+    _check_module_names(model, peft_config)
     # A copy of the config, since PEFT writes into the one that it gets.
     with torch.device("meta"):
         adapted_model = get_peft_model(model, deepcopy(peft_config), autocast_adapter_dtype=False)
@@ -215,21 +215,21 @@ def _adapted_values(model: nn.Module) -> int:
 
     All decoder layers are alike, so the first one is counted.
     """
-    values = 0
+    value_count = 0
     for name, module in model.named_modules():
         is_in_first_layer = ".layers.0." in name and "visual" not in name
         has_adapter = hasattr(module, "lora_A")
         if is_in_first_layer and has_adapter:
-            values += module.in_features
-    return values
+            value_count += module.in_features
+    return value_count
 
 
-def language_layers(config: PretrainedConfig) -> list[str]:
+def language_layer_names(config: PretrainedConfig) -> list[str]:
     """Return the names of the language model's linear layers, without the output embedding.
 
     Each name comes once, as `q_proj`, in alphabetical order.
     """
-    model = _without_memory(config)
+    model = _build_without_memory(config)
     head = model.get_output_embeddings()
     names = set()
     for name, module in model.named_modules():
@@ -245,12 +245,12 @@ def layers_pattern(names: Sequence[str]) -> str:
     Some of the names also occur in the tower's MLP. PEFT matches the expression against the whole
     name of a module.
     """
-    tower_names = {re.escape(vision.tower) for vision in seeing_families().values()}
+    tower_names = {re.escape(vision.tower) for vision in vision_by_model_type().values()}
     towers = "|".join(sorted(tower_names))
     return rf"(?!.*({towers})).*\.({'|'.join(names)})"
 
 
-def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
+def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
     """Raise `UserError` for a name in LoRA's lists of modules that no module of the model has.
 
     PEFT ignores such a name as long as another one of the list fits.
@@ -266,8 +266,8 @@ def _check_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> None:
             continue
         for module in sorted(modules):
             if not any(name == module or name.endswith(f".{module}") for name in names):
-                close = did_you_mean(module, last_parts)
-                raise UserError(f"{key}: {module!r} is no module of this model{close}")
+                suggestion = did_you_mean(module, last_parts)
+                raise UserError(f"{key}: {module!r} is no module of this model{suggestion}")
 
 
 def refuse_embedding_adapters(model: "PeftModel") -> None:
@@ -316,21 +316,20 @@ def refuse_tied_adapters(model: "PeftModel") -> None:
             key = "lora_modules_to_save"
             if isinstance(embedding, BaseTunerLayer):
                 key = "lora_target_modules"
-            shares = (
+            raise UserError(
                 f"{key}: {name!r} shares its weight with the other embedding "
-                "(tie_word_embeddings: true)"
+                "(tie_word_embeddings: true), so what it learns can be merged neither for the "
+                "engine nor for a saved model; leave it out"
             )
-            no_way = "so what it learns can be merged neither for the engine nor for a saved model"
-            raise UserError(f"{shares}, {no_way}; leave it out")
 
 
-def is_dtype(name: str) -> bool:
+def is_dtype_name(name: str) -> bool:
     """Return whether torch or Transformers has a dtype of this name."""
     torch_attribute = getattr(torch, name.removeprefix("torch."), None)
     return name == "auto" or isinstance(torch_attribute, torch.dtype)
 
 
-def _dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
+def _resolve_dtype(name: str | None, config: PretrainedConfig) -> torch.dtype:
     """Return the dtype of this name.
 
     `auto` and None mean the dtype in the model's config, as in Transformers 5.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, distributed, nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
-from adora_vl.models.families import DEEPSTACK, EMBEDDINGS, family_of
-from adora_vl.models.shape import PATCHES_A_PASS
+from adora_vl.models.families import DEEPSTACK_FIELD, EMBEDDINGS_FIELD, family_of
+from adora_vl.models.shape import PATCHES_PER_PASS
 from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.packing.split_attention import LAYOUT_ARGUMENT
 from adora_vl.packing.vision_windows import batch_windows, can_batch, window_arguments
@@ -201,7 +201,7 @@ class SharedVision:
         for start in new_starts:
             _, patches, _ = bank.image(start)
             patch_counts.append(len(patches))
-        passes = split_into_passes(new_starts, patch_counts, PATCHES_A_PASS)
+        passes = split_into_passes(new_starts, patch_counts, PATCHES_PER_PASS)
         for number in range(_max_over_ranks(len(passes), vl_model.visual.device)):
             pass_starts = passes[number] if number < len(passes) else bank.starts[:1]
             with torch.no_grad():
@@ -292,15 +292,15 @@ def _is_frozen(vl_model: "PreTrainedModel") -> bool:
 def _empty_features(vl_model: "PreTrainedModel", device: torch.device) -> ImageFeatures:
     """Return features of no image token: empty tensors for each field of the tower's output.
 
-    `DEEPSTACK` features, which some families have, enter the language model at several layers.
+    `DEEPSTACK_FIELD` features, which some families have, enter the language model at several layers.
     """
     config = vl_model.config
     width = config.get_text_config().hidden_size
     empty = torch.zeros(0, width, dtype=vl_model.visual.dtype, device=device)
     deepstack_layers = getattr(config.vision_config, "deepstack_visual_indexes", None) or ()
-    features: ImageFeatures = {EMBEDDINGS: [empty]}
+    features: ImageFeatures = {EMBEDDINGS_FIELD: [empty]}
     if deepstack_layers:
-        features[DEEPSTACK] = [empty] * len(deepstack_layers)
+        features[DEEPSTACK_FIELD] = [empty] * len(deepstack_layers)
     return features
 
 
@@ -328,14 +328,14 @@ def _split_by_image(
     family = family_of(vl_model.config)
     assert family is not None
     assert family.vision is not None
-    embeddings = output[EMBEDDINGS]  # a tensor per image; they enter at the first layer alone
-    images: list[ImageFeatures] = [{EMBEDDINGS: [embedding]} for embedding in embeddings]
-    if DEEPSTACK not in family.vision.features:
+    embeddings = output[EMBEDDINGS_FIELD]  # a tensor per image; they enter at the first layer alone
+    images: list[ImageFeatures] = [{EMBEDDINGS_FIELD: [embedding]} for embedding in embeddings]
+    if DEEPSTACK_FIELD not in family.vision.features:
         return images
     token_counts = [len(embedding) for embedding in embeddings]
-    for layer in output[DEEPSTACK]:  # a tensor per layer, for all images together
+    for layer in output[DEEPSTACK_FIELD]:  # a tensor per layer, for all images together
         for image, layer_features in zip(images, torch.split(layer, token_counts), strict=True):
-            image.setdefault(DEEPSTACK, []).append(layer_features)
+            image.setdefault(DEEPSTACK_FIELD, []).append(layer_features)
     return images
 
 
@@ -345,9 +345,11 @@ def _fill_output(output: BaseModelOutputWithPooling, images: list[ImageFeatures]
     `images`: for each image its features by the name of the output's field, as `_split_by_image`
     returns them.
     """
-    output[EMBEDDINGS] = tuple(image[EMBEDDINGS][0] for image in images)
-    if DEEPSTACK in images[0]:
+    output[EMBEDDINGS_FIELD] = tuple(image[EMBEDDINGS_FIELD][0] for image in images)
+    if DEEPSTACK_FIELD in images[0]:
         # A tensor per layer, with the tokens of all images.
-        layers_of_images = [image[DEEPSTACK] for image in images]
-        output[DEEPSTACK] = [torch.cat(layer) for layer in zip(*layers_of_images, strict=True)]
+        layers_of_images = [image[DEEPSTACK_FIELD] for image in images]
+        output[DEEPSTACK_FIELD] = [
+            torch.cat(layer) for layer in zip(*layers_of_images, strict=True)
+        ]
     return output

@@ -34,7 +34,7 @@ from adora_vl.evaluation import (
     take_evaluations,
 )
 from adora_vl.models import check as fits
-from adora_vl.models.adapter import processor_folder
+from adora_vl.models.adapter import find_processor_folder
 from adora_vl.models.families import sees_images
 from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.preflight import python_inputs
@@ -156,7 +156,7 @@ def _load_processor(
 
     None, with a line in `messages`, if a dry run cannot reach the hub. Raises `UserError`.
     """
-    name = processor_folder(model.adapters, model.name, sees=sees_images(model.config))
+    name = find_processor_folder(model.adapters, model.name, sees=sees_images(model.config))
     try:
         processor: ProcessorMixin = load_processor(name, model.revision)
     except UserError:
@@ -333,7 +333,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     # The rows of a stream are checked when they are drawn.
     if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
-        fits.check_sees(request.model.keys, model.config, has_images=any_images)
+        fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
         prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
     return _data_facts(train, prompts, evaluated=evaluated)
 
@@ -417,7 +417,7 @@ def _rows_with_room(
     """
     # First of all, because the token counter of a model without vision would count no image.
     any_images = has_images(dataset.data.table)
-    fits.check_sees(request.model.keys, model.config, has_images=any_images)
+    fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
     if request.max_rows is not None and request.max_rows < len(dataset):
         messages.unknown.append(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"

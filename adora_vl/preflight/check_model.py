@@ -10,7 +10,7 @@ from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.config.unused_keys import RunSettings, unused_keys
 from adora_vl.models import check as fits
 from adora_vl.models import reference
-from adora_vl.models.adapter import Adapter, adapters_of, check_keys
+from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, load_config
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
@@ -87,7 +87,7 @@ def check_model(
     )
     # A dry run says so in its report.
     if loses_updates and not context.dry_run:
-        messages.notes.append(fits.LOST_UPDATES)
+        messages.notes.append(fits.LOST_UPDATES_WARNING)
     return model
 
 
@@ -166,7 +166,7 @@ def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, .
     name = str(keys.model_name_or_path or "")
     if not name:
         raise UserError("model_name_or_path: not set; name a model folder, a hub id, or 'tiny'")
-    adapters = tuple(adapters_of("model_name_or_path", name, keys.model_revision))
+    adapters = tuple(read_adapters("model_name_or_path", name, keys.model_revision))
     if not adapters:
         return adapters
     base = adapters[0].base
@@ -177,7 +177,7 @@ def _named_adapters(request: RunRequest, messages: Messages) -> tuple[Adapter, .
         return adapters
     # Keys that the user has set must not contradict the adapter's own config.
     set_keys = request.cli_args.set_keys if request.cli_args else ()
-    check_keys(adapters[0], keys, set_keys)
+    check_lora_keys(adapters[0], keys, set_keys)
     messages.notes.append(f"the adapter {name} of {base} goes on training")
     return adapters
 
@@ -206,12 +206,12 @@ def check_parts(
     loaded = request.model.loaded
     has_adapter = hasattr(loaded, "peft_config")
     if loaded is None:
-        fits.check_arguments(model.config, init_kwargs)
+        fits.check_init_arguments(model.config, init_kwargs)
     _check_reference(request, model)
     if has_adapter:
         refuse_embedding_adapters(loaded)
     else:
-        fits.check_parts(keys, model.config, model.peft_config, config.adora_freeze)
+        fits.check_model_parts(keys, model.config, model.peft_config, config.adora_freeze)
     _check_dropout(config, model.peft_config)
     trains_adapter = model.peft_config is not None or has_adapter
     fits.check_trainable(config, model.config, adapted=trains_adapter)
@@ -260,7 +260,7 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
         reference.check_adapter_start(model.peft_config, beta, is_new=is_new)
         return
     # A model of Python code: TRL copies it as the reference, and it may have adapters already.
-    reference.check_copied(loaded, beta)
+    reference.check_can_be_copied(loaded, beta)
     reference.check_adapter_start(model.peft_config, beta, is_new=True)
     for adapter_config in getattr(loaded, "peft_config", {}).values():
         reference.check_adapter_start(adapter_config, beta, is_new=False)

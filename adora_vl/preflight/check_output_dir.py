@@ -10,7 +10,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_o
 from adora_vl.checkpoint.resume import InputFolder, StartPoint
 from adora_vl.config.command import refuse_no_folder
 from adora_vl.data.loading import as_asked
-from adora_vl.models.adapter import hash_of
+from adora_vl.models.adapter import hash_adapters
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, OutputFacts
 from adora_vl.preflight.run_folder import RunFolder
@@ -98,5 +98,5 @@ def fingerprint_of(
         has_tools=bool(request.tools),
     )
     if model.adapters:
-        result["model"] = hash_of(model.adapters, result["model"])
+        result["model"] = hash_adapters(model.adapters, result["model"])
     return {**result, **python_settings}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from trl.trainer.utils import get_config_model_id
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.command import CliArgs
 from adora_vl.config.schema import build_configs
-from adora_vl.models.check import lora_of
+from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.utils.errors import UserError
 
@@ -107,7 +108,7 @@ def request_from_command(
     configs = build_configs(cli_args, any_machine=any_machine, processes=processes)
     return RunRequest(
         config=configs.training,
-        model=ModelSource(keys=configs.model, peft_config=lora_of(configs.model)),
+        model=ModelSource(keys=configs.model, peft_config=make_lora_config(configs.model)),
         rows=configs.script,
         cli_args=cli_args,
         max_rows=max_rows,
@@ -116,10 +117,11 @@ def request_from_command(
 
 
 def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
-    """Return the config that Python code passes to the trainer as `args`.
+    """Return a copy of the config that Python code passes to the trainer as `args`.
 
-    For None it is a config with an `output_dir` that is named after the model, as in TRL. Raises
-    `UserError` for a config of another class, such as TRL's own.
+    The trainer writes into it, and the user may make another trainer with the same object. For None
+    it is a config with an `output_dir` that is named after the model, as in TRL. Raises `UserError`
+    for a config of another class, such as TRL's own.
     """
     if args is None:
         model_name = _name_of(model).split("/")[-1]
@@ -131,7 +133,7 @@ def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
             "worked out of them; give its arguments to an AdoraGRPOConfig (from adora_vl import "
             "AdoraGRPOConfig)"
         )
-    return args
+    return copy(args)
 
 
 def refuse_objects(

@@ -10,7 +10,7 @@ from adora_vl.checkpoint.store import checkpoints
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.evals.benchmark import BENCHMARK_FOLDER, benchmark_name_for
-from adora_vl.models.load import ADAPTER, MERGED
+from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
 from adora_vl.record.figures import ACCURACY_KEY, FIGURE_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import METRICS_FILE, kind_of_entry
@@ -70,12 +70,12 @@ def _evaluator_words(benchmark: str) -> list[str]:
 
     They are `python -m eval.<benchmark>`. Where the current folder has an `eval.py` or a package
     `eval/` of the user's own, Python would run that one instead. The installed command
-    `adora-vl-eval` does not look into the current folder, so it is taken then.
+    `adora-vl` does not look into the current folder, so it is taken then.
     """
     for module in (Path("eval.py"), Path("eval/__init__.py")):
         is_of_user = module.exists() and module.resolve().parent != BENCHMARK_FOLDER
         if is_of_user:
-            return ["adora-vl-eval", benchmark]
+            return ["adora-vl", "eval", benchmark]
     return [interpreter(), "-m", f"eval.{benchmark}"]
 
 
@@ -85,11 +85,11 @@ def merge_command(run: Path) -> str | None:
     It writes to the subfolder in which the evaluators look for the merged model. None where the
     folder holds a whole model, which needs no merging.
     """
-    has_adapter = (run / ADAPTER).is_file()
+    has_adapter = (run / ADAPTER_CONFIG_FILE).is_file()
     has_whole_model = (run / "config.json").is_file()
     if has_whole_model or not has_adapter:
         return None
-    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED)])
+    return shlex.join([interpreter(), "-m", "adora_vl.export", str(run), str(run / MERGED_FOLDER)])
 
 
 def view_command(*runs: Path) -> str:

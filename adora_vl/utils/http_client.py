@@ -23,11 +23,11 @@ import httpx
 from adora_vl.utils.errors import SpokenError
 
 MAX_ERROR_BYTES = 4096  # that are read of what a server says about a refused request
-_LARGEST_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
+_MAX_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
 # Seconds after which an unused connection is not used again. Servers close theirs after 5 s or
 # more, and a firewall between may forget them without a word.
-_LONGEST_IDLE_S = 2.0
-_LONGEST_CLOSING_S = 1.0
+_MAX_IDLE_S = 2.0
+_MAX_CLOSING_S = 1.0
 Headers = Mapping[str, str]
 
 
@@ -175,7 +175,7 @@ def _end(connections: _Connections) -> None:
     connections.loop.call_soon_threadsafe(connections.is_over.set)
     # The garbage collector, which ends a client that is forgotten, may run on that very thread.
     if connections.thread is not threading.current_thread():
-        connections.thread.join(_LONGEST_CLOSING_S)
+        connections.thread.join(_MAX_CLOSING_S)
 
 
 async def _exchange(
@@ -204,9 +204,9 @@ async def _exchange(
                 received += part
                 if not reply.is_success and len(received) > MAX_ERROR_BYTES:
                     break
-                if len(received) > _LARGEST_REPLY_BYTES:
+                if len(received) > _MAX_REPLY_BYTES:
                     raise ReplyTooLargeError(
-                        f"the reply is larger than {_LARGEST_REPLY_BYTES / 2**20:g} MiB"
+                        f"the reply is larger than {_MAX_REPLY_BYTES / 2**20:g} MiB"
                     )
     except TimeoutError:
         raise TimeoutError("the call took too long") from None
@@ -222,7 +222,7 @@ def _create_client(address: str) -> httpx.AsyncClient:
         trust_env=not is_here(address),
         # without a timeout of its own, since that would be for each part of a reply
         timeout=None,  # noqa: S113
-        limits=httpx.Limits(keepalive_expiry=_LONGEST_IDLE_S),
+        limits=httpx.Limits(keepalive_expiry=_MAX_IDLE_S),
         cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
     )
 

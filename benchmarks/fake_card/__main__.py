@@ -20,7 +20,6 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, CardRunResult, run
 from benchmarks.fake_card.tables import HEADS, flops_of, head_of, line_of, runs

@@ -32,10 +32,10 @@ from adora_vl.data.dataset import schema
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.data.prompts import conversation
 from adora_vl.models.families import freeze
-from adora_vl.models.four_bit import WHOLE, four_bit_parameter_bytes
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.four_bit import UNQUANTISED_MODULES, four_bit_parameter_bytes
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import SHAPES_FOLDER, model_shape
-from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
@@ -254,7 +254,7 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
             setup = _setup(
                 card_run, config=config, model=model, folder=folder, prompt=result.prompt
             )
-            room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
+            room = torch.cuda.get_device_properties(CARD).total_memory - CUDA_CONTEXT_BYTES
             result.parameters = (
                 setup.shape.total_parameters
             )  # of 4 bits a tensor has two in one number
@@ -275,7 +275,7 @@ def make_model_folder(folder: Path, published: str, layers: int | None, blocks: 
     Its config gets the special tokens of the tiny model.
     """
     config = json.loads((SHAPES_FOLDER / published / "config.json").read_text(encoding="utf-8"))
-    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     tokenizer = processor.tokenizer
     named = {
         "image": "image_pad",
@@ -509,7 +509,7 @@ def _patched(card: Card) -> Iterator[None]:
         config = AutoConfig.from_pretrained(name)
         config.quantization_config = {
             **get_quantization_config(keys).to_dict(),
-            "llm_int8_skip_modules": list(WHOLE),
+            "llm_int8_skip_modules": list(UNQUANTISED_MODULES),
         }
         config.save_pretrained(folder := f"{name}-4bit")
         return folder

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoProcessor, PretrainedConfig
 
 from adora_vl.config.command import read
-from adora_vl.doctor.engine import FEATURES
-from adora_vl.models.load import PRETRAINED
+from adora_vl.doctor.engine import FEATURES_CHECK
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.checks import Status
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import find_cpu_build
@@ -178,7 +178,7 @@ def engine_lines(entries: Sequence[dict[str, Any]], title: str) -> Iterator[Chec
     Those about the machine are the same every time, and become one line, and one for each failure.
     """
     names = [entry["name"] for entry in entries]
-    engine_start = names.index(FEATURES) if FEATURES in names else len(names)
+    engine_start = names.index(FEATURES_CHECK) if FEATURES_CHECK in names else len(names)
     machine_entries = entries[:engine_start]
     failures = [entry for entry in machine_entries if entry["status"] == Status.FAILED]
     passed_count = len(machine_entries) - len(failures)
@@ -388,7 +388,7 @@ def write_random_model(setting: Setting, config: PretrainedConfig, folder: Path)
     """Write a model with random weights and the tiny model's processor to `folder`."""
     model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
     model.save_pretrained(folder)
-    AutoProcessor.from_pretrained(PRETRAINED).save_pretrained(folder)
+    AutoProcessor.from_pretrained(PRETRAINED_FOLDER).save_pretrained(folder)
     del model
     if setting.on_gpu:
         torch.cuda.empty_cache()  # this process has no more use for the card

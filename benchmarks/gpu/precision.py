@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adora_vl.models.precision import ROTARY, restore_buffers, wrong_buffers
+from adora_vl.models.precision import ROTARY_BUFFER_NAME, describe_wrong_buffers, restore_buffers
 from benchmarks.gpu.setting import Setting, float32_copy, process_group, random_token_ids
 from benchmarks.gpu.table import CheckLine, at_least_line, at_most_line, verdict_line
 
@@ -65,8 +65,10 @@ def buffer_lines(
     `subject` computes with the buffers of `plain`; `exact` is the bfloat16 model that nothing was done
     to.
     """
-    wrong_names = wrong_buffers(plain)
-    rotary_dtypes = {str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY in name}
+    wrong_names = describe_wrong_buffers(plain)
+    rotary_dtypes = {
+        str(buffer.dtype) for name, buffer in plain.named_buffers() if ROTARY_BUFFER_NAME in name
+    }
     figure = ", ".join(sorted(rotary_dtypes)).replace("torch.", "")
     if wrong_names:
         figure = wrong_names[0]
@@ -109,7 +111,7 @@ def round_rotary_frequencies(model: Any) -> Any:
     """Return a copy of a model whose rotary frequencies went through bfloat16."""
     rounded_model = copy.deepcopy(model)
     for name, buffer in rounded_model.named_buffers():
-        if ROTARY in name:
+        if ROTARY_BUFFER_NAME in name:
             buffer.data = buffer.bfloat16().float()
     return rounded_model
 

@@ -32,9 +32,9 @@ from trl import GRPOConfig, GRPOTrainer, ModelConfig
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import PromptLengths
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
-from adora_vl.planning.memory import CONTEXT, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
@@ -132,7 +132,7 @@ def shapes(setting: Setting) -> PretrainedConfig:
     config = setting.config(
         "3B", layers=36 if setting.full else 2, eye_layers=32 if setting.full else 2
     )
-    tiny = AutoConfig.from_pretrained(PRETRAINED)
+    tiny = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
     for name in _SPECIAL_TOKEN_KEYS:
         setattr(config, name, getattr(tiny, name))
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
@@ -185,7 +185,7 @@ def _run_turn(
 ) -> Turn:
     """Train a new model with a new trainer for a few steps, and return what they took."""
     processor = AutoProcessor.from_pretrained(
-        PRETRAINED, padding_side="left", truncation_side="left"
+        PRETRAINED_FOLDER, padding_side="left", truncation_side="left"
     )
     processor.image_processor.size = {"shortest_edge": side * side, "longest_edge": side * side}
     model = setting.model(config, torch.bfloat16 if setting.on_gpu else torch.float32)
@@ -376,4 +376,4 @@ def prediction(
         sharding=Sharding(),
         lengths=lengths,
     )
-    return predict(setup, 80 * GIB).peak - (CONTEXT if setting.on_gpu else 0)
+    return predict(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)

@@ -108,7 +108,7 @@ def test_an_eval_py_in_the_folder_is_not_run(tmp_path: Path, drawn_data: str) ->
     assert "step 0: geometry3k" in printed
     assert "step 1: geometry3k" in printed
     # What the run says to do next does not run the user's file either.
-    assert "adora-vl-eval" in printed
+    assert "adora-vl eval" in printed
     assert "-m eval." not in printed
 
 

@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.launch import launch, run
 
@@ -64,7 +64,7 @@ def test_the_shipped_model_starts_with_room_to_learn(tmp_path):
             "600",
         ]
     )
-    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED), "--data", data]
+    command = ["-m", "eval.problems", "run", "--model", str(PRETRAINED_FOLDER), "--data", data]
     run(
         [
             sys.executable,

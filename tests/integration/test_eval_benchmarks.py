@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.inference.predictions import IMAGE_FAILED, read_predictions
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.launch import STARTUP_LOG
 from eval.command import main
 from eval.mathvista import BENCHMARK as MATHVISTA
@@ -43,7 +43,7 @@ def benchmark_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             sys.executable,
             "-m",
             "tests.integration.run_benchmarks",
-            str(PRETRAINED),
+            str(PRETRAINED_FOLDER),
             str(benchmark_folder),
         ]
     )
@@ -108,7 +108,7 @@ def test_two_launched_processes_write_what_one_writes(tmp_path: Path) -> None:
     words = [
         "run",
         "--model",
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         "--data",
         str(data),
         "--engine",

@@ -7,12 +7,15 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from PIL import Image
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
@@ -85,6 +88,18 @@ EIGHT_ROWS = [
 ]
 
 
+TWO_STEPS: dict[str, Any] = {
+    "use_cpu": True,
+    "bf16": False,
+    "max_steps": 2,
+    "num_generations": 4,
+    "per_device_train_batch_size": 8,
+    "max_completion_length": 8,
+    "save_steps": 1,
+    "report_to": "none",
+}
+
+
 def reward_every_second(completions, **kwargs):
     """Reward every second completion, whatever it says."""
     return [float(number % 2) for number in range(len(completions))]
@@ -92,16 +107,7 @@ def reward_every_second(completions, **kwargs):
 
 def build_trainer(folder, rows=EIGHT_ROWS, **keys):
     """Build a trainer of the tiny model from Python, with these keys of the config."""
-    settings = {
-        "max_steps": 2,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "max_completion_length": 8,
-        "save_steps": 1,
-        "report_to": "none",
-        **keys,
-    }
-    args = AdoraGRPOConfig(str(folder), use_cpu=True, bf16=False, **settings)
+    args = AdoraGRPOConfig(str(folder), **{**TWO_STEPS, **keys})
     return AdoraGRPOTrainer("tiny", reward_every_second, args, Dataset.from_list(rows))
 
 
@@ -141,6 +147,23 @@ def test_a_run_owns_its_folder_as_a_commands_does(tmp_path):
     new_run = build_trainer(folder, overwrite_output_dir=True, max_steps=1)
     assert new_run.train().global_step == 1
     assert not (folder / "checkpoint-2").exists(), "the run of before has gone"
+
+
+@pytest.mark.parametrize(
+    "peft_config", [None, LoraConfig(r=2, target_modules=["q_proj"])], ids=["weights", "adapter"]
+)
+def test_a_second_trainer_with_the_same_objects_goes_on_with_the_run(tmp_path, peft_config):
+    """A cell of a notebook is run again: TRL and PEFT must not have written into its configs."""
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **TWO_STEPS)
+    keys_before = {field.name: getattr(args, field.name) for field in fields(args)}
+    adapter_before = peft_config and peft_config.to_dict()
+    rows = Dataset.from_list(EIGHT_ROWS)
+    AdoraGRPOTrainer("tiny", reward_every_second, args, rows, peft_config=peft_config).train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-2")
+    resumed = AdoraGRPOTrainer("tiny", reward_every_second, args, rows, peft_config=peft_config)
+    assert resumed.train(resume_from_checkpoint=True).global_step == 2
+    assert {field.name: getattr(args, field.name) for field in fields(args)} == keys_before
+    assert (peft_config and peft_config.to_dict()) == adapter_before
 
 
 def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
@@ -211,16 +234,28 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     assert run.prompts.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 
 
+# An epoch of three rows is one generation of three micro-batches, so its second step has one alone.
+SHORT_LAST_STEP = {
+    "rows": EIGHT_ROWS[:3],
+    "per_device_train_batch_size": 4,
+    "steps_per_generation": 3,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+}
+
+
 @pytest.mark.slow
-def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path):
-    keys = {"max_steps": 3, "learning_rate": 1e-3, "save_only_model": False}
+@pytest.mark.parametrize("layout", [{"max_steps": 3}, SHORT_LAST_STEP], ids=["plain", "short"])
+def test_a_run_that_goes_on_ends_with_the_weights_of_one_that_did_not_stop(tmp_path, layout):
+    keys = {"learning_rate": 1e-3, **layout}
+    last_step = keys["max_steps"]
     uninterrupted = build_trainer(tmp_path / "whole", **keys)
     uninterrupted.train()
     folder = tmp_path / "stopped"
     build_trainer(folder, **keys).train()
-    shutil.rmtree(folder / "checkpoint-3")
+    shutil.rmtree(folder / f"checkpoint-{last_step}")
     resumed = build_trainer(folder, **keys)
-    assert resumed.train(resume_from_checkpoint=True).global_step == 3
+    assert resumed.train(resume_from_checkpoint=True).global_step == last_step
     assert len(json.loads((folder / "manifest.json").read_text())["starts"]) == 2
     pairs = zip(uninterrupted.model.parameters(), resumed.model.parameters(), strict=True)
     assert all(torch.equal(expected, actual) for expected, actual in pairs)

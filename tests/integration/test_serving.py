@@ -14,7 +14,7 @@ from trl import ModelConfig
 
 from adora_vl.data.context_limit import served_length
 from adora_vl.models.four_bit import four_bit_folder
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.rollout import turns
 from adora_vl.rollout.server import Server
@@ -119,7 +119,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
-    monkeypatch.setattr(turns, "CALL", "")
+    monkeypatch.setattr(turns, "CALL_TAG", "")
     monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := DrawnPictureTools())
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
@@ -179,7 +179,7 @@ def test_a_server_that_still_has_the_adapter_before_stops_the_run(
 
 def test_a_server_of_the_base_in_4_bits_samples_by_the_adapter(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    base = four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
+    base = four_bit_folder(str(PRETRAINED_FOLDER), "main", ModelConfig(use_bnb_nested_quant=True))
     four_bit_keys = {
         "load_in_4bit": "true",
         "use_bnb_nested_quant": "true",
@@ -234,7 +234,7 @@ def test_the_script_for_one_machine_starts_and_ends_its_servers(tmp_path):
         "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
         "SERVER_OPTIONS": "--dtype float32 --max-model-len 512 --gpu-memory-utilization 0.1 --enforce-eager",
     }
-    run(["bash", "setup/servers.sh", str(PRETRAINED), *words], environment=environment)
+    run(["bash", "setup/servers.sh", str(PRETRAINED_FOLDER), *words], environment=environment)
     assert max(read_drifts(tmp_path / "out")) < ROUNDING_DRIFT
     assert command_lines_marked_with(mark) == []
 

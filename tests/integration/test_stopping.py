@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
-from tests.support.terminal import Running
+from tests.support.terminal import RunningCommand
 from tests.support.weights import mean_difference
 
 # the fixture starts two processes six times
@@ -61,29 +61,29 @@ STOPPING_RUN_ARGUMENTS = [
 ENDLESS_STEPS = ["--max_steps", "100000"]
 
 
-def terminate_launcher(run: Running) -> None:
+def terminate_launcher(run: RunningCommand) -> None:
     run.launcher.terminate()
 
 
-def terminate_everybody(run: Running) -> None:
+def terminate_everybody(run: RunningCommand) -> None:
     run.signal_everybody(signal.SIGTERM)
 
 
-def terminate_everybody_twice(run: Running) -> None:
+def terminate_everybody_twice(run: RunningCommand) -> None:
     run.signal_everybody(signal.SIGTERM)
     run.wait_for_words("SIGTERM: saving", 2)
     run.signal_everybody(signal.SIGTERM)
 
 
-def press_ctrl_c(run: Running) -> None:
+def press_ctrl_c(run: RunningCommand) -> None:
     run.press_ctrl_c()
 
 
-def close_terminal(run: Running) -> None:
+def close_terminal(run: RunningCommand) -> None:
     run.close_terminal()
 
 
-def kill_launcher(run: Running) -> None:
+def kill_launcher(run: RunningCommand) -> None:
     run.launcher.kill()
 
 
@@ -113,11 +113,13 @@ class StoppedRun:
     note: dict[str, object]
 
 
-def start_and_stop(config: str, output_dir: Path, way: Callable[[Running], None]) -> StoppedRun:
+def start_and_stop(
+    config: str, output_dir: Path, way: Callable[[RunningCommand], None]
+) -> StoppedRun:
     """Start a run without an end, and stop it after its first step."""
     older_checkpoints = checkpoints(output_dir)
     resumed_step = step_of(older_checkpoints[0]) if older_checkpoints else 0
-    with Running(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
+    with RunningCommand(config, output_dir, [*STOPPING_RUN_ARGUMENTS, *ENDLESS_STEPS]) as run:
         run.wait_for_step(resumed_step + 1)
         output_at_step = run.output
         way(run)
@@ -257,7 +259,7 @@ def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_r
     on_two_machines = {folder.name: folder for folder in run_on_two_machines.saved}
     common_names = sorted(on_one_machine.keys() & on_two_machines.keys())
     assert common_names, (sorted(on_one_machine), sorted(on_two_machines))
-    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     for name in common_names:
         weights_of_two = load_file(on_two_machines[name] / "model.safetensors")
         weights_of_one = load_file(on_one_machine[name] / "model.safetensors")

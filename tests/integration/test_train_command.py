@@ -19,7 +19,7 @@ from adora_vl.builtin.small_model import build_start
 from adora_vl.builtin.tiny_text import TextStart, begin_text
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main as data_prep
@@ -335,8 +335,10 @@ def test_a_text_only_policy_trains_and_its_engine_follows(tmp_path, monkeypatch)
 def model_that_wants_image_tokens(tmp_path_factory):
     """Write the tiny model with a head that prefers vision tokens to its own favourites."""
     folder = tmp_path_factory.mktemp("eager")
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
-    processor = load_processor(str(PRETRAINED))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        PRETRAINED_FOLDER, dtype=torch.float32
+    )
+    processor = load_processor(str(PRETRAINED_FOLDER))
     digits = processor.tokenizer.convert_tokens_to_ids(list("0123456789"))
     banned = never_sampled_ids(processor.tokenizer)
     with torch.no_grad():

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
-from adora_vl.models.load import local_model
+from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
 from benchmarks.stand_in_server import StandIn
 from tests.support.async_servers import (
@@ -24,7 +24,7 @@ from tests.support.async_servers import (
     read_step_metrics,
     server_arguments,
 )
-from tests.support.pictures import drawing
+from tests.support.pictures import draw_figure
 
 pytestmark = pytest.mark.slow
 TRIANGLE_FACTS = (
@@ -53,7 +53,7 @@ TRUE_STEPS_KEYS = {
 def server() -> Iterator[StandIn]:
     """Start a stand-in server that says one of `SERVER_ANSWERS` in half of its rollouts."""
     stand_in = StandIn(vocabulary=200, tokens=14, shortest=2)
-    tokenizer = AutoTokenizer.from_pretrained(local_model("tiny"))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_name("tiny"))
     stand_in.turns = [tokenizer(answer)["input_ids"] for answer in SERVER_ANSWERS]
     yield stand_in
     stand_in.close()
@@ -68,7 +68,7 @@ def write_triangle_rows(folder: Path) -> Path:
             "id": f"triangles/{number}",
             "problem": f"Triangle {number}: find the area of ABC.",
             "answer": "60",
-            "images": [drawing(number)],
+            "images": [draw_figure(number)],
             "figure": None if number % 4 == 3 else figure_as_json(figure),
         }
         for number in range(12)

@@ -18,12 +18,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
-from adora_vl.checkpoint.trl_state import REFERENCE
+from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, checkpoints, problem_of, publish
+from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from benchmarks.kill_and_resume import comparable_results
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 from tests.support.launch import command_lines_marked_with, launch, run
 from tests.support.parity import run_parity
 from tests.support.tiny_run import read_training_log
@@ -89,7 +89,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(drift_stopped_r
     first = load_file(out / "checkpoint-1" / "model.safetensors")
     second = load_file(out / "checkpoint-2" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    shipped = load_file(PRETRAINED / "model.safetensors")
+    shipped = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert any(not torch.equal(first[name], shipped[name]) for name in first)
 
 
@@ -133,7 +133,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
     assert all(step["adora/drift"] < 1e-3 for step in steps)
     with (
         safe_open(resumed_folder / "model.safetensors", framework="pt") as saved,
-        safe_open(PRETRAINED / "model.safetensors", framework="pt") as shipped,
+        safe_open(PRETRAINED_FOLDER / "model.safetensors", framework="pt") as shipped,
     ):
         saved_shapes = {name: saved.get_slice(name).get_shape() for name in saved.keys()}  # noqa: SIM118
         shipped_shapes = {name: shipped.get_slice(name).get_shape() for name in shipped.keys()}  # noqa: SIM118
@@ -151,7 +151,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
 
 def load_reference_head(checkpoint: Path) -> torch.Tensor:
     """Load the head's weight of the reference model that a checkpoint has."""
-    return load_file(checkpoint / REFERENCE / "model-00001.safetensors")["lm_head.weight"]
+    return load_file(checkpoint / REFERENCE_FOLDER / "model-00001.safetensors")["lm_head.weight"]
 
 
 @pytest.mark.core
@@ -191,7 +191,7 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
 def test_shards_alone_are_gathered_into_the_same_weights(resumed_folder, tmp_path):
     """ZeRO-3 saves no model.safetensors where zero3_save_16bit_model is off; shards suffice."""
     bare = tmp_path / "staged" / "checkpoint-3"
-    ignored = shutil.ignore_patterns(MANIFEST, MARK, "model.safetensors")
+    ignored = shutil.ignore_patterns(MANIFEST_FILE, COMPLETE_FILE, "model.safetensors")
     shutil.copytree(resumed_folder / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
@@ -255,7 +255,7 @@ ANSWERS_BEFORE_REFUSAL = 25
 def refuse_key_after_some_answers(_: dict[str, Any], call: int) -> Reply:
     """Answer as a judge until the key ends. `call`: the number of the request, from 1."""
     if call <= ANSWERS_BEFORE_REFUSAL:
-        return completion("<score>0.5</score>")
+        return completion_reply("<score>0.5</score>")
     return 401, b"the key has ended"
 
 
@@ -316,7 +316,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     The shipped one has three.
     """
     folder = tmp_path_factory.mktemp("model")
-    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED)
+    config = Qwen2_5_VLConfig.from_pretrained(PRETRAINED_FOLDER)
     text = config.text_config
     text.hidden_size = 128
     text.num_attention_heads = 4
@@ -325,7 +325,7 @@ def model_with_four_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.vision_config.num_heads = 4
     torch.manual_seed(0)
     Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    load_processor(str(PRETRAINED)).save_pretrained(folder)
+    load_processor(str(PRETRAINED_FOLDER)).save_pretrained(folder)
     return folder
 
 
@@ -357,7 +357,7 @@ def test_zero_2_of_the_shipped_config_trains_in_bfloat16(tmp_path: Path) -> None
     )
     assert max(entry["grad_norm"] for entry in read_training_log(out)) > 0
     trained_weights = load_file(out / "model.safetensors")
-    shipped_weights = load_file(PRETRAINED / "model.safetensors")
+    shipped_weights = load_file(PRETRAINED_FOLDER / "model.safetensors")
     assert {weight.dtype for weight in trained_weights.values()} == {torch.bfloat16}
     moved_names = [
         name

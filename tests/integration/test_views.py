@@ -18,7 +18,7 @@ from adora_vl.data.dataset import Row, schema, write_split
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.evals import asking
 from adora_vl.evals.inference.local import TransformersEngine
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
 from eval import command
 from eval.compare import main as compare
@@ -102,8 +102,8 @@ def test_each_model_is_called_what_it_is(
         "test",
         Features({**schema(), "facts": Value("string")}),
     )
-    processor: Any = AutoProcessor.from_pretrained(PRETRAINED)
-    model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    processor: Any = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
+    model: Any = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
     rows = triangles_with_facts("train", 400)
     # one learns to solve the problem, the other to say what it reads
     answer_by_model = {

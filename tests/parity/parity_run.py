@@ -40,7 +40,7 @@ from tests.support.parity import (  # noqa: E402
     training_data_set,
 )
 
-SETTINGS: dict[str, Any] = {
+PARITY_KEYS: dict[str, Any] = {
     **KEYS_WITH_ENGINE,
     "num_generations": 4,
     "adora_self_check": False,  # what it would find, the steps themselves are to find
@@ -53,8 +53,12 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Recorder(AdoraGRPOTrainer):
-    """Keeps every batch, and how many tensors each sync sent."""
+class RecordingTrainer(AdoraGRPOTrainer):
+    """Records how far engine and policy are apart in each step, and what each sync sent.
+
+    `gaps` and `means`: the largest and the mean difference of log-probabilities. `first`: the first
+    generation's batch, whose log-probabilities are compared again at the end.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.gaps: list[float] = []
@@ -79,7 +83,7 @@ class Recorder(AdoraGRPOTrainer):
         super()._build_collaborators(*args)
         check = self.drift_guard.check_batch
 
-        def checked(batch: Batch, step: int, logps_BC: torch.Tensor | None = None) -> None:
+        def check_and_record(batch: Batch, step: int, logps_BC: torch.Tensor | None = None) -> None:
             scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
             if scored_BC is not None:
                 gaps_BC = (scored_BC - batch["sampling_per_token_logps"]).abs()
@@ -87,11 +91,13 @@ class Recorder(AdoraGRPOTrainer):
                 gaps = gaps_BC[in_loss_BC]
                 self.gaps.append(gaps.max().item())
                 self.means.append(gaps.mean().item())
-                starts = batch.get("tool_mask", torch.ones(0, 2)).diff() == 1  # of a later turn
-                self.turns.append(int(starts.sum(dim=1).max()) + 1 if len(starts) else 1)
+                # a later turn starts where the mask goes from the tool's tokens to the policy's
+                starts_turn_BC = batch.get("tool_mask", torch.ones(0, 2)).diff() == 1
+                later_turns = int(starts_turn_BC.sum(dim=1).max()) if len(starts_turn_BC) else 0
+                self.turns.append(later_turns + 1)
             check(batch, step, logps_BC)
 
-        self.drift_guard.check_batch = checked  # type: ignore[method-assign]
+        self.drift_guard.check_batch = check_and_record  # type: ignore[method-assign]
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """Return what the references of this batch stand for until the next batch is made."""
@@ -101,6 +107,7 @@ class Recorder(AdoraGRPOTrainer):
         return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Score a batch with the present weights: log-probabilities (B, C)."""
         with torch.no_grad():
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
@@ -108,15 +115,20 @@ class Recorder(AdoraGRPOTrainer):
                 torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
                 batch["completion_ids"].size(1),
                 **{
-                    k: batch[k]
-                    for k in ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+                    column: batch[column]
+                    for column in (
+                        "pixel_values",
+                        "image_grid_thw",
+                        "num_images",
+                        "mm_token_type_ids",
+                    )
                 },
                 **({"tool_mask": batch["tool_mask"]} if self.toolbox else {}),
             )
         return logps
 
 
-def last_table(folder: str) -> dict[str, list[Any]]:
+def read_last_table(folder: str) -> dict[str, list[Any]]:
     """Return the newest completion table, with the length of each completion in tokens."""
     table = pd.read_parquet(sorted(Path(folder).glob("completions/*.parquet"))[-1])
     columns = {
@@ -126,24 +138,24 @@ def last_table(folder: str) -> dict[str, list[Any]]:
     return {**columns, "reward": table["adora_reward"].tolist(), "length": columns["adora_length"]}
 
 
-def sabotage(name: str) -> None:
+def break_correction(name: str) -> None:
     """Break one correction, to see that the tests notice."""
 
-    def put(module: ModuleType, attribute: str, instead: Any) -> None:
-        mock.patch.object(module, attribute, instead).start()
+    def patch(module: ModuleType, attribute: str, replacement: Any) -> None:
+        mock.patch.object(module, attribute, replacement).start()
 
     if name == "expanded":
-        put(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids))
-        put(engine_module, "check_prompts", lambda **_: None)
+        patch(llm_module, "collapse_image_runs", lambda ids, image_token_id: list(ids))
+        patch(engine_module, "check_prompts", lambda **_: None)
     elif name == "no_sync":
-        put(engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors))
+        patch(engine_weights, "push_weights", lambda llm, tensors, **_: sum(1 for _ in tensors))
     elif name == "stale_encoder_cache":
-        put(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache())
+        patch(engine_weights, "reset_caches", lambda llm: llm.reset_prefix_cache())
     elif name == "stale_prefix_cache":
-        put(engine_weights, "reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
+        patch(engine_weights, "reset_caches", lambda llm: llm.llm_engine.reset_encoder_cache())
     elif name == "pixel_limits":
         limits = {"min_pixels": 28 * 28, "max_pixels": 28 * 28}
-        put(engine_settings, "pixel_limits", lambda image_processor: limits)
+        patch(engine_settings, "pixel_limits", lambda image_processor: limits)
     elif name:
         raise SystemExit(f"unknown sabotage {name}")
 
@@ -172,16 +184,16 @@ def main() -> None:
     )
     parser.add_argument("settings", nargs="*")
     options = parser.parse_intermixed_args()
-    sabotage(options.sabotage)
+    break_correction(options.sabotage)
     settings = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     if options.tools:
-        Recorder.toolbox = DrawnPictureTools.of_process()
+        RecordingTrainer.toolbox = DrawnPictureTools.of_process()
         settings = {**KEYS_FOR_DRAWN_TOOLS, **settings}
     args = AdoraGRPOConfig(
-        output_dir=str(options.output.parent / "run"), **{**SETTINGS, **settings}
+        output_dir=str(options.output.parent / "run"), **{**PARITY_KEYS, **settings}
     )
     # Four problems that come again at every step. In prompts longer than a block of the prefix
     # cache (128 tokens on a CPU) they hit a cache which is not reset.
@@ -192,38 +204,42 @@ def main() -> None:
             for row, count in zip(rows, (1, 0, 2, 0), strict=True)
         ]
     dataset = training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
-    trainer = Recorder(
+    trainer = RecordingTrainer(
         model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset
     )
-    vision = {
-        n: p.detach().clone()
-        for n, p in trainer.model.named_parameters()
-        if component_of(n) == "vision_tower"
+    vision_at_start = {
+        name: parameter.detach().clone()
+        for name, parameter in trainer.model.named_parameters()
+        if component_of(name) == "vision_tower"
     }
-    looks = {
-        name: look(trainer, list(dataset))
-        for name, look in INSPECTIONS_BEFORE_TRAINING.items()
+    findings = {
+        name: inspect(trainer, list(dataset))
+        for name, inspect in INSPECTIONS_BEFORE_TRAINING.items()
         if name in options.look
     }
     trainer.train()
     vision_moved = max(
-        (p.detach() - vision[n]).abs().max().item() if p.numel() else 0.0
-        for n, p in trainer.model.named_parameters()
-        if n in vision and p.shape == vision[n].shape
+        (parameter.detach() - vision_at_start[name]).abs().max().item()
+        if parameter.numel()  # a sharded one has no numbers here
+        else 0.0
+        for name, parameter in trainer.model.named_parameters()
+        if name in vision_at_start and parameter.shape == vision_at_start[name].shape
     )
     moved_BC = (trainer.logps_now(trainer.first) - trainer.logps_first).abs()
     in_loss_BC = loss_mask(cast("Batch", trainer.first)).bool()
-    moved = moved_BC[in_loss_BC].max()
+    largest_move = moved_BC[in_loss_BC].max()
     gaps = torch.tensor(trainer.gaps)
     gaps = trainer.accelerator.gather(gaps[None]).amax(dim=0)
-    moved = trainer.accelerator.gather(moved[None]).amax()
+    largest_move = trainer.accelerator.gather(largest_move[None]).amax()
     advantages = trainer.accelerator.gather(trainer.last_advantages).tolist()
     own_lengths = trainer.accelerator.gather(trainer.own_lengths).tolist()
     # before an adapter adds some
-    tensors = Counter(component_of(name) for name, _ in trainer.model.named_parameters())
-    looks |= {
-        name: look(trainer, list(dataset))
-        for name, look in INSPECTIONS_AFTER_TRAINING.items()
+    tensors_by_component = Counter(
+        component_of(name) for name, _ in trainer.model.named_parameters()
+    )
+    findings |= {
+        name: inspect(trainer, list(dataset))
+        for name, inspect in INSPECTIONS_AFTER_TRAINING.items()
         if name in options.look
     }
     if trainer.accelerator.is_main_process:
@@ -233,15 +249,15 @@ def main() -> None:
             "turns": trainer.turns,
             "packed": trainer.policy_pass.packed_forward.passes,
             "refused": trainer.policy_pass.packed_forward.refusal,
-            "moved": moved.item(),
+            "moved": largest_move.item(),
             "vision_moved": vision_moved,
             "advantages": advantages,
             "own_lengths": own_lengths,
-            "table": last_table(args.output_dir),
+            "table": read_last_table(args.output_dir),
             "sent": trainer.sent,
-            "tensors": tensors,
+            "tensors": tensors_by_component,
             "log": trainer.state.log_history,
-            "looks": looks,
+            "looks": findings,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

@@ -33,7 +33,7 @@ from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
-from adora_vl.models.load import PRETRAINED  # noqa: E402
+from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.packing import packed_forward as packed_module  # noqa: E402
 from adora_vl.packing.shared_prompt import PackedSequence, pack, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
@@ -50,9 +50,9 @@ from tests.support.parity import (  # noqa: E402
     training_data_set,
 )
 
-PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
+SWITCHABLE_PARTS = [part for part in get_args(StepPart) if part != "seeded_rollouts"]
 # What each step has on. Sharing vision and prompts needs the references that the image cache gives.
-STEPS: dict[str, list[str]] = {
+PARTS_ON_BY_STEP: dict[str, list[str]] = {
     "off": [],
     "off again": [],
     "cache": ["cache_images"],
@@ -68,13 +68,13 @@ STEPS: dict[str, list[str]] = {
     "no padding": [
         "share_prompt"
     ],  # without references to images nothing tells which rows share a prompt
-    "all": PARTS,
-    "refill": PARTS,  # with a further batch in the place of what has no signal
+    "all": SWITCHABLE_PARTS,
+    "refill": SWITCHABLE_PARTS,  # with a further batch in the place of what has no signal
 }
 
 
-class InFloat64(TorchFunctionMode):
-    """Inside, a cast to float32 is one to float64.
+class CastToFloat64(TorchFunctionMode):
+    """Makes every cast to float32 inside the block one to float64.
 
     Transformers computes norms and RoPE in float32, and TRL the head's log-probabilities and its
     gradients, which is more than bfloat16 has and less than float64.
@@ -82,27 +82,29 @@ class InFloat64(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        wider = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {
+        wider_args = [torch.float64 if value is torch.float32 else value for value in args]
+        wider_kwargs = {
             name: torch.float64 if value is torch.float32 else value
             for name, value in (kwargs or {}).items()
         }
-        return func(*wider, **named)
+        return func(*wider_args, **wider_kwargs)
 
 
-def in_float64(function: Any) -> Any:
+def compute_in_float64(function: Any) -> Any:
+    """Wrap a function so that it computes in float64 where it would cast to float32."""
+
     @wraps(function)
-    def wider(*args: Any, **kwargs: Any) -> Any:
-        with InFloat64():
+    def function_in_float64(*args: Any, **kwargs: Any) -> Any:
+        with CastToFloat64():
             return function(*args, **kwargs)
 
-    return wider
+    return function_in_float64
 
 
-class SameAgain(AdoraGRPOTrainer):
-    """Every step samples what the first one did."""
+class TrainerThatSamplesAgain(AdoraGRPOTrainer):
+    """Samples in every step what the first one did, and counts the work of each."""
 
-    passes = 0
+    forward_passes = 0
     loss = 0.0
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> torch.Tensor:
@@ -112,7 +114,7 @@ class SameAgain(AdoraGRPOTrainer):
         return loss
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
-        self.passes += 1
+        self.forward_passes += 1
         return super()._compute_loss(model, inputs)
 
     @property
@@ -121,40 +123,44 @@ class SameAgain(AdoraGRPOTrainer):
         return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        self.before = self.images._cache.processed, self.images.vision.image_passes
+        self.processed_before = self.images._cache.processed
+        self.image_passes_before = self.images.vision.image_passes
         return super()._generate_and_score_completions(inputs)
 
     def _build_collaborators(self, *args: Any) -> None:
         super()._build_collaborators(*args)
         log_scored = self.metrics_logger.log_scored
 
-        def noted(generation: Generation, built: Any, scored: Any) -> None:
-            log_scored(generation, built, scored)
-            if not generation.key.attempt:
-                processed, seen = self.before
-                self.work.append(
-                    {"processed": self.images._cache.processed - processed, "seen": seen}
-                )
-                self.sampled.append(scored.batch["completion_ids"].tolist())
+        def log_and_note(generation: Generation, built_groups: Any, scored_groups: Any) -> None:
+            log_scored(generation, built_groups, scored_groups)
+            if not generation.key.attempt:  # a batch that refills the pool is a later attempt
+                self.images_processed.append(self.images._cache.processed - self.processed_before)
+                self.image_passes_at_start.append(self.image_passes_before)
+                self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
 
-        self.metrics_logger.log_scored = noted  # type: ignore[method-assign]
+        self.metrics_logger.log_scored = log_and_note  # type: ignore[method-assign]
 
 
-class Switches(TrainerCallback):
-    """Sets what the step that begins has on."""
+class SwitchPartsByStep(TrainerCallback):
+    """Switches on, at the start of each step, the parts that this step is to have."""
 
-    trainer: SameAgain
+    trainer: TrainerThatSamplesAgain
 
     def __init__(self, names: list[str]) -> None:
         self.names = names
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.trainer.begun.append(self.trainer.passes)
+        self.trainer.forward_passes_at_start.append(self.trainer.forward_passes)
         name = self.names[state.global_step]
-        self.trainer.packed.append(self.trainer.policy_pass.packed_forward.passes)
-        pays = (lambda *_: True) if name == "no padding" else sharing_pays
-        mock.patch.object(packed_module, "sharing_pays", pays).start()
-        args.adora_stock_step = [part for part in PARTS if part not in STEPS[name]]
+        packed_passes = self.trainer.policy_pass.packed_forward.passes
+        self.trainer.packed_passes_at_start.append(packed_passes)
+        # "no padding" packs also where that does not pay
+        packs_always = name == "no padding"
+        should_pack = (lambda *_: True) if packs_always else sharing_pays
+        mock.patch.object(packed_module, "sharing_pays", should_pack).start()
+        args.adora_stock_step = [
+            part for part in SWITCHABLE_PARTS if part not in PARTS_ON_BY_STEP[name]
+        ]
         self.trainer.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 
@@ -162,22 +168,30 @@ class Switches(TrainerCallback):
         self.trainer.losses.append(self.trainer.loss)
 
 
-def distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
+def gradient_distances(gradients: list[dict[str, torch.Tensor]]) -> list[float]:
     """Measure the largest relative distance of a gradient from the first step's, for each step."""
     scale = max(tensor.norm() for tensor in gradients[0].values())
-    result = []
+    largest_distances = []
     for step in gradients:
         assert step.keys() == gradients[0].keys()
-        far = {
-            n: float((step[n] - g).norm() / torch.maximum(g.norm(), 1e-4 * scale))
-            for n, g in gradients[0].items()
-        }
-        result.append(max(far.values()))
-    return result
+        relative_distances = [
+            float((step[name] - stock).norm() / torch.maximum(stock.norm(), 1e-4 * scale))
+            for name, stock in gradients[0].items()
+        ]
+        largest_distances.append(max(relative_distances))
+    return largest_distances
+
+
+def differences(counts: list[int]) -> list[int]:
+    """Return by how much each count is above the one before it."""
+    return [later - earlier for earlier, later in pairwise(counts)]
 
 
 def reward_without_signal(ids: set[str]) -> Any:
-    """Return the preset, but every rollout of these problems gets 0.1, as if boxed and wrong."""
+    """Return the preset's reward, but 0.1 for every rollout of the problems with these ids.
+
+    That is what a boxed and wrong answer gets, so their groups have no signal.
+    """
     preset = reward_function("adora")
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
@@ -187,18 +201,18 @@ def reward_without_signal(ids: set[str]) -> Any:
     return reward
 
 
-def sabotage(names: str) -> None:
+def break_parts(names: str) -> None:
     """Break parts, comma-separated, to see that the tests notice."""
     if "positions" in names:  # every rollout one place further on
 
-        def shifted(input_ids: torch.Tensor, **layout: Any) -> PackedSequence:
+        def pack_one_place_further_on(input_ids: torch.Tensor, **layout: Any) -> PackedSequence:
             packed = pack(input_ids, **layout)
             after_the_prompt = (
                 torch.arange(packed.ids_NS.size(1)) >= packed.layout.groups[0].prompt_length
             )
             return dataclasses.replace(packed, position_ids=packed.position_ids + after_the_prompt)
 
-        mock.patch.object(packed_module, "pack", shifted).start()
+        mock.patch.object(packed_module, "pack", pack_one_place_further_on).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         mock.patch.object(batcher_module, "LOSSES_WITH_ROW_MEAN", frozenset()).start()
 
@@ -207,14 +221,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sabotage", default="")
-    parser.add_argument("--only", default=",".join(STEPS), help="the steps to take, 'off' first")
+    parser.add_argument(
+        "--only", default=",".join(PARTS_ON_BY_STEP), help="the steps to take, 'off' first"
+    )
     parser.add_argument("--float32", action="store_true", help="the policy too")
     parser.add_argument("settings", nargs="*")
     parser.add_argument("--tools", action="store_true", help="that draw pictures between the turns")
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
     if options.tools:
-        SameAgain.toolbox = DrawnPictureTools.of_process()
+        TrainerThatSamplesAgain.toolbox = DrawnPictureTools.of_process()
     changed = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
@@ -239,29 +255,32 @@ def main() -> None:
     groups = args.generation_batch_size // args.num_generations
     rows = list(generate(groups, seed=5))
     gradients = Gradients()
-    switches = Switches(steps)
-    model: Any = str(PRETRAINED)
+    switches = SwitchPartsByStep(steps)
+    model: Any = str(PRETRAINED_FOLDER)
     if not options.float32:
-        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float64)
-    trainer = SameAgain(
+        model = AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float64)
+    trainer = TrainerThatSamplesAgain(
         model=model,
         reward_funcs=reward_without_signal({row["id"] for row in rows[: len(rows) // 2]}),
         args=args,
         train_dataset=training_data_set(rows),
         callbacks=[switches, gradients],
     )
-    trainer.work = []
-    trainer.sampled = []
-    trainer.begun = []
-    trainer.packed = []
+    trainer.images_processed = []
+    trainer.image_passes_at_start = []
+    trainer.completion_ids = []
+    trainer.forward_passes_at_start = []
+    trainer.packed_passes_at_start = []
     trainer.losses = []
     if not options.float32:
-        pass_of_trl = in_float64(trainer._get_per_token_logps_and_entropies)
+        pass_of_trl = compute_in_float64(trainer._get_per_token_logps_and_entropies)
         trainer._get_per_token_logps_and_entropies = pass_of_trl  # type: ignore[method-assign]
         # autograd runs outside of every mode; of what it runs here, TRL's head alone has casts
-        ChunkedLogProbFunction.backward = staticmethod(in_float64(ChunkedLogProbFunction.backward))
+        ChunkedLogProbFunction.backward = staticmethod(
+            compute_in_float64(ChunkedLogProbFunction.backward)
+        )
     switches.trainer = trainer
-    sabotage(options.sabotage)
+    break_parts(options.sabotage)
     trainer.train()
     losses = trainer.accelerator.gather(torch.tensor([trainer.losses], dtype=torch.float64)).mean(
         dim=0
@@ -276,26 +295,26 @@ def main() -> None:
             "skipped": [entry.get("adora/skipped_groups") for entry in log],
             "kl": [entry["kl"] for entry in log] if args.beta else None,
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
-            "work": trainer.work,
-            "seen_in_step": [
-                b - a
-                for a, b in pairwise(
-                    [*(w["seen"] for w in trainer.work), trainer.images.vision.image_passes]
-                )
+            "images_processed": trainer.images_processed,
+            "image_passes": differences(
+                [*trainer.image_passes_at_start, trainer.images.vision.image_passes]
+            ),
+            "samples_equal_first": [
+                ids == trainer.completion_ids[0] for ids in trainer.completion_ids
             ],
-            "same": [sampled == trainer.sampled[0] for sampled in trainer.sampled],
             "refilled": log[-1].get("adora/refilled_groups"),
-            "distances": distances(gradients.steps)
+            "distances": gradient_distances(gradients.steps)
             if gradients.steps and gradients.steps[0]
             else None,
-            "packed": trainer.policy_pass.packed_forward.passes,
-            "packed_in_step": [
-                b - a
-                for a, b in pairwise([*trainer.packed, trainer.policy_pass.packed_forward.passes])
-            ],
-            "micro_batches": [
-                later - before for before, later in pairwise([*trainer.begun, trainer.passes])
-            ],
+            "packed_passes": differences(
+                [
+                    *trainer.packed_passes_at_start,
+                    trainer.policy_pass.packed_forward.passes,
+                ]
+            ),
+            "micro_batches": differences(
+                [*trainer.forward_passes_at_start, trainer.forward_passes]
+            ),
             "refused": trainer.policy_pass.packed_forward.refusal,
         }
         options.output.write_text(json.dumps(result))

@@ -12,8 +12,16 @@ from safetensors.torch import load_file, save_file
 from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, RUNNER, SLEEP, VISION
-from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
+from adora_vl.doctor.engine import (
+    BANNED_CHECK,
+    BUFFERS_CHECK,
+    FEATURES_CHECK,
+    LANGUAGE_CHECK,
+    RUNNER_CHECK,
+    SLEEP_CHECK,
+    VISION_CHECK,
+)
+from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
 from tests.support.parity import run_parity
 
@@ -21,16 +29,17 @@ pytestmark = pytest.mark.slow
 # Nats, the largest of any token, both sides float32. About 2e-6 was measured, and float32's
 # rounding differs by small factors between processors, not by 50; what the corrections are there
 # for is 0.04 and more.
-BOUND = 1e-4
+GAP_BOUND = 1e-4
 
 
 def assert_parity(result: dict[str, Any]) -> None:
+    """Assert that engine and policy agree in each of six steps, while the policy moves."""
     assert len(result["gaps"]) == 6
-    assert max(result["gaps"]) <= BOUND, "the first is cold, the last after five updates"
+    assert max(result["gaps"]) <= GAP_BOUND, "the first is cold, the last after five updates"
     assert result["moved"] > 0.1, "the updates were too small to prove anything"
 
 
-STOCK_WORK = [
+WITHOUT_SAVED_WORK = [
     "adora_stock_step=[cache_images, group_requests, share_vision, batch_windows, share_prompt, "
     "skip_old_pass, skip_zero_signal, spread_signal, fill_micro_batches]"
 ]
@@ -40,7 +49,7 @@ STOCK_WORK = [
     "words",
     [
         pytest.param([], id="all at once", marks=pytest.mark.core),
-        pytest.param(STOCK_WORK, id="stock's work"),
+        pytest.param(WITHOUT_SAVED_WORK, id="stock's work"),
     ],
 )
 def test_engine_and_trainer_agree_on_one_process(tmp_path, words):
@@ -51,7 +60,7 @@ def test_engine_and_trainer_agree_on_one_process(tmp_path, words):
 
 
 # The weights stand still, so that tokens of earlier generations can be compared.
-PAUSED = (
+PAUSED_ANSWERS = (
     "learning_rate=0",
     "adora_rollouts={budget: 12}",
     "vllm_importance_sampling_mode=token_truncate",
@@ -63,7 +72,7 @@ PAUSED = (
     [
         pytest.param(("cpu", "16"), id="one process", marks=pytest.mark.core),
         pytest.param(("cpu_zero3", "6", "--mixed"), id="two, ZeRO-3", marks=pytest.mark.core),
-        pytest.param(("cpu", "16", *PAUSED), id="paused within turns"),
+        pytest.param(("cpu", "16", *PAUSED_ANSWERS), id="paused within turns"),
     ],
 )
 def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
@@ -75,7 +84,7 @@ def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
     result = run_parity(
         tmp_path, config, "--tools", *options, f"per_device_train_batch_size={rows}", "max_steps=2"
     )
-    assert max(result["gaps"]) <= BOUND
+    assert max(result["gaps"]) <= GAP_BOUND
     assert max(result["means"]) <= 1e-6
     assert result["moved"] > 0.1 or "learning_rate=0" in words
     assert max(result["turns"]) == 3
@@ -84,7 +93,7 @@ def test_turns_between_which_tools_show_pictures_of_any_size(tmp_path, words):
     assert result["table"]["length"] == result["own_lengths"]
 
 
-def make_lively(weights: Path) -> None:
+def scale_weights_up(weights: Path) -> None:
     """Scale the weights up: a fresh model says much the same whatever it is shown."""
     tensors = load_file(weights)
     for name, tensor in tensors.items():
@@ -94,8 +103,8 @@ def make_lively(weights: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Qwen3-VL, with random weights: entropy moves them.
+def qwen3_vl_result(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Train a Qwen3-VL with random weights, which the entropy bonus moves; return what was found.
 
     A generation has rows with one, no and two images, and tools show further ones.
     """
@@ -108,35 +117,44 @@ def qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "max_steps=4",
     ]
     looks = [word for look in ("doctor", "answers", "lora") for word in ("--look", look)]
-    make_lively(folder / "model" / "model.safetensors")
+    scale_weights_up(folder / "model" / "model.safetensors")
     return run_parity(folder, "cpu", "--mixed", "--tools", *looks, *words, model=folder / "model")
 
 
-def test_another_family_with_any_number_of_images_a_row(qwen3_vl):
-    assert len(qwen3_vl["gaps"]) == 4
-    assert max(qwen3_vl["gaps"]) <= BOUND
-    assert max(qwen3_vl["turns"]) > 1
-    assert qwen3_vl["packed"] > 0
-    assert not qwen3_vl["refused"]
-    assert qwen3_vl["moved"] > 0.1
-    assert qwen3_vl["vision_moved"] > 0
-    assert qwen3_vl["sent"] == [sum(qwen3_vl["tensors"].values())] * 4
-    assert qwen3_vl["tensors"]["projector"] == 18
+def test_another_family_with_any_number_of_images_a_row(qwen3_vl_result):
+    assert len(qwen3_vl_result["gaps"]) == 4
+    assert max(qwen3_vl_result["gaps"]) <= GAP_BOUND
+    assert max(qwen3_vl_result["turns"]) > 1
+    assert qwen3_vl_result["packed"] > 0
+    assert not qwen3_vl_result["refused"]
+    assert qwen3_vl_result["moved"] > 0.1
+    assert qwen3_vl_result["vision_moved"] > 0
+    assert qwen3_vl_result["sent"] == [sum(qwen3_vl_result["tensors"].values())] * 4
+    assert qwen3_vl_result["tensors"]["projector"] == 18
 
 
-def test_the_doctor_on_another_family(qwen3_vl):
+def test_the_doctor_on_another_family(qwen3_vl_result):
     """Every check passes on a batch in which some rows have images and some have none."""
-    status = {check["name"]: check["status"] for check in qwen3_vl["looks"]["doctor"]}
-    assert status.pop(SLEEP) == "skipped"
-    assert status.pop(VISION) != "failed", (
+    status = {check["name"]: check["status"] for check in qwen3_vl_result["looks"]["doctor"]}
+    assert status.pop(SLEEP_CHECK) == "skipped"
+    assert status.pop(VISION_CHECK) != "failed", (
         "skipped where too little of an answer comes from the image"
     )
-    assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED, RUNNER}
-    assert set(status.values()) == {"passed"}, qwen3_vl["looks"]["doctor"]
+    assert set(status) == {
+        FEATURES_CHECK,
+        BUFFERS_CHECK,
+        PROMPTS_CHECK,
+        COLD_CHECK,
+        DISTANT_CHECK,
+        LANGUAGE_CHECK,
+        BANNED_CHECK,
+        RUNNER_CHECK,
+    }
+    assert set(status.values()) == {"passed"}, qwen3_vl_result["looks"]["doctor"]
 
 
-def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl):
-    answers = qwen3_vl["looks"]["answers"]
+def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl_result):
+    answers = qwen3_vl_result["looks"]["answers"]
     assert answers["vllm"] == answers["transformers"]
     assert len(answers["vllm"]) == 4
     assert any(answer["calls"] for answer in answers["vllm"])
@@ -145,21 +163,21 @@ def test_both_engines_of_the_evaluators_answer_alike_for_another_family(qwen3_vl
     )
 
 
-def test_lora_of_another_family_reaches_the_engine(qwen3_vl):
+def test_lora_of_another_family_reaches_the_engine(qwen3_vl_result):
     """An adapter in its language model, vision tower, merger and deepstack mergers."""
-    distances = qwen3_vl["looks"]["lora"]
+    distances = qwen3_vl_result["looks"]["lora"]
     assert distances["moved"] > 0.1
-    assert distances["gap"] <= BOUND
+    assert distances["gap"] <= GAP_BOUND
 
 
-LONG = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
+LONG_PROMPTS = ["--prompt-repeats", "9", "per_device_train_batch_size=16"]
 
 
 def test_prompts_that_come_again_and_fill_cache_blocks(tmp_path):
     """The tiny model puts up to 0.2 % of its mass on tokens that are never sampled here: no gap may
     come of that.
     """
-    assert_parity(run_parity(tmp_path, "cpu", *LONG))
+    assert_parity(run_parity(tmp_path, "cpu", *LONG_PROMPTS))
 
 
 @pytest.mark.core
@@ -170,17 +188,19 @@ def test_two_zero3_processes_with_groups_that_span_them(tmp_path):
         tmp_path, "cpu_zero3", "per_device_train_batch_size=6", "adora_freeze=[projector]"
     )
     assert_parity(result)
-    everything = sum(result["tensors"].values())
-    assert result["sent"] == [everything] + [everything - result["tensors"]["projector"]] * 5
+    all_tensors = sum(result["tensors"].values())
+    trained_tensors = all_tensors - result["tensors"]["projector"]
+    assert result["sent"] == [all_tensors] + [trained_tensors] * 5
     table = result["table"]  # of the last step, all ranks
-    rewards = torch.tensor(table["reward"]).view(-1, 4)
-    lengths = torch.tensor(table["length"]).view(-1, 4)
-    expected = weigh_groups(Groups(rewards, lengths, lengths >= 22)).weights_P
-    constant = rewards.amax(dim=1) == rewards.amin(dim=1)
-    assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], expected)
-    raw = torch.tensor(table["advantage_raw"]).view(-1, 4)
-    weighted = torch.tensor(table["advantage"]).view(-1, 4)
-    assert torch.allclose(weighted, raw * torch.where(constant, 0.0, expected)[:, None])
+    rewards_PG = torch.tensor(table["reward"]).view(-1, 4)
+    lengths_PG = torch.tensor(table["length"]).view(-1, 4)
+    weights_P = weigh_groups(Groups(rewards_PG, lengths_PG, lengths_PG >= 22)).weights_P
+    is_constant_P = rewards_PG.amax(dim=1) == rewards_PG.amin(dim=1)
+    assert torch.equal(torch.tensor(table["adora_weight"]).view(-1, 4)[:, 0], weights_P)
+    unweighed_PG = torch.tensor(table["advantage_raw"]).view(-1, 4)
+    advantages_PG = torch.tensor(table["advantage"]).view(-1, 4)
+    expected_PG = unweighed_PG * torch.where(is_constant_P, 0.0, weights_P)[:, None]
+    assert torch.allclose(advantages_PG, expected_PG)
     # what the loss was given on each rank is what the table says
     assert result["advantages"] == pytest.approx(table["advantage"], abs=1e-6)
 
@@ -214,16 +234,21 @@ def test_other_pixel_limits_stop_the_step_with_the_row(tmp_path):
 
 @pytest.mark.parametrize("cache", ["prefix", "encoder"])
 def test_without_the_reset_of_a_cache_old_results_come_back(tmp_path, cache):
-    words = [*LONG, "--sabotage", f"stale_{cache}_cache", "adora_max_drift=null", "max_steps=3"]
+    words = [
+        *LONG_PROMPTS,
+        "--sabotage",
+        f"stale_{cache}_cache",
+        "adora_max_drift=null",
+        "max_steps=3",
+    ]
     result = run_parity(tmp_path, "cpu", *words, check=False)
-    if result[
-        "returncode"
-    ]:  # the CPU engine's runner forgets features at a reload, its scheduler does not
+    if result["returncode"] != 0:
+        # the CPU engine's runner forgets features at a reload, its scheduler does not
         assert lost_image_features(result["stderr"]), result["stderr"][-4000:]
     else:
         assert result["moved"] > 0.1, "without an update, old results are right"
-        assert result["gaps"][0] <= BOUND
-        assert not all(gap <= 10 * BOUND for gap in result["gaps"]), "also where one is NaN"
+        assert result["gaps"][0] <= GAP_BOUND
+        assert not all(gap <= 10 * GAP_BOUND for gap in result["gaps"]), "also where one is NaN"
 
 
 def test_without_the_sync_the_gap_grows(tmp_path):
@@ -236,5 +261,5 @@ def test_without_the_sync_the_gap_grows(tmp_path):
         "adora_max_drift=null",
         "max_steps=3",
     )
-    assert result["gaps"][0] <= BOUND
-    assert result["gaps"][2] > 100 * BOUND
+    assert result["gaps"][0] <= GAP_BOUND
+    assert result["gaps"][2] > 100 * GAP_BOUND

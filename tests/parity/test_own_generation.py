@@ -18,48 +18,53 @@ from trl import GRPOTrainer
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.pictures import noise_picture
 
 pytestmark = [pytest.mark.slow, pytest.mark.core]
-GROUPS = 4
-SIZE = 4
-IMAGES = {
+NUM_GROUPS = 4
+GROUP_SIZE = 4
+IMAGE_COUNTS_BY_CASE = {
     "text": (0, 0, 0, 0),
     "one": (1, 1, 1, 1),
     "several": (2, 1, 3, 1),
     "mixed": (0, 2, 0, 1),
 }
 # Means that are summed in another order, without a mask as an index.
-ROUNDED = {"sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/mean"}
+ROUNDED_FIGURES = {
+    "sampling/sampling_logp_difference/mean",
+    "sampling/importance_sampling_ratio/mean",
+}
 
 
-def by_tokens(
+def reward_by_first_token(
     completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **columns: Any
 ) -> list[float]:
+    """Reward by the first token, and log an extra column and a figure as a user's reward may."""
     log_extra("first", [ids[0] for ids in completion_ids])
     log_metric("shortest", min(map(len, completion_ids)))
     return [float(ids[0] % 3 == 0) for ids in completion_ids]
 
 
-async def of_some_groups(
+async def reward_some_groups_by_length(
     completions: list[Any], level: list[int], **columns: Any
 ) -> list[float | None]:
     """Reward every other problem by its length, and say nothing of the rest.
 
     TRL's examples for several tasks do so."""
     return [
-        None if is_scored % 2 else len(completion[0]["content"]) / 7
-        for is_scored, completion in zip(level, completions, strict=True)
+        None if problem_level % 2 else len(completion[0]["content"]) / 7
+        for problem_level, completion in zip(level, completions, strict=True)
     ]
 
 
-class Flat:
-    """The processor for stock TRL, which gives it None for a row without images: Transformers
-    raises on that.
+class FlatImagesProcessor:
+    """Wraps the processor for stock TRL, which gives it None for a row without images.
+
+    Transformers raises on that.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -74,28 +79,32 @@ class Flat:
         )
 
 
-def rows_of(images: tuple[int, ...]) -> list[dict[str, Any]]:
+def rows_with_images(image_counts: tuple[int, ...]) -> list[dict[str, Any]]:
+    """Build a row for each rollout; the problems have so many images each."""
     rows = [
         {
             "prompt": conversation(f"What is {number}?", SYSTEM_PROMPT),
             "level": number,
             "images": [noise_picture(10 * number + image_number) for image_number in range(count)],
         }
-        for number, count in enumerate(images)
+        for number, count in enumerate(image_counts)
     ]
-    return [copy.copy(row) for row in rows for _ in range(SIZE)]
+    return [copy.copy(row) for row in rows for _ in range(GROUP_SIZE)]
 
 
-def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]:
-    """Completions of 1 to 9 tokens, of which some have an end, and what an engine could say of
-    them.
+def made_up_samples(
+    end_token_ids: list[int],
+) -> tuple[list[list[int]], list[list[float | None]]]:
+    """Make up completions of 1 to 9 tokens and an engine's log-probabilities of them.
+
+    Every second completion has the end tokens. One log-probability is missing.
     """
     draw = torch.Generator().manual_seed(4)
     token_ids = []
     logps = []
-    for row in range(GROUPS * SIZE):
+    for row in range(NUM_GROUPS * GROUP_SIZE):
         ids = torch.randint(14, 400, (1 + row % 9,), generator=draw).tolist()
-        token_ids.append([*ids, *ends[: row % 2]])
+        token_ids.append([*ids, *end_token_ids[: row % 2]])
         row_logps: list[float | None] = (
             -3 * torch.rand(len(token_ids[-1]), generator=draw)
         ).tolist()
@@ -103,16 +112,17 @@ def sampled(ends: list[int]) -> tuple[list[list[int]], list[list[float | None]]]
     return token_ids, logps
 
 
-def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
-    processor = load_processor(str(PRETRAINED))
-    peft = settings.pop("peft_config", None)
+def build_trainer(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
+    """Build our trainer of the tiny model, with every part of a step as in stock TRL."""
+    processor = load_processor(str(PRETRAINED_FOLDER))
+    peft_config = settings.pop("peft_config", None)
     defaults: dict[str, Any] = {
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "per_device_train_batch_size": GROUPS * SIZE,
-        "per_device_eval_batch_size": GROUPS * SIZE,
-        "num_generations": SIZE,
+        "per_device_train_batch_size": NUM_GROUPS * GROUP_SIZE,
+        "per_device_eval_batch_size": NUM_GROUPS * GROUP_SIZE,
+        "num_generations": GROUP_SIZE,
         "max_completion_length": 12,
         "save_strategy": "no",
         "report_to": "none",
@@ -124,18 +134,23 @@ def trainer_of(folder: Any, reward: Any, **settings: Any) -> AdoraGRPOTrainer:
     data = Dataset.from_list([{"prompt": conversation("x"), "level": 0}] * 32)
     tokenizers = [None, processor.tokenizer][: len(reward)] if len(reward) > 1 else None
     return AdoraGRPOTrainer(
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         reward,
         AdoraGRPOConfig(str(folder), **{**defaults, **settings}),
         data,
         processing_class=processor,
         reward_processing_classes=tokenizers,
-        peft_config=peft,
+        peft_config=peft_config,
     )
 
 
-def made(trainer: AdoraGRPOTrainer, method: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Columns, figures and table of one generation."""
+def generate_batch(
+    trainer: AdoraGRPOTrainer, method: Any, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Sample and grade one generation by a trainer's method.
+
+    Returns its batch, the figures to be logged, and the columns of the table of completions.
+    """
     trainer._metrics["train"].clear()
     trainer._metrics["eval"].clear()
     trainer.state.num_input_tokens_seen = 0
@@ -150,7 +165,7 @@ def made(trainer: AdoraGRPOTrainer, method: Any, rows: list[dict[str, Any]]) -> 
     return {"batch": batch, "figures": dict(trainer._metrics[mode]), "table": table}
 
 
-REWARD_MODEL = Qwen2Config(
+REWARD_MODEL_CONFIG = Qwen2Config(
     vocab_size=600,
     hidden_size=16,
     intermediate_size=16,
@@ -160,20 +175,23 @@ REWARD_MODEL = Qwen2Config(
     num_labels=1,
     pad_token_id=0,
 )
-TWO: dict[str, Any] = {"rewards": "two", "reward_weights": [1.0, 0.3]}
-ENGINE: dict[str, Any] = {"engine": True, "vllm_importance_sampling_correction": True}
-CASES: dict[str, dict[str, Any]] = {
-    **{f"images: {name}": {"images": name} for name in IMAGES},
+TWO_REWARDS: dict[str, Any] = {"rewards": "two", "reward_weights": [1.0, 0.3]}
+ENGINE_KEYS: dict[str, Any] = {"engine": True, "vllm_importance_sampling_correction": True}
+SETTINGS_BY_CASE: dict[str, dict[str, Any]] = {
+    **{f"images: {name}": {"images": name} for name in IMAGE_COUNTS_BY_CASE},
     "in an evaluation": {"training": False, "images": "mixed", "beta": 0.1},
-    "with an engine in an evaluation": {"training": False, **ENGINE},
+    "with an engine in an evaluation": {"training": False, **ENGINE_KEYS},
     "reference model": {"beta": 0.1, "images": "mixed"},
     "adapter": {"beta": 0.1, "peft_config": LoraConfig(r=2, target_modules=["q_proj"])},
     "reward model": {"rewards": "model"},
     **{
-        f"two rewards, {scale}": {**TWO, "scale_rewards": scale}
+        f"two rewards, {scale}": {**TWO_REWARDS, "scale_rewards": scale}
         for scale in ("group", "batch", "none")
     },
-    "two rewards, normalised first": {**TWO, "multi_objective_aggregation": "normalize_then_sum"},
+    "two rewards, normalised first": {
+        **TWO_REWARDS,
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
     "cut off answers masked": {"mask_truncated_completions": True, "beta": 0.1},
     "several steps": {
         "steps_per_generation": 2,
@@ -182,41 +200,64 @@ CASES: dict[str, dict[str, Any]] = {
     },
     **{
         f"with an engine, {mode}": {
-            **ENGINE,
+            **ENGINE_KEYS,
             "vllm_importance_sampling_mode": mode,
             "images": "mixed",
         }
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
-    "bfloat16": {"bf16": True, "beta": 0.1, **ENGINE},
+    "bfloat16": {"bf16": True, "beta": 0.1, **ENGINE_KEYS},
     "widths of eights": {"pad_to_multiple_of": 8, "images": "mixed"},
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+def assert_equal_columns_and_figures(ours: dict[str, Any], stock: dict[str, Any]) -> None:
+    """Assert that our generation has every column and figure of stock TRL's, to the bit."""
+    for name, stock_value in stock["batch"].items():
+        our_value = ours["batch"][name]
+        if name == "sampling_per_token_logps":  # NaN where a log-probability is missing
+            are_equal = torch.equal(our_value.nan_to_num(9), stock_value.nan_to_num(9))
+        elif isinstance(stock_value, torch.Tensor):
+            are_equal = torch.equal(our_value, stock_value)
+        else:
+            are_equal = our_value == stock_value
+        assert are_equal, (name, our_value, stock_value)
+        assert getattr(our_value, "dtype", None) == getattr(stock_value, "dtype", None), name
+    for name, values in stock["figures"].items():
+        (our_figure,) = ours["figures"][name]
+        (stock_figure,) = values
+        if name in ROUNDED_FIGURES:
+            assert our_figure == pytest.approx(stock_figure, rel=1e-6), name
+        else:
+            assert our_figure == stock_figure, name
+
+
+@pytest.mark.parametrize("case", SETTINGS_BY_CASE)
 def test_a_generation_is_trls(tmp_path, case):
-    settings = dict(CASES[case])
-    images = settings.pop("images", "one")
+    settings = dict(SETTINGS_BY_CASE[case])
+    image_counts = IMAGE_COUNTS_BY_CASE[settings.pop("images", "one")]
     training = settings.pop("training", True)
     rewards = settings.pop("rewards", "one")
-    engine = settings.pop("engine", False)
+    has_engine = settings.pop("engine", False)
     torch.manual_seed(1)
     further_rewards = {
         "one": [],
-        "two": [of_some_groups],
-        "model": [Qwen2ForSequenceClassification(REWARD_MODEL).eval()],
+        "two": [reward_some_groups_by_length],
+        "model": [Qwen2ForSequenceClassification(REWARD_MODEL_CONFIG).eval()],
     }
-    trainer = trainer_of(tmp_path, [by_tokens, *further_rewards[rewards]], **settings)
-    completions, logps = sampled(trainer.eos_token_ids[:1])
+    trainer = build_trainer(
+        tmp_path, [reward_by_first_token, *further_rewards[rewards]], **settings
+    )
+    completions, logps = made_up_samples(trainer.eos_token_ids[:1])
     answers = [
         SamplingResult(tokens=tokens, logps=scores)
         for tokens, scores in zip(completions, logps, strict=True)
     ]
-    if engine:
+    if has_engine:
         trainer.use_vllm = True
         trainer.old_logps.corrects_engine = True
         fake_engine: Any = SimpleNamespace(
-            sample=lambda *_: answers, sync_weights=lambda: None, bytes_sent=0
+            sample=lambda *_, **__: answers, sync_weights=lambda: None, bytes_sent=0
         )
         fake_engine.take_images_from = lambda _: None
         fake_engine.staying_awake = nullcontext
@@ -225,7 +266,7 @@ def test_a_generation_is_trls(tmp_path, case):
             trainer.context, trainer.images, fake_engine
         )
         trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
-    trainer._generate_single_turn = lambda *_: (completions, logps if engine else None)
+    trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:
         for name, parameter in trainer.model.named_parameters():
@@ -234,33 +275,22 @@ def test_a_generation_is_trls(tmp_path, case):
         trainer.state.global_step = 1  # as after an update: at the start these would be equal
 
     processor = trainer.processing_class
-    trainer.processing_class = Flat(trainer.processing_class)
-    stock = made(trainer, GRPOTrainer._generate_and_score_completions, rows_of(IMAGES[images]))
+    trainer.processing_class = FlatImagesProcessor(trainer.processing_class)
+    stock_method = GRPOTrainer._generate_and_score_completions
+    stock = generate_batch(trainer, stock_method, rows_with_images(image_counts))
     trainer.processing_class = processor
-    ours = made(trainer, AdoraGRPOTrainer._generate_and_score_completions, rows_of(IMAGES[images]))
-    for name, theirs in stock["batch"].items():
-        our_value = ours["batch"][name]
-        equal = (
-            torch.equal(our_value, theirs)
-            if isinstance(theirs, torch.Tensor)
-            else our_value == theirs
-        )
-        if name == "sampling_per_token_logps":
-            equal = torch.equal(our_value.nan_to_num(9), theirs.nan_to_num(9))
-        assert equal, (name, our_value, theirs)
-        assert getattr(our_value, "dtype", None) == getattr(theirs, "dtype", None), name
-    for name, values in stock["figures"].items():
-        (our_value,) = ours["figures"][name]
-        (theirs,) = values
-        assert our_value == (pytest.approx(theirs, rel=1e-6) if name in ROUNDED else theirs), name
-    raw = ours["table"].pop("extra/advantage_raw")
-    assert raw == stock["table"].pop("advantages")
-    assert any(raw)
+    our_method = AdoraGRPOTrainer._generate_and_score_completions
+    ours = generate_batch(trainer, our_method, rows_with_images(image_counts))
+    assert_equal_columns_and_figures(ours, stock)
+    our_advantages = ours["table"].pop("extra/advantage_raw")
+    assert our_advantages == stock["table"].pop("advantages")
+    assert any(our_advantages)
     for name, values in stock["table"].items():
         assert repr(ours["table"][name]) == repr(values), name  # with NaN in it
     assert {"reward", "completions/clipped_ratio", "shortest"} <= stock["figures"].keys()
-    for name, column in (
+    for key, column in (
         ("beta", "ref_per_token_logps"),
         ("steps_per_generation", "old_per_token_logps"),
     ):
-        assert (name in settings) <= (column in stock["batch"])
+        if key in settings:
+            assert column in stock["batch"]

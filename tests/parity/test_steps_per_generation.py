@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.batch_rows import RowReader
@@ -19,12 +19,12 @@ from tests.support.parity import training_data_set
 
 pytestmark = pytest.mark.slow
 # 4 updates of 2 x 8 sequences per generation: 16 groups of 4
-GROUP = 4
-ROWS = 8
-ACCUMULATED = 2
+GROUP_SIZE = 4
+ROWS_PER_MICRO_BATCH = 8
+MICRO_BATCHES_PER_UPDATE = 2
 UPDATES = 4
 # groups without signal, so that fewer live ones than updates x micro-batches
-SILENT = (
+GROUPS_WITHOUT_SIGNAL = (
     0,
     1,
     2,
@@ -40,12 +40,17 @@ SILENT = (
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
     """Call every second rollout right, whatever it says, but in the silent groups."""
-    return [0.0 if row // GROUP in SILENT else float(row % 2) for row in range(len(completions))]
+    return [
+        0.0 if row // GROUP_SIZE in GROUPS_WITHOUT_SIGNAL else float(row % 2)
+        for row in range(len(completions))
+    ]
 
 
-class Watched(AdoraGRPOTrainer):
-    """Keeps the generation as a whole, its log-probabilities before the first update, and what each
-    update gets.
+class WatchedTrainer(AdoraGRPOTrainer):
+    """Keeps the generation as a whole, its log-probabilities before the first update, and updates.
+
+    `update`: the micro-batches of the update that is going on. `updates`: what `CompareWithStock`
+    found in each.
     """
 
     update: list[dict[str, Any]]
@@ -67,42 +72,47 @@ class Watched(AdoraGRPOTrainer):
         batch = RowReader(cast("Batch", self.generation)).take(rows)
         self.args.adora_stock_step = ["share_vision", "share_prompt"]
         self.images.vision.share = False
-        loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS
-        named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        loss = GRPOTrainer._compute_loss(self, self.model, batch) * len(rows) / ROWS_PER_MICRO_BATCH
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
         self.args.adora_stock_step = False
         self.images.vision.share = True
-        return {name: g for name, g in zip(named, gradients, strict=True) if g is not None}
+        return {name: g for name, g in zip(trained, gradients, strict=True) if g is not None}
 
 
-class Compare(TrainerCallback):
-    trainer: Watched
+class CompareWithStock(TrainerCallback):
+    """Compares the gradient of each update with stock TRL's on the same rollouts."""
+
+    trainer: WatchedTrainer
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         trainer = self.trainer
-        update = self.trainer.update
-        rows = [row for micro in update for row in micro["rollout_number"].tolist()]
+        micro_batches = self.trainer.update
+        rows = [row for micro in micro_batches for row in micro["rollout_number"].tolist()]
         expected = trainer.stock_gradients(rows)
-        scale = max(float(g.norm()) for g in expected.values())
+        largest_norm = max(float(gradient.norm()) for gradient in expected.values())
         gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        apart = max(float((gradients[name] - g).norm()) for name, g in expected.items())
+        largest_distance = max(
+            float((gradients[name] - gradient).norm()) for name, gradient in expected.items()
+        )
         old_gaps = []
-        for micro in update:
+        for micro in micro_batches:
             if "old_per_token_logps" in micro:
-                gaps_BC = (micro["old_per_token_logps"] - self._sampled(micro)).abs()
+                gaps_BC = (micro["old_per_token_logps"] - self._logps_when_sampled(micro)).abs()
                 old_gaps.append(float((gaps_BC * micro["completion_mask"]).max()))
         trainer.updates.append(
             {
                 "rows": rows,
-                "apart": apart / scale,
-                "scale": scale,
-                "old": old_gaps,
-                "micro_batches": len(update),
+                "relative_distance": largest_distance / largest_norm,
+                "largest_norm": largest_norm,
+                "old_logp_gaps": old_gaps,
+                "micro_batches": len(micro_batches),
             }
         )
         trainer.update = []
 
-    def _sampled(self, micro):
+    def _logps_when_sampled(self, micro):
+        """Return what the policy that sampled gave these rows, (B, C)."""
         return self.trainer.sampled_logps[micro["rollout_number"]][
             :, : micro["completion_mask"].size(1)
         ]
@@ -110,15 +120,16 @@ class Compare(TrainerCallback):
 
 @pytest.fixture(scope="module")
 def updates(tmp_path_factory) -> list[dict[str, Any]]:
+    """Train on one generation; return each update's rollouts and its distance from stock TRL."""
     args = AdoraGRPOConfig(
         output_dir=str(tmp_path_factory.mktemp("steps") / "run"),
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=ACCUMULATED,
-        steps_per_generation=ACCUMULATED * UPDATES,
-        num_generations=GROUP,
+        per_device_train_batch_size=ROWS_PER_MICRO_BATCH,
+        gradient_accumulation_steps=MICRO_BATCHES_PER_UPDATE,
+        steps_per_generation=MICRO_BATCHES_PER_UPDATE * UPDATES,
+        num_generations=GROUP_SIZE,
         max_completion_length=20,
         max_steps=UPDATES,
         learning_rate=1e-3,
@@ -131,13 +142,13 @@ def updates(tmp_path_factory) -> list[dict[str, Any]]:
         seed=2,
         max_grad_norm=1e9,  # clipped gradients could not be compared
     )
-    compare = Compare()
-    trainer = Watched(
-        model=str(PRETRAINED),
+    compare = CompareWithStock()
+    trainer = WatchedTrainer(
+        model=str(PRETRAINED_FOLDER),
         reward_funcs=reward,
         args=args,
         train_dataset=training_data_set(list(generate(16, seed=6))),
-        processing_class=load_processor(str(PRETRAINED)),
+        processing_class=load_processor(str(PRETRAINED_FOLDER)),
         callbacks=[compare],
     )
     compare.trainer = trainer
@@ -150,20 +161,24 @@ def test_every_update_has_stocks_gradient_on_its_rollouts(updates):
     above 1e-2.
     """
     assert len(updates) == UPDATES
-    assert all(update["scale"] > 1e-4 for update in updates), (
+    assert all(update["largest_norm"] > 1e-4 for update in updates), (
         "an update without a gradient shows nothing"
     )
-    assert max(update["apart"] for update in updates) < 1e-3
+    assert max(update["relative_distance"] for update in updates) < 1e-3
 
 
 def test_groups_stay_whole_and_none_with_signal_is_lost_or_seen_twice(updates):
     for update in updates:
-        groups = {row // GROUP for row in update["rows"]}
+        groups = {row // GROUP_SIZE for row in update["rows"]}
         assert sorted(update["rows"]) == [
-            group * GROUP + row for group in sorted(groups) for row in range(GROUP)
+            group * GROUP_SIZE + row for group in sorted(groups) for row in range(GROUP_SIZE)
         ]
-    learned_groups = [row // GROUP for update in updates for row in update["rows"][::GROUP]]
-    assert sorted(learned_groups) == [group for group in range(16) if group not in SILENT]
+    learned_groups = [
+        row // GROUP_SIZE for update in updates for row in update["rows"][::GROUP_SIZE]
+    ]
+    assert sorted(learned_groups) == [
+        group for group in range(16) if group not in GROUPS_WITHOUT_SIGNAL
+    ]
 
 
 def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates):
@@ -171,7 +186,7 @@ def test_the_old_log_probabilities_are_those_of_the_policy_that_sampled(updates)
 
     The others have them to the rounding of another packing, 1e-6; an update moves them by 1e-3.
     """
-    assert not updates[0]["old"]
+    assert not updates[0]["old_logp_gaps"]
     for update in updates[1:]:
-        assert len(update["old"]) == update["micro_batches"]
-        assert max(update["old"]) < 1e-4
+        assert len(update["old_logp_gaps"]) == update["micro_batches"]
+        assert max(update["old_logp_gaps"]) < 1e-4

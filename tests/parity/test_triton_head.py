@@ -12,9 +12,9 @@ import pytest
 pytestmark = pytest.mark.core
 # Relative distances of log-probabilities and of gradients. In bfloat16 logits are rounded to 2**-9,
 # as in TRL's tiles.
-BOUNDS = {"float32": (1e-7, 5e-7), "bfloat16": (1e-3, 8e-3)}
+LOGP_AND_GRADIENT_BOUNDS = {"float32": (1e-7, 5e-7), "bfloat16": (1e-3, 8e-3)}
 
-_DISTANCES = """
+_DISTANCE_SCRIPT = """
 import json, torch
 from trl.kernels import chunked_logprob as head
 
@@ -46,15 +46,20 @@ def test_the_kernels_of_a_card_are_as_float64(subtests):
     pytest.importorskip(
         "triton.runtime.interpreter", reason="Triton's interpreter is not installed"
     )
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _DISTANCES], env=env, capture_output=True, text=True, check=False
+        [sys.executable, "-c", _DISTANCE_SCRIPT],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     forward, backward, *cases = json.loads(done.stdout.splitlines()[-1])
     assert forward == backward == "InterpretedFunction"
     assert len(cases) == 6
-    for number, (dtype, logps, *gradients) in enumerate(cases):
+    for number, (dtype, logp_distance, *gradient_distances) in enumerate(cases):
         with subtests.test(number):
-            assert logps <= BOUNDS[dtype][0]
-            assert max(gradients) <= BOUNDS[dtype][1]
+            logp_bound, gradient_bound = LOGP_AND_GRADIENT_BOUNDS[dtype]
+            assert logp_distance <= logp_bound
+            assert max(gradient_distances) <= gradient_bound

@@ -12,12 +12,12 @@ from transformers import AutoModelForImageTextToText
 
 from adora_vl.builtin.processor import build_processor
 from adora_vl.builtin.tiny_vl import build_model
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 
 TEXT_MODULES_PATTERN = r".*language_model\..*(q_proj|up_proj)"
 
 
-def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Path:
+def sft_adapter(folder: Path, base: str = str(PRETRAINED_FOLDER), **options: Any) -> Path:
     """Write it into `folder`, moved by as much as can be seen.
 
     `options`: of PEFT's `LoraConfig`.
@@ -31,7 +31,7 @@ def sft_adapter(folder: Path, base: str = str(PRETRAINED), **options: Any) -> Pa
             **options,
         }
     )
-    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(PRETRAINED), config)
+    model = get_peft_model(AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER), config)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

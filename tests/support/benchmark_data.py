@@ -19,56 +19,56 @@ from eval.mathverse import PROBLEM_VERSIONS, TEXT_ONLY
 from eval.mathvista import build_query
 
 
-def _texts(*names: str) -> dict[str, Value]:
+def _string_columns(*names: str) -> dict[str, Value]:
     return {name: Value("string") for name in names}
 
 
 # The columns of AI4Math/MathVista.
-MATHVISTA = Features(
+MATHVISTA_FEATURES = Features(
     {
-        **_texts("pid", "question", "image"),
+        **_string_columns("pid", "question", "image"),
         "decoded_image": Image(),
         "choices": List(Value("string")),
         "unit": Value("string"),
         "precision": Value("float64"),
-        **_texts("answer", "question_type", "answer_type"),
+        **_string_columns("answer", "question_type", "answer_type"),
         "metadata": {
-            **_texts("category", "context", "grade"),
+            **_string_columns("category", "context", "grade"),
             "img_height": Value("int64"),
             "img_width": Value("int64"),
             "language": Value("string"),
             "skills": List(Value("string")),
-            **_texts("source", "split", "task"),
+            **_string_columns("source", "split", "task"),
         },
         "query": Value("string"),
     }
 )
 # Those of MathLLMs/MathVision.
-MATHVISION = Features(
+MATHVISION_FEATURES = Features(
     {
-        **_texts("id", "question"),
+        **_string_columns("id", "question"),
         "options": List(Value("string")),
         "image": Value("string"),
         "decoded_image": Image(),
-        **_texts("answer", "solution"),
+        **_string_columns("answer", "solution"),
         "level": Value("int64"),
         "subject": Value("string"),
     }
 )
 # Those of Lin-Chen/MMStar; the image is plain bytes there.
-MMSTAR = Features(
+MMSTAR_FEATURES = Features(
     {
         "index": Value("int64"),
         "question": Value("string"),
         "image": Value("binary"),
-        **_texts("answer", "category", "l2_category"),
-        "meta_info": _texts("source", "split", "image_path"),
+        **_string_columns("answer", "category", "l2_category"),
+        "meta_info": _string_columns("source", "split", "image_path"),
     }
 )
 # Those of We-Math/We-Math.
-WEMATH = Features(
+WEMATH_FEATURES = Features(
     {
-        **_texts("ID", "split", "knowledge concept", "question", "option", "answer"),
+        **_string_columns("ID", "split", "knowledge concept", "question", "option", "answer"),
         "image_path": Image(),
         "key": Value("string"),
         "question number": Value("int64"),
@@ -77,19 +77,19 @@ WEMATH = Features(
 )
 # Those of AI4Math/MathVerse, testmini; the version without images has a text for its image, which
 # is empty.
-MATHVERSE = Features(
+MATHVERSE_FEATURES = Features(
     {
-        **_texts("sample_index", "problem_index", "problem_version", "question"),
+        **_string_columns("sample_index", "problem_index", "problem_version", "question"),
         "image": Image(),
-        **_texts("answer", "question_type"),
-        "metadata": _texts("split", "source", "subject", "subfield"),
-        **_texts("query_wo", "query_cot", "question_for_eval"),
+        **_string_columns("answer", "question_type"),
+        "metadata": _string_columns("split", "source", "subject", "subfield"),
+        **_string_columns("query_wo", "query_cot", "question_for_eval"),
     }
 )
-SIZE = 56  # of every picture, in pixels
+PICTURE_SIZE = 56  # of every picture, in pixels
 
 
-def _problems(count: int) -> list[dict[str, Any]]:
+def _draw_problems(count: int) -> list[dict[str, Any]]:
     return [
         {
             "question": row["problem"],
@@ -97,14 +97,16 @@ def _problems(count: int) -> list[dict[str, Any]]:
             "png": png_bytes(row["images"][0]),
             "index": index,
         }
-        for index, row in enumerate(generate(count, split="test", seed=3, size=SIZE))
+        for index, row in enumerate(generate(count, split="test", seed=3, size=PICTURE_SIZE))
     ]
 
 
 def mathvista_rows(count: int = 6) -> list[dict[str, Any]]:
     """Rows of every kind in turn: multiple choice, integer, float (precision 1.0), list."""
     kinds = ("text", "integer", "float", "list")
-    return [_mathvista_row(problem, kinds[problem["index"] % 4]) for problem in _problems(count)]
+    return [
+        _mathvista_row(problem, kinds[problem["index"] % 4]) for problem in _draw_problems(count)
+    ]
 
 
 def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -130,8 +132,8 @@ def _mathvista_row(problem: dict[str, Any], kind: str) -> dict[str, Any]:
             "category": "math-targeted-vqa",
             "context": "geometry diagram",
             "grade": "high school",
-            "img_height": SIZE,
-            "img_width": SIZE,
+            "img_height": PICTURE_SIZE,
+            "img_width": PICTURE_SIZE,
             "language": "english",
             "skills": ["geometry reasoning", "algebraic reasoning"],
             "source": "synthetic",
@@ -156,7 +158,7 @@ def write_mathvista(folder: Path, rows: list[dict[str, Any]], form: str = "parqu
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
         path = folder / "data" / "testmini-00000-of-00001.parquet"
-        Dataset.from_list(rows, features=MATHVISTA).to_parquet(str(path))
+        Dataset.from_list(rows, features=MATHVISTA_FEATURES).to_parquet(str(path))
         return folder
     _write_images(folder, rows)
     stored = {
@@ -171,7 +173,7 @@ def mathvision_rows(count: int = 6) -> list[dict[str, Any]]:
     """Rows in turn: free form, five options, five options that are drawn in the picture, and two
     parts of a picture.
     """
-    return [_mathvision_row(problem) for problem in _problems(count)]
+    return [_mathvision_row(problem) for problem in _draw_problems(count)]
 
 
 def _mathvision_row(problem: dict[str, Any]) -> dict[str, Any]:
@@ -195,7 +197,7 @@ def write_mathvision(folder: Path, rows: list[dict[str, Any]], form: str = "parq
     """`parquet`: as on the hub. `json`: the repository's lines beside a folder of images."""
     if form == "parquet":
         (folder / "data").mkdir(parents=True, exist_ok=True)
-        Dataset.from_list(rows, features=MATHVISION).to_parquet(
+        Dataset.from_list(rows, features=MATHVISION_FEATURES).to_parquet(
             str(folder / "data" / "test-00000-of-00001.parquet")
         )
         return folder
@@ -221,14 +223,14 @@ def mmstar_rows(count: int = 6) -> list[dict[str, Any]]:
                 "image_path": f"images/{problem['index']}.png",
             },
         }
-        for problem in _problems(count)
+        for problem in _draw_problems(count)
     ]
 
 
 def write_mmstar(folder: Path, rows: list[dict[str, Any]]) -> Path:
     """One Parquet file named after the benchmark, as on the hub."""
     folder.mkdir(parents=True, exist_ok=True)
-    Dataset.from_list(rows, features=MMSTAR).to_parquet(str(folder / "mmstar.parquet"))
+    Dataset.from_list(rows, features=MMSTAR_FEATURES).to_parquet(str(folder / "mmstar.parquet"))
     return folder
 
 
@@ -255,7 +257,7 @@ def wemath_rows(count: int = 7) -> list[dict[str, Any]]:
             "question number": problem["index"] + 1,
             "knowledge concept description": "Angles of a triangle add up to 180 degrees.",
         }
-        for problem, (name, key) in zip(_problems(count), places, strict=False)
+        for problem, (name, key) in zip(_draw_problems(count), places, strict=False)
     ]
 
 
@@ -263,7 +265,7 @@ def write_wemath(folder: Path, rows: list[dict[str, Any]], form: str = "parquet"
     """`parquet`: as on the hub. `json`: the repository's list of rows beside folders of images."""
     folder.mkdir(parents=True, exist_ok=True)
     if form == "parquet":
-        Dataset.from_list(rows, features=WEMATH).to_parquet(
+        Dataset.from_list(rows, features=WEMATH_FEATURES).to_parquet(
             str(folder / "testmini-00000-of-00001-ab.parquet")
         )
         return folder
@@ -280,7 +282,7 @@ def mathverse_rows(
 ) -> list[dict[str, Any]]:
     """Problems in turn multiple choice and free form, each in the next of `versions`."""
     rows = []
-    for problem in _problems(count):
+    for problem in _draw_problems(count):
         index = problem["index"]
         choice = problem["index"] % 2 == 0
         version = versions[index % len(versions)]
@@ -318,11 +320,11 @@ def write_mathverse(folder: Path, rows: list[dict[str, Any]]) -> Path:
     with_image = [row for row in rows if row["problem_version"] != TEXT_ONLY]
     unseen = [{**row, "image": ""} for row in rows if row["problem_version"] == TEXT_ONLY]
     if with_image:
-        Dataset.from_list(with_image, features=MATHVERSE).to_parquet(
+        Dataset.from_list(with_image, features=MATHVERSE_FEATURES).to_parquet(
             str(folder / "testmini.parquet")
         )
     if unseen:
-        features = Features({**MATHVERSE, "image": Value("string")})
+        features = Features({**MATHVERSE_FEATURES, "image": Value("string")})
         Dataset.from_list(unseen, features=features).to_parquet(
             str(folder / "testmini_text_only.parquet")
         )
@@ -334,7 +336,7 @@ def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     `id` and `image`.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = [base64.b64encode(problem["png"]).decode() for problem in _problems(len(rows))]
+    pictures = [base64.b64encode(problem["png"]).decode() for problem in _draw_problems(len(rows))]
     texts = [{**row, "image": picture} for row, picture in zip(rows, pictures, strict=True)]
     (folder / name).write_text(
         json.dumps([{"id": str(number), **row} for number, row in enumerate(texts)])
@@ -342,9 +344,9 @@ def write_texts(folder: Path, name: str, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-MMMU_PRO = {"options": "['1', '40', 'three']", "answer": "B", "subject": "Math"}
-LOGICVISTA = {"question": "Which (A-D)?", "answer": "A, C", "skill": ["inductive", "spatial"]}
-DYNAMATH = {  # as on the hub
+MMMU_PRO_ROW = {"options": "['1', '40', 'three']", "answer": "B", "subject": "Math"}
+LOGICVISTA_ROW = {"question": "Which (A-D)?", "answer": "A, C", "skill": ["inductive", "spatial"]}
+DYNAMATH_ROW = {  # as on the hub
     "question": "How long? ",
     "ground_truth": "5.125",
     "answer_type": "float",
@@ -353,7 +355,7 @@ DYNAMATH = {  # as on the hub
 }
 
 
-Predicted = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file
+RowsOrFile = Sequence[dict[str, Any]] | Path  # rows of predictions, or their file
 
 
 def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -361,34 +363,36 @@ def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def to_score(folder: Path, rows: Predicted, *words: str) -> list[str]:
+def score_command(folder: Path, rows: RowsOrFile, *words: str) -> list[str]:
     """The command `score` for predictions."""
     file = rows if isinstance(rows, Path) else write_lines(folder / "p.jsonl", rows)
     return ["score", "--predictions", str(file), "--output", str(folder / "s.json"), *words]
 
 
-def scored(benchmark: Benchmark, folder: Path, rows: Predicted, *words: str) -> dict[str, Any]:
+def score_predictions(
+    benchmark: Benchmark, folder: Path, rows: RowsOrFile, *words: str
+) -> dict[str, Any]:
     """Score rows with a benchmark's own command and read the file that it writes."""
-    assert main(benchmark, to_score(folder, rows, *words)) == 0
+    assert main(benchmark, score_command(folder, rows, *words)) == 0
     result: dict[str, Any] = json.loads((folder / "s.json").read_text())
     return result
 
 
 def write_geometry3k(folder: Path, count: int = 6) -> Path:
     """A prepared dataset with a test split."""
-    write_split(generate(count, split="test", seed=3, size=SIZE), folder, "test")
+    write_split(generate(count, split="test", seed=3, size=PICTURE_SIZE), folder, "test")
     return folder
 
 
-WRITERS: dict[str, Callable[[Path], Path]] = {
+WRITER_BY_BENCHMARK: dict[str, Callable[[Path], Path]] = {
     "geometry3k": lambda folder: write_geometry3k(folder / "geometry3k", 4),
     "mathvista": lambda folder: write_mathvista(folder / "mathvista", mathvista_rows(4)),
     "mathvision": lambda folder: write_mathvision(folder / "mathvision", mathvision_rows(4)),
     "mmstar": lambda folder: write_mmstar(folder / "mmstar", mmstar_rows(4)),
     "wemath": lambda folder: write_wemath(folder / "wemath", wemath_rows(4)),
     "mathverse": lambda folder: write_mathverse(folder / "mathverse", mathverse_rows(4)),
-    "mmmu_pro": lambda folder: write_texts(folder / "mmmu", "test.json", [MMMU_PRO] * 4),
-    "logicvista": lambda folder: write_texts(folder / "logic", "test.json", [LOGICVISTA] * 4),
+    "mmmu_pro": lambda folder: write_texts(folder / "mmmu", "test.json", [MMMU_PRO_ROW] * 4),
+    "logicvista": lambda folder: write_texts(folder / "logic", "test.json", [LOGICVISTA_ROW] * 4),
     "dynamath": lambda folder: write_dynamath(folder / "dynamath"),
     "knights": lambda folder: write_knights(folder / "knights"),
     "problems": lambda folder: write_geometry3k(folder / "problems", 4),
@@ -398,7 +402,7 @@ WRITERS: dict[str, Callable[[Path], Path]] = {
 def write_dynamath(folder: Path) -> Path:
     """One problem in its ten variants."""
     for number in range(1, 11):
-        write_texts(folder, f"sample_variant{number}.json", [DYNAMATH])
+        write_texts(folder, f"sample_variant{number}.json", [DYNAMATH_ROW])
     return folder
 
 

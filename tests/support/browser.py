@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-CHROMIUM = (
+CHROMIUM_PATH = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
 # Chromium looks for updates, accounts and experiments on its own, and no test may reach for a
 # network.
-_QUIET = [
+_FLAGS_AGAINST_BACKGROUND_REQUESTS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
@@ -29,7 +29,7 @@ _QUIET = [
 
 def require_chromium() -> None:
     """Skip the test where there is no Chromium; in CI, which has to bring one, fail."""
-    if CHROMIUM is not None:
+    if CHROMIUM_PATH is not None:
         return
     if os.environ.get("CI") == "true":
         pytest.fail(
@@ -121,17 +121,17 @@ class Browser:
 
 
 @contextmanager
-def chromium(home: Path) -> Iterator[Browser]:
+def open_chromium(home: Path) -> Iterator[Browser]:
     """A page of a Chromium whose profile and home are under `home`; it quits at the end."""
     from playwright.sync_api import sync_playwright
 
-    assert CHROMIUM is not None, "no Chromium on this machine"
+    assert CHROMIUM_PATH is not None, "no Chromium on this machine"
     with sync_playwright() as playwright:
         context = playwright.chromium.launch_persistent_context(
             home / "profile",
-            executable_path=CHROMIUM,
+            executable_path=CHROMIUM_PATH,
             chromium_sandbox=os.geteuid() != 0,  # Chromium's own sandbox refuses root
-            args=_QUIET,
+            args=_FLAGS_AGAINST_BACKGROUND_REQUESTS,
             env={**os.environ, "HOME": str(home)},
             offline=True,  # a page's attempts still count as requests
         )
@@ -144,11 +144,11 @@ def chromium(home: Path) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     require_chromium()
-    with chromium(tmp_path_factory.mktemp("chromium")) as started:
+    with open_chromium(tmp_path_factory.mktemp("chromium")) as started:
         yield started
 
 
-def assert_that_it_runs(attack: str, browser: Browser, folder: Path) -> None:
+def assert_attack_runs_unescaped(attack: str, browser: Browser, folder: Path) -> None:
     """Assert that the page's script runs where a text of the page could have one.
 
     A page that neither escapes a script nor has a policy runs it. Without this a test in which
@@ -160,7 +160,7 @@ def assert_that_it_runs(attack: str, browser: Browser, folder: Path) -> None:
     browser.wait("document.title === 'owned'")
 
 
-class Tags(HTMLParser):
+class TagsOfPage(HTMLParser):
     """Every tag of a page with its attributes."""
 
     def __init__(self, text: str) -> None:

@@ -12,7 +12,7 @@ Reply = tuple[int, bytes]
 Answer = Callable[[dict[str, Any], int], Reply | None]
 
 
-def completion(text: str, **fields: Any) -> Reply:
+def completion_reply(text: str, **fields: Any) -> Reply:
     return 200, json.dumps(
         {"choices": [{"message": {"role": "assistant", "content": text}, **fields}], **fields}
     ).encode()

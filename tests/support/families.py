@@ -20,7 +20,7 @@ def family_config(kind: str) -> Any:
     return config
 
 
-def on_meta(config: Any) -> Any:
+def build_on_meta(config: Any) -> Any:
     """Build the model of a config whose tensors have shapes and no memory."""
     auto = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device("meta"):

@@ -13,7 +13,7 @@ from PIL import Image
 
 from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 
 HUB_FEATURES = Features(
     {"images": List(ImageFeature()), "problem": Value("string"), "answer": Value("string")}
@@ -37,7 +37,7 @@ def write_problem_folder(
     folder.mkdir(parents=True)
     data = {key: value for key, value in {**GOOD_PROBLEM, **changed}.items() if value is not None}
     (folder / "data.json").write_text(json.dumps(data))
-    (folder / "img_diagram.png").write_bytes(image or encoded(drawing(number)))
+    (folder / "img_diagram.png").write_bytes(image or encode_picture(draw_figure(number)))
     return folder
 
 

@@ -23,13 +23,13 @@ from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 600  # for anything that a run does
-_CABLE = "cable0"  # the network interface of each machine
-_SSH = """#!/bin/bash
+_CABLE_INTERFACE = "cable0"  # the network interface of each machine
+_SSH_STAND_IN = """#!/bin/bash
 shift 2  # -o BatchMode=yes
 export TEST_MACHINE="$TEST_MARK-$1"
 """
-_HERE = 'exec setsid -w bash -c "$2"\n'
-_THERE = """
+_RUN_ON_THIS_MACHINE = 'exec setsid -w bash -c "$2"\n'
+_RUN_IN_NAMESPACE = """
 exec setsid -w ip netns exec "$1" unshare --uts --mount bash -c '
   hostname "$1" || exit
   if [ -d "$TEST_DISKS/$1" ]; then mount --bind "$TEST_DISKS/$1" "$TEST_OUTPUT" || exit; fi
@@ -38,7 +38,7 @@ exec setsid -w ip netns exec "$1" unshare --uts --mount bash -c '
 """
 
 
-def _ip(*words: str) -> bool:
+def _run_ip(*words: str) -> bool:
     return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
 
 
@@ -55,7 +55,7 @@ def _remove_orphans() -> None:
     for name in namespaces():
         name_parts = re.fullmatch(r"(?:one|two)-(\d+)-[0-9a-f]{6}", name)
         if name_parts and not Path("/proc", name_parts[1]).exists():
-            _ip("netns", "del", name)
+            _run_ip("netns", "del", name)
 
 
 class TwoMachines:
@@ -75,40 +75,42 @@ class TwoMachines:
     def _connected(self) -> bool:
         first, second = self.hosts
         _remove_orphans()
-        done = all(_ip("netns", "add", host) for host in self.hosts)
+        done = all(_run_ip("netns", "add", host) for host in self.hosts)
         cable = [
             "link",
             "add",
-            _CABLE,
+            _CABLE_INTERFACE,
             "netns",
             first,
             "type",
             "veth",
             "peer",
             "name",
-            _CABLE,
+            _CABLE_INTERFACE,
             "netns",
             second,
         ]
-        done = done and _ip(*cable)
+        done = done and _run_ip(*cable)
         for number, host in enumerate(self.hosts, 1):
-            done = done and _ip("-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE)
+            done = done and _run_ip(
+                "-n", host, "addr", "add", f"10.77.0.{number}/24", "dev", _CABLE_INTERFACE
+            )
             done = done and all(
-                _ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE)
+                _run_ip("-n", host, "link", "set", link, "up") for link in ("lo", _CABLE_INTERFACE)
             )
         return done
 
     def __enter__(self) -> TwoMachines:
         self.folder.mkdir(parents=True, exist_ok=True)
         ssh = self.folder / "ssh"
-        ssh.write_text(_SSH + (_THERE if self.apart else _HERE))
+        ssh.write_text(_SSH_STAND_IN + (_RUN_IN_NAMESPACE if self.apart else _RUN_ON_THIS_MACHINE))
         ssh.chmod(0o755)
         return self
 
     def __exit__(self, *error: object) -> None:
         self.kill(self.mark)
         for host in self.hosts:
-            _ip("netns", "del", host)
+            _run_ip("netns", "del", host)
 
     @contextlib.contextmanager
     def running(
@@ -128,7 +130,7 @@ class TwoMachines:
             "LAUNCH": str(Path(sys.executable).parent / "accelerate"),
             "TEST_MARK": self.mark,
             "GRACE": "60",
-            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE}" if self.apart else "",
+            "ENVIRONMENT": f"GLOO_SOCKET_IFNAME={_CABLE_INTERFACE}" if self.apart else "",
             "TOKENIZERS_PARALLELISM": "false",
             "TEST_DISKS": str(self.disks),
             "TEST_OUTPUT": str(output_dir),

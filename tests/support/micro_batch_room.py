@@ -6,22 +6,32 @@ from adora_vl.models.activations import ActivationMemory, DtypeBytes
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 
-LONGEST = 2048  # max_completion_length
-HALF = DtypeBytes(compute=2, residual=2)
-ADAPTERS = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-SHAPE = model_shape(config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0], peft_config=ADAPTERS)
-ACTIVATION_MEMORIES = {
-    "frozen tower": ActivationMemory(SHAPE, HALF, reads_features=True),
-    "tower in the pass": ActivationMemory(SHAPE, HALF),
-    "no checkpoints": ActivationMemory(SHAPE, HALF, checkpointing=False),
-    "CPU": ActivationMemory(SHAPE, DtypeBytes(compute=4, residual=4), on_gpu=False),
+LONGEST_ANSWER = 2048  # max_completion_length
+HALF_PRECISION_BYTES = DtypeBytes(compute=2, residual=2)
+LORA_OF_LINEAR_LAYERS = LoraConfig(
+    r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"]
+)
+SHAPE_OF_3B = model_shape(
+    config_for_planning("Qwen/Qwen2.5-VL-3B-Instruct")[0], peft_config=LORA_OF_LINEAR_LAYERS
+)
+ACTIVATION_MEMORY_BY_CASE = {
+    "frozen tower": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES, reads_features=True),
+    "tower in the pass": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES),
+    "no checkpoints": ActivationMemory(SHAPE_OF_3B, HALF_PRECISION_BYTES, checkpointing=False),
+    "CPU": ActivationMemory(SHAPE_OF_3B, DtypeBytes(compute=4, residual=4), on_gpu=False),
 }
 
 
-def room(
-    activation_memory: str = "frozen tower", *, shares_prompts: bool = True, longest: int = LONGEST
+def room_of_3b(
+    activation_memory: str = "frozen tower",
+    *,
+    shares_prompts: bool = True,
+    longest: int = LONGEST_ANSWER,
 ) -> MicroBatchRoom:
     """Return the room for answers of `longest` tokens, by the memory of one of `ACTIVATION_MEMORIES`."""
     return MicroBatchRoom(
-        lambda: ACTIVATION_MEMORIES[activation_memory], longest, lambda: shares_prompts, masked=True
+        lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
+        longest,
+        lambda: shares_prompts,
+        masked=True,
     )

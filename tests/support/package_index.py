@@ -26,14 +26,14 @@ class Wheel:
 
     @property
     def project(self) -> str:
-        return normalised(self.name.split("-")[0])
+        return normalise_project_name(self.name.split("-")[0])
 
 
-def normalised(project: str) -> str:
+def normalise_project_name(project: str) -> str:
     return re.sub(r"[-_.]+", "-", project).lower()
 
 
-def _zipped(files: Mapping[str, bytes]) -> bytes:
+def _zip_files(files: Mapping[str, bytes]) -> bytes:
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as opened:
         for path, content in files.items():
@@ -65,10 +65,10 @@ def empty_wheel(
         digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
         lines.append(f"{path},sha256={digest},{len(content)}\n")
     files[f"{info}/RECORD"] = "".join([*lines, f"{info}/RECORD,,\n"]).encode()
-    return Wheel(f"{name}-{version}-{tag}.whl", _zipped(files))
+    return Wheel(f"{name}-{version}-{tag}.whl", _zip_files(files))
 
 
-def packed_again(project: str) -> Wheel:
+def repack_installed_wheel(project: str) -> Wheel:
     """The wheel of a pure Python package as it is installed here."""
     installed = distribution(project)
     files = {
@@ -78,11 +78,11 @@ def packed_again(project: str) -> Wheel:
         and path.suffix != ".pyc"
         and path.name not in ("INSTALLER", "REQUESTED")
     }
-    return Wheel(f"{installed.name}-{installed.version}-py3-none-any.whl", _zipped(files))
+    return Wheel(f"{installed.name}-{installed.version}-py3-none-any.whl", _zip_files(files))
 
 
 @dataclass
-class Indexes:
+class PackageIndexes:
     """`hosts` maps a host to its wheels. pip asks for `http://HOST/simple` through the proxy at
     `port`.
     """
@@ -92,7 +92,7 @@ class Indexes:
     silent: set[str] = field(default_factory=set)  # they take the request and never answer
     requests: list[tuple[str, str]] = field(default_factory=list)  # host and path of every request
 
-    def __enter__(self) -> Indexes:
+    def __enter__(self) -> PackageIndexes:
         self._ended = threading.Event()
         indexes = self
 

@@ -24,7 +24,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.evaluation import SamplerEngine
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rollout import turns
 from adora_vl.rollout.rollouts import Call
 from adora_vl.utils.checks import as_json
@@ -151,7 +151,7 @@ class DrawnPictureTools:
 
     @classmethod
     def of_process(cls) -> DrawnPictureTools:
-        mock.patch.object(turns, "CALL", "").start()
+        mock.patch.object(turns, "CALL_TAG", "").start()
         return cls()
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ PARITY_RUN_COMMAND = ("-m", "tests.parity.parity_run")
 
 
 def run_parity(
-    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED
+    tmp_path: Path, config: str, *words: str, check: bool = True, model: Path = PRETRAINED_FOLDER
 ) -> dict[str, Any]:
     output = tmp_path / "result.json"
     done = launch(

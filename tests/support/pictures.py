@@ -26,7 +26,7 @@ def half_black_picture(size: tuple[int, int] = (30, 20)) -> Image.Image:
     return image
 
 
-def drawing(seed: int, size: int = 200) -> Image.Image:
+def draw_figure(seed: int, size: int = 200) -> Image.Image:
     """Return a figure of five straight lines, another one for each seed.
 
     `size`: both sides in pixels.
@@ -41,7 +41,7 @@ def drawing(seed: int, size: int = 200) -> Image.Image:
     return image
 
 
-def encoded(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
+def encode_picture(image: Image.Image, image_format: str = "PNG", **options: Any) -> bytes:
     """Return the picture as a file. `options`: of Pillow's writer."""
     stream = io.BytesIO()
     image.save(stream, image_format, **options)

@@ -21,10 +21,10 @@ from tests.support.launch import pids_marked_with
 from tests.support.paths import REPOSITORY
 
 _DEADLINE_S = 300  # for anything that a run does; a run that hangs fails the test after it
-LAUNCHER = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
+ACCELERATE_LAUNCH = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file"]
 
 
-class Running:
+class RunningCommand:
     """A command under `accelerate launch` with all its processes and what they say; none is left
     after the block.
     """
@@ -37,7 +37,15 @@ class Running:
         self._ours, theirs = pty.openpty()
         file = str(REPOSITORY / "configs" / "accelerate" / f"{config}.yaml")
         self.launcher = subprocess.Popen(
-            [*LAUNCHER, file, "-m", "adora_vl.train", *words, "--output_dir", str(output_dir)],
+            [
+                *ACCELERATE_LAUNCH,
+                file,
+                "-m",
+                "adora_vl.train",
+                *words,
+                "--output_dir",
+                str(output_dir),
+            ],
             cwd=REPOSITORY,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "TEST_MARK": self._mark},
             stdin=theirs,
@@ -50,7 +58,7 @@ class Running:
         )
         os.close(theirs)
 
-    def __enter__(self) -> Running:
+    def __enter__(self) -> RunningCommand:
         return self
 
     def __exit__(self, *error: object) -> None:

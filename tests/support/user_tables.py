@@ -13,10 +13,10 @@ from datasets import Image as ImageFeature
 
 from adora_vl.data.dataset import Row, stored_rows
 from data_prep.cli import main
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 
-PICTURES = [encoded(drawing(number, 60)) for number in range(4)]
-COLUMNS = (
+PICTURE_FILES = [encode_picture(draw_figure(number, 60)) for number in range(4)]
+COLUMN_OPTIONS = (
     "problem=question",
     "answer=label",
     "images=image",
@@ -26,7 +26,7 @@ COLUMNS = (
 )
 # One image before the text; two at their places; none of the images asked for by name. Text,
 # number, option.
-ROWS: list[dict[str, Any]] = [
+ROWS_OF_A_USER: list[dict[str, Any]] = [
     {
         "key": "a",
         "question": "<image>Which shape?",
@@ -53,49 +53,51 @@ ROWS: list[dict[str, Any]] = [
     },
 ]
 # What they become: problem, gold, choices, hint, number of images.
-EXPECTED = {
+EXPECTED_FIELDS_BY_ID = {
     "mine/train/a": ("Which shape?", "rhombus", None, "look", 1),
     "mine/train/b": ("Add <image> to <image>, é.", "12.5", None, None, 2),
     "mine/train/c": ("How long?", "4", ["3", "4", "5"], "<b>&", 1),
 }
 
 
-def _pictures(folder: Path) -> list[str]:
+def _write_pictures(folder: Path) -> list[str]:
     (folder / "pics").mkdir(parents=True, exist_ok=True)
-    for number, content in enumerate(PICTURES):
+    for number, content in enumerate(PICTURE_FILES):
         (folder / "pics" / f"{number}.png").write_bytes(content)
-    return [f"pics/{number}.png" for number in range(len(PICTURES))]
+    return [f"pics/{number}.png" for number in range(len(PICTURE_FILES))]
 
 
-def with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
+def rows_with_images(values: list[Any], alone: bool = False) -> list[dict[str, Any]]:
     """The rows with `values` in place of the numbers of their pictures; `alone`: one of them
     without a list.
     """
     rows = []
-    for row in ROWS:
+    for row in ROWS_OF_A_USER:
         images = [values[number] for number in row["image"]]
         rows.append({**row, "image": images[0] if alone and len(images) == 1 else images})
     return rows
 
 
 def write_jsonl(folder: Path, rows: list[Any] | None = None) -> Path:
-    names = _pictures(folder)
-    lines = [json.dumps(row) for row in rows or with_images(names, alone=True)]
+    names = _write_pictures(folder)
+    lines = [json.dumps(row) for row in rows or rows_with_images(names, alone=True)]
     (folder / "mine.jsonl").write_text("\n\n".join(lines) + "\n")
     return folder / "mine.jsonl"
 
 
-def json_list(folder: Path) -> Path:
-    urls = [f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PICTURES]
+def write_json_list(folder: Path) -> Path:
+    urls = [
+        f"data:image/png;base64,{base64.b64encode(content).decode()}" for content in PICTURE_FILES
+    ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "mine.json").write_text(json.dumps(with_images(urls)))
+    (folder / "mine.json").write_text(json.dumps(rows_with_images(urls)))
     return folder / "mine.json"
 
 
 def write_cells(folder: Path, ending: str, rows: list[dict[str, Any]] | None = None) -> Path:
     """CSV or TSV, as Excel saves it: with a mark of UTF-8 before the first name."""
     path = folder / f"mine.{ending}"
-    rows = rows or with_images(_pictures(folder), alone=True)
+    rows = rows or rows_with_images(_write_pictures(folder), alone=True)
     folder.mkdir(parents=True, exist_ok=True)
     with path.open("w", encoding="utf-8-sig", newline="") as file:
         writer = csv.writer(file, delimiter="," if ending == "csv" else "\t")
@@ -108,18 +110,20 @@ def write_cells(folder: Path, ending: str, rows: list[dict[str, Any]] | None = N
     return path
 
 
-def parquet_paths(folder: Path) -> Path:
-    rows = [{**row, "label": str(row["label"])} for row in with_images(_pictures(folder))]
+def write_parquet_with_paths(folder: Path) -> Path:
+    rows = [
+        {**row, "label": str(row["label"])} for row in rows_with_images(_write_pictures(folder))
+    ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "mine.parquet")
     return folder / "mine.parquet"
 
 
-def parquet_hub(folder: Path) -> Path:
+def write_hub_parquet(folder: Path) -> Path:
     """The hub's layout, with its feature of images."""
     texts = {name: Value("string") for name in ("key", "question", "label", "tip")}
     features = Features({**texts, "image": List(ImageFeature()), "options": List(Value("string"))})
-    images = [{"bytes": content, "path": None} for content in PICTURES]
-    rows = [{**row, "label": str(row["label"])} for row in with_images(images)]
+    images = [{"bytes": content, "path": None} for content in PICTURE_FILES]
+    rows = [{**row, "label": str(row["label"])} for row in rows_with_images(images)]
     (folder / "mine" / "data").mkdir(parents=True)
     Dataset.from_list(rows, features=features).to_parquet(
         folder / "mine" / "data" / "train-00000-of-00001.parquet"
@@ -127,25 +131,25 @@ def parquet_hub(folder: Path) -> Path:
     return folder / "mine"
 
 
-def image_folder(folder: Path) -> Path:
+def write_image_folder(folder: Path) -> Path:
     """The layout of the hub's ImageFolder: pictures with `metadata.csv` beside them."""
     write_cells(folder / "mine", "csv").rename(folder / "mine" / "metadata.csv")
     return folder / "mine"
 
 
-FORMATS = {
+WRITER_BY_FORMAT = {
     "jsonl": write_jsonl,
-    "json with data URLs": json_list,
+    "json with data URLs": write_json_list,
     "csv": lambda folder: write_cells(folder, "csv"),
     "tsv": lambda folder: write_cells(folder, "tsv"),
-    "parquet with paths": parquet_paths,
-    "parquet of the hub": parquet_hub,
-    "a folder of images with a table": image_folder,
+    "parquet with paths": write_parquet_with_paths,
+    "parquet of the hub": write_hub_parquet,
+    "a folder of images with a table": write_image_folder,
 }
 
 
 def convert(
-    source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMNS
+    source: Path | str, output: Path, *options: str, columns: tuple[str, ...] = COLUMN_OPTIONS
 ) -> int:
     return main(
         [
@@ -161,11 +165,11 @@ def convert(
     )
 
 
-def rows_of(output: Path, split: str = "train") -> list[Row]:
+def read_rows(output: Path, split: str = "train") -> list[Row]:
     return list(stored_rows(output, split))
 
 
-def fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
+def read_fields_by_id(output: Path, split: str = "train") -> dict[str, tuple[Any, ...]]:
     """The rows of a prepared folder as in `EXPECTED`."""
     return {
         row["id"]: (

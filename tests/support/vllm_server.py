@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.launch import free_port
 
 
@@ -90,7 +90,7 @@ class RunningVLLMServer:
         """The tiny model's own, whatever a test has sent."""
         self.post(
             "collective_rpc",
-            {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED)}},
+            {"method": "reload_weights", "kwargs": {"weights_path": str(PRETRAINED_FOLDER)}},
         )
         self.post("reset_prefix_cache", {})
         self.post("reset_encoder_cache", {})
@@ -102,7 +102,7 @@ class RunningVLLMServer:
 
 @contextmanager
 def vllm_server(
-    folder: Path, model: str = str(PRETRAINED), words: Sequence[str] = ("--dtype", "float32")
+    folder: Path, model: str = str(PRETRAINED_FOLDER), words: Sequence[str] = ("--dtype", "float32")
 ) -> Iterator[RunningVLLMServer]:
     """A server that answers inside the block; its log is in `folder`."""
     server = RunningVLLMServer(folder / "server.log", model, *words)

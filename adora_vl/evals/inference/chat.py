@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any, Self
 from PIL import Image
 
 from adora_vl.data.prompts import Message
-from adora_vl.models.families import KNOWN, has_linear_attention, misplaced_by_vllm, sees_images
+from adora_vl.models.families import (
+    KNOWN_FAMILIES_TEXT,
+    has_linear_attention,
+    position_fault_in_vllm,
+    sees_images,
+)
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +89,7 @@ class ChatProcessor:
             raise UserError(
                 f"model: {model!r} has model_type {self.config.model_type}, whose image processor "
                 "has no limits in pixels; serve it and use --engine openai, or name a model of "
-                f"the families {KNOWN}"
+                f"the families {KNOWN_FAMILIES_TEXT}"
             )
         user_limits: dict[str, int] = {}
         if min_pixels:
@@ -156,7 +161,7 @@ class ChatProcessor:
         """
         from adora_vl.utils.launch import find_cpu_build
 
-        fault = misplaced_by_vllm(self.config)
+        fault = position_fault_in_vllm(self.config)
         if fault:
             raise UserError(f"model: {model!r} {fault}")
         is_float32_on_cpu = find_cpu_build() and self.resolve_dtype(dtype) == "float32"

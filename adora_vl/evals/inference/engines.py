@@ -33,9 +33,9 @@ def check_model(model: str) -> str:
     `tiny` and the folder of a LoRA run are names of folders too. Raises `UserError` for a name that
     is neither a model folder nor a hub id.
     """
-    from adora_vl.models.load import local_model
+    from adora_vl.models.load import resolve_model_name
 
-    model = local_model(model)
+    model = resolve_model_name(model)
     folder = Path(model)
     if folder.is_dir():
         if not (folder / "config.json").is_file():

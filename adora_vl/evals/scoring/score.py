@@ -23,7 +23,12 @@ from adora_vl.evals.records import (
     Prediction,
     Scored,
 )
-from adora_vl.evals.scoring.statistics import bootstrap_interval, pass_at, wilson_interval
+from adora_vl.evals.scoring.statistics import (
+    bootstrap_interval,
+    pass_at,
+    wilson_interval,
+    wilson_over_problems,
+)
 from adora_vl.evals.scoring.steps import step_figures
 from adora_vl.rewards.completion import REFLECTIVE_WORD_REGEX, reflective_words
 from adora_vl.rewards.thinking import closes_unopened_block, final_part
@@ -51,16 +56,16 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
 _CUT_OFF_REASONS = ("length", "calls", "room")
 
 
-def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
+def reflection_figures(rows: Sequence[Prediction]) -> dict[str, Any] | None:
     """Compute the share of responses with reflective words, such as `wait`, and how often each occurs.
 
     The occurrences of a word are per 1,000 responses. None where there is no response.
     """
-    if not responses:
+    if not rows:
         return None
-    counts_of_responses = [reflective_words(text) for text in responses]
+    counts_of_responses = [reflective_words(row["response"]) for row in rows]
     n_reflective = sum(bool(counts) for counts in counts_of_responses)
-    total = len(responses)
+    total = len(rows)
     per_1000_answers = {}
     for word in REFLECTIVE_WORD_REGEX:
         count = sum(counts.get(word, 0) for counts in counts_of_responses)
@@ -70,7 +75,7 @@ def reflection_figures(responses: Sequence[str]) -> dict[str, Any] | None:
         "answers": n_reflective,
         "total": total,
         "share": n_reflective / total,
-        "wilson_95": list(wilson_interval(n_reflective, total)),
+        "wilson_95": wilson_over_problems(n_reflective, [row["pid"] for row in rows]),
         "per_1000_answers": per_1000_answers,
     }
 
@@ -379,16 +384,16 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -
             correct_lengths.append(item.n_tokens)
         else:
             wrong_lengths.append(item.n_tokens)
-    finish_reasons = [row["finish_reason"] for row in asked_rows if row.get("finish_reason")]
+    rows_with_reason = [row for row in asked_rows if row.get("finish_reason")]
     truncated = None
-    if finish_reasons:
-        n_cut_off = sum(reason in _CUT_OFF_REASONS for reason in finish_reasons)
-        total = len(finish_reasons)
+    if rows_with_reason:
+        n_cut_off = sum(row["finish_reason"] in _CUT_OFF_REASONS for row in rows_with_reason)
+        total = len(rows_with_reason)
         truncated = {
             "count": n_cut_off,
             "total": total,
             "share": n_cut_off / total,
-            "wilson_95": list(wilson_interval(n_cut_off, total)),
+            "wilson_95": wilson_over_problems(n_cut_off, [row["pid"] for row in rows_with_reason]),
         }
     return {
         "tokens": {
@@ -396,25 +401,16 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -
             "wrong": length_statistics(wrong_lengths),
         },
         "truncated": truncated,
-        "reflective_words": reflection_figures([row["response"] for row in asked_rows]),
+        "reflective_words": reflection_figures(asked_rows),
         "empty_responses": sum(not row["response"].strip() for row in asked_rows),
     }
 
 
 def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
-    """Compute the accuracy of answers, with its counts and its Wilson interval.
-
-    Several answers to one problem are not independent. The interval is therefore that of as many
-    answers as there are problems. It is never too narrow, and wider than necessary where the
-    answers to a problem differ.
-    """
+    """Compute the accuracy of answers, with its counts and its Wilson interval over the problems."""
     correct = sum(item.correct for item in items)
     total = len(items)
-    n_problems = len({item.pid for item in items})
-    correct_problems: float = correct
-    if n_problems < total:
-        correct_problems = correct / total * n_problems
-    interval = list(wilson_interval(correct_problems, n_problems))
+    interval = wilson_over_problems(correct, [item.pid for item in items])
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 

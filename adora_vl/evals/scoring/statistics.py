@@ -110,6 +110,24 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     return low, high
 
 
+def wilson_over_problems(count: int, pids: Sequence[str]) -> list[float]:
+    """Return the 95 % score interval of the share of answers that are counted, over the problems.
+
+    Several answers to one problem are not independent. The interval is therefore that of as many
+    answers as there are problems. It is never too narrow, and wider than necessary where the
+    answers to a problem differ.
+
+    Args:
+        count: The number of answers that are counted, such as the right ones.
+        pids: The problem of each answer, at least one.
+    """
+    n_problems = len(set(pids))
+    counted_problems: float = count
+    if n_problems < len(pids):
+        counted_problems = count / len(pids) * n_problems
+    return list(wilson_interval(counted_problems, n_problems))
+
+
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % percentile interval of the mean of at least one value, by resampling.
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from adora_vl.evals.records import GradedAnswer, Prediction
-from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_interval
+from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_over_problems
 from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
@@ -35,21 +35,21 @@ def step_figures(
             answers.append((item, work))
     if not answers:
         return None
-    luck_of_right_answers = [work.is_luck for item, work in answers if item.correct]
+    right_answers = [(item.pid, work.is_luck) for item, work in answers if item.correct]
     figures: dict[str, Any] = {
         "answers": len(answers),
         "true": _mean_over_problems(answers, "new"),
         "false": _mean_over_problems(answers, "false"),
         "lucky": None,
     }
-    if luck_of_right_answers:
-        count = sum(luck_of_right_answers)
-        total = len(luck_of_right_answers)
+    if right_answers:
+        count = sum(is_luck for _, is_luck in right_answers)
+        total = len(right_answers)
         figures["lucky"] = {
             "count": count,
             "total": total,
             "value": count / total,
-            "interval_95": list(wilson_interval(count, total)),
+            "interval_95": wilson_over_problems(count, [pid for pid, _ in right_answers]),
         }
     return figures
 

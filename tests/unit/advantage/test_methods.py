@@ -29,7 +29,6 @@ from adora_vl.utils.launch import free_port
 from tests.support.examples import load_example
 from tests.support.reward_groups import (
     apply_method,
-    float64,  # noqa: F401
     groups_of_rewards,
     random_groups,
 )

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from adora_vl.builtin import DTYPES, SHIPPED_SIZE, TINY_FAMILIES, ModelSize, WarmStart
 from adora_vl.builtin.__main__ import main
 from adora_vl.builtin.tiny_vl import build_config, build_tiny_model
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.errors import UserError
 
 TWO_STEPS = WarmStart(
@@ -24,18 +24,18 @@ TWO_STEPS = WarmStart(
 
 def parameters(size: ModelSize, family: str = "qwen2_5_vl") -> int:
     """The number of parameters, counted without memory."""
-    config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family, size)
+    config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family, size)
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(config)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_the_shipped_model_has_the_default_size():
-    config = AutoConfig.from_pretrained(PRETRAINED)
+    config = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
     assert config.text_config.hidden_size == SHIPPED_SIZE.width
     assert config.text_config.num_hidden_layers == SHIPPED_SIZE.layers
     assert config.vision_config.depth == SHIPPED_SIZE.layers
-    recorded = json.loads((PRETRAINED / "build.json").read_text())
+    recorded = json.loads((PRETRAINED_FOLDER / "build.json").read_text())
     assert parameters(SHIPPED_SIZE) == recorded["parameters"]
 
 
@@ -47,7 +47,7 @@ def test_sixty_million_parameters_are_reached():
 @pytest.mark.parametrize("layers", [1, 5])
 def test_every_family_has_any_depth(family, layers):
     size = ModelSize(width=64, layers=layers)
-    config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family, size)
+    config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family, size)
     assert config.text_config.num_hidden_layers == layers
     assert config.vision_config.depth == layers
     assert parameters(size, family) < parameters(ModelSize(width=64, layers=layers + 1), family)

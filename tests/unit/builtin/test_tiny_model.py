@@ -15,7 +15,7 @@ from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.builtin.tiny_vl import SLIPS
 from adora_vl.builtin.tiny_zoom import ZoomStart
 from adora_vl.data.prompts import conversation_with_images
-from adora_vl.models.load import PRETRAINED, STORED
+from adora_vl.models.load import FOLDER_BY_TINY_MODEL, PRETRAINED_FOLDER
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.families import FAMILIES
 from adora_vl.synthetic.generate import generate
@@ -31,11 +31,11 @@ SHORT = {  # plans of the starts that take no time
 
 
 def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
-    assert sum(file.stat().st_size for file in PRETRAINED.iterdir()) < 4e6
-    config = AutoConfig.from_pretrained(PRETRAINED)
+    assert sum(file.stat().st_size for file in PRETRAINED_FOLDER.iterdir()) < 4e6
+    config = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
     assert config.architectures == ["Qwen2_5_VLForConditionalGeneration"]
     assert not config.tie_word_embeddings
-    facts = json.loads((PRETRAINED / "build.json").read_text())
+    facts = json.loads((PRETRAINED_FOLDER / "build.json").read_text())
     assert facts["slips"] == SLIPS
     assert facts["plan"] == json.loads(json.dumps(WarmStart().__dict__))
 
@@ -52,7 +52,7 @@ def test_building_twice_gives_the_same_bytes(start, tmp_path):
 
 
 def test_its_processor_is_qwens_with_qwens_special_tokens():
-    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     assert type(processor).__name__ == "Qwen2_5_VLProcessor"
     assert len(never_sampled_ids(processor.tokenizer)) == 5
     row = next(iter(generate(1)))
@@ -68,7 +68,7 @@ def test_its_processor_is_qwens_with_qwens_special_tokens():
 
 
 def test_a_conversation_without_a_system_prompt_gets_qwens_default():
-    processor = AutoProcessor.from_pretrained(PRETRAINED)
+    processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
     messages = conversation_with_images("Find x.", 1, system_prompt=None)
     text = processor.apply_chat_template(messages, tokenize=False)
     assert text.startswith(
@@ -83,7 +83,7 @@ def test_the_teacher_knows_every_family():
 def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_path, monkeypatch):
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path))
     name = "tiny_perimeter"
-    monkeypatch.setitem(STORED, name, tmp_path / "nowhere")
+    monkeypatch.setitem(FOLDER_BY_TINY_MODEL, name, tmp_path / "nowhere")
     monkeypatch.setitem(
         builtin_data.STARTS, name, builtin_data.Start(SHORT[name], STARTS[name].begin)
     )
@@ -99,5 +99,5 @@ def test_a_wheel_has_the_weights_of_one_model():
     files = [
         file for pattern in packed["package-data"]["adora_vl"] for file in package.glob(pattern)
     ]
-    assert [file.parent for file in files if file.suffix == ".safetensors"] == [PRETRAINED]
+    assert [file.parent for file in files if file.suffix == ".safetensors"] == [PRETRAINED_FOLDER]
     assert sum(file.stat().st_size for file in files) < 5e6

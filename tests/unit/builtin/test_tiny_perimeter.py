@@ -15,18 +15,18 @@ import pytest
 
 from adora_vl.builtin.tiny_perimeter import PerimeterStart, teacher
 from adora_vl.models.load import (
-    PRETRAINED,
-    STORED,
+    FOLDER_BY_TINY_MODEL,
+    PRETRAINED_FOLDER,
     TINY_PERIMETER_MODEL,
     load_processor,
-    local_model,
+    resolve_model_name,
 )
 from adora_vl.rewards import grade
 from adora_vl.synthetic.drawing import PLAIN
 from adora_vl.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
 
 ROOT = Path(__file__).parents[3]
-STORED_START = STORED[TINY_PERIMETER_MODEL]
+STORED_START = FOLDER_BY_TINY_MODEL[TINY_PERIMETER_MODEL]
 
 
 class PerimeterProblem(NamedTuple):
@@ -109,7 +109,7 @@ def test_the_demos_reward_counts_every_step():
 
 
 def test_workings_of_one_problem_differ_in_length_by_wording():
-    tokenizer = load_processor(str(PRETRAINED)).tokenizer
+    tokenizer = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     rng = random.Random(1)
     lengths = [len(tokenizer(working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
     assert len(set(lengths)) >= 4
@@ -131,6 +131,6 @@ def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works
 
 
 def test_the_stored_start_is_small_and_of_this_plan():
-    assert local_model(TINY_PERIMETER_MODEL) == str(STORED_START)
+    assert resolve_model_name(TINY_PERIMETER_MODEL) == str(STORED_START)
     assert sum(file.stat().st_size for file in STORED_START.iterdir()) < 4e6
     assert json.loads((STORED_START / "build.json").read_text())["plan"] == asdict(PerimeterStart())

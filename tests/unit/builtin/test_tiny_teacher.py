@@ -19,7 +19,7 @@ from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin.processor import END_OF_TURN
 from adora_vl.builtin.tiny_vl import SLIPS
 from adora_vl.data.dataset import Row
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import grade
 from adora_vl.synthetic.generate import generate
 
@@ -91,7 +91,7 @@ def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
-    return load_processor(str(PRETRAINED)).tokenizer
+    return load_processor(str(PRETRAINED_FOLDER)).tokenizer
 
 
 @pytest.fixture(scope="module")

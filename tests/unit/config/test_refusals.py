@@ -19,8 +19,8 @@ from trl import ModelConfig
 from adora_vl.checkpoint.fingerprint import fingerprint
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.export import main as export
-from adora_vl.models.check import check_parts, lora_of
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.check import check_model_parts, make_lora_config
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.preflight import check_keys, check_machine
 from adora_vl.preflight.check_model import check_tensor_parallel
 from adora_vl.preflight.check_sampling import check_sampling, sampling_overheads
@@ -360,7 +360,7 @@ def _check_broken(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = tmp_path / "model"
-    shutil.copytree(PRETRAINED, model)
+    shutil.copytree(PRETRAINED_FOLDER, model)
     (model / file).unlink() if content is None else (model / file).write_bytes(content)
     assert main(arguments(tmp_path / "run", model_name_or_path=model)) == 2
     line = capsys.readouterr().err.splitlines()[-1]
@@ -422,6 +422,6 @@ def test_an_adapter_on_one_of_two_tied_embeddings_is_refused_by_its_key() -> Non
         }
         lists[f"lora_{key}"] = [*lists[f"lora_{key}"], name]
         model = ModelConfig(use_peft=True, **lists)
-        check_parts(model, untied, lora_of(model), [])
+        check_model_parts(model, untied, make_lora_config(model), [])
         with pytest.raises(UserError, match=f"^lora_{key}: '{name}' shares its weight"):
-            check_parts(model, tied, lora_of(model), [])
+            check_model_parts(model, tied, make_lora_config(model), [])

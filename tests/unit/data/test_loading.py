@@ -24,7 +24,7 @@ from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, SYSTEM_PROMPTS
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evaluation import take_evaluations
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import describe_run, run_manifest
 from adora_vl.synthetic.generate import generate
@@ -33,7 +33,7 @@ from adora_vl.utils.errors import UserError
 from eval.command import parse_command as parse_evaluation
 from eval.geometry3k import BENCHMARK
 from tests.support.row_order import ids_of_epochs
-from tests.support.user_tables import convert, with_images, write_jsonl
+from tests.support.user_tables import convert, rows_with_images, write_jsonl
 
 CPU = [
     "--use_cpu",
@@ -147,7 +147,7 @@ def test_a_table_is_named_with_its_columns_and_converted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ADORA_VL_HOME", str(tmp_path / "home"))
-    rows = with_images([f"pics/{n}.png" for n in range(4)])
+    rows = rows_with_images([f"pics/{n}.png" for n in range(4)])
     source = write_jsonl(tmp_path / "in", rows)
     columns = {"problem": "question", "answer": "label", "images": "image", "choices": "options"}
     words = ("--dataset_name", source, "--adora_columns", json.dumps(columns))
@@ -488,7 +488,7 @@ def test_a_model_is_asked_in_the_words_of_its_training(
 
 
 def test_the_chat_template_gets_the_arguments_that_it_had_in_the_training(tmp_path: Path) -> None:
-    run = shutil.copytree(PRETRAINED, tmp_path / "run")
+    run = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "run")
     (run / "chat_template.jinja").write_text("{{ 'brief' if brief else 'long' }}")
     config = {"chat_template_kwargs": {"brief": True}}
     for made_by, rendered in (

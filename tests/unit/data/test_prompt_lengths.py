@@ -34,7 +34,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.data.token_counters import TokenCounter, tokenizer_counter
 from adora_vl.evals.records import Problem
 from adora_vl.evaluation import EvaluationPlan, EvaluationTask, leave_out_overlong
-from adora_vl.models.load import PRETRAINED, load_config, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_config, load_processor
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.record.card import model_card
@@ -50,7 +50,7 @@ from tests.support.benchmark_data import (
     write_mathvista,
     write_mmstar,
 )
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 from tests.support.row_order import ids_of_epochs
 from tests.support.stand_ins import config_of
 
@@ -64,7 +64,7 @@ BATCH = [
     "40",
 ]
 ENGINE = ["--use_vllm", "true", "--vllm_importance_sampling_mode", "token_truncate"]
-PICTURE = {"bytes": encoded(drawing(1, 140)), "path": None}  # 25 image tokens
+PICTURE = {"bytes": encode_picture(draw_figure(1, 140)), "path": None}  # 25 image tokens
 SHORT = "Find x."
 LONG = "Find x. " * 60
 
@@ -107,7 +107,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def processor() -> Any:
-    return load_processor(str(PRETRAINED))
+    return load_processor(str(PRETRAINED_FOLDER))
 
 
 def counted(processor: Any, problem: str, images: int = 25) -> int:
@@ -236,12 +236,12 @@ def test_lengths_are_those_of_the_trainers_own_prompts(tmp_path: Path, processor
     sizes = [[], [140], [60, 300], [200]]
     images = []
     for row_sizes in sizes:
-        pictures = [drawing(seed=size, size=size) for size in row_sizes]
-        images.append([{"bytes": encoded(picture), "path": None} for picture in pictures])
+        pictures = [draw_figure(seed=size, size=size) for size in row_sizes]
+        images.append([{"bytes": encode_picture(picture), "path": None} for picture in pictures])
     folder = write(tmp_path / "mine", problems, images)
     script = parse([*CPU, "--dataset_name", str(folder), "--output_dir", "nowhere"])[0]
     measurements: list[PromptLengths] = []
-    limits = resize_limits_of(processor, load_config(str(PRETRAINED)), None, None)
+    limits = resize_limits_of(processor, load_config(str(PRETRAINED_FOLDER)), None, None)
 
     def fitting(rows: Dataset, texts: Sequence[str]) -> Sequence[int]:
         counter = tokenizer_counter(processor, script.adora_system_prompt)
@@ -359,8 +359,8 @@ def test_lengths_of_many_rows_are_counted_once_for_the_same_rows_and_tokenizer(
 def test_an_image_that_the_processor_refuses_is_named(
     tmp_path: Path, no_weights: None, capsys: Any
 ) -> None:
-    thin_picture = drawing(1, 900).resize((900, 4))
-    thin = {"bytes": encoded(thin_picture), "path": None}
+    thin_picture = draw_figure(1, 900).resize((900, 4))
+    thin = {"bytes": encode_picture(thin_picture), "path": None}
     folder = write(tmp_path / "mine", [SHORT] * 3, [[PICTURE], [thin], [PICTURE]])
     for words in ((), ("--dry-run",)):
         assert main(words_of(folder, tmp_path / "out", *words)) == 2
@@ -546,7 +546,7 @@ def test_the_problems_of_evaluations_are_measured_too(capsys: Any) -> None:
         evaluated(110, "error", small, large)
     assert evaluated(110, "drop", small, large) == [small]
     assert "drop leaves out 1 of 2 rows of the evaluation geometry3k" in capsys.readouterr().out
-    picture = drawing(0, 30).resize((10, 10))
+    picture = draw_figure(0, 30).resize((10, 10))
     decoded = Problem({"pid": "c"}, question, 1, lambda: [picture])
     broken = Problem({"pid": "d"}, question, 1, lambda: [][0])
     assert evaluated(110, "drop", decoded, broken) == [broken], (

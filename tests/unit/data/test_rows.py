@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
 from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 
@@ -89,7 +89,7 @@ def test_the_drawn_problems_are_sound():
 
 
 def test_every_token_that_the_tokenizer_would_not_read_as_text_is_refused():
-    tokenizer = load_processor(str(PRETRAINED)).tokenizer
+    tokenizer = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     special = [str(token) for token in tokenizer.added_tokens_decoder.values()]
     assert special
     assert set(special) <= set(CONTROL_TOKENS)

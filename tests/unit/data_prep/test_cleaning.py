@@ -23,7 +23,7 @@ from tests.support.geometry3k import (
     read_quarantine,
     write_problem_folder,
 )
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 
 
 def _decompression_bomb() -> bytes:
@@ -49,8 +49,8 @@ def _with_flipped_byte(content: bytes) -> bytes:
 
 def _animation(form: str) -> bytes:
     """Return a picture of two frames."""
-    frames = [drawing(1), drawing(2)]
-    return encoded(frames[0], form, save_all=True, append_images=frames[1:])
+    frames = [draw_figure(1), draw_figure(2)]
+    return encode_picture(frames[0], form, save_all=True, append_images=frames[1:])
 
 
 def _remove_file(name: str) -> Damage:
@@ -63,8 +63,8 @@ def _write_file(name: str, content: bytes) -> Damage:
     return lambda folder: (folder / name).write_bytes(content)
 
 
-PNG = encoded(drawing(3))
-JPEG = encoded(drawing(3), "JPEG")
+PNG = encode_picture(draw_figure(3))
+JPEG = encode_picture(draw_figure(3), "JPEG")
 # name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
 PICTURES: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
@@ -72,18 +72,24 @@ PICTURES: dict[str, tuple[bytes, str]] = {
     "PNG cut in half": (PNG[: len(PNG) // 2], "image_truncated"),
     "PNG without its end": (PNG[:-12], "image_truncated"),
     "JPEG cut in half": (JPEG[: len(JPEG) // 2], "image_truncated"),
-    "BMP cut": (encoded(drawing(3), "BMP")[:-100], "image_truncated"),
+    "BMP cut": (encode_picture(draw_figure(3), "BMP")[:-100], "image_truncated"),
     "PNG with a flipped byte": (_with_flipped_byte(PNG), "image_undecodable"),
     "animated GIF": (_animation("GIF"), "image_animated"),
     "animated PNG": (_animation("PNG"), "image_animated"),
     "animated WebP": (_animation("WEBP"), "image_animated"),
     "decompression bomb": (_decompression_bomb(), "image_too_large"),
-    "one pixel": (encoded(Image.new("RGB", (1, 1))), "image_degenerate"),
-    "three rows of pixels": (encoded(drawing(3).crop((0, 50, 100, 53))), "image_degenerate"),
-    "all white": (encoded(Image.new("RGB", (50, 50), "white")), "image_degenerate"),
-    "all transparent": (encoded(Image.new("RGBA", (50, 50), (9, 200, 3, 0))), "image_degenerate"),
+    "one pixel": (encode_picture(Image.new("RGB", (1, 1))), "image_degenerate"),
+    "three rows of pixels": (
+        encode_picture(draw_figure(3).crop((0, 50, 100, 53))),
+        "image_degenerate",
+    ),
+    "all white": (encode_picture(Image.new("RGB", (50, 50), "white")), "image_degenerate"),
+    "all transparent": (
+        encode_picture(Image.new("RGBA", (50, 50), (9, 200, 3, 0))),
+        "image_degenerate",
+    ),
     "over 200 times as wide as high": (
-        encoded(Image.linear_gradient("L").resize((900, 4))),
+        encode_picture(Image.linear_gradient("L").resize((900, 4))),
         "image_shape",
     ),
 }
@@ -301,20 +307,30 @@ def _stored_ids(output: Path, split: str) -> list[str]:
 def folders_with_leaks(tmp_path: Path) -> Path:
     """Write problems of three splits, some of which are a held-out one seen again."""
     raw = tmp_path / "raw"
-    figure = drawing(1, 300)
-    write_problem_folder(raw, "test", 900, encoded(figure), problem_text="Find m \\widehat A B .")
-    write_problem_folder(raw, "val", 800, encoded(drawing(2)))
+    figure = draw_figure(1, 300)
+    write_problem_folder(
+        raw, "test", 900, encode_picture(figure), problem_text="Find m \\widehat A B ."
+    )
+    write_problem_folder(raw, "val", 800, encode_picture(draw_figure(2)))
     # the very pixels
-    write_problem_folder(raw, "train", 1, encoded(figure), problem_text="find  m \\widehat A B")
+    write_problem_folder(
+        raw, "train", 1, encode_picture(figure), problem_text="find  m \\widehat A B"
+    )
     # seen again by a camera
-    write_problem_folder(raw, "train", 2, encoded(figure.resize((190, 190)), "JPEG", quality=60))
+    write_problem_folder(
+        raw, "train", 2, encode_picture(figure.resize((190, 190)), "JPEG", quality=60)
+    )
     # another question
-    write_problem_folder(raw, "train", 3, encoded(figure), problem_text="Find the radius.")
+    write_problem_folder(raw, "train", 3, encode_picture(figure), problem_text="Find the radius.")
     # the same figure, another number
-    write_problem_folder(raw, "train", 4, encoded(figure.resize((190, 190))), answer="A")
-    write_problem_folder(raw, "train", 5, encoded(drawing(3)))  # another figure
-    write_problem_folder(raw, "train", 6, encoded(drawing(3)))  # twice in one split is no leak
-    write_problem_folder(raw, "train", 7, encoded(drawing(2)))  # of the other held-out split
+    write_problem_folder(raw, "train", 4, encode_picture(figure.resize((190, 190))), answer="A")
+    write_problem_folder(raw, "train", 5, encode_picture(draw_figure(3)))  # another figure
+    write_problem_folder(
+        raw, "train", 6, encode_picture(draw_figure(3))
+    )  # twice in one split is no leak
+    write_problem_folder(
+        raw, "train", 7, encode_picture(draw_figure(2))
+    )  # of the other held-out split
     return raw
 
 
@@ -347,15 +363,15 @@ def test_leaks_are_dropped_from_train_and_reported(folders_with_leaks, tmp_path,
         ("7", "leak"),
     ]
     original_bytes = [(tmp_path / "out" / name).read_bytes() for name in lines[0]["files"]]
-    assert encoded(drawing(1, 300)) in original_bytes
+    assert encode_picture(draw_figure(1, 300)) in original_bytes
 
 
 def test_leaks_that_are_kept_are_reported_all_the_same(
     folders_with_leaks: Path, tmp_path: Path
 ) -> None:
     """Leaks are kept by --keep-leaks, or where both splits are held out."""
-    write_problem_folder(tmp_path / "held", "val", 1, encoded(drawing(1)))
-    write_problem_folder(tmp_path / "held", "test", 2, encoded(drawing(1)))
+    write_problem_folder(tmp_path / "held", "val", 1, encode_picture(draw_figure(1)))
+    write_problem_folder(tmp_path / "held", "test", 2, encode_picture(draw_figure(1)))
     for raw, options, leak_count in (
         (folders_with_leaks, ("--keep-leaks",), 3),
         (tmp_path / "held", (), 1),
@@ -371,8 +387,8 @@ def test_leaks_that_are_kept_are_reported_all_the_same(
 
 def test_the_pixels_alone_count_where_the_golds_differ(tmp_path: Path) -> None:
     """One of the two golds is wrong: no reason to train on the test question."""
-    write_problem_folder(tmp_path / "raw", "test", 1, encoded(drawing(1)))
-    write_problem_folder(tmp_path / "raw", "train", 2, encoded(drawing(1)), answer="A")
+    write_problem_folder(tmp_path / "raw", "test", 1, encode_picture(draw_figure(1)))
+    write_problem_folder(tmp_path / "raw", "train", 2, encode_picture(draw_figure(1)), answer="A")
     write_problem_folder(tmp_path / "raw", "train", 3)
     assert prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out") == 0
     assert _stored_ids(tmp_path / "out", "train") == ["train/3"]
@@ -428,9 +444,9 @@ def test_the_hash_of_a_drawing_is_of_what_gets_darker_and_not_of_noise() -> None
 def test_one_image_is_not_two() -> None:
     """A problem with one picture is no copy of one with this picture and another."""
     index = LeakIndex()
-    index.add("test", "a", fingerprint("Find x.", "5", [drawing(1), drawing(2)]))
-    assert index.find("train", fingerprint("Find x.", "5", [drawing(1)])) is None
-    assert index.find("test", fingerprint("Find x.", "5", [drawing(1), drawing(2)])) is None
+    index.add("test", "a", fingerprint("Find x.", "5", [draw_figure(1), draw_figure(2)]))
+    assert index.find("train", fingerprint("Find x.", "5", [draw_figure(1)])) is None
+    assert index.find("test", fingerprint("Find x.", "5", [draw_figure(1), draw_figure(2)])) is None
 
 
 def test_a_bomb_is_refused_before_it_is_decoded(

@@ -28,15 +28,15 @@ from adora_vl.data.rows import problem_with_row
 from data_prep.cli import main
 from tests.support.cases import Case
 from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 from tests.support.user_tables import (
-    COLUMNS,
-    EXPECTED,
-    FORMATS,
-    PICTURES,
+    COLUMN_OPTIONS,
+    EXPECTED_FIELDS_BY_ID,
+    PICTURE_FILES,
+    WRITER_BY_FORMAT,
     convert,
-    fields_by_id,
-    with_images,
+    read_fields_by_id,
+    rows_with_images,
     write_cells,
     write_jsonl,
 )
@@ -44,14 +44,14 @@ from tests.support.user_tables import (
 
 def test_every_format_gives_the_same_problems(case: Case) -> None:
     """Whatever format a table has, its rows come out the same."""
-    for form in FORMATS:
+    for form in WRITER_BY_FORMAT:
         with case(form) as folder:
-            source = FORMATS[form](folder / "in")
+            source = WRITER_BY_FORMAT[form](folder / "in")
             assert convert(source, folder / "out") == 0
-            assert fields_by_id(folder / "out") == EXPECTED
+            assert read_fields_by_id(folder / "out") == EXPECTED_FIELDS_BY_ID
             rows = list(stored_rows(folder / "out", "train"))
             assert [open_stored_image(row).tobytes() for row in rows] == [
-                drawing(n, 60).tobytes() for n in (0, 1, 3)
+                draw_figure(n, 60).tobytes() for n in (0, 1, 3)
             ]
             assert all(problem_with_row(row) is None for row in rows)
             manifest = read_manifest(folder / "out")
@@ -66,7 +66,7 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 ) -> None:
     """Names of files say the split, and a training row that is a test row too is left out."""
     folder = tmp_path / "in"
-    rows = with_images([f"../pics/{n}.png" for n in range(4)])
+    rows = rows_with_images([f"../pics/{n}.png" for n in range(4)])
     new = {**rows[0], "key": None, "question": "New?"}
     for name, part in (
         ("train-0", rows),
@@ -77,14 +77,18 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
     (folder / "tables" / "pics").rename(folder / "pics")
     (folder / "tables").rename(folder / "data")
     assert convert(folder, tmp_path / "out", "--name", "mine") == 0
-    assert fields_by_id(tmp_path / "out", "test").keys() == {"mine/test/a"}
-    assert fields_by_id(tmp_path / "out").keys() == {"mine/train/b", "mine/train/c", "mine/train/3"}
+    assert read_fields_by_id(tmp_path / "out", "test").keys() == {"mine/test/a"}
+    assert read_fields_by_id(tmp_path / "out").keys() == {
+        "mine/train/b",
+        "mine/train/c",
+        "mine/train/3",
+    }
     assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["leak"]
 
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
     """The test rows are spread evenly over the table, and follow the seed."""
-    for share in [0.1, 0.2, 0.33, 0.5]:
+    for share in [0.1, 0.2, 0.29, 0.33, 0.5, 0.58, 0.7]:
         with subtests.test(f"{share}"):
             test_rows = [index for index in range(1000) if is_test_question(index, share, 3)]
             assert len(test_rows) == pytest.approx(1000 * share, abs=1)
@@ -180,22 +184,22 @@ def test_the_same_command_again_takes_what_is_in_the_file_now(tmp_path: Path) ->
     """A second run replaces the rows of the first one, but never another data set."""
     source = write_jsonl(tmp_path / "in")
     assert convert(source, tmp_path / "out") == 0
-    first = json.dumps(fields_by_id(tmp_path / "out"))
-    write_jsonl(tmp_path / "in", with_images([f"pics/{n}.png" for n in range(4)])[:2])
+    first = json.dumps(read_fields_by_id(tmp_path / "out"))
+    write_jsonl(tmp_path / "in", rows_with_images([f"pics/{n}.png" for n in range(4)])[:2])
     assert convert(source, tmp_path / "out") == 0
-    assert len(fields_by_id(tmp_path / "out")) == 2
-    assert json.dumps(fields_by_id(tmp_path / "out")) != first
+    assert len(read_fields_by_id(tmp_path / "out")) == 2
+    assert json.dumps(read_fields_by_id(tmp_path / "out")) != first
     # Other columns are another data set, which only --overwrite replaces.
-    code = convert(source, tmp_path / "out", columns=COLUMNS[:3])
+    code = convert(source, tmp_path / "out", columns=COLUMN_OPTIONS[:3])
     assert code == 2
 
 
 def test_a_picture_may_be_bytes_or_base64_without_a_head(tmp_path: Path) -> None:
     """A picture needs no file of its own."""
-    long = encoded(drawing(7, 400))
+    long = encode_picture(draw_figure(7, 400))
     assert len(base64.b64encode(long)) > 1024
     rows = [
-        {"q": "?a", "a": "1", "i": [PICTURES[0], PICTURES[1]]},
+        {"q": "?a", "a": "1", "i": [PICTURE_FILES[0], PICTURE_FILES[1]]},
         {"q": "?b", "a": "2", "i": [long]},
     ]
     (tmp_path / "in").mkdir()
@@ -229,8 +233,8 @@ def test_a_column_of_the_users_own_is_still_there_after_a_filter(tmp_path: Path)
         ["filter", "--input", str(tmp_path / "all"), "--output", str(tmp_path / "some"), *words]
     )
     assert code == 0
-    assert fields_by_id(tmp_path / "some") == {
-        name: row for name, row in EXPECTED.items() if row[3]
+    assert read_fields_by_id(tmp_path / "some") == {
+        name: row for name, row in EXPECTED_FIELDS_BY_ID.items() if row[3]
     }
 
 
@@ -241,7 +245,7 @@ def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path)
         f"{name}={name}" for name in ("problem", "answer", "images", "choices", "id", "hint")
     )
     assert convert(tmp_path / "once", tmp_path / "twice", "--name", "mine", columns=columns) == 0
-    assert fields_by_id(tmp_path / "twice") == fields_by_id(tmp_path / "once")
+    assert read_fields_by_id(tmp_path / "twice") == read_fields_by_id(tmp_path / "once")
 
 
 SHORT = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
@@ -252,10 +256,10 @@ NAN = float("nan")
 def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
     """The rows as a file, beside them a good picture, a broken one, and a link out of the folder."""
     (folder / "in").mkdir(parents=True, exist_ok=True)
-    (folder / "outside.png").write_bytes(PICTURES[0])
-    (folder / "in" / "good.png").write_bytes(PICTURES[1])
-    (folder / "in" / "other.png").write_bytes(PICTURES[2])
-    (folder / "in" / "broken.png").write_bytes(PICTURES[1][:-20])
+    (folder / "outside.png").write_bytes(PICTURE_FILES[0])
+    (folder / "in" / "good.png").write_bytes(PICTURE_FILES[1])
+    (folder / "in" / "other.png").write_bytes(PICTURE_FILES[2])
+    (folder / "in" / "broken.png").write_bytes(PICTURE_FILES[1][:-20])
     for name, target in (
         ("link.png", folder / "outside.png"),
         ("loop.png", folder / "in" / "loop.png"),
@@ -578,7 +582,9 @@ def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> No
         content = picture_bytes("/".join(parts), FileRoot(inside, inside))
     except PictureError:
         return
-    assert content == encoded(drawing(1, 60)), "another file than the one inside was read"
+    assert content == encode_picture(draw_figure(1, 60)), (
+        "another file than the one inside was read"
+    )
 
 
 def test_columns_and_options_that_do_not_fit_are_one_line(

@@ -29,7 +29,7 @@ from eval.mmstar import BENCHMARK as MMSTAR
 from tests.support.benchmark_data import mathvista_rows, mmstar_rows
 from tests.support.cases import Case
 from tests.support.geometry3k import prepare_geometry3k, read_quarantine
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 
 pytestmark = pytest.mark.slow
 
@@ -75,8 +75,8 @@ def table(column: str, value: Any, path: Path) -> None:
     """A Parquet file of one good row and one whose `column` is `value`, with the type that the
     value has.
     """
-    image = {"bytes": encoded(drawing(1)), "path": None}
-    second_image = {"bytes": encoded(drawing(2)), "path": None}
+    image = {"bytes": encode_picture(draw_figure(1)), "path": None}
+    second_image = {"bytes": encode_picture(draw_figure(2)), "path": None}
     good: dict[str, Any] = {
         "id": "a/1",
         "images": [image],

@@ -30,12 +30,14 @@ from tests.support.geometry3k import (
     write_hub_table,
     write_problem_folder,
 )
-from tests.support.pictures import drawing, encoded, half_black_picture
+from tests.support.pictures import draw_figure, encode_picture, half_black_picture
 
 
 def _problem_folder(root: Path, split: str = "train", number: int = 7, **changed: Any) -> Path:
     """One problem whose picture is half transparent."""
-    return write_problem_folder(root, split, number, encoded(half_black_picture()), **changed)
+    return write_problem_folder(
+        root, split, number, encode_picture(half_black_picture()), **changed
+    )
 
 
 def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) -> None:
@@ -199,7 +201,7 @@ def test_pictures_are_upright_and_within_the_pixel_budget(tmp_path: Path) -> Non
     folder = _problem_folder(tmp_path / "raw")
     exif = Image.Exif()
     exif[0x0112] = 6  # the camera was turned: the stored 400 x 200 is to be shown as 200 x 400
-    drawing(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
+    draw_figure(1, 400).resize((400, 200)).save(folder / "img_diagram.png", exif=exif)
     assert (
         prepare_geometry3k("intergps", tmp_path / "raw", tmp_path / "out", "--max-pixels", "20000")
         == 0
@@ -470,7 +472,7 @@ def test_a_table_may_have_choices_and_ids_of_its_own(tmp_path: Path) -> None:
         assert first[name] == second[name]
     features = Features({**HUB_FEATURES, "choices": [Value("string")]})
     row = {
-        "images": [drawing(1)],
+        "images": [draw_figure(1)],
         "problem": "Find x.",
         "answer": "B",
         "choices": ["1", "2 \\sqrt { 2 }"],

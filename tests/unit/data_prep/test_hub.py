@@ -28,7 +28,12 @@ from PIL import Image
 
 from adora_vl.data.dataset import read_manifest, stored_rows
 from tests.support.geometry3k import assert_refusal, prepare_geometry3k
-from tests.support.user_tables import EXPECTED, convert, fields_by_id, parquet_hub
+from tests.support.user_tables import (
+    EXPECTED_FIELDS_BY_ID,
+    convert,
+    read_fields_by_id,
+    write_hub_parquet,
+)
 
 REPOSITORY = Path(__file__).parents[3]
 # commits
@@ -205,7 +210,7 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
 def test_a_hub_id_is_streamed_at_one_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = str(parquet_hub(tmp_path) / "data" / "*.parquet")
+    files = str(write_hub_parquet(tmp_path) / "data" / "*.parquet")
     requests: list[tuple[Any, ...]] = []
 
     def load(
@@ -230,9 +235,9 @@ def test_a_hub_id_is_streamed_at_one_commit(
     manifest = read_manifest(tmp_path / "out")
     assert manifest is not None
     assert manifest["revision"] == "1" * 40
-    assert fields_by_id(tmp_path / "out") == EXPECTED
+    assert read_fields_by_id(tmp_path / "out") == EXPECTED_FIELDS_BY_ID
     assert convert("someone/theirs@v1", tmp_path / "few", "--limit", "2", "--name", "mine") == 0
-    assert len(fields_by_id(tmp_path / "few")) == 2
+    assert len(read_fields_by_id(tmp_path / "few")) == 2
     assert requests[-1][2] == "1" * 40
     assert convert("someone/theirs", tmp_path / "no", "--splits", "test=test") == 2
 

@@ -18,8 +18,8 @@ from adora_vl.data.dataset import read_manifest
 from data_prep.cli import main
 from tests.support.cases import Case
 from tests.support.geometry3k import assert_refusal, read_quarantine
-from tests.support.pictures import drawing, encoded
-from tests.support.user_tables import PICTURES, convert, rows_of, write_cells, write_jsonl
+from tests.support.pictures import draw_figure, encode_picture
+from tests.support.user_tables import PICTURE_FILES, convert, read_rows, write_cells, write_jsonl
 
 COLUMNS = ("problem=q", "answer=a", "images=i", "choices=c")
 HOW_LONG = {"type": "text", "text": "How long is AB?", "image": None, "image_url": None}
@@ -79,8 +79,8 @@ def test_numbered_images_reach_the_row_in_the_order_of_their_places(tmp_path, ca
     ]
     source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    first, second, third = rows_of(tmp_path / "out")
-    assert [image["bytes"] for image in first["images"]] == [PICTURES[1], PICTURES[0]]
+    first, second, third = read_rows(tmp_path / "out")
+    assert [image["bytes"] for image in first["images"]] == [PICTURE_FILES[1], PICTURE_FILES[0]]
     assert second["problem"] == "Is <image> as image 2?"
     assert third["choices"] == [
         "image 2",
@@ -120,7 +120,7 @@ def test_nothing_in_a_cell_is_no_image_and_no_choices(case: Case) -> None:
                 else write_cells(folder / "in", "csv", rows)
             )
             assert convert(source, folder / "out", columns=COLUMNS) == 0
-            stored = rows_of(folder / "out")
+            stored = read_rows(folder / "out")
             assert [len(row["images"]) for row in stored] == [0, 0, 0, 0, 1, 0][: len(rows)]
             assert not any(row["choices"] for row in stored)
             assert noted(folder / "out") == {"without_image": len(rows) - 1}
@@ -131,7 +131,7 @@ def test_questions_that_differ_in_a_sign_are_no_leak(tmp_path: Path) -> None:
         source = write_jsonl(tmp_path / "in", [{"q": f"What is 2 {sign} 3?", "a": "5"}])
         source.rename(tmp_path / "in" / f"{split}.jsonl")
     assert convert(tmp_path / "in", tmp_path / "out", columns=COLUMNS[:2]) == 0
-    assert len(rows_of(tmp_path / "out")) == 1
+    assert len(read_rows(tmp_path / "out")) == 1
     assert not (tmp_path / "out" / "quarantine.jsonl").exists()
 
 
@@ -268,7 +268,7 @@ def test_rows_of_other_trainers_are_read_as_they_are(
                     main([*words, *option, "--output", str(folder / "".join(["out", *option]))])
                     == 0
                 )
-                (stored,) = rows_of(folder / "".join(["out", *option]))
+                (stored,) = read_rows(folder / "".join(["out", *option]))
                 assert stored["problem"] == expected_problem
                 assert stored["answer"] == "3"
                 assert len(stored["images"]) == images
@@ -279,7 +279,7 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
     """ms-swift and the chat templates put them into the parts of the question, each in a form of
     its own.
     """
-    data = "data:image/png;base64," + base64.b64encode(PICTURES[0]).decode()
+    data = "data:image/png;base64," + base64.b64encode(PICTURE_FILES[0]).decode()
     for name, part in {
         "address object": {
             "type": "image_url",
@@ -309,9 +309,9 @@ def test_pictures_inside_of_a_conversation(case: Case) -> None:
                 ]
             )
             assert code == 0
-            (row,) = rows_of(folder / "out")
+            (row,) = read_rows(folder / "out")
             assert row["problem"] == "How long is AB?"
-            assert [i["bytes"] for i in row["images"]] == [PICTURES[0]]
+            assert [i["bytes"] for i in row["images"]] == [PICTURE_FILES[0]]
 
 
 def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else(
@@ -353,10 +353,10 @@ def test_pictures_of_a_conversation_keep_their_places_and_come_from_nowhere_else
                 str(folder / "out"),
             ]
             assert main(["convert", *words]) == 0
-            (stored,) = rows_of(folder / "out")
+            (stored,) = read_rows(folder / "out")
             assert stored["problem"] == "Is <image> or <image>"
             assert [image["bytes"] for image in stored["images"]] == [
-                PICTURES[number] for number in pictures
+                PICTURE_FILES[number] for number in pictures
             ]
     for address, reason, message in [
         (
@@ -399,9 +399,11 @@ def test_a_picture_in_a_conversation_that_changes_makes_the_data_set_of_a_config
     )
     columns = {"problem": "messages", "answer": "solution"}
     folder = ensure_converted(str(source), columns, tmp_path / "cache")
-    (tmp_path / "in" / "pics" / "0.png").write_bytes(encoded(drawing(7, 64)))
+    (tmp_path / "in" / "pics" / "0.png").write_bytes(encode_picture(draw_figure(7, 64)))
     assert ensure_converted(str(source), columns, tmp_path / "cache") == folder
-    assert [image["bytes"] for image in rows_of(folder)[0]["images"]] == [encoded(drawing(7, 64))]
+    assert [image["bytes"] for image in read_rows(folder)[0]["images"]] == [
+        encode_picture(draw_figure(7, 64))
+    ]
 
 
 def _asked(
@@ -512,10 +514,10 @@ def test_a_column_inside_another_is_named_with_a_dot(
             else:
                 write_jsonl(folder / "in", rows)
             assert convert(source, folder / "out", columns=("problem=m", "answer=r.g.t")) == 0
-            assert [row["problem"] for row in rows_of(folder / "out")] == [
+            assert [row["problem"] for row in read_rows(folder / "out")] == [
                 f"What is {n}?" for n in range(3)
             ]
-            assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
+            assert [row["answer"] for row in read_rows(folder / "out")] == ["0", "1", "2"]
             capsys.readouterr()
             code = convert(source, folder / "no", columns=("problem=m", "answer=s.g"))
             assert "has no column 's.g'" in assert_refusal(code, folder / "no", capsys)
@@ -565,7 +567,7 @@ def test_contradicting_rows_are_left_out_by_name_and_repeats_are_counted(tmp_pat
     ]
     source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--allow-quarantined", "0.5", columns=COLUMNS) == 0
-    assert [row["id"] for row in rows_of(tmp_path / "out")] == [
+    assert [row["id"] for row in read_rows(tmp_path / "out")] == [
         f"mine/train/{n}" for n in range(3, 11)
     ]
     assert (
@@ -589,15 +591,15 @@ def test_a_test_share_is_of_questions_so_that_no_row_is_lost(tmp_path: Path) -> 
     write_jsonl(tmp_path / "in")
     rows: list[dict[str, Any]] = []
     for n in range(10):
-        (tmp_path / "in" / f"{n}.png").write_bytes(encoded(drawing(n, 60)))
+        (tmp_path / "in" / f"{n}.png").write_bytes(encode_picture(draw_figure(n, 60)))
         rows.append({"q": "Find x.", "a": str(n), "i": f"{n}.png; 0.png"})
         rows.append(
             {"q": [{"role": "user", "content": "find x"}], "a": str(n), "i": [f"{n}.png", "0.png"]}
         )
     source = write_jsonl(tmp_path / "in", rows)
     assert convert(source, tmp_path / "out", "--test-share", "0.2", columns=COLUMNS[:3]) == 0
-    test_rows = rows_of(tmp_path / "out", "test")
-    train_rows = rows_of(tmp_path / "out")
+    test_rows = read_rows(tmp_path / "out", "test")
+    train_rows = read_rows(tmp_path / "out")
     assert len(test_rows) == 4
     assert len(train_rows) == 16
     assert not {row["answer"] for row in test_rows} & {row["answer"] for row in train_rows}
@@ -617,8 +619,8 @@ def test_a_file_called_test_may_be_named_another_split(
     assert "--split-name train" in message
     options = ("--test-share", "0.2", "--split-name", "train")
     assert convert(source, tmp_path / "out", *options, columns=COLUMNS[:2]) == 0
-    assert len(rows_of(tmp_path / "out")) == 8
-    assert len(rows_of(tmp_path / "out", "test")) == 2
+    assert len(read_rows(tmp_path / "out")) == 8
+    assert len(read_rows(tmp_path / "out", "test")) == 2
     write_jsonl(tmp_path / "in", rows).rename(tmp_path / "in" / "train.jsonl")
     code = convert(tmp_path / "in", tmp_path / "no", "--split-name", "train", columns=COLUMNS[:2])
     assert "is for one table" in assert_refusal(code, tmp_path / "no", capsys)

@@ -13,9 +13,9 @@ from adora_vl.data.dataset import stored_rows, write_manifest, write_split
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
 from data_prep.survey import survey
-from tests.support.browser import Browser, Tags, assert_that_it_runs
+from tests.support.browser import Browser, TagsOfPage, assert_attack_runs_unescaped
 from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
-from tests.support.pictures import encoded
+from tests.support.pictures import encode_picture
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +70,17 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
 def test_longest_problems_in_tokens_of_a_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from adora_vl.models.load import PRETRAINED
+    from adora_vl.models.load import PRETRAINED_FOLDER
 
     _dataset(tmp_path / "data", "Find the measure of a base angle.")
-    assert main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED)]) == 0
+    assert (
+        main(["inspect", str(tmp_path / "data"), "--text-only", "--model", str(PRETRAINED_FOLDER)])
+        == 0
+    )
     output = capsys.readouterr().out
-    assert f"tokens of {PRETRAINED}" in output
+    assert f"tokens of {PRETRAINED_FOLDER}" in output
     assert not (tmp_path / "data.html").exists()
-    longest = survey(tmp_path / "data", model=str(PRETRAINED)).splits["train"].longest
+    longest = survey(tmp_path / "data", model=str(PRETRAINED_FOLDER)).splits["train"].longest
     assert len(longest) == 5
     assert 3 < longest[0][0] < len("Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2
@@ -119,7 +122,7 @@ def attacked(tmp_path: Path) -> Path:
 
 
 def test_the_page_is_self_contained_and_holds_texts_as_text(attacked: Path) -> None:
-    page = Tags(attacked.read_text())
+    page = TagsOfPage(attacked.read_text())
     allowed_tags = (
         "html head meta title style body h1 h2 h3 nav a div figure figcaption img article p ol "
         "li dl dt dd pre"
@@ -137,7 +140,7 @@ def test_nothing_runs_in_a_real_browser(attacked: Path, browser: Browser, tmp_pa
     """A page that would run it says so in its title; without escaping and policy the same rows do
     exactly that.
     """
-    assert_that_it_runs(ATTACK, browser, tmp_path)
+    assert_attack_runs_unescaped(ATTACK, browser, tmp_path)
     browser.open(attacked)
     rendered = browser.page.content()
     assert browser.js("document.title") == "data: 6 rows"
@@ -160,7 +163,10 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(attacked: Path, browse
 
 
 def test_the_page_is_the_same_again_and_of_bounded_size(tmp_path: Path) -> None:
-    noise = {"bytes": encoded(Image.effect_noise((700, 700), 100).convert("RGB")), "path": None}
+    noise = {
+        "bytes": encode_picture(Image.effect_noise((700, 700), 100).convert("RGB")),
+        "path": None,
+    }
     assert len(noise["bytes"]) > 400_000
     rows = [{**row, "images": [noise], "problem": "x" * 100_000} for row in generate(60)]
     write_split(rows, tmp_path / "data", "train")

@@ -21,8 +21,8 @@ from adora_vl.conversion.convert import ensure_converted
 from data_prep.cli import main
 from tests.support.cases import Case
 from tests.support.geometry3k import assert_refusal, open_stored_image, read_quarantine
-from tests.support.pictures import drawing, encoded
-from tests.support.user_tables import PICTURES, convert, rows_of, write_jsonl
+from tests.support.pictures import draw_figure, encode_picture
+from tests.support.user_tables import PICTURE_FILES, convert, read_rows, write_jsonl
 
 COLUMNS = ("problem=Frage", "answer=Lösung", "images=Bild")
 HEADER = ["Frage", "Lösung", "Bild"]
@@ -74,7 +74,7 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
             source = write_table(folder / "in")
             code = convert(source, folder / "out", "--decimal-comma", columns=COLUMNS)
             assert code == 0
-            rows = rows_of(folder / "out")
+            rows = read_rows(folder / "out")
             contents = [(row["problem"], row["answer"], len(row["images"])) for row in rows]
             assert contents == [
                 ("Wie groß ist der Winkel?", r"48.5^\circ", 1),
@@ -87,7 +87,7 @@ def test_a_table_of_german_excel_is_read_as_it_was_saved(
                 "images": "Bild",
                 "decimal_comma": True,
             }
-            stored = rows_of(ensure_converted(str(source), columns, folder / "cache"))
+            stored = read_rows(ensure_converted(str(source), columns, folder / "cache"))
             assert [row["answer"] for row in stored] == [row["answer"] for row in rows]
 
 
@@ -100,7 +100,7 @@ def test_a_cell_of_excel_has_the_value_that_is_shown(tmp_path: Path) -> None:
     book["Aufgaben"]["B4"].number_format = "0%"
     book.save(source)
     assert convert(source, tmp_path / "out", columns=COLUMNS) == 0
-    raw_answers = [row["answer_raw"] for row in rows_of(tmp_path / "out")]
+    raw_answers = [row["answer_raw"] for row in read_rows(tmp_path / "out")]
     assert raw_answers == ["0.3", "7", "50%", "3/4"]
 
 
@@ -121,7 +121,7 @@ def test_decimal_commas_are_read_only_where_they_are_meant(case: Case) -> None:
             source = write_jsonl(folder / "in", [{"q": "?", "a": answer}, {"q": "1 + 1?", "a": 2}])
             words = ("--decimal-comma", "--allow-quarantined", "0.5")
             assert convert(source, folder / "out", *words, columns=("problem=q", "answer=a")) == 0
-            assert [row["answer"].replace(" ", "") for row in rows_of(folder / "out")] == (
+            assert [row["answer"].replace(" ", "") for row in read_rows(folder / "out")] == (
                 [gold] if gold else []
             ) + ["2"]
 
@@ -153,7 +153,7 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 convert(source, folder / "out", "--keep-leaks", columns=("problem=q", "answer=a"))
                 == 0
             )
-            assert [row["answer"] for row in rows_of(folder / "out")] == ["3", "1", "x"]
+            assert [row["answer"] for row in read_rows(folder / "out")] == ["3", "1", "x"]
     for meaning, golds in {
         "": [],
         "value": ["0", "1", "2"],
@@ -170,7 +170,7 @@ def test_a_class_is_its_name_and_an_index_is_refused_until_it_is_said_to_be_one(
                 convert(source, folder / "out", "--allow-quarantined", "1", *words, columns=columns)
                 == 0
             )
-            assert [row["answer"] for row in rows_of(folder / "out")] == [*golds, "x"]
+            assert [row["answer"] for row in read_rows(folder / "out")] == [*golds, "x"]
             refused_rows = read_quarantine(folder / "out") if len(golds) < 3 else []
             assert meaning or all(
                 "--answer-is value, index" in line["detail"] for line in refused_rows
@@ -200,7 +200,7 @@ def test_a_reference_answer_is_read_or_refused_but_never_a_text_of_signs(tmp_pat
         source, tmp_path / "out", "--allow-quarantined", "1", columns=("problem=q", "answer=a")
     )
     assert code == 0
-    assert [row["answer"] for row in rows_of(tmp_path / "out")] == [
+    assert [row["answer"] for row in read_rows(tmp_path / "out")] == [
         gold for gold in golds.values() if gold
     ]
     reasons = [line["reason"] for line in read_quarantine(tmp_path / "out")]
@@ -224,7 +224,7 @@ def test_rows_of_one_json_text_are_found(case: Case, monkeypatch: pytest.MonkeyP
                     convert(folder / "t.json", folder / "out", columns=("problem=q", "answer=a"))
                     == 0
                 )
-                assert [row["answer"] for row in rows_of(folder / "out")] == ["0", "1", "2"]
+                assert [row["answer"] for row in read_rows(folder / "out")] == ["0", "1", "2"]
                 for broken in (text[:-1], text[:-9], f"{text}]", text.replace(",", ";")):
                     (folder / "t.json").write_text(broken)
                     code = convert(
@@ -246,8 +246,8 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
     ):
         with case(path) as folder:
             (folder / "in" / "Fotos").mkdir(parents=True)
-            (folder / "in" / "Fotos" / name).write_bytes(PICTURES[0])
-            (folder / "secret.png").write_bytes(PICTURES[1])
+            (folder / "in" / "Fotos" / name).write_bytes(PICTURE_FILES[0])
+            (folder / "secret.png").write_bytes(PICTURE_FILES[1])
             pairs = (
                 ("?", path),
                 ("!", "..\\SECRET.png"),
@@ -257,7 +257,9 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
             source = write_jsonl(folder / "in", rows)
             columns = ("problem=q", "answer=a", "images=i")
             assert convert(source, folder / "out", "--allow-quarantined", "1", columns=columns) == 0
-            assert [row["images"][0]["bytes"] for row in rows_of(folder / "out")] == [PICTURES[0]]
+            assert [row["images"][0]["bytes"] for row in read_rows(folder / "out")] == [
+                PICTURE_FILES[0]
+            ]
             outside, missing = read_quarantine(folder / "out")
             assert outside["reason"] == "file_missing"
             assert f"--image-dir {folder / 'in' / 'Fotos'}" in missing["detail"]
@@ -266,16 +268,16 @@ def test_a_picture_is_found_under_another_spelling_of_its_path_and_never_outside
                 source, folder / "dir", *words, columns=("problem=q", "answer=a", "images=i")
             )
             assert code == 0
-            assert [row["problem"] for row in rows_of(folder / "dir")] == ["."]
+            assert [row["problem"] for row in read_rows(folder / "dir")] == ["."]
 
 
 def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
     """A value that is no picture is refused in words that say what it is."""
     heic = tmp_path / "in" / "a.heic"
-    pytest.importorskip("pillow_heif").from_pillow(drawing(5, 64)).save(
+    pytest.importorskip("pillow_heif").from_pillow(draw_figure(5, 64)).save(
         make_pictures(tmp_path / "in") / "a.heic", quality=90
     )
-    small = base64.b64encode(encoded(drawing(1, 24))).decode()
+    small = base64.b64encode(encode_picture(draw_figure(1, 24))).decode()
     assert len(small) < 1024
     broken = {
         "lfs_pointer": b"version https://git-lfs.github.com/spec/v1\n",
@@ -293,7 +295,7 @@ def test_what_stands_in_the_place_of_a_picture_is_named(tmp_path: Path) -> None:
         convert(source, tmp_path / "out", *words, columns=("problem=q", "answer=a", "images=i"))
         == 0
     )
-    assert [open_stored_image(row).size for row in rows_of(tmp_path / "out")] == [
+    assert [open_stored_image(row).size for row in read_rows(tmp_path / "out")] == [
         (64, 64),
         (24, 24),
     ]
@@ -332,7 +334,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     for n, name in enumerate(names):
         tags = Image.Exif()
         tags[271] = "Phone"
-        (photos / name).write_bytes(encoded(drawing(n, 64), "JPEG", exif=tags))
+        (photos / name).write_bytes(encode_picture(draw_figure(n, 64), "JPEG", exif=tags))
     write_workbook(
         photos, [[f"Wie lang ist Seite {n}?", f"{n},5", name] for n, name in enumerate(names)]
     )
@@ -343,7 +345,7 @@ def test_photographs_excel_and_a_conversation_each_train_after_one_convert(tmp_p
     talk = ["--input", str(photos / "mine.jsonl"), "--preset", "llamafactory"]
     for name, words in {"excel": excel, "talk": talk}.items():
         assert main(["convert", *words, "--output", str(tmp_path / name)]) == 0
-        assert {row["images"][0]["bytes"][:2] for row in rows_of(tmp_path / name)} == {
+        assert {row["images"][0]["bytes"][:2] for row in read_rows(tmp_path / name)} == {
             b"\xff\xd8"
         }, "as small as before"
     keys = {
@@ -372,7 +374,7 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
         for number, gold in enumerate(("50", "65", "72")):
             row = json.dumps({"question": f"Angle {number}?", "answer": gold}).encode()
             for ending, content in (
-                ("png", PICTURES[number]),
+                ("png", PICTURE_FILES[number]),
                 ("json", row),
                 ("mp3", b"?"),
             ):
@@ -385,7 +387,7 @@ def test_a_shard_of_webdataset_is_a_table(tmp_path: Path) -> None:
     columns = ("problem=json.question", "answer=json.answer", "images=png", "id=__key__")
     options = ("--allow-quarantined", "0.5")
     assert convert(shard, tmp_path / "out", *options, columns=columns) == 0
-    rows = rows_of(tmp_path / "out")
+    rows = read_rows(tmp_path / "out")
     assert [row["answer"] for row in rows] == ["50", "65", "72"]
     assert [row["id"].rpartition("train/")[2] for row in rows] == ["000", "001", "002"]
     assert [line["reason"] for line in read_quarantine(tmp_path / "out")] == ["not_json"]
@@ -403,13 +405,13 @@ def test_a_path_of_another_machine_leads_to_the_longest_end_that_is_there(
             assert "--image-dir" in capsys.readouterr().err
             for number in range(2):  # the shorter end is there too, and holds another picture
                 (folder / "there" / "images").mkdir(parents=True, exist_ok=True)
-                (folder / "there" / f"{number}.png").write_bytes(PICTURES[3])
+                (folder / "there" / f"{number}.png").write_bytes(PICTURE_FILES[3])
                 path = folder / "there" / "images" / f"{number}.png"
-                path.write_bytes(PICTURES[number])
+                path.write_bytes(PICTURE_FILES[number])
             options = ("--image-dir", str(folder / "there"))
             assert convert(source, folder / "out", *options, columns=columns) == 0
-            contents = [row["images"][0]["bytes"] for row in rows_of(folder / "out")]
-            assert contents == PICTURES[:2]
+            contents = [row["images"][0]["bytes"] for row in read_rows(folder / "out")]
+            assert contents == PICTURE_FILES[:2]
 
 
 def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path) -> None:
@@ -420,10 +422,10 @@ def test_a_sentence_is_no_reference_answer_unless_texts_are_meant(tmp_path: Path
     )
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "o", "--allow-quarantined", "0.5", columns=columns) == 0
-    assert [row["answer"] for row in rows_of(tmp_path / "o")] == golds[1:]
+    assert [row["answer"] for row in read_rows(tmp_path / "o")] == golds[1:]
     assert [line["reason"] for line in read_quarantine(tmp_path / "o")] == ["gold_sentence"]
     assert convert(source, tmp_path / "texts", "--text-answers", columns=columns) == 0
-    assert [row["answer"] for row in rows_of(tmp_path / "texts")] == golds
+    assert [row["answer"] for row in read_rows(tmp_path / "texts")] == golds
 
 
 def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> None:
@@ -432,7 +434,7 @@ def test_options_stay_in_the_text_where_that_is_asked_for(tmp_path: Path) -> Non
     columns = ("problem=q", "answer=a")
     assert convert(source, tmp_path / "out", columns=columns) == 0
     assert convert(source, tmp_path / "left", "--keep-options-in-text", columns=columns) == 0
-    stored = [rows_of(tmp_path / name)[0] for name in ("out", "left")]
+    stored = [read_rows(tmp_path / name)[0] for name in ("out", "left")]
     assert [(row["problem"], row["choices"]) for row in stored] == [
         ("Which?", ["4", "5"]),
         ("Which?\nChoices:\nA: 4\nB: 5", None),
@@ -449,4 +451,4 @@ def test_a_draft_is_no_answer_and_boxes_in_a_row_are_several(tmp_path: Path) -> 
         tmp_path / "in", [{"q": f"{n}?", "a": gold} for n, gold in enumerate(golds)]
     )
     assert convert(source, tmp_path / "out", columns=("problem=q", "answer=a")) == 0
-    assert [row["answer"] for row in rows_of(tmp_path / "out")] == list(golds.values())
+    assert [row["answer"] for row in read_rows(tmp_path / "out")] == list(golds.values())

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.train import main
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
 from tests.support.hub_cache import keep_in_hub_cache
@@ -60,7 +60,7 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
         assert torch.equal(tensor, reference[name]), name
     model = json.loads((run / "manifest.json").read_text())["model"]
     assert model["name"] == str(sft)
-    assert model["base"] == str(PRETRAINED)
+    assert model["base"] == str(PRETRAINED_FOLDER)
     assert " on " in model["fingerprint"]
     assert "goes on training" in capsys.readouterr().out
     assert export([str(run), str(tmp_path / "out")]) == 0
@@ -76,7 +76,7 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
     assert (run / "manifest.json").read_bytes() == manifest
     assert export([str(another_adapter), str(tmp_path / "plain"), "--adapter"]) == 0
     words = shlex.split(capsys.readouterr().out.splitlines()[-1])
-    assert words[2:5] == ["vllm", "serve", str(PRETRAINED)]
+    assert words[2:5] == ["vllm", "serve", str(PRETRAINED_FOLDER)]
     adapter = f"policy={tmp_path / 'plain'}"
     assert words[-5:] == ["--enable-lora", "--max-lora-rank", "8", "--lora-modules", adapter]
 
@@ -110,7 +110,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 ):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    keep_in_hub_cache("somebody/tiny", PRETRAINED, v1="1" * 40)  # there is no main of it
+    keep_in_hub_cache("somebody/tiny", PRETRAINED_FOLDER, v1="1" * 40)  # there is no main of it
     keep_in_hub_cache(
         "somebody/sft", sft_adapter(tmp_path / "other", "somebody/nobody"), main="2" * 40
     )

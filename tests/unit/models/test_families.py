@@ -20,11 +20,11 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data import images as pixels
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.models import families
-from adora_vl.models.check import NEEDS_FAMILY, check_family
+from adora_vl.models.check import PARTS_THAT_NEED_FAMILY, check_family
 from adora_vl.models.load import load_config, load_processor
 from adora_vl.packing.packed_forward import can_share_prompts
 from adora_vl.utils.errors import UserError
-from tests.support.families import FAMILIES_WITH_VISION, family_config, on_meta
+from tests.support.families import FAMILIES_WITH_VISION, build_on_meta, family_config
 from tests.support.tiny_run import train
 
 
@@ -35,9 +35,9 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
             config = AutoConfig.for_model(kind).vision_config
             assert vision is not None
             assert vision.unit == config.patch_size * config.spatial_merge_size
-            assert pixels.VISIONS[kind] is vision
+            assert pixels.VISION_BY_FAMILY[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
-            assert (families.DEEPSTACK in vision.features) == bool(
+            assert (families.DEEPSTACK_FIELD in vision.features) == bool(
                 getattr(config, "deepstack_visual_indexes", None)
             )
 
@@ -55,7 +55,7 @@ def test_every_parameter_is_in_its_part(subtests):
     """The modules that Transformers builds decide: all of `visual` but its mergers is the tower."""
     for kind in FAMILIES_WITH_VISION:
         with subtests.test(kind):
-            model = on_meta(family_config(kind)).model
+            model = build_on_meta(family_config(kind)).model
             parts: set[str] = set()
             for name, _ in model.named_parameters():
                 module, submodule, *_ = name.split(".")
@@ -81,7 +81,7 @@ def test_what_can_share_a_prompt():
     sliding.layer_types = ["full_attention", "sliding_attention"]
     assert not families.shares_prompts(sliding)
     assert not families.shares_prompts(LlamaConfig())
-    assert can_share_prompts(on_meta(family_config("qwen3_vl")).config)
+    assert can_share_prompts(build_on_meta(family_config("qwen3_vl")).config)
 
 
 def notes_of_check(config: Any, **changed: Any) -> list[str]:
@@ -95,7 +95,7 @@ def notes_of_check(config: Any, **changed: Any) -> list[str]:
     )
 
 
-AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*NEEDS_FAMILY]}
+AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*PARTS_THAT_NEED_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
@@ -205,7 +205,7 @@ def test_what_still_works_without_an_entry_works(tmp_path, monkeypatch, capsys):
     )
     train(
         tmp_path / "run",
-        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(NEEDS_FAMILY)}"},
+        **{**settings, "adora_stock_step": f"skip_old_pass,{','.join(PARTS_THAT_NEED_FAMILY)}"},
     )
     assert "the way of stock TRL" in capsys.readouterr().out
     assert (tmp_path / "run" / "model.safetensors").is_file()

@@ -26,7 +26,7 @@ from adora_vl.models.four_bit import (
     four_bit_parameter_bytes,
     keep_gradients,
 )
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.rollout.llm import PolicyLLM
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
@@ -54,7 +54,7 @@ def sft(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(home):
-    return four_bit_folder(str(PRETRAINED), "main", ModelConfig(use_bnb_nested_quant=True))
+    return four_bit_folder(str(PRETRAINED_FOLDER), "main", ModelConfig(use_bnb_nested_quant=True))
 
 
 def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(
@@ -65,7 +65,7 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     assert len(four) == 7 * 3
     assert not any("visual" in name or "lm_head" in name for name in four)
-    config = config_for_planning(str(PRETRAINED))[0]
+    config = config_for_planning(str(PRETRAINED_FOLDER))[0]
     shape = model_shape(
         config, dtype="bfloat16", four_bit_bytes=four_bit_parameter_bytes(nested=True)
     )
@@ -117,10 +117,13 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     keep_gradients(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
     names = [
-        set(load_file(folder / "model.safetensors")) for folder in (tmp_path / "out", PRETRAINED)
+        set(load_file(folder / "model.safetensors"))
+        for folder in (tmp_path / "out", PRETRAINED_FOLDER)
     ]
     assert names[0] == names[1], "named as in the model's own files"
-    plain = PeftModel.from_pretrained(AutoModelForImageTextToText.from_pretrained(PRETRAINED), run)
+    plain = PeftModel.from_pretrained(
+        AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER), run
+    )
     exported = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").float()
     ids = torch.arange(20, 60)[None]
     with torch.no_grad():

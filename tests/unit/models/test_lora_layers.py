@@ -10,13 +10,13 @@ from torch import nn
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.models.check import choose_layers, lora_of, with_own_layers
+from adora_vl.models.check import choose_layers, make_lora_config
 from adora_vl.models.families import FAMILIES, LANGUAGE_MODEL, component_of
-from adora_vl.models.load import PRETRAINED
-from adora_vl.models.shape import language_layers, layers_pattern
+from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.models.shape import language_layer_names, layers_pattern
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
-from tests.support.families import family_config, on_meta
+from tests.support.families import build_on_meta, family_config
 from tests.support.tiny_run import arguments
 
 TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
@@ -27,10 +27,10 @@ SMALL = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "max_steps": 1, "sa
 def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
     config = family_config(kind)
     keys = ModelConfig(use_peft=True, lora_r=2)
-    peft_config = lora_of(keys)
+    peft_config = make_lora_config(keys)
     [note] = choose_layers(peft_config, keys, config)
-    assert ", ".join(language_layers(config)) in note
-    model = on_meta(config)
+    assert ", ".join(language_layer_names(config)) in note
+    model = build_on_meta(config)
     head = model.get_output_embeddings()
     linear = {
         name
@@ -50,7 +50,7 @@ def test_every_linear_layer_of_the_language_model_is_adapted_and_no_other(kind):
     assert (
         keys.lora_target_modules
         == peft_config.target_modules
-        == layers_pattern(language_layers(config))
+        == layers_pattern(language_layer_names(config))
     )
 
 
@@ -61,12 +61,11 @@ def test_named_layers_and_parameters_stay_as_they_are():
         {"lora_target_parameters": ["q_proj.weight"]},
     ):
         keys = ModelConfig(use_peft=True, **named)
-        peft_config = lora_of(keys)
+        peft_config = make_lora_config(keys)
         before = peft_config.to_dict()
         assert choose_layers(peft_config, keys, config) == []
         assert peft_config.to_dict() == before
-        assert with_own_layers(peft_config) is peft_config
-    assert lora_of(ModelConfig()) is None
+    assert make_lora_config(ModelConfig()) is None
     assert choose_layers(None, ModelConfig(), config) == []
 
 
@@ -84,7 +83,7 @@ def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
 
     user_config = LoraConfig(r=2, lora_dropout=0.0)
     trainer = AdoraGRPOTrainer(
-        str(PRETRAINED),
+        str(PRETRAINED_FOLDER),
         reward_funcs="accuracy",
         args=AdoraGRPOConfig(
             str(tmp_path / "python"), use_cpu=True, bf16=False, report_to="none", num_generations=4

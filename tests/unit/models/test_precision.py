@@ -14,8 +14,8 @@ from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 from adora_vl.models import precision
-from adora_vl.models.load import PRETRAINED
-from adora_vl.models.precision import RefuseWrongBuffers, restore_buffers, wrong_buffers
+from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.models.precision import RefuseWrongBuffers, describe_wrong_buffers, restore_buffers
 from adora_vl.utils.errors import RunError
 
 # The rotary buffers of the tiny model.
@@ -28,7 +28,9 @@ ROTARY = [
 
 def tiny_model() -> Qwen2_5_VLForConditionalGeneration:
     """Load the shipped tiny model."""
-    return Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED, dtype=torch.float32)
+    return Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        PRETRAINED_FOLDER, dtype=torch.float32
+    )
 
 
 CASTS = {
@@ -47,14 +49,14 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
             if lora:
                 model = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
             expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
-            assert wrong_buffers(model) == []
+            assert describe_wrong_buffers(model) == []
             cast(model)
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
-            assert len(wrong_buffers(model)) == len(ROTARY)
+            assert len(describe_wrong_buffers(model)) == len(ROTARY)
             restored = restore_buffers(model)
             assert len(restored) == len(ROTARY)
             assert all(name.endswith(tuple(ROTARY)) for name in restored)
-            assert wrong_buffers(model) == []
+            assert describe_wrong_buffers(model) == []
             assert restore_buffers(model) == []
             for name, buffer in model.named_buffers():
                 assert buffer.dtype == expected[name].dtype
@@ -90,7 +92,7 @@ def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, s
     holder = nn.ModuleDict({"rotary": rotary}).to(torch.bfloat16)
     restore_buffers(holder)
     assert torch.equal(rotary.inv_freq.double() * distance, expected)
-    assert wrong_buffers(holder) == []
+    assert describe_wrong_buffers(holder) == []
 
 
 class BuiltFromMoreThanItsConfig(nn.Module):
@@ -109,10 +111,10 @@ class BuiltFromMoreThanItsConfig(nn.Module):
 
 def test_a_rotary_module_of_a_kind_that_we_cannot_build_is_refused_and_not_guessed():
     model = nn.ModuleDict({"own": BuiltFromMoreThanItsConfig(4, scale=2.0)})
-    assert wrong_buffers(model) == []
+    assert describe_wrong_buffers(model) == []
     before = copy.deepcopy(model).to(torch.bfloat16)
     model.to(torch.bfloat16)
-    assert wrong_buffers(model) == ["own.inv_freq is bfloat16, not float32"]
+    assert describe_wrong_buffers(model) == ["own.inv_freq is bfloat16, not float32"]
     assert restore_buffers(model) == []
     assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before.buffers(), strict=True))
 
@@ -134,7 +136,7 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
                 f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)"
             )
             assert "\n" not in text
-            assert precision.REMEDY in text
+            assert precision.CAST_REMEDY in text
     without_reference = RefuseWrongBuffers({"policy": tiny_model(), "reference": None})
     without_reference.on_train_begin(args=None, state=None, control=None)
 
@@ -145,4 +147,4 @@ def test_nothing_of_it_is_saved(tmp_path):
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "inv_freq" in name]
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    assert wrong_buffers(loaded) == []
+    assert describe_wrong_buffers(loaded) == []

@@ -11,8 +11,8 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText
 
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
-from adora_vl.models.load import PRETRAINED
-from adora_vl.models.reference import check_adapter_start, check_copied, copied_policy
+from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.models.reference import check_adapter_start, check_can_be_copied, copy_policy
 from adora_vl.training.guards import ReferenceGuard
 from adora_vl.types import Batch
 from adora_vl.utils.errors import SharedUserError, UserError
@@ -32,7 +32,7 @@ def lora_config(start: bool | str) -> Any:
 
 def tiny_model() -> Any:
     """Load the shipped tiny model."""
-    return AutoModelForImageTextToText.from_pretrained(PRETRAINED, dtype=torch.float32)
+    return AutoModelForImageTextToText.from_pretrained(PRETRAINED_FOLDER, dtype=torch.float32)
 
 
 def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None = None) -> Any:
@@ -60,7 +60,7 @@ def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None =
         "images": [Image.new("RGB", (56, 56), "gray")],
     }
     return AdoraGRPOTrainer(
-        str(PRETRAINED) if model is None else model,
+        str(PRETRAINED_FOLDER) if model is None else model,
         reward_funcs=lambda completions, **_: [float(n % 2) for n in range(len(completions))],
         args=args,
         train_dataset=Dataset.from_list([row] * 8),
@@ -116,7 +116,7 @@ def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_
     model = tiny_model()
     embeddings = model.get_input_embeddings()
     model.forward = lambda **_: embeddings.weight.sum()  # as a fused head of a trainer before
-    reference = copied_policy(model, "a folder", dtype=torch.bfloat16)
+    reference = copy_policy(model, "a folder", dtype=torch.bfloat16)
     assert "forward" not in vars(reference)
     assert not reference.training
     assert reference.dtype == torch.float32
@@ -129,11 +129,11 @@ def test_a_copy_computes_with_its_own_weights_whatever_a_trainer_before_has_put_
 
 def test_an_object_that_deepspeed_has_divided_is_refused_with_a_reference():
     model: Any = torch.nn.Linear(2, 2)
-    check_copied(model, beta=0.1)
+    check_can_be_copied(model, beta=0.1)
     model.weight.ds_id = 0  # as zero.Init leaves it
-    check_copied(model, beta=0.0)
+    check_can_be_copied(model, beta=0.0)
     with pytest.raises(UserError, match="DeepSpeed has divided .* beta: 0.1"):
-        check_copied(model, beta=0.1)
+        check_can_be_copied(model, beta=0.1)
 
 
 def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_the_run(tmp_path):

@@ -18,7 +18,7 @@ from adora_vl.data import loading, shared_images
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.data.prompts import conversation
 from adora_vl.data.shared_images import as_kept_image
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.packing.image_store import (
     ImageBank,
     ImageBanks,
@@ -38,7 +38,7 @@ from tests.support.tiny_run import train
 
 @pytest.fixture(scope="module")
 def processor():
-    return load_processor(str(PRETRAINED))
+    return load_processor(str(PRETRAINED_FOLDER))
 
 
 def test_the_cached_output_is_the_processors(processor, subtests):

@@ -21,7 +21,7 @@ from adora_vl.data.overlong_prompts import OverlongPrompts
 from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
-from adora_vl.models.load import PRETRAINED, limit_pixels, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
 from adora_vl.planning.dry_run import (
     batch_lines,
     learning_rate_line,
@@ -213,7 +213,7 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
 
 
 def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data):
-    model = shutil.copytree(PRETRAINED, tmp_path / "model")
+    model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
     words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
     with pytest.raises(
@@ -259,7 +259,7 @@ def test_lengths_are_those_of_the_trainers_processor(data, subtests):
 
 
 def _check_lengths(data, family):
-    processor = processor_around(load_processor(str(PRETRAINED)).tokenizer, family)
+    processor = processor_around(load_processor(str(PRETRAINED_FOLDER)).tokenizer, family)
     limit_pixels(processor, None, 9000)  # some images are made smaller
     counter = tokenizer_counter(processor, SYSTEM_PROMPT)
     limits = resize_limits_of(processor, build_config(processor.tokenizer, family), None, 9000)

@@ -7,11 +7,11 @@ import pytest
 
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.models.check import LOST_UPDATES
+from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.memory import Setup, predict
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.planning.what_fits import HEADROOM, fits, proposed_utilization
+from adora_vl.planning.what_fits import HEADROOM_SHARE, fits, proposed_utilization
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS
@@ -102,8 +102,10 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
 
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
-    assert not [name for name in CARDS if LOST_UPDATES in memory_lines(plan_for_recipe(name))]
-    assert LOST_UPDATES in memory_lines(
+    assert not [
+        name for name in CARDS if LOST_UPDATES_WARNING in memory_lines(plan_for_recipe(name))
+    ]
+    assert LOST_UPDATES_WARNING in memory_lines(
         plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")
     )
 
@@ -116,7 +118,7 @@ def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, ca
         ("auto", False),
     ):
         prepare(read(arguments(tmp_path / dtype, dtype=dtype)))
-        assert (LOST_UPDATES in capsys.readouterr().out) == warns
+        assert (LOST_UPDATES_WARNING in capsys.readouterr().out) == warns
 
 
 def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memory_free():
@@ -126,7 +128,10 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
     at_once = {}
     for hundredths in range(1, 100):
         prediction = predict(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
-        if prediction.peak <= (1 - HEADROOM) * plan.card_bytes and prediction.engine is not None:
+        if (
+            prediction.peak <= (1 - HEADROOM_SHARE) * plan.card_bytes
+            and prediction.engine is not None
+        ):
             at_once[hundredths / 100] = prediction.engine.concurrent_rollouts
     assert at_once[utilization] == max(at_once.values()) > 0
     assert all(

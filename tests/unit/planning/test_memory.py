@@ -19,9 +19,8 @@ from trl import ModelConfig, get_peft_config
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.sharding import Sharding, from_environment, from_file
-from adora_vl.config.states import BUCKET, states
-from adora_vl.models.activations import MicroBatch
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.activations import PlannedMicroBatch
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import checkpoint_bytes, checkpoint_of, run_bytes
 from adora_vl.planning.memory import (
@@ -34,6 +33,7 @@ from adora_vl.planning.memory import (
     predict,
 )
 from adora_vl.planning.what_fits import batch_sizes, fits, largest_batch, largest_image_tokens
+from adora_vl.training.model_states import REDUCE_BUCKET_PARAMETERS, predict_state_bytes
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
@@ -91,8 +91,8 @@ def test_another_model_that_cannot_be_reached_is_named():
 
 
 def test_the_tiny_model_is_counted_right():
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert (
         shape.total_parameters
         == sum(p.numel() for p in model.parameters())
@@ -107,12 +107,13 @@ def test_zero3_does_not_shard_what_is_only_counted():
     config = deepspeed.HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
     try:
         assert deepspeed.is_deepspeed_zero3_enabled()
-        shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+        shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
         assert deepspeed.is_deepspeed_zero3_enabled(), "and is on again"
     finally:
         deepspeed.unset_hf_deepspeed_config()
     assert (
-        shape.total_parameters == json.loads((PRETRAINED / "build.json").read_text())["parameters"]
+        shape.total_parameters
+        == json.loads((PRETRAINED_FOLDER / "build.json").read_text())["parameters"]
     )
     assert config
 
@@ -197,13 +198,13 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     With offload DeepSpeed has the gradients on the host twice, as they come and in float32.
     """
     total = shape_of_7b.total_parameters
-    two = states(
+    two = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=2), has_reference=True, mixed_precision=True
     )
-    three = states(
+    three = predict_state_bytes(
         shape_of_7b, Sharding(processes=8, stage=3), has_reference=True, mixed_precision=True
     )
-    offloaded = states(
+    offloaded = predict_state_bytes(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
         has_reference=True,
@@ -215,7 +216,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
     assert three.weights == 2 * total // 8
     assert three.reference == 2 * total // 8
     assert three.optimizer == 12 * total // 8
-    assert two.gradients == three.gradients == 2 * total // 8 + 2 * BUCKET
+    assert two.gradients == three.gradients == 2 * total // 8 + 2 * REDUCE_BUCKET_PARAMETERS
     assert offloaded.optimizer == 0
     assert offloaded.host_optimizer == 18 * total // 8
     for sharding in (
@@ -223,7 +224,7 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
         Sharding(processes=8, stage=3),
     ):  # TRL takes the adapters off for it
         assert (
-            states(
+            predict_state_bytes(
                 replace(shape_of_7b, has_adapters=True),
                 sharding,
                 has_reference=True,
@@ -231,7 +232,9 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
             ).reference
             == 0
         )
-    alone = states(shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True)
+    alone = predict_state_bytes(
+        shape_of_7b, Sharding(processes=1), has_reference=False, mixed_precision=True
+    )
     assert alone.weights == 2 * total
     assert alone.gradients == 2 * total
     assert alone.optimizer == 4 * total
@@ -239,8 +242,8 @@ def test_zero_divides_what_its_stage_says(shape_of_7b):
 
 
 def test_torchs_own_optimizer_is_what_is_predicted():
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -249,17 +252,21 @@ def test_torchs_own_optimizer_is_what_is_predicted():
         t.nbytes for state in optimizer.state.values() for t in state.values() if t.ndim
     )
     gradients = sum(p.grad.nbytes for p in model.parameters())
-    predicted = states(shape, Sharding(processes=1), has_reference=False, mixed_precision=False)
+    predicted = predict_state_bytes(
+        shape, Sharding(processes=1), has_reference=False, mixed_precision=False
+    )
     assert predicted.optimizer == state_bytes
     assert predicted.gradients == gradients
-    two = states(shape, Sharding(processes=2), has_reference=False, mixed_precision=False)
+    two = predict_state_bytes(
+        shape, Sharding(processes=2), has_reference=False, mixed_precision=False
+    )
     assert (two.optimizer, two.gradients) == (state_bytes, 2 * gradients), (
         "what DDP sends lies in buckets of its own"
     )
 
 
 def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED)
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(PRETRAINED_FOLDER)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -267,7 +274,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     model.save_pretrained(tmp_path)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     written = sum(path.stat().st_size for path in tmp_path.iterdir())
-    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED))
+    shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
     assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
@@ -310,7 +317,9 @@ def recipe(shape_of_7b) -> Setup:
     return Setup(
         shape_of_7b,
         Sharding(processes=8, stage=3, offload_optimizer=True),
-        MicroBatch(sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280),
+        PlannedMicroBatch(
+            sequences=2, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
+        ),
         128,
         has_reference=True,
         engine=engine,
@@ -323,7 +332,7 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
         {"sharding": Sharding(processes=8, stage=2)},
         {"sharding": Sharding(processes=1)},
         {
-            "batch": MicroBatch(
+            "batch": PlannedMicroBatch(
                 sequences=4, prompt_tokens=1580, completion_tokens=4096, image_tokens=1280
             )
         },
@@ -368,7 +377,7 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
     setup = Setup(
         shape,
         Sharding(),
-        MicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
+        PlannedMicroBatch(sequences=1, prompt_tokens=1, completion_tokens=1),
         group * groups,
         group_size=group,
     )
@@ -447,7 +456,7 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
     setup = Setup(
         shape,
         Sharding(),
-        MicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
+        PlannedMicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
         1,
         sharing=SHARED,
     )
@@ -458,7 +467,9 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
 def test_a_packed_group_has_its_prompt_once(recipe):
     short = replace(
         recipe,
-        batch=MicroBatch(sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280),
+        batch=PlannedMicroBatch(
+            sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280
+        ),
         group_size=8,
     )
     packed = replace(short, sharing=SHARED)

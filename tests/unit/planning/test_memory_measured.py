@@ -19,30 +19,30 @@ from adora_vl.builtin.tiny_vl import build_config
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     DtypeBytes,
-    MicroBatch,
+    PlannedMicroBatch,
     head_saved_bytes,
     head_transient_bytes,
     saved_bytes,
 )
 from adora_vl.models.families import freeze
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
 
 pytestmark = pytest.mark.slow
 
-SMALL = MicroBatch(
+SMALL = PlannedMicroBatch(
     sequences=4,
     prompt_tokens=76,
     completion_tokens=40,
     image_tokens=16,
 )
-LONG = MicroBatch(
+LONG = PlannedMicroBatch(
     sequences=3,
     prompt_tokens=264,
     completion_tokens=300,
     image_tokens=64,
 )
-WIDE = MicroBatch(
+WIDE = PlannedMicroBatch(
     sequences=1,
     prompt_tokens=656,
     completion_tokens=300,
@@ -57,7 +57,7 @@ class Policy:
 
     def __init__(
         self,
-        size: MicroBatch,
+        size: PlannedMicroBatch,
         *,
         checkpointing: bool = False,
         dtype: torch.dtype = torch.float32,
@@ -67,7 +67,7 @@ class Policy:
         lora: bool = False,
         family: str = "qwen2_5_vl",
     ) -> None:
-        config = build_config(AutoTokenizer.from_pretrained(PRETRAINED), family)
+        config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family)
         config.text_config.num_key_value_heads = kv_heads
         self.size = size
         self.checkpointing = checkpointing

@@ -24,7 +24,7 @@ from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
-from adora_vl.models.check import lora_of
+from adora_vl.models.check import make_lora_config
 from adora_vl.preflight.check_output_dir import fingerprint_of
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets, rewards_text
@@ -75,7 +75,7 @@ def of_python(**options: Any) -> dict[str, str]:
     lora = options.pop("lora", ())
     peft_config = None
     if lora:
-        peft_config = lora_of(parse(["--use_cpu", "true", "--bf16", "false", *lora])[2])
+        peft_config = make_lora_config(parse(["--use_cpu", "true", "--bf16", "false", *lora])[2])
     config = AdoraGRPOConfig(
         output_dir="nowhere",
         use_cpu=True,

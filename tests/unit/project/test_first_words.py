@@ -2,12 +2,14 @@
 
 import ast
 import json
+import os
 import re
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from adora_vl.__main__ import COMMANDS, main
+from adora_vl.__main__ import DESCRIPTION_BY_COMMAND, main
 from adora_vl.utils.cli import announce_reading
 
 ROOT = Path(__file__).parents[3]
@@ -16,17 +18,30 @@ ROOT = Path(__file__).parents[3]
 def test_the_package_lists_its_commands(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for name in COMMANDS:
+    for name in DESCRIPTION_BY_COMMAND:
         assert f"python -m {name} " in printed
         runs = find_spec(name) if "." in name else None
         main_file = find_spec(f"{name}.__main__") if runs is None or _is_package(name) else runs
         assert main_file is not None
         assert main_file.origin is not None
         assert "__main__" in Path(main_file.origin).read_text() or main_file.name.endswith("main__")
-    assert main(["migrate"]) == 2
-    assert "write python -m adora_vl.migrate" in capsys.readouterr().err
     assert main(["trian"]) == 2
     assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_a_command_is_run_by_its_name_also_beside_a_folder_of_the_same_name(tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "__main__.py").write_text("print('of the user')")
+    result = subprocess.run(
+        [sys.executable, "-m", "adora_vl", "eval", "geometry", "run"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 2
+    assert "did you mean 'geometry3k'?" in result.stderr
+    assert result.stdout == ""
 
 
 def _is_package(name: str) -> bool:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from adora_vl.models.precision import wrong_buffers
+from adora_vl.models.precision import describe_wrong_buffers
 from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import free_port, use_one_gpu
 from benchmarks.gpu import (
@@ -396,7 +396,7 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
     monkeypatch.setattr(vision, "_image", noted)
     assert len(list(vision.run(SMALL))) == 3
     assert len(towers) == 6
-    assert [wrong_buffers(tower) for tower in towers] == [[]] * 6
+    assert [describe_wrong_buffers(tower) for tower in towers] == [[]] * 6
 
 
 HEALTHY = """

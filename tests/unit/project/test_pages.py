@@ -18,7 +18,7 @@ import PIL.Image
 import pytest
 
 from adora_vl.data.prompts import SYSTEM_PROMPT
-from tests.support.endpoint_server import completion
+from tests.support.endpoint_server import completion_reply
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
@@ -99,7 +99,7 @@ def test_a_notebook_runs(path, adora_run, grpo_run, monkeypatch, capsys, tmp_pat
 
 def test_the_request_of_the_page_arrives_with_its_image_and_the_trainings_prompt(tmp_path, serve):
     pytest.importorskip("openai")  # comes with vLLM
-    server = serve(lambda body, call: completion("so x = 5", finish_reason="stop"))
+    server = serve(lambda body, call: completion_reply("so x = 5", finish_reason="stop"))
     (block,) = re.findall(
         r"```python\n(import base64.*?)```",
         (ROOT / "docs" / "evaluation.md").read_text(),

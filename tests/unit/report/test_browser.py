@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adora_vl.record.metrics import read_metrics
-from tests.support.browser import assert_that_it_runs
+from tests.support.browser import assert_attack_runs_unescaped
 from tests.support.recorded_runs import (
     ADORA_SETTINGS,
     ATTACKING_HTML,
@@ -42,7 +42,7 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     """A page that would run them says so in its title, and a plain page with the same text does."""
-    assert_that_it_runs(ATTACKING_HTML, browser, tmp_path)
+    assert_attack_runs_unescaped(ATTACKING_HTML, browser, tmp_path)
     browser.open(attacked)
     assert (
         browser.text(".rollout .text")

@@ -19,7 +19,7 @@ from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
 from adora_vl.report.run_view import ROLLOUT, load_run, weight_reason
-from tests.support.browser import Tags
+from tests.support.browser import TagsOfPage
 from tests.support.recorded_runs import (
     ADORA_SETTINGS,
     ATTACKING_HTML,
@@ -373,7 +373,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
 def test_the_page_is_self_contained(tmp_path):
     attacked = write_attacked_page(tmp_path)
     text = attacked.read_text()
-    for _, attributes in Tags(text).tags:
+    for _, attributes in TagsOfPage(text).tags:
         assert not [name for name in attributes if name.startswith("on")]
         assert "src" not in attributes
         assert (attributes.get("href") or "#").startswith("#")

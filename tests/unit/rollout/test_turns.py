@@ -19,7 +19,7 @@ from transformers import TrainerState
 from adora_vl.advantage.adora import Adora
 from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.models.load import PRETRAINED, load_processor
+from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.packing.images import DistinctImages
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.rollouts import (
@@ -32,7 +32,7 @@ from adora_vl.rollout.rollouts import (
     StepKey,
 )
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
+from adora_vl.rollout.turns import CALL_TAG, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
@@ -42,12 +42,12 @@ from adora_vl.training.guards import RewardGuard
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from tests.support.step_context import step_context
 
-PROCESSOR: Any = load_processor(str(PRETRAINED))
+PROCESSOR: Any = load_processor(str(PRETRAINED_FOLDER))
 TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id
 IMAGE = PROCESSOR.image_token_id
-CALLED = f"{CALL} 7"
+CALLED = f"{CALL_TAG} 7"
 
 
 def ids_of(text: str) -> list[int]:
@@ -103,7 +103,7 @@ def answered(
 
 PIECES = [
     *(
-        CALL,
+        CALL_TAG,
         "</tool_call>",
         '{"name": "line", "arguments": {',
         '"x1": ',

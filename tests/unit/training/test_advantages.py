@@ -24,7 +24,7 @@ from adora_vl.advantage import METHODS, AdvantagePipeline, Groups
 from adora_vl.advantage.adora import Adora, weigh_groups
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.record.rollout_figures import assessment_figures, learned_figures
 from adora_vl.record.rollouts import criteria_columns
@@ -158,7 +158,7 @@ def test_what_the_models_folder_says_of_sampling_stays_out_of_it(tmp_path, monke
 
     The model that is saved keeps the setting.
     """
-    folder = shutil.copytree(PRETRAINED, tmp_path / "model")
+    folder = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     file = folder / "generation_config.json"
     generation_config = json.loads(file.read_text())
     file.write_text(json.dumps({**generation_config, "do_sample": True, "min_p": 0.99}))
@@ -375,7 +375,7 @@ def record_batches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def run_from_python(
-    folder: Path, *, signal_every: int = 1, model: Path = PRETRAINED, **keys: Any
+    folder: Path, *, signal_every: int = 1, model: Path = PRETRAINED_FOLDER, **keys: Any
 ) -> AdoraGRPOTrainer:
     """Train a tiny model for one step of 8 groups of 4 rollouts, on texts.
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from adora_vl.config.schema import parse
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.packing.image_store import PASSING, ImageCache, effective_settings
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.rollout.rollouts import Rollout, SamplingRequest, SamplingResult, StepKey
@@ -73,7 +73,7 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user
     chosen = build_extensions(keys)
     assert [*chosen] == ["Plain"]
     assert chosen["Plain"].strength == 3.0  # type: ignore[attr-defined]
-    check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED))
+    check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert extension_costs(chosen, keys) == ["Plain: a second pass"]
     hashes_before = extension_hashes(keys)
     (user_folder / "mine.py").write_text(SOURCE + "# edited")
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_named_in_one_line(user_folder):
     assert wrong == {}
     assert build_extensions(config("{mine.py:Elsewhere: {}}", *VLLM))
     with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
-        model = AutoConfig.from_pretrained(PRETRAINED)
+        model = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
         check_extensions(build_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
 
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adora_vl.models.activations import MicroBatch
+from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.training.micro_batch_room import (
     UnitSize,
     full_unit,
@@ -18,7 +18,12 @@ from adora_vl.training.micro_batch_room import (
 )
 from adora_vl.types import HostRows, RowImages
 from benchmarks.lockstep import REAL, simulate_filled
-from tests.support.micro_batch_room import ACTIVATION_MEMORIES, LONGEST, SHAPE, room
+from tests.support.micro_batch_room import (
+    ACTIVATION_MEMORY_BY_CASE,
+    LONGEST_ANSWER,
+    SHAPE_OF_3B,
+    room_of_3b,
+)
 
 # Of a group of 8 rollouts as the speed page has it: 468 tokens an answer on average
 ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)
@@ -38,7 +43,7 @@ def unit(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
 UNITS = st.builds(
     unit,
     st.integers(1, 2000),
-    st.lists(st.integers(0, LONGEST), min_size=4, max_size=4),
+    st.lists(st.integers(0, LONGEST_ANSWER), min_size=4, max_size=4),
     st.integers(0, 4000),
 )
 
@@ -51,7 +56,7 @@ UNITS = st.builds(
         )
     ),
     st.integers(1, 2),
-    st.sampled_from(sorted(ACTIVATION_MEMORIES)),
+    st.sampled_from(sorted(ACTIVATION_MEMORY_BY_CASE)),
     st.booleans(),
 )
 def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
@@ -62,16 +67,16 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     A micro-batch always has the planned number of units, whatever memory they need.
     """
     count = len(ranks[0])
-    micro_batches = room(activation_memory, shares_prompts=shares_prompts).cut(
+    micro_batches = room_of_3b(activation_memory, shares_prompts=shares_prompts).cut(
         ranks, range(count), max_units
     )
     assert list(chain.from_iterable(micro_batches)) == list(range(count))
     assert all(len(positions) >= max_units for positions in micro_batches[:-1])
     size_of = partial(size_of_pass, shares_prompts=shares_prompts, masked=True)
     all_units = [unit for units in ranks for unit in units]
-    planned_size = size_of([full_unit(all_units, LONGEST)] * max_units)
-    memory = ACTIVATION_MEMORIES[activation_memory]
-    recomputed_counts = (0, 7, SHAPE.text.layers) if memory.checkpointing else (0,)
+    planned_size = size_of([full_unit(all_units, LONGEST_ANSWER)] * max_units)
+    memory = ACTIVATION_MEMORY_BY_CASE[activation_memory]
+    recomputed_counts = (0, 7, SHAPE_OF_3B.text.layers) if memory.checkpointing else (0,)
     filled = [positions for positions in micro_batches if len(positions) > max_units]
     for positions, units, recomputed in product(filled, ranks, recomputed_counts):
         size = size_of(units[positions.start : positions.stop])
@@ -82,16 +87,16 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
     """Full answers of one group take the memory of three groups of real lengths."""
     groups = [unit(1079, ANSWERS)] * 12
-    assert [len(part) for part in room().cut([groups], range(12), 1)] == [3, 3, 3, 3]
-    full = [unit(1079, [LONGEST] * 8)] * 12
-    assert len(room().cut([full], range(12), 1)) == 12, "nothing is filled up at full length"
+    assert [len(part) for part in room_of_3b().cut([groups], range(12), 1)] == [3, 3, 3, 3]
+    full = [unit(1079, [LONGEST_ANSWER] * 8)] * 12
+    assert len(room_of_3b().cut([full], range(12), 1)) == 12, "nothing is filled up at full length"
 
 
 def test_ranks_cut_at_the_same_places():
     """A rank with short groups takes no more of them than the one whose groups are long."""
     short_groups = [unit(100, [50] * 8)] * 6
     long_groups = [unit(1079, ANSWERS)] * 6
-    cut = partial(room().cut, positions=range(6), max_units=1)
+    cut = partial(room_of_3b().cut, positions=range(6), max_units=1)
     assert cut([short_groups, long_groups]) == cut([long_groups])
     assert len(cut([short_groups])) == 1
 
@@ -108,23 +113,23 @@ def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
 def test_rows_that_share_nothing_are_as_long_as_the_longest():
     """Without shared prompts padding counts: a short group beside a long one takes as much."""
     units = [unit(1000, [2000] * 8), *[unit(1000, [100] * 8)] * 5]
-    padded = room(shares_prompts=False).cut([units], range(6), max_units=1)
+    padded = room_of_3b(shares_prompts=False).cut([units], range(6), max_units=1)
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
-    packed = room().cut([units], range(6), max_units=1)
+    packed = room_of_3b().cut([units], range(6), max_units=1)
     assert [len(positions) for positions in packed] == [1, 5]
 
 
 def test_the_planned_pass_is_that_of_the_dry_run():
     """The numbers by which memory is predicted are the same where prompts are the longest."""
-    planned = MicroBatch(
+    planned = PlannedMicroBatch(
         sequences=8,
         prompt_tokens=1079,
-        completion_tokens=LONGEST,
+        completion_tokens=LONGEST_ANSWER,
         image_tokens=256,
         sequences_per_problem=8,
         packed=True,
     )
-    longest_group = full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST)
+    longest_group = full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST_ANSWER)
     size = size_of_pass([longest_group], shares_prompts=True, masked=True)
     dry_run_size = planned.pass_size(merge_size=2, has_padding_mask=True)
     # A rollout's last token predicts nothing, so it is no key.

@@ -37,7 +37,7 @@ from benchmarks.lockstep import (
     shuffle_each_rank,
     simulate,
 )
-from tests.support.micro_batch_room import room
+from tests.support.micro_batch_room import room_of_3b
 from tests.support.step_context import step_context
 
 CPU = torch.device("cpu")
@@ -447,7 +447,7 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
         return weights
 
     separate = weights_of_rows(None, expected_count=4)
-    filled = weights_of_rows(room(longest=64), expected_count=1)
+    filled = weights_of_rows(room_of_3b(longest=64), expected_count=1)
     assert filled.keys() == separate.keys()
     for number, weight in separate.items():
         assert filled[number] == pytest.approx(weight, rel=1e-12)
@@ -458,7 +458,7 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    filling_batcher = batcher(banks=banks, room=room(longest=64), log=log, **two_a_step)
+    filling_batcher = batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
     micro_batches = filling_batcher.split(eight_groups(banks, LETTERS), "0/0")
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
@@ -466,7 +466,9 @@ def test_empty_micro_batches_come_first_in_each_step():
 
 def test_the_key_cuts_by_the_number_of_rows():
     banks = ImageBanks()
-    stock = batcher(banks=banks, room=room(longest=64), adora_stock_step=["fill_micro_batches"])
+    stock = batcher(
+        banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
+    )
     micro_batches = stock.split(eight_groups(banks, LETTERS), "0/0")
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 

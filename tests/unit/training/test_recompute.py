@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import RESERVED_SHARE, ActivationMemory, DtypeBytes, PassSize
+from adora_vl.models.activations import RESERVED_CARD_SHARE, ActivationMemory, DtypeBytes, PassSize
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.training.recompute import (
     RECOMPUTED_LAYERS_FIGURE,
     CardBytes,
     GradientSnapshots,
     RecomputedLayers,
-    language_layers,
+    recomputable_layers,
 )
 from tests.support.small_models import TEXT_CONFIG, small_model
 from tests.support.stand_ins import Processes
@@ -109,7 +109,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
     model = small_model("qwen2_5_vl")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     blocks = list(model.model.visual.blocks)
-    layers = language_layers(model)
+    layers = recomputable_layers(model)
     assert layers == list(model.model.language_model.layers)
     with recomputed_layers(model, adora_recompute=1).switched(SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
@@ -129,7 +129,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
             model = language_model()
             switch = recomputed_layers(model, log=log, **keys)
             with switch.switched(SIZE):
-                assert all(layer.gradient_checkpointing for layer in language_layers(model))
+                assert all(layer.gradient_checkpointing for layer in recomputable_layers(model))
             assert log == {}
 
 
@@ -141,7 +141,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
         context, model=model, shape=three_billion, sharding=Sharding(), read_card=None
     )
     with switch.switched(SIZE):
-        assert not any(layer.gradient_checkpointing for layer in language_layers(model))
+        assert not any(layer.gradient_checkpointing for layer in recomputable_layers(model))
 
 
 def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
@@ -174,7 +174,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     def bytes_for(count: int) -> int:
         """Return the free memory with which a pass of `SIZE` recomputes so many layers."""
         peak_bytes = activation_memory.peak_bytes(SIZE, count)
-        return peak_bytes + int(RESERVED_SHARE * card_bytes) + gradient_bytes
+        return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
 
     switch = recomputed_layers(
         model,
@@ -186,7 +186,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     for count in (0, 2, 3, LAYERS):
         free_bytes = 0 if count == LAYERS else bytes_for(count)
         with switch.switched(SIZE):
-            flags = [layer.gradient_checkpointing for layer in language_layers(model)]
+            flags = [layer.gradient_checkpointing for layer in recomputable_layers(model)]
         assert flags.count(True) == count
         assert switch.count == count
         assert log[RECOMPUTED_LAYERS_FIGURE] == count
@@ -233,7 +233,7 @@ class OutOfMemory(nn.Module):
         self.switch = switch
         self.figures = figures
         self.passes = 0
-        layer = language_layers(model)[1]
+        layer = recomputable_layers(model)[1]
         # The backward pass has added to the gradients of later layers before it gets here.
         layer.register_full_backward_pre_hook(self._fail)
 

@@ -20,7 +20,7 @@ from eval.command import main as evaluate
 from eval.geometry3k import BENCHMARK
 from tests.support.disk import folder_contents, limit_file_size
 from tests.support.geometry3k import write_problem_folder
-from tests.support.pictures import drawing, encoded
+from tests.support.pictures import draw_figure, encode_picture
 
 Write = Callable[[Path], int | None]
 
@@ -74,7 +74,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
     write_problem_folder(folder / "raw", number=1)
     # What cannot be used goes into the quarantine with its bytes: that is a write too.
-    write_problem_folder(folder / "raw", number=2, image=encoded(drawing(2, 300))[:-9])
+    write_problem_folder(folder / "raw", number=2, image=encode_picture(draw_figure(2, 300))[:-9])
     (folder / "p.jsonl").write_text("".join(json.dumps(row(pid)) + "\n" for pid in "12"))
     assert (
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])

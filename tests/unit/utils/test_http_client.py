@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError
-from tests.support.endpoint_server import completion
+from tests.support.endpoint_server import completion_reply
 
 ROOT = Path(__file__).parents[3]
 HELLO = [{"role": "user", "content": "hello"}]
@@ -24,7 +24,7 @@ def http_threads() -> int:
 
 
 def test_calls_go_over_as_many_connections_as_there_are_workers(serve):
-    server = serve(lambda body, call: completion("hi"))
+    server = serve(lambda body, call: completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", workers=4))
     for _ in range(3):
         assert len(client.each(lambda _: client.chat(HELLO), range(20))) == 20
@@ -34,7 +34,7 @@ def test_calls_go_over_as_many_connections_as_there_are_workers(serve):
 
 
 def test_an_attempt_that_fails_leaves_its_connection_usable(serve):
-    server = serve(lambda body, call: (503, b"busy") if call % 3 else completion("hi"))
+    server = serve(lambda body, call: (503, b"busy") if call % 3 else completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", wait_s=0.001))
     for _ in range(5):
         assert client.chat(HELLO).text == "hi"
@@ -46,7 +46,7 @@ def test_a_call_that_took_too_long_is_not_read_by_the_next_one(serve):
     def answer(body, call):
         if call == 1:
             time.sleep(0.5)
-        return completion(f"reply {call}")
+        return completion_reply(f"reply {call}")
 
     client = ChatClient(Endpoint(serve(answer).url, "m", attempts=1, timeout_s=0.2))
     with pytest.raises(EndpointError, match="the call took too long"):
@@ -57,7 +57,7 @@ def test_a_call_that_took_too_long_is_not_read_by_the_next_one(serve):
 def test_a_client_without_user_ends_its_thread(serve):
     gc.collect()  # the clients of other tests
     before = http_threads()
-    client = ChatClient(Endpoint(serve(lambda body, call: completion("hi")).url, "m"))
+    client = ChatClient(Endpoint(serve(lambda body, call: completion_reply("hi")).url, "m"))
     assert http_threads() == before, "nothing is connected before the first call"
     client.chat(HELLO)
     assert http_threads() == before + 1
@@ -71,7 +71,7 @@ def test_cookies_are_not_sent_back(monkeypatch, serve):
     cookies = []
 
     def answer(body, call):
-        return completion("hi")
+        return completion_reply("hi")
 
     server = serve(answer)
     handler = server._server.RequestHandlerClass
@@ -110,7 +110,7 @@ def hang_up() -> Iterator[Callable[[int], tuple[str, list[int]]]]:
         listener = socket.create_server(("127.0.0.1", 0))
         listeners.append(listener)
         connections: list[int] = []
-        body = completion("hi")[1]
+        body = completion_reply("hi")[1]
 
         def serve() -> None:
             with suppress(OSError):
@@ -187,7 +187,7 @@ except KeyboardInterrupt:
 
 
 def test_loops_forks_interrupts_and_ends_leave_nothing_open(serve):
-    server = serve(lambda body, call: completion("hi"))
+    server = serve(lambda body, call: completion_reply("hi"))
     slow_server = serve(lambda body, call: None)
     warnings = ["-W", "always", "-W", "ignore::DeprecationWarning"]  # of a fork with threads
     began = time.monotonic()

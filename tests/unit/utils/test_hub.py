@@ -23,7 +23,7 @@ from adora_vl.config.schema import parse
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.requests import AnswerEngineSettings
 from adora_vl.models import load
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.planning.plan import make_plan
 from adora_vl.prepare import prepare
 from adora_vl.train import build_trainer, main
@@ -118,7 +118,7 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
-    monkeypatch.setattr(hub, "_HUB_SECONDS", 1.0)
+    monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
     yield use_as_hub
     hub.no_hub.cache_clear()
@@ -176,7 +176,7 @@ def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
 def cached_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The tiny model as the hub's library keeps a model that it has loaded before."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return keep_in_hub_cache("somebody/tiny", PRETRAINED, main="0" * 40)
+    return keep_in_hub_cache("somebody/tiny", PRETRAINED_FOLDER, main="0" * 40)
 
 
 def test_the_revision_that_is_named_is_the_one_that_is_loaded(cached_model: str) -> None:
@@ -203,14 +203,14 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         raise UserError("not loaded here")
 
     monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
-    words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED, model_revision="v1")
+    words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
     rows = Dataset.from_list([{"prompt": "Say so."}] * 4)
     ways: list[Callable[[], object]] = [
         lambda: prepare(read(words)),
         lambda: make_plan(read(words), DryRunOptions()),
-        lambda: AdoraGRPOTrainer(str(PRETRAINED), "accuracy", config, rows),
+        lambda: AdoraGRPOTrainer(str(PRETRAINED_FOLDER), "accuracy", config, rows),
     ]
     for way in ways:
         with pytest.raises(UserError, match="not loaded here"):
@@ -264,7 +264,7 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
         lambda: data_prep(conversion),
         lambda: evaluate(
             MATHVISTA,
-            ["infer", "--model", str(PRETRAINED), "--data", "somebody/mathvista", *output],
+            ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "somebody/mathvista", *output],
         ),
     ]
     with serving(answer) as (address, connections):

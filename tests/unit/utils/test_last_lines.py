@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.evals.inference.engines import check_model
 from adora_vl.export import main as export
-from adora_vl.models.load import PRETRAINED
+from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.manifest import interpreter, path_to_type, write_manifest
 from adora_vl.record.summary import evaluate_command, view_command
 from adora_vl.report.page import write_page
@@ -52,7 +52,7 @@ def test_the_evaluation_is_not_a_file_of_the_users(monkeypatch, tmp_path, file, 
     if is_named:
         assert words[1:3] == ["-m", "eval.problems"]
     else:
-        assert words[:2] == ["adora-vl-eval", "problems"]
+        assert words[:3] == ["adora-vl", "eval", "problems"]
 
 
 def test_python_is_called_as_the_user_does(monkeypatch, tmp_path):
@@ -82,14 +82,12 @@ def test_a_lora_run_is_resolved_to_its_merged_model(tmp_path, capsys):
 
 
 def test_tiny_is_the_same_model_in_training_and_evaluation():
-    assert check_model("tiny") == resolve_model("tiny") == str(PRETRAINED)
+    assert check_model("tiny") == resolve_model("tiny") == str(PRETRAINED_FOLDER)
 
 
 def test_every_console_script_is_a_function_that_returns_an_exit_code(capsys):
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    assert scripts.keys() == {
-        f"adora-vl-{name}" for name in ("train", "eval", "report", "doctor", "data")
-    }
+    assert scripts.keys() == {"adora-vl"}
     for target in scripts.values():
         module, _, function = target.partition(":")
         assert callable(getattr(import_module(module), function))
@@ -144,7 +142,7 @@ def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(
     assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr("adora_vl.export.copy_model", no_room)
     capsys.readouterr()
-    assert export([str(PRETRAINED), str(tmp_path / "out")]) == 2
+    assert export([str(PRETRAINED_FOLDER), str(tmp_path / "out")]) == 2
     assert "error: OUT: " in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
@@ -153,7 +151,7 @@ def test_a_place_that_export_cannot_write_to_is_refused(tmp_path, capsys, monkey
     monkeypatch.chdir(tmp_path)
     Path("a_file").write_text("")
     for output in ("a_file/out", "", "/proc/nowhere/out"):
-        assert export([str(PRETRAINED), output]) == 2
+        assert export([str(PRETRAINED_FOLDER), output]) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1, output
 
 

@@ -37,7 +37,7 @@ from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, ch
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
-from tests.support.endpoint_server import Answer, Reply, Server, completion
+from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 
 ROOT = Path(__file__).parents[3]
 Serve = Callable[[Answer], Server]
@@ -64,13 +64,13 @@ def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     # the servers of other tests sleep, too
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
-    server = serve(lambda body, call: (503, b"") if call < 4 else completion("hi"))
+    server = serve(lambda body, call: (503, b"") if call < 4 else completion_reply("hi"))
     assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
     assert waits == [1.0, 2.0, 4.0]
 
 
 def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve):
-    server = serve(lambda body, call: (500, b"") if call == 1 else completion("hi"))
+    server = serve(lambda body, call: (500, b"") if call == 1 else completion_reply("hi"))
     asking = client(server, budget=2)
     assert asking.chat(HELLO).text == "hi"
     with pytest.raises(EndpointError, match="the budget of 2 calls is used up"):
@@ -134,8 +134,8 @@ def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, m
 
 def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
     """Not even the key. What is for others it gets, as before."""
-    proxy = serve(lambda body, call: completion("of the proxy"))
-    judge = serve(lambda body, call: completion("hi"))
+    proxy = serve(lambda body, call: completion_reply("of the proxy"))
+    judge = serve(lambda body, call: completion_reply("hi"))
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
@@ -168,7 +168,7 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
 
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
     """A file with two lines makes such a key; a line break at its end is no part of it."""
-    server = serve(lambda body, call: completion("hi"))
+    server = serve(lambda body, call: completion_reply("hi"))
     for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
         with pytest.raises(
@@ -188,7 +188,7 @@ def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
     with pytest.raises(EndpointError, match="is not a chat completion"):
         client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
-        reply = completion("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
+        reply = completion_reply("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
         chat_reply = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)
         assert (chat_reply.text, chat_reply.n_tokens, chat_reply.n_prompt_tokens) == ("hi", 0, 9), (
             tokens
@@ -233,7 +233,7 @@ def test_the_time_out_bounds_the_whole_call(dribble):
     """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s
     and more.
     """
-    body = completion("hi" + 100 * " ")[1]
+    body = completion_reply("hi" + 100 * " ")[1]
     for at_once, slowly in (
         (HEAD, body),
         (b"", HEAD + body),
@@ -252,13 +252,16 @@ def test_the_time_out_bounds_the_whole_call(dribble):
 
 
 def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.http_client._LARGEST_REPLY_BYTES", 2**20)
+    monkeypatch.setattr("adora_vl.utils.http_client._MAX_REPLY_BYTES", 2**20)
     url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
     began = time.monotonic()
     with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
         ChatClient(Endpoint(url, "m", timeout_s=20, attempts=4, wait_s=0.001)).chat(HELLO)
     assert time.monotonic() - began < 5, "it goes when the limit is reached, not at the end"
-    assert len(client(serve(lambda body, call: completion("a" * 2**19))).chat(HELLO).text) == 2**19
+    assert (
+        len(client(serve(lambda body, call: completion_reply("a" * 2**19))).chat(HELLO).text)
+        == 2**19
+    )
 
 
 def without_text(reason: str, **message: Any) -> Reply:
@@ -277,7 +280,7 @@ def without_text(reason: str, **message: Any) -> Reply:
 )
 def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve, reason, message):
     nothing = without_text(reason, **message)
-    server = serve(lambda body, call: nothing if call < 3 else completion(""))
+    server = serve(lambda body, call: nothing if call < 3 else completion_reply(""))
     with pytest.raises(
         EndpointError,
         match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
@@ -312,7 +315,7 @@ def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
     server = serve(lambda body, call: without_text("length"))
     with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
         client(server, attempts=4).ask(HELLO, read)
-    server = serve(lambda body, call: completion("no form"))
+    server = serve(lambda body, call: completion_reply("no form"))
     with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
         client(server, attempts=2).ask(HELLO, read)
 
@@ -320,7 +323,7 @@ def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
 def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
     """An answer whose thinking was cut off is empty, truncated and wrong."""
     server = serve(
-        lambda body, call: without_text("length") if call < 3 else completion(r"\boxed{0}")
+        lambda body, call: without_text("length") if call < 3 else completion_reply(r"\boxed{0}")
     )
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     score = json.loads((tmp_path / "a" / "score.json").read_text())
@@ -388,7 +391,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         if not refused or (text in refused[:1] and len(refused) < 2):
             refused.append(text)
             return 400, b"this one I cannot"
-        return completion(
+        return completion_reply(
             r"\boxed{5}", finish_reason="length", usage={"completion_tokens": 7, "prompt_tokens": 9}
         )
 
@@ -421,7 +424,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         json.loads(line)["pid"]
         for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
-    other_server = serve(lambda body, call: completion(r"\boxed{6}"))
+    other_server = serve(lambda body, call: completion_reply(r"\boxed{6}"))
     assert infer(data, tmp_path / "b", other_server.url) == 0
     assert pids == [
         json.loads(line)["pid"]
@@ -444,7 +447,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
         b'{"message": "max_tokens is too large: 512. This model\'s maximum context length is 512 '
         b'tokens"}'
     )
-    server = serve(lambda body, call: (400, long) if call == 1 else completion(r"\boxed{5}"))
+    server = serve(lambda body, call: (400, long) if call == 1 else completion_reply(r"\boxed{5}"))
     assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
     stderr = capsys.readouterr().err
     assert "is not asked: HTTP 400: " in stderr
@@ -504,7 +507,7 @@ def test_a_key_that_the_evaluated_model_refuses_is_named(data, tmp_path, serve, 
         "(HTTP 401: no (attempt 1)); set OPENAI_API_KEY to one that it takes"
     )
     assert not (tmp_path / "a").exists()
-    assert infer(data, tmp_path / "a", serve(lambda body, call: completion("5")).url) == 0
+    assert infer(data, tmp_path / "a", serve(lambda body, call: completion_reply("5")).url) == 0
 
 
 WRONG_OPTIONS = {
@@ -556,7 +559,7 @@ def reads(body: dict[str, Any], _: int) -> Reply:
     text = body["messages"][1]["content"]
     if "seven" in text:
         return 500, b""
-    return completion(f"Hm. <score>{1 if 'five' in text else 0.25}</score>")
+    return completion_reply(f"Hm. <score>{1 if 'five' in text else 0.25}</score>")
 
 
 def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
@@ -588,7 +591,7 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
 
 @pytest.mark.parametrize("stored", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
 def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored):
-    server = serve(lambda body, call: completion("<score>1</score>"))
+    server = serve(lambda body, call: completion_reply("<score>1</score>"))
     assert rewards(judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
     cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored}"'))
@@ -599,8 +602,8 @@ def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored
 
 
 def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
-    server = serve(lambda body, call: completion("<score>1</score>"))
-    moved_server = serve(lambda body, call: completion("<score>1</score>"))
+    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+    moved_server = serve(lambda body, call: completion_reply("<score>1</score>"))
     calls = 0
     changes: list[dict[str, Any]] = [
         {"model": "k"},
@@ -617,7 +620,7 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
-    server = serve(lambda body, call: completion("<score>1</score>"))
+    server = serve(lambda body, call: completion_reply("<score>1</score>"))
     scores = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
     assert scores == [1.0, 1.0, None]
     assert len(server.requests) == 2
@@ -629,7 +632,7 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
     No later call would be answered, so none is made.
     """
     for code in (401, 403):
-        replies: list[Reply] = [completion("<score>1</score>"), (code, b"ended")]
+        replies: list[Reply] = [completion_reply("<score>1</score>"), (code, b"ended")]
         server = serve(in_turn(*replies))
         expected = re.escape(
             f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
@@ -667,7 +670,7 @@ def tried(folder: Path, url: str, **options: Any) -> None:
 
 def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, capsys):
     server = serve(
-        lambda body, call: completion(
+        lambda body, call: completion_reply(
             f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
         )
     )
@@ -676,7 +679,7 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
     assert not capsys.readouterr().err
     tried(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
-    same = serve(lambda body, call: completion("<score>0.5</score>"))
+    same = serve(lambda body, call: completion_reply("<score>0.5</score>"))
     tried(tmp_path, same.url)
     assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
 
@@ -684,11 +687,14 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (completion("0.5"), r"gave no score: .*'0\.5'; its reply has to end in a score such as"),
-        (completion("<score>5</score>"), "the score 5 is not from 0 to 1"),
-        (completion("x" * 200), f"'{'x' * 80}'"),
+        (
+            completion_reply("0.5"),
+            r"gave no score: .*'0\.5'; its reply has to end in a score such as",
+        ),
+        (completion_reply("<score>5</score>"), "the score 5 is not from 0 to 1"),
+        (completion_reply("x" * 200), f"'{'x' * 80}'"),
         (without_text("length"), "it was cut off at max_tokens, 512: raise it"),
-        (completion("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
+        (completion_reply("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
     ],
 )
 def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
@@ -700,7 +706,7 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply,
 
 
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
-    server = serve(lambda body, call: completion(""))
+    server = serve(lambda body, call: completion_reply(""))
     server.close()
     with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
         tried(tmp_path, server.url, attempts=1)
