@@ -9,8 +9,8 @@ import pytest
 from eval import dynamath, logicvista, mmmu_pro
 from tests.support import benchmark_data as support
 
-OPTIONS = ["a red fox", "the river bank of a town", "none of them"]
-LETTERS = [
+THREE_OPTIONS = ["a red fox", "the river bank of a town", "none of them"]
+RESPONSE_AND_LETTER = [
     ("Answer: B", "B"),
     ("first Answer: A, then Answer: C", "C"),
     ("Answer: A or B, thus (B) not (A)", "A"),
@@ -24,9 +24,9 @@ LETTERS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "letter"), LETTERS)
+@pytest.mark.parametrize(("response", "letter"), RESPONSE_AND_LETTER)
 def test_the_letter_that_mmmu_pro_reads(response, letter):
-    assert mmmu_pro.official_letter(response, OPTIONS) == letter
+    assert mmmu_pro.official_letter(response, THREE_OPTIONS) == letter
 
 
 @pytest.mark.parametrize(
