@@ -72,8 +72,8 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     problems = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
-    assert_prompts_and_images(problems)
-    rows = answer_rightly(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
+    check_images(problems)
+    rows = answer_with_references(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
     # A problem that was not asked is wrong, whatever its response.
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     if benchmark.check:
@@ -98,7 +98,7 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     assert ("(quoted)" in capsys.readouterr().out) is is_quoted
 
 
-def assert_prompts_and_images(problems: list[Problem]) -> None:
+def check_images(problems: list[Problem]) -> None:
     """Check that each problem has a prompt and its images, and that the view `blank` greys them."""
     has_images = problems[0].n_images > 0
     blank_problems = show_in_view(problems, "blank") if has_images else problems
@@ -113,7 +113,7 @@ def assert_prompts_and_images(problems: list[Problem]) -> None:
             assert grey_image.getcolors() == [(n_pixels, (128, 128, 128))]
 
 
-def answer_rightly(problems: list[Problem], template: str) -> list[dict[str, Any]]:
+def answer_with_references(problems: list[Problem], template: str) -> list[dict[str, Any]]:
     """The predictions of a model that gives each reference answer, as a file stores them."""
     rows = []
     for problem in problems:
@@ -200,7 +200,7 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
         assert f"eval.{name}" in evaluation_page, name
 
 
-class WholeLengthsEngine:
+class WholePartEngine:
     """An engine that answers `Side 1.5` with the whole part of the length, `1`."""
 
     batch_size = 2
@@ -236,22 +236,22 @@ def rows_of_the_page(tmp_path, monkeypatch) -> list[dict[str, Any]]:
     return rows
 
 
-RUN_ARGUMENTS = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
+WORDS_OF_A_RUN = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "out"]
 
 
 @pytest.fixture
-def printed_by_run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
+def run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
     """What a run with the benchmark of the page prints; its output folder is `out`."""
-    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholeLengthsEngine())
-    assert evaluate.main(["lengths.py:LENGTHS", *RUN_ARGUMENTS]) == 0
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholePartEngine())
+    assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 0
     output: str = capsys.readouterr().out
     return output
 
 
-def test_the_benchmark_of_the_page_runs_from_its_file(printed_by_run_of_the_page, capsys):
-    assert "lengths test: a/b" in printed_by_run_of_the_page
-    assert "rules exact lengths" in printed_by_run_of_the_page
-    assert "unit" in printed_by_run_of_the_page
+def test_the_benchmark_of_the_page_runs_from_its_file(run_of_the_page, capsys):
+    assert "lengths test: a/b" in run_of_the_page
+    assert "rules exact lengths" in run_of_the_page
+    assert "unit" in run_of_the_page
     result = json.loads(Path("out/score.json").read_text())
     assert result["correct"] == 1
     assert result["total"] == 4
@@ -263,12 +263,12 @@ def test_the_benchmark_of_the_page_runs_from_its_file(printed_by_run_of_the_page
     assert "lengths: accuracy" in capsys.readouterr().out
 
 
-def test_another_file_of_a_benchmark_is_another_run(printed_by_run_of_the_page, capsys):
+def test_another_file_of_a_benchmark_is_another_run(run_of_the_page, capsys):
     code = Path("lengths.py").read_text()
     Path("other.py").write_text(code.replace("exact", "rounded"))
-    assert evaluate.main(["other.py:LENGTHS", *RUN_ARGUMENTS]) == 2
+    assert evaluate.main(["other.py:LENGTHS", *WORDS_OF_A_RUN]) == 2
     assert "benchmark_file: the predictions in 'out' were made with" in capsys.readouterr().err
-    assert evaluate.main(["lengths.py:LENGTH", *RUN_ARGUMENTS]) == 2
+    assert evaluate.main(["lengths.py:LENGTH", *WORDS_OF_A_RUN]) == 2
     message = "no benchmark 'LENGTH' there; it has LENGTHS; did you mean 'LENGTHS'?"
     assert message in capsys.readouterr().err
 
@@ -310,7 +310,7 @@ def test_problems_that_ones_own_benchmark_makes_are_checked(rows_of_the_page, se
         load_checked_problems(benchmark, DataOptions(data="lengths", split="test"))
 
 
-def summary_with_half_points(
+def summary_with_halves(
     rows: Sequence[Any], graded: Sequence[Any], options: ScoreOptions
 ) -> BenchmarkFigures:
     """The figures of a benchmark's own: of every kind that they may have."""
@@ -331,7 +331,7 @@ def summary_with_half_points(
 def test_figures_of_a_new_benchmark_are_printed_compared_and_logged(rows_of_the_page, capsys):
     """Its cells and numbers are rows, columns and figures of the log; notes stand in the file."""
     lengths = find_benchmark("lengths.py:LENGTHS")
-    benchmark = replace(lengths, name="new", summary=summary_with_half_points)
+    benchmark = replace(lengths, name="new", summary=summary_with_halves)
     rows = []
     for row in rows_of_the_page:
         is_first = row["id"] == 0

@@ -51,10 +51,10 @@ TABLE_ROWS: list[dict[str, Any]] = [
         "prediction": "",
     },
 ]
-COLUMN_OPTIONS = ["--columns", "pid=index", "response=prediction"]
+COLUMN_WORDS = ["--columns", "pid=index", "response=prediction"]
 
 
-def write_as_lines(path: Path) -> None:
+def write_as_json_lines(path: Path) -> None:
     """Write the same rows line by line, with lists and objects as JSON has them."""
     lines = []
     for row in TABLE_ROWS:
@@ -67,9 +67,9 @@ def write_as_lines(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def read_scores(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
+def score_figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
     """The hits, the problems and the groups by task and skill of a predictions file."""
-    score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMN_OPTIONS)
+    score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMN_WORDS)
     groups = {name: score["groups"][name] for name in ("task", "skills")}
     return score["correct"], score["total"], groups
 
@@ -83,9 +83,9 @@ def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: st
     else:
         frame.to_csv(table, index=False, sep="\t" if suffix == ".tsv" else ",")
     lines = tmp_path / "lines.jsonl"
-    write_as_lines(lines)
-    of_table = read_scores(table, tmp_path / "table")
-    assert of_table == read_scores(lines, tmp_path / "lines")
+    write_as_json_lines(lines)
+    of_table = score_figures(table, tmp_path / "table")
+    assert of_table == score_figures(lines, tmp_path / "lines")
     assert of_table[:2] == (2, 3)
     assert set(of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
 

@@ -13,39 +13,39 @@ from eval import suite
 from eval.__main__ import main
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 
-TEXT_LIMITS_OF_BUILT_ENGINES: list[int] = []
-HUB_ID_BY_BENCHMARK = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
+LONGEST_TEXT_OF_ENGINES: list[int] = []
+SUITE_BENCHMARKS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 
 
-class SameAnswerEngine:
+class ConstantEngine:
     """The same to everything; notes for how long texts it is built."""
 
     batch_size = 4
 
     def __init__(self, text: str, longest: int) -> None:
         self.text = text
-        TEXT_LIMITS_OF_BUILT_ENGINES.append(longest)
+        LONGEST_TEXT_OF_ENGINES.append(longest)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
         return [Reply(self.text, 3, "stop", 9) for _ in requests]
 
 
 @pytest.fixture
-def folder_of_all_benchmarks(tmp_path: Path) -> Path:
-    for name in HUB_ID_BY_BENCHMARK:
+def data(tmp_path: Path) -> Path:
+    for name in SUITE_BENCHMARKS:
         folder = WRITER_BY_BENCHMARK[name](tmp_path)
         folder.rename(tmp_path / "made") if folder.name != name else None
         (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
     return tmp_path
 
 
-def test_a_row_with_one_start_of_the_engine(folder_of_all_benchmarks, monkeypatch, capsys):
-    TEXT_LIMITS_OF_BUILT_ENGINES.clear()
+def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
+    LONGEST_TEXT_OF_ENGINES.clear()
     for name, text in (("first", "Answer: A"), ("second", "Answer: B")):
         monkeypatch.setattr(
             suite,
             "build_engine",
-            lambda settings, t=text: SameAnswerEngine(t, settings.max_text_bytes),
+            lambda settings, t=text: ConstantEngine(t, settings.max_text_bytes),
         )
         words = [
             "all",
@@ -54,56 +54,35 @@ def test_a_row_with_one_start_of_the_engine(folder_of_all_benchmarks, monkeypatc
             "--model",
             "a/b",
             "--data",
-            str(folder_of_all_benchmarks),
+            str(data),
             "--output",
-            str(folder_of_all_benchmarks / name),
+            str(data / name),
         ]
         assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
-        assert head.split() == list(HUB_ID_BY_BENCHMARK)
-        assert row.startswith(str(folder_of_all_benchmarks / name))
+        assert head.split() == list(SUITE_BENCHMARKS)
+        assert row.startswith(str(data / name))
         assert "its strict score" in note
-    assert len(TEXT_LIMITS_OF_BUILT_ENGINES) == 2, (
-        "an engine for each model, that fits all benchmarks"
-    )
-    assert len(set(TEXT_LIMITS_OF_BUILT_ENGINES)) == 1, (
+    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model, that fits all benchmarks"
+    assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, (
         "an engine for each model, that fits all benchmarks"
     )
     assert (
-        main(
-            [
-                *words,
-                "--samples",
-                "3",
-                "--temperature",
-                "1",
-                "--beside",
-                str(folder_of_all_benchmarks / "first"),
-            ]
-        )
-        == 0
+        main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
     )
-    assert len(TEXT_LIMITS_OF_BUILT_ENGINES) == 2, "all answers were there"
+    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
-    assert first.startswith(str(folder_of_all_benchmarks / "first"))
-    assert second.startswith(str(folder_of_all_benchmarks / "second"))
+    assert first.startswith(str(data / "first"))
+    assert second.startswith(str(data / "second"))
     assert difference.split("  ")[0] == "difference of accuracy"
     assert "+100.0 [+100.0, +100.0]" in difference
 
 
-def test_what_is_missing_is_said_before_anything_is_asked(folder_of_all_benchmarks, capsys):
-    words = [
-        "all",
-        "--model",
-        "a/b",
-        "--output",
-        str(folder_of_all_benchmarks / "out"),
-        "--data",
-        str(folder_of_all_benchmarks),
-    ]
-    (folder_of_all_benchmarks / "wemath").rename(folder_of_all_benchmarks / "moved")
+def test_what_is_missing_is_said_before_anything_is_asked(data, capsys):
+    words = ["all", "--model", "a/b", "--output", str(data / "out"), "--data", str(data)]
+    (data / "wemath").rename(data / "moved")
     assert main(words) == 2
     assert "has no 'wemath'; put it there" in capsys.readouterr().err
-    assert main([*words, "--beside", str(folder_of_all_benchmarks / "none")]) == 2
-    assert not (folder_of_all_benchmarks / "out").exists()
+    assert main([*words, "--beside", str(data / "none")]) == 2
+    assert not (data / "out").exists()
     assert main([*words, "--modle", "x"]) == 2

@@ -62,7 +62,7 @@ def test_the_two_arms_of_a_seed_come_one_after_the_other():
 
 def test_both_plans_differ_in_what_the_size_asks_for_alone():
     """The task, the arms and the number of rollouts are those of a million parameters."""
-    small = yaml.safe_load(scanned.CARD_PLAN.read_text())
+    small = yaml.safe_load(scanned.PLAN.read_text())
     for key in ("pixels", "rows"):
         assert CARD_PLAN[key] == small[key]
     assert CARD_PLAN["cases"][CASE]["one_digit"] == small["cases"][CASE]["one_digit"]
@@ -102,7 +102,7 @@ def test_half_a_seed_does_not_count():
 
 
 def test_a_size_of_the_command_goes_before_that_of_the_plan():
-    small = yaml.safe_load(scanned.CARD_PLAN.read_text())
+    small = yaml.safe_load(scanned.PLAN.read_text())
     assert scanned.size_of(small) is None
     assert scanned.resized(small, {"width": None}) == small
     assert scanned.size_of(scanned.resized(small, {"layers": 5})) == ModelSize(layers=5)

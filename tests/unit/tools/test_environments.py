@@ -44,10 +44,10 @@ class DoorsEnvironment:
         return float(len(self.opened))
 
 
-SHARED_DOORS = DoorsEnvironment()
+SHARED_ENVIRONMENT = DoorsEnvironment()
 
 
-def group_of_two_rollouts(number, content, answer="x"):
+def rollout_group(number, content, answer="x"):
     images = [Image.new("RGB", (28, 28))]
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
@@ -62,7 +62,7 @@ def group_of_two_rollouts(number, content, answer="x"):
     )
 
 
-def open_door(toolbox, rollout, door):
+def call_open(toolbox, rollout, door):
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
     return (
         toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment)
@@ -82,9 +82,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         {"type": "text", "text": "Which?"},
     ]
     groups_asked = [
-        group_of_two_rollouts(0, "Which?"),
-        group_of_two_rollouts(1, parts),
-        group_of_two_rollouts(2, "Which?", answer=""),
+        rollout_group(0, "Which?"),
+        rollout_group(1, parts),
+        rollout_group(2, "Which?", answer=""),
     ]
     first, second, third = entered_groups = environments.enter(
         groups_asked, 7, begins_generation=True
@@ -99,9 +99,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     assert random.getstate() == state
     assert groups_asked[0].row["images"][0].getpixel((0, 0))[0] == 0
     assert [
-        open_door(toolbox, first_rollout, 3),
-        open_door(toolbox, first_rollout, 4),
-        open_door(toolbox, second_rollout, 5),
+        call_open(toolbox, first_rollout, 3),
+        call_open(toolbox, first_rollout, 4),
+        call_open(toolbox, second_rollout, 5),
     ] == [
         "[3]",
         "[3, 4]",
@@ -113,9 +113,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         2.0,
         1.0,
     ]
-    assert environments.reward().__name__ == "Doors"
+    assert environments.reward().__name__ == "DoorsEnvironment"
     assert DoorsEnvironment.count == 6
-    environments.enter([group_of_two_rollouts(3, "Which?")], 7, begins_generation=False)
+    environments.enter([rollout_group(3, "Which?")], 7, begins_generation=False)
     again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
     assert DoorsEnvironment.count == 8, "they are used again"
     assert again.row == first.row, "they are used again"
@@ -127,7 +127,7 @@ async def later(self):
     return 0.0
 
 
-def doors_with_methods(**methods):
+def environment_class_with(**methods):
     return type(
         "Own",
         (DoorsEnvironment,),
@@ -142,7 +142,7 @@ def doors_with_methods(**methods):
         (3, "3 is no class"),
         ({"a": DoorsEnvironment}, "several environments are not supported; give one class"),
         (dict, "dict has no method reset"),
-        (lambda: SHARED_DOORS, "row r0: Doors is one object for two rollouts"),
+        (lambda: SHARED_ENVIRONMENT, "row r0: DoorsEnvironment is one object for two rollouts"),
         (lambda: 1 / 0, "<lambda>: it cannot be made: ZeroDivisionError"),
         (
             type("Bare", (), {"reset": lambda self, **row: None}),
@@ -153,19 +153,19 @@ def doors_with_methods(**methods):
             "Late.get_reward is async; write a plain method",
         ),
         (
-            doors_with_methods(reset=lambda: str(random.SystemRandom().random())),
+            environment_class_with(reset=lambda: str(random.SystemRandom().random())),
             "row r0: reset says '[0-9.]+' to one rollout of a problem and '[0-9.]+' to another",
         ),
         (
-            doors_with_methods(reset=lambda: [][0]),
+            environment_class_with(reset=lambda: [][0]),
             "row r0: reset: IndexError: list index out of range",
         ),
         (
-            doors_with_methods(reset=lambda: " Answer <|image_pad|>"),
+            environment_class_with(reset=lambda: " Answer <|image_pad|>"),
             "row r0: reset says <.image_pad.>, which is a token of the model's own",
         ),
         (
-            doors_with_methods(reset=lambda: 3),
+            environment_class_with(reset=lambda: 3),
             "row r0: reset returned a int; return a text or None",
         ),
     ],
@@ -173,7 +173,7 @@ def doors_with_methods(**methods):
 def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
         build_environments(entry, 10.0).enter(
-            [group_of_two_rollouts(0, "Which?")], 7, begins_generation=True
+            [rollout_group(0, "Which?")], 7, begins_generation=True
         )
 
 
@@ -185,7 +185,7 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered] = environments.enter([group_of_two_rollouts(0, "Which?")], 7, begins_generation=True)
+    [entered] = environments.enter([rollout_group(0, "Which?")], 7, begins_generation=True)
     inside = [rollout.environment for rollout in entered.rollouts]
     [line] = unsteady_tools(toolbox, [], inside)
     assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"

@@ -18,8 +18,8 @@ from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError, backstop, deadline
 
-ONE_PICTURE_VIEW = View(3136, 3136, 28)
-ENOUGH_ROOM = ConversationLimits(
+SMALL_VIEW = View(3136, 3136, 28)
+LIMITS_WITH_ROOM = ConversationLimits(
     "max_completion_length",
     1000,
     max_context=2000,
@@ -34,16 +34,14 @@ def processor() -> Any:
 
 
 def build_toolbox(*tools: Any, **options: Any) -> Toolbox:
-    return Toolbox(
-        choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), ONE_PICTURE_VIEW
-    )
+    return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), SMALL_VIEW)
 
 
-def changed_limits(**changed: Any) -> ConversationLimits:
-    return ConversationLimits(**{**vars(ENOUGH_ROOM), **changed})
+def limits_with(**changed: Any) -> ConversationLimits:
+    return ConversationLimits(**{**vars(LIMITS_WITH_ROOM), **changed})
 
 
-def draw_picture() -> Image.Image:
+def drawing() -> Image.Image:
     """Draw."""
     return Image.new("RGB", (56, 56))
 
@@ -58,9 +56,9 @@ class TooSmallLimit:
     limits: dict[str, Any] = field(default_factory=dict)
 
 
-TOO_SMALL_BY_CASE = {
+TOO_SMALL_LIMITS = {
     "pictures": TooSmallLimit(
-        tool=draw_picture,
+        tool=drawing,
         options={"images": 2},
         limits={"fewest_pictures": 3},
         line="adora_tool_options.images: 2 leaves no",
@@ -98,36 +96,34 @@ TOO_SMALL_BY_CASE = {
 }
 
 
-@pytest.mark.parametrize("name", TOO_SMALL_BY_CASE)
+@pytest.mark.parametrize("name", TOO_SMALL_LIMITS)
 def test_a_limit_within_which_a_tool_can_never_answer_is_refused(processor, name):
-    case = TOO_SMALL_BY_CASE[name]
+    case = TOO_SMALL_LIMITS[name]
     tools = build_toolbox(case.tool, **case.options)
     with pytest.raises(UserError) as refused:
-        refuse_no_room(tools, processor, {}, changed_limits(**case.limits))
+        refuse_no_room(tools, processor, {}, limits_with(**case.limits))
     assert str(refused.value).startswith(case.line)
 
 
 def test_limits_that_leave_room_are_taken(processor):
-    refuse_no_room(build_toolbox(), processor, {}, ENOUGH_ROOM)
-    refuse_no_room(build_toolbox("calculate", images=1), processor, {}, ENOUGH_ROOM)
+    refuse_no_room(build_toolbox(), processor, {}, LIMITS_WITH_ROOM)
+    refuse_no_room(build_toolbox("calculate", images=1), processor, {}, LIMITS_WITH_ROOM)
     refuse_no_room(
-        build_toolbox("zoom", images=1), processor, {}, changed_limits(fewest_pictures=None)
+        build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=None)
     )
-    refuse_no_room(
-        build_toolbox("zoom", images=1), processor, {}, changed_limits(fewest_pictures=0)
-    )
-    refuse_no_room(build_toolbox("zoom"), None, {}, changed_limits(max_completion=10))
-    refuse_no_room(build_toolbox("measure", max_text=60), processor, {}, ENOUGH_ROOM)
+    refuse_no_room(build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=0))
+    refuse_no_room(build_toolbox("zoom"), None, {}, limits_with(max_completion=10))
+    refuse_no_room(build_toolbox("measure", max_text=60), processor, {}, LIMITS_WITH_ROOM)
 
 
 def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor):
     box = build_toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
-        refuse_no_room(box, processor, {}, changed_limits(max_completion=1))
+        refuse_no_room(box, processor, {}, limits_with(max_completion=1))
     smallest = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(box, processor, {}, changed_limits(max_completion=smallest))
+    refuse_no_room(box, processor, {}, limits_with(max_completion=smallest))
     with pytest.raises(UserError):
-        refuse_no_room(box, processor, {}, changed_limits(max_completion=smallest - 1))
+        refuse_no_room(box, processor, {}, limits_with(max_completion=smallest - 1))
     turns = ToolLoop(
         tools=box,
         processor=processor,
