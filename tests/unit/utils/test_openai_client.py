@@ -251,7 +251,7 @@ def test_the_time_out_bounds_the_whole_call(dribble):
 
 
 def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.openai_client._LARGEST_REPLY_BYTES", 2**20)
+    monkeypatch.setattr("adora_vl.utils.openai_client._MAX_REPLY_BYTES", 2**20)
     url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
     began = time.monotonic()
     with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
