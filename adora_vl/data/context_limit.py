@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from trl import GRPOConfig
 
-_SERVER_SECONDS = 5.0
+_SERVER_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,6 @@ def _length_of_server(address: str) -> int:
     if login:
         credentials = b64encode(":".join(login).encode()).decode()
         headers = {"Authorization": f"Basic {credentials}"}
-    _, _, body = fetch(f"{url}/v1/models", _SERVER_SECONDS, headers=headers)
+    _, _, body = fetch(f"{url}/v1/models", _SERVER_TIMEOUT_S, headers=headers)
     first_model = json.loads(body)["data"][0]
     return int(first_model["max_model_len"])

@@ -185,12 +185,12 @@ class Scorer:
         self.names = names
 
     def score(
-        self, built: BuiltGroups, scores: FunctionScores, group_size: int, step: int
+        self, built_groups: BuiltGroups, scores: FunctionScores, group_size: int, step: int
     ) -> RolloutFacts:
         """Return rewards, lengths and further facts of the rollouts of all ranks. Collective.
 
         Args:
-            built: this rank's rollouts and their batch.
+            built_groups: this rank's rollouts and their batch.
             scores: what the reward functions return for them.
             group_size: rollouts of a group.
             step: optimizer steps that have been made.
@@ -200,17 +200,17 @@ class Scorer:
         """
         self.guard.check(step)
         # A function may also have failed for single completions. Those have no reward.
-        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built.rollouts))
-        measured = measured_facts(built, scores.rewards_BF)
+        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built_groups.rollouts))
+        measured = measured_facts(built_groups, scores.rewards_BF)
         facts = RolloutFacts.gathered(measured, self.accelerator).without_unrewarded(
             failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)
-        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built.rollouts))
+        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built_groups.rollouts))
         return facts.with_logged(extra_columns, logged_metrics)
 
 
-def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
+def measured_facts(built_groups: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     """Return the facts of this rank's B rollouts.
 
     `rewards_BF` are what the F reward functions gave them. The work of a rollout is not known yet:
@@ -220,17 +220,17 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor([*values], dtype=torch.float32)
 
-    rollouts = built.rollouts
+    rollouts = built_groups.rollouts
     return RolloutFacts(
         rewards_NF=rewards_BF,
         counted_rewards_NF=rewards_BF,
-        prompt_length_N=column(len(ids) for ids in built.prompts.ids),
+        prompt_length_N=column(len(ids) for ids in built_groups.prompts.ids),
         length_N=column(len(rollout.policy_tokens) for rollout in rollouts),
-        has_no_end_N=torch.tensor([not has_ended for has_ended in built.ended_by_itself]),
+        has_no_end_N=torch.tensor([not has_ended for has_ended in built_groups.ended_by_itself]),
         reflective_words_N=column(
-            sum(reflective_words(text).values()) for text in built.completion_texts
+            sum(reflective_words(text).values()) for text in built_groups.completion_texts
         ),
-        surprisal_N=surprisal(built.batch).float().cpu(),
+        surprisal_N=surprisal(built_groups.batch).float().cpu(),
         tool_calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),

@@ -37,15 +37,15 @@ _RETRIED_CODES = (408, 409, 425, 429, 500, 502, 503, 504)
 _REFUSED_CODES = (401, 403)
 # What servers say of a prompt that has no room in the model's context, and of an answer for which
 # there is none left.
-_LONG_PROMPT = re.compile(
+_PROMPT_TOO_LONG_PATTERN = re.compile(
     r"context[ _](length|window|size)|too long|longer than|max_model_len", re.IGNORECASE
 )
-_LONG_ANSWER = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
-_LONGEST_WAIT_S = 60.0
+_ANSWER_TOO_LONG_PATTERN = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
+_MAX_WAIT_S = 60.0
 # bytes that are read of what a server says about a refused call, and characters that are shown
-_ERROR_BYTES = 4096
-_SHOWN_CHARACTERS = 200
-_LARGEST_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
+_MAX_ERROR_BYTES = 4096
+_MAX_SHOWN_CHARACTERS = 200
+_MAX_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -298,7 +298,7 @@ class ChatClient:
                     if error.refused:
                         self._refusal = last_error
                     raise last_error from error
-                time.sleep(min(max(wait_s, error.wait_s), _LONGEST_WAIT_S))
+                time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
             wait_s *= 2
         raise AssertionError("at least one attempt")
 
@@ -362,8 +362,8 @@ class ChatClient:
             # the user may have named an address that goes on too far, or not far enough
             server_words = f" at {address}{server_words}"
         # Servers refuse an answer that may become too long in similar words.
-        names_prompt = _LONG_PROMPT.search(server_words) is not None
-        names_answer = _LONG_ANSWER.search(server_words) is not None
+        names_prompt = _PROMPT_TOO_LONG_PATTERN.search(server_words) is not None
+        names_answer = _ANSWER_TOO_LONG_PATTERN.search(server_words) is not None
         raise EndpointError(
             f"HTTP {reply.status}{server_words}",
             again=may_succeed_later,
@@ -454,11 +454,11 @@ async def _exchange(
         async with asyncio.timeout(timeout_s), client, stream as reply:
             async for part in reply.aiter_bytes():
                 received += part
-                if not reply.is_success and len(received) > _ERROR_BYTES:
+                if not reply.is_success and len(received) > _MAX_ERROR_BYTES:
                     break
-                if len(received) > _LARGEST_REPLY_BYTES:
+                if len(received) > _MAX_REPLY_BYTES:
                     raise EndpointError(
-                        f"the reply is larger than {_LARGEST_REPLY_BYTES / 2**20:g} MiB",
+                        f"the reply is larger than {_MAX_REPLY_BYTES / 2**20:g} MiB",
                         again=False,
                     )
     except TimeoutError:
@@ -516,11 +516,11 @@ def _error_words(body: bytes, key: str) -> str:
         body: the body of the reply; empty gives an empty text.
         key: the key of the call, which the server may have repeated, and which is hidden.
     """
-    text = body[:_ERROR_BYTES].decode(errors="replace")
+    text = body[:_MAX_ERROR_BYTES].decode(errors="replace")
     printable_text = "".join(char if char.isprintable() else " " for char in text)
     one_line = " ".join(printable_text.split())
     one_line = masked_text(one_line, key)
-    return f": {one_line[:_SHOWN_CHARACTERS]}" if one_line else ""
+    return f": {one_line[:_MAX_SHOWN_CHARACTERS]}" if one_line else ""
 
 
 def _seconds(retry_after: str | None) -> float:

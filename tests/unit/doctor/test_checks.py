@@ -27,7 +27,7 @@ from adora_vl.doctor.checks import (
     requirements_by_name,
 )
 from adora_vl.doctor.engine import (
-    FEATURES,
+    FEATURES_CHECK,
     Examination,
     changeable,
     check_features,
@@ -38,7 +38,7 @@ from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards import reward_functions
 from adora_vl.rewards.choose import choose_rewards
-from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
+from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.rollout.importance import Drift
@@ -275,7 +275,7 @@ def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
         read_prompts([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]), IMAGE_TOKEN, merge=2
     )
     assert check.status is Status.FAILED
-    assert check.name == FEATURES
+    assert check.name == FEATURES_CHECK
     assert "row 1: 1 image tokens in the prompt, 4 features" in check.detail
     assert "max_pixels" in check.remedy
 
@@ -296,10 +296,12 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
 
 def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     monkeypatch.setattr(
-        Examination, "check_agreement", lambda self: [passed(PROMPTS, "2"), passed(COLD, "1e-06")]
+        Examination,
+        "check_agreement",
+        lambda self: [passed(PROMPTS_CHECK, "2"), passed(COLD_CHECK, "1e-06")],
     )
     monkeypatch.setattr(
-        Examination, "check_distant_agreement", lambda self: passed(DISTANT, "1e-06")
+        Examination, "check_distant_agreement", lambda self: passed(DISTANT_CHECK, "1e-06")
     )
 
     def broken(self: Examination, *, vision: bool) -> Check:

@@ -11,7 +11,7 @@ from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.memory import Setup, predict
 from adora_vl.planning.memory_report import memory_lines, remedy
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.planning.what_fits import HEADROOM, fits, proposed_utilization
+from adora_vl.planning.what_fits import HEADROOM_SHARE, fits, proposed_utilization
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS
@@ -130,7 +130,10 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
     at_once = {}
     for hundredths in range(1, 100):
         prediction = predict(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
-        if prediction.peak <= (1 - HEADROOM) * plan.card_bytes and prediction.engine is not None:
+        if (
+            prediction.peak <= (1 - HEADROOM_SHARE) * plan.card_bytes
+            and prediction.engine is not None
+        ):
             at_once[hundredths / 100] = prediction.engine.concurrent_rollouts
     assert at_once[utilization] == max(at_once.values()) > 0
     assert all(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.evals.scoring.statistics import (
     bootstrap_interval,
     paired_t_interval,
@@ -70,7 +70,7 @@ def write_run(
             GradedAnswer(str(i), RowGrade(verdict_of(i < right), None, "r")) for i in range(20)
         ]
         items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-        score = count_right_answers(graded) | {
+        score = summarise_grades(graded) | {
             "benchmark": "geometry3k",
             "rules": {},
             "items": items,
@@ -319,7 +319,7 @@ def write_score(path: Path, right: str, **fields: Any) -> str:
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     path.write_text(
         json.dumps(
-            count_right_answers(graded)
+            summarise_grades(graded)
             | {"benchmark": BENCHMARK.name, "rules": {}, "items": items}
             | fields
         )

@@ -209,7 +209,7 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
         )
     monkeypatch.chdir(current)
     second = choose_rewards(["r.py:f"])
-    monkeypatch.setattr(own_files, "_beside", [beside])
+    monkeypatch.setattr(own_files, "_config_folders", [beside])
     first = choose_rewards(["r.py:f"])
     assert [call_as_trl(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
     assert first.hashes.keys() == {"r.py"}

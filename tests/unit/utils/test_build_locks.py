@@ -9,7 +9,7 @@ import pytest
 
 from adora_vl.utils import launch
 
-TIME_LONG_AGO = time.time() - 2 * launch.PATIENCE_S
+TIME_LONG_AGO = time.time() - 2 * launch.FOREIGN_BUILD_PATIENCE_S
 
 
 @pytest.fixture

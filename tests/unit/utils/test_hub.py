@@ -118,7 +118,7 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
         monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_HUB_OFFLINE", "0")
 
-    monkeypatch.setattr(hub, "_HUB_SECONDS", 1.0)
+    monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
     yield use_as_hub
     hub.no_hub.cache_clear()

@@ -253,7 +253,7 @@ def test_the_time_out_bounds_the_whole_call(start_slow_server):
 
 
 def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, start_slow_server, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.openai_client._LARGEST_REPLY_BYTES", 2**20)
+    monkeypatch.setattr("adora_vl.utils.openai_client._MAX_REPLY_BYTES", 2**20)
     url = start_slow_server(
         REPLY_HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000
     )
