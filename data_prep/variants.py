@@ -369,7 +369,7 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
         status="answered",
         value=float(f"{result.value:.10g}"),
         answer=short_answer(result.value, reading),
-        how="facts",
+        basis="facts",
         figure=figure,
     )
     return SolvedVariant(verdict=verdict, figure=figure)

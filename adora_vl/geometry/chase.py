@@ -247,17 +247,21 @@ class AngleChase:
 
         Nothing is added where the three points lie on one line.
         """
-        shared = {first.start, first.end} & {second.start, second.end}
-        if len(shared) != 1:
+        shared_ends = {first.start, first.end} & {second.start, second.end}
+        if len(shared_ends) != 1:
             return
-        apex = shared.pop()
-        feet = [name for side in (first, second) for name in (side.start, side.end) if name != apex]
-        if len(feet) != 2 or any({apex, *feet} <= row for row in self._points_by_row):
+        (apex,) = shared_ends
+        ends = (first.start, first.end, second.start, second.end)
+        base_corners = [name for name in ends if name != apex]
+        if len(base_corners) != 2:
             return
+        if any({apex, *base_corners} <= points for points in self._points_by_row):
+            return
+        b, c = base_corners
         with suppress(_NotLinearError):
-            at_first = self._angle_as_sum(Angle(first=apex, corner=feet[0], last=feet[1]))
-            at_second = self._angle_as_sum(Angle(first=apex, corner=feet[1], last=feet[0]))
-            self.equations.append(at_first.plus(at_second, -1.0))
+            angle_at_b = self._angle_as_sum(Angle(first=apex, corner=b, last=c))
+            angle_at_c = self._angle_as_sum(Angle(first=apex, corner=c, last=b))
+            self.equations.append(angle_at_b.plus(angle_at_c, -1.0))
 
 
 def _line_name_by_points(rows: list[list[str]]) -> dict[frozenset[str], str]:

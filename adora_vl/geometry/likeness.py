@@ -48,20 +48,25 @@ class Likeness(Regions):
         a, b, c, d = [self.places[name] for name in names]
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
-        askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
-        unlike = 0.0
+        # The sines between opposite sides, which are 0 for parallel ones.
+        askew = [
+            abs(sine(sides[0], sides[2])),
+            abs(sine(sides[1], sides[3])),
+        ]
+        unlikeness = 0.0
         if kind in ("Parallelogram", "Rectangle", "Rhombus", "Square"):
-            unlike += sum(askew)
+            unlikeness += sum(askew)
         if kind in ("Rectangle", "Square"):
-            unlike += abs(cosine(sides[0], sides[1]))
+            unlikeness += abs(cosine(sides[0], sides[1]))
         if kind in ("Rhombus", "Square"):
-            unlike += abs(math.log(lengths[0] / lengths[1]))
+            unlikeness += abs(math.log(lengths[0] / lengths[1]))
         if kind == "Trapezoid":
-            unlike += min(askew)
+            unlikeness += min(askew)
         if kind == "Kite":
+            # The equal sides meet at two opposite corners, the first and third or the others.
             ratios = [abs(math.log(lengths[i] / lengths[(i + 1) % 4])) for i in range(4)]
-            unlike += min(ratios[0] + ratios[2], ratios[1] + ratios[3])
-        return unlike
+            unlikeness += min(ratios[0] + ratios[2], ratios[1] + ratios[3])
+        return unlikeness
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
         """Return the corners of two drawn shapes that are meant to be similar, in the same order.

@@ -222,8 +222,11 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
     if role == "diameter":
         diameter(draft, start=start, end=end, centre=None)
     elif role == "radius":
-        centre = draft.name_circle(start if start in draft.circles else end).names[0]
-        draft.put_on_circle(end if centre == start else start, centre)
+        # One end is the centre of a circle that is known; else the second end is taken for it.
+        centre = start if start in draft.circles else end
+        draft.name_circle(centre)
+        point_on_circle = end if centre == start else start
+        draft.put_on_circle(point_on_circle, centre)
     elif role == "chord":
         chord(draft, start=start, end=end, centre=None)
     elif role == "tangent":

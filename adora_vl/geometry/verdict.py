@@ -86,15 +86,16 @@ def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
     """Yield the facts that are not read, each with its place in the form and the reason."""
     for name, texts in (("fact", form.facts), ("part of the question", form.question)):
         for number, text in enumerate(texts, start=1):
-            if text.strip() and not any(True for _ in parse_terms([text])):
+            if text.strip() and not list(parse_terms([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places = {
-        term: f"fact {number}"
-        for number, text in reversed(list(enumerate(form.facts, start=1)))
-        for term in parse_terms([text])
-    }
+    position_by_term: dict[Term, str] = {}
+    for number, text in enumerate(form.facts, start=1):
+        for term in parse_terms([text]):
+            # Of two equal facts the first one is named.
+            position_by_term.setdefault(term, f"fact {number}")
     for term, reason in reading.unread:
-        yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
+        position = position_by_term.get(term, "the question")
+        yield f"{position}, {str(term)!r:.60}: {reason}"
 
 
 def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
@@ -181,7 +182,7 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
         status="answered",
         value=value,
         answer=answer,
-        how="facts",
+        basis="facts",
         figure=figure_of_solution(problem, result.solution, form),
         why="determined by the facts",
     )
@@ -202,7 +203,7 @@ def _verdict_by_angles(reading: Reading) -> Verdict | None:
         status="answered",
         value=_without_last_bits(value),
         answer=short_answer(value, reading),
-        how="angles",
+        basis="angles",
         why="determined by the angles alone, whatever the lengths are",
     )
 
@@ -216,7 +217,7 @@ def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) 
         status="open",
         value=_without_last_bits(result.value),
         answer=short_answer(result.value, problem.reading),
-        how="looks",
+        basis="looks",
         figure=figure_of_solution(problem, solution=result.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_join_words(assumed)}",
@@ -313,7 +314,7 @@ def _verdict_of_conflict(
             status=status,
             value=_without_last_bits(repair.outcome.value),
             answer=short_answer(repair.outcome.value, reading),
-            how="without a fact",
+            basis="without a fact",
             left_out=left_out,
             why=why,
         )
@@ -323,7 +324,7 @@ def _verdict_of_conflict(
         return Verdict(
             status=status,
             value=_without_last_bits(rounded.value),
-            how="rounded",
+            basis="rounded",
             why=f"{why}; with the facts rounded {_describe_goal(reading)} is about "
             f"{rounded.value:.4g}",
         )
@@ -356,15 +357,17 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
     """Tell whether an angle of a figure, rounded as a fact is, is what that says."""
     solution = repair.outcome.solution
     assert solution is not None, "a repair has a figure"
-    number = re.fullmatch(r"\d+(?:\.(\d+))?", term.arguments[1].head.strip())
+    measure, size = term.arguments
+    number = re.fullmatch(r"\d+(?:\.(\d+))?", size.head.strip())
     if number is None:
         return False
-    measures = repair.problem.reading.measures
+    # A system without relations computes the angle in the figure that was found without the fact.
+    quantity = repair.problem.reading.measures.quantity(measure)
     system = repair.problem.system
-    quantity = measures.quantity(term.arguments[0])
     trial = System(system.points, relations=(), goal=quantity, size=system.size)
     value, _ = trial.goal_at(solution.state[: trial.count])
-    half_digit = 0.5 * 10.0 ** -len(number[1] or "")
+    decimals = len(number[1] or "")
+    half_digit = 0.5 * 10.0**-decimals
     return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 
 
