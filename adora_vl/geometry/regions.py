@@ -58,10 +58,15 @@ class Regions(DrawnLines):
             visited.add((start, end))
             face.append(start)
             back = self._direction(end, start)
-            onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
-            following = max(onward, key=lambda name: (self._direction(end, name) - back) % math.tau)
+            next_points = [name for name in sorted(self._borders[end]) if name != start]
+            # At a dead end the walk turns round.
+            if not next_points:
+                next_points = [start]
+            next_point = max(
+                next_points, key=lambda name: (self._direction(end, name) - back) % math.tau
+            )
             start = end
-            end = following
+            end = next_point
         return face
 
     def signed_area(self, names: Sequence[str]) -> float:
@@ -142,19 +147,21 @@ def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
     Both go against the clock, so that a common side goes one way in one and back in the other.
     """
-    edges = set(sides_of_polygon(first))
+    first_edges = set(sides_of_polygon(first))
     second_edges = set(sides_of_polygon(second))
-    shared = {(start, end) for start, end in edges if (end, start) in second_edges}
-    if not shared:
+    shared_edges = {(start, end) for start, end in first_edges if (end, start) in second_edges}
+    if not shared_edges:
         return []
-    onward = dict(edges - shared)
-    onward.update(second_edges - {(end, start) for start, end in shared})
-    if not onward:
+    # Where the boundary goes on from each point: along all edges that are not shared.
+    next_point = dict(first_edges - shared_edges)
+    next_point.update(second_edges - {(end, start) for start, end in shared_edges})
+    if not next_point:
         return []
-    start = min(onward)
+    start = min(next_point)
     boundary = [start]
-    following = onward.get(start)
-    while following is not None and following != start and len(boundary) < _MAX_CORNERS_OF_FACE:
-        boundary.append(following)
-        following = onward.get(following)
-    return boundary if following == start else []
+    point = next_point.get(start)
+    while point is not None and point != start and len(boundary) < _MAX_CORNERS_OF_FACE:
+        boundary.append(point)
+        point = next_point.get(point)
+    # Regions that touch in two places have a boundary that does not come back.
+    return boundary if point == start else []

@@ -235,11 +235,10 @@ def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget:
             continue
         trial = FigureProblem(reading)
         trial_outcome = choose_outcome(trial, budget)
-        if (
-            trial_outcome.status == "answered"
-            and trial_outcome.solution is not None
-            and trial_outcome.solution.faults == 0
-        ):
+        solution = trial_outcome.solution
+        is_answered = trial_outcome.status == "answered"
+        # What the picture shows has to give a figure like the picture.
+        if is_answered and solution is not None and solution.faults == 0:
             return _verdict_by_looks(form, trial, trial_outcome)
     return _verdict_of_open_goal(form, problem, result)
 
@@ -376,11 +375,9 @@ def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading
 
     `clash` is what was found out about them, or None where nobody looked.
     """
-    kind = (
-        "no figure"
-        if result.status == "conflict"
-        else "no figure without points that fall together"
-    )
+    kind = "no figure without points that fall together"
+    if result.status == "conflict":
+        kind = "no figure"
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms
