@@ -121,25 +121,29 @@ class Regions(DrawnLines):
         borders = self._borders_without_dead_ends()
         if len(borders) < 3:
             return []
-        first = min(
+        lowest = min(
             borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
         )
-        boundary = [first]
-        current = first
-        back = -math.pi / 2
+        boundary = [lowest]
+        current = lowest
+        # Nothing lies below the lowest point, so the walk begins as if it came from there.
+        back_direction = -math.pi / 2
         for _ in range(2 * _MAX_CORNERS_OF_FACE):
-            came_from = back
 
-            def turn(name: str, at: str = current, came_from: float = came_from) -> float:
-                return (self._direction(at, name) - came_from) % math.tau or math.tau
+            def turn_to(
+                name: str, current: str = current, back_direction: float = back_direction
+            ) -> float:
+                """Return the turn from the way back to a neighbour; the way back is a full turn."""
+                return (self._direction(current, name) - back_direction) % math.tau or math.tau
 
-            following = min(sorted(borders[current]), key=turn)
-            if following == first:
+            next_point = min(sorted(borders[current]), key=turn_to)
+            if next_point == lowest:
                 break
-            boundary.append(following)
-            back = self._direction(following, current)
-            current = following
-        return [] if len(set(boundary)) != len(boundary) else self.without_straight_points(boundary)
+            boundary.append(next_point)
+            back_direction = self._direction(next_point, current)
+            current = next_point
+        meets_itself = len(set(boundary)) != len(boundary)
+        return [] if meets_itself else self.without_straight_points(boundary)
 
 
 def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:
