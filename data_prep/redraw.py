@@ -385,6 +385,8 @@ class _DiagramDrawing:
         Returns the facts that have such a mark.
         """
         marked_terms = self._draw_right_angles()
+        # Which facts have marks: their head, the head of their two sides, and how many points name
+        # a part of the diagram in them.
         for head, measure, point_count in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
@@ -394,17 +396,15 @@ class _DiagramDrawing:
             marked_terms += terms
             # The order is fixed, so that equal forms give equal pictures.
             for number, group in enumerate(map(sorted, groups), start=1):
+                first_part = self._places(group[0])
                 for names in group:
                     if measure == "MeasureOf":
                         self._draw_arcs(names, number + 1)  # one arc belongs to a value
                         continue
-                    towards = (
-                        self.location_by_name[group[0][1]] - self.location_by_name[group[0][0]]
-                    )
                     is_arrow = measure == "Line"
                     self._draw_strokes(
                         names,
-                        towards=towards,
+                        towards=first_part[1] - first_part[0],
                         count=number,
                         wing=0.75 * math.pi if is_arrow else math.pi / 2,
                         part=0.42 if is_arrow else 0.5,

@@ -58,11 +58,9 @@ def label_inset(size: int) -> float:
 def write_ratio(above: int, below: int) -> str:
     """Return an integer or a reduced fraction, as LaTeX."""
     value = Fraction(above, below)
-    return (
-        str(value)
-        if value.denominator == 1
-        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    )
+    if value.denominator == 1:
+        return str(value)
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def choose_wording(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
