@@ -16,7 +16,7 @@ import numpy as np
 from adora_vl.geometry.checked import CheckedClaim
 from adora_vl.geometry.claims import Claim, read_claims_on
 from adora_vl.geometry.fact_kinds import gives_expression, gives_value, joins_names
-from adora_vl.geometry.figure import Figure, figure_from_json
+from adora_vl.geometry.figure import Figure, figure_from_json, state_of_figure
 from adora_vl.geometry.judgement import Judgement
 from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import (
@@ -70,23 +70,16 @@ class CheckedFigure:
         self.reading = read_facts(figure.form, without_words=figure.left_out)
         problem = FigureProblem(self.reading)
         self.system = problem.system
-        self.state = problem.starts.near_picture(0)
-        # Places are stored to scale, and stand in the vector as shares of the figure's size.
-        for name, (x, y) in figure.at.items():
-            position = self.system.position.get(name)
-            if position is not None:
-                self.state[2 * position] = x / problem.size
-                self.state[2 * position + 1] = y / problem.size
-        for number, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
-            self.state[number] = figure.values.get(name, self.state[number])
+        self.state = state_of_figure(figure, problem)
         _, jacobian = self.system.residuals(self.state)
         # An unknown that moves many facts is scaled down, so that rows of lengths, angles and letters
         # can be compared.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
         self.free_movements = self._free_movements(jacobian * self.scales)
-        fact_signatures = [*self.reading.relations, *split_midpoints(self.reading.relations)]
-        self.fact_signatures = {relation_signature(relation) for relation in fact_signatures}
+        # A claim may name a midpoint, or the two equal lengths that it makes.
+        relations = [*self.reading.relations, *split_midpoints(self.reading.relations)]
+        self.fact_signatures = {relation_signature(relation) for relation in relations}
         # What the facts give, as numbers and as expressions of letters.
         self.given_relations = [
             relation

@@ -133,16 +133,13 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     `share` is how much of an answer counts as rounding. Of a positive and a negative answer the
     positive one is meant, and a figure that may still move says nothing.
     """
-    if (
-        answers_agree(solution.value, best.value, share)
-        or is_goal_free(solution)
-        or best.value > 0 > solution.value
-    ):
+    if answers_agree(solution.value, best.value, share) or is_goal_free(solution):
         return False
-    return (
-        _unlikeness(solution)[0]
-        < _CLEARLY_NEARER_RATIO * _unlikeness(best)[0] + _NEGLIGIBLE_DISTANCE
-    )
+    if best.value > 0 > solution.value:
+        return False
+    unlikeness, _ = _unlikeness(solution)
+    least_unlikeness, _ = _unlikeness(best)
+    return unlikeness < _CLEARLY_NEARER_RATIO * least_unlikeness + _NEGLIGIBLE_DISTANCE
 
 
 def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:

@@ -328,14 +328,14 @@ class Measures:
         the centre over one side of a regular polygon.
         """
         names = term.names
-        if (
-            len(names) == 1
-            and re.fullmatch(r"\d+|[a-z]", names[0])
-            and names[0] not in self.drawing.neighbours
-        ):
-            return Unknown(f"angle {names[0]}")
         if names == ["$"]:
             return self.central_angle()
+        if len(names) == 1:
+            (name,) = names
+            is_number_or_letter = re.fullmatch(r"\d+|[a-z]", name) is not None
+            # A small letter may also be a point of the picture.
+            if is_number_or_letter and name not in self.drawing.neighbours:
+                return Unknown(f"angle {name}")
         return self.angle_between(*self.drawing.points_of_angle(term))
 
     def central_angle(self) -> Quantity:
