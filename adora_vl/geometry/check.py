@@ -138,13 +138,13 @@ class CheckedFigure:
         """
         with np.errstate(all="ignore"):
             known_rows = Judgement(self, []).known_rows
-        movable = self.system.count - len(self.free_movements)
-        rank = (
-            int(np.linalg.matrix_rank(np.stack(known_rows), tol=MAX_SHARE_OUTSIDE_SPAN))
-            if known_rows
-            else 0
-        )
-        return max(0, movable - rank)
+        # What the facts hold fast, given values among them, less what these values say.
+        fixed_count = self.system.count - len(self.free_movements)
+        settled_count = 0
+        if known_rows:
+            rows = np.stack(known_rows)
+            settled_count = int(np.linalg.matrix_rank(rows, tol=MAX_SHARE_OUTSIDE_SPAN))
+        return max(0, fixed_count - settled_count)
 
     def claims(self, text: str) -> list[CheckedClaim]:
         """Return the claims of a response with their verdicts, in their order."""

@@ -126,21 +126,27 @@ def read_sentence(draft: Draft, sentence: str) -> None:
 
 def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
     """Split a sentence into facts, as few as possible; None where a part is none."""
-    joins = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
-    if _find_rule(plain) is not None or ("=" in plain and not joins):
+    if _is_one_clause(plain):
         return [plain]
     if limit <= 1:
         return None
-    for join in reversed(joins):
-        before = plain[: join.start()]
-        if _find_rule(before) is None and (
-            "=" not in before or _CLAUSE_JOINT_PATTERN.search(before)
-        ):
+    # From the last joint on, so that the first clause is as long as possible.
+    joints = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
+    for joint in reversed(joints):
+        first_clause = plain[: joint.start()]
+        if not _is_one_clause(first_clause):
             continue
-        behind = _split_into_clauses(plain[join.end() :], limit - 1)
-        if behind is not None:
-            return [before, *behind]
+        further_clauses = _split_into_clauses(plain[joint.end() :], limit - 1)
+        if further_clauses is not None:
+            return [first_clause, *further_clauses]
     return None
+
+
+def _is_one_clause(plain: str) -> bool:
+    """Tell whether a text is one fact: a pattern of the grammar fits, or it is an equation."""
+    if _find_rule(plain) is not None:
+        return True
+    return "=" in plain and not _CLAUSE_JOINT_PATTERN.search(plain)
 
 
 def _find_rule(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
