@@ -18,21 +18,21 @@ __all__ = ["AdoraGRPOConfig", "AdoraGRPOTrainer", "__version__"]
 # On a CPU with AVX-512 in bfloat16 it warns at every import that a kernel from the hub, which is
 # not used, is missing.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-_PLACES = {"AdoraGRPOConfig": "adora_vl.config", "AdoraGRPOTrainer": "adora_vl.trainer"}
+_MODULE_BY_CLASS = {"AdoraGRPOConfig": "adora_vl.config", "AdoraGRPOTrainer": "adora_vl.trainer"}
 
 
 def __getattr__(name: str) -> Any:
     """The classes are imported when they are asked for: torch, TRL and vLLM take seconds, which
     grading need not wait for.
     """
-    if name not in _PLACES:
+    if name not in _MODULE_BY_CLASS:
         raise AttributeError(f"module 'adora_vl' has no attribute {name!r}")
     from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
 
     prepare_engine_environment()  # before the import: vLLM reads its environment there
     use_expandable_segments()
-    return getattr(import_module(_PLACES[name]), name)
+    return getattr(import_module(_MODULE_BY_CLASS[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PLACES})
+    return sorted({*globals(), *_MODULE_BY_CLASS})

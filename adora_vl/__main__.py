@@ -12,7 +12,7 @@ from adora_vl.utils.cli import exit_code_of
 from adora_vl.utils.errors import UserError, did_you_mean
 
 # What each command does, by its module
-COMMANDS = {
+DESCRIPTION_BY_COMMAND = {
     "adora_vl.train": "train a model; --dry-run says before whether it fits",
     "adora_vl.report": "make a page of one or more runs, to click through",
     "adora_vl.doctor": "check the installation with the config of a run",
@@ -22,12 +22,14 @@ COMMANDS = {
     "data_prep": "prepare, convert, filter and inspect problems",
     "eval": "evaluate a model on a benchmark or on problems of your own",
 }
-_MODULE_BY_NAME = {module.rpartition(".")[2]: module for module in COMMANDS}
+_MODULE_BY_NAME = {module.rpartition(".")[2]: module for module in DESCRIPTION_BY_COMMAND}
 
 
 def _list_commands() -> None:
     """Print the commands of the project."""
-    lines = [f"  python -m {module:<26}{purpose}" for module, purpose in COMMANDS.items()]
+    lines = [
+        f"  python -m {module:<26}{purpose}" for module, purpose in DESCRIPTION_BY_COMMAND.items()
+    ]
     print("\n".join(["Commands (--help behind each says more):", "", *lines]))
     print("\nadora-vl NAME is the same, with the last word of such a name, as in `adora-vl train`.")
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, READING_S, announce_reading, imports
+from adora_vl.utils.cli import EXIT_INTERRUPTED, USUAL_IMPORT_S, announce_reading, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
@@ -131,7 +131,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
 
     is_main = trainer.accelerator.is_main_process
     try:
-        # It records its files itself.
+        # Outside of the block below: `save_model` records its files as those of the run itself.
         trainer.save_model(str(output_dir))
         with recording_saved_files(output_dir, is_main):
             trainer.save_state()
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Without `--dry-run` the options are None, and all words are those of the training.
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
-        announce_reading(READING_S)
+        announce_reading(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run

@@ -28,7 +28,7 @@ from adora_vl.conversion.problem import RawProblem, RowReaders
 from adora_vl.conversion.tables import open_local, row_readers
 from adora_vl.data.dataset import Manifest
 from adora_vl.data.images import png_bytes
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.geometry.forms import LogicForm
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -82,7 +82,7 @@ def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
                 "or images with a path such as test/2401/img_diagram.png; put them in"
             )
         authors_split, number = path.groups()
-        text = question.replace(PLACEHOLDER, " ").strip()
+        text = question.replace(IMAGE_PLACEHOLDER, " ").strip()
         yield LabelledQuestion(
             number=number,
             split=OUR_SPLIT_BY_AUTHORS_SPLIT[authors_split],

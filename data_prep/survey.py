@@ -24,7 +24,7 @@ from adora_vl.data.dataset import (
     split_files,
     stored_rows,
 )
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_size, image_tokens
+from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, image_size, image_tokens
 from adora_vl.data.prompts import (
     DEFAULT_PROMPT,
     as_text,
@@ -179,7 +179,7 @@ def _survey_of_split(
 
 def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str) -> int:
     """Return how many tokens the images of a row take in a prompt; `sizes` is their pixels."""
-    vision = VISIONS[family]
+    vision = VISION_BY_FAMILY[family]
     total = 0
     for size in sizes:
         total += image_tokens(

@@ -30,7 +30,7 @@ from adora_vl.conversion.pipeline import (
     usable_cores,
 )
 from adora_vl.conversion.problem import RawProblem
-from adora_vl.data.dataset import VARIANTS, read_manifest, stored_rows
+from adora_vl.data.dataset import VARIANTS_SOURCE, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import choose_outcome
 from adora_vl.geometry.descent import Budget
@@ -134,7 +134,7 @@ def prepare_variants(
     def open_variants() -> OpenedSource:
         """Describe the run for the manifest, and name the function that begins to make variants."""
         description = {
-            "source": VARIANTS,
+            "source": VARIANTS_SOURCE,
             "input": str(folder),
             "revision": None,  # a folder has no commit, as a data set of the hub has
             "arguments": recorded_options(asdict(options)),
@@ -252,7 +252,7 @@ def _try_variant(
     return RawProblem(
         id=variant_id,
         split=split,
-        source=VARIANTS,
+        source=VARIANTS_SOURCE,
         origin=variant_id,
         images=(png_bytes(picture),),
         problem=question,

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import partial
 from math import ceil, floor
 from pathlib import Path
@@ -76,9 +77,11 @@ def is_test_question(index: int, share: float, seed: int) -> bool:
     The questions are cut into blocks of `1 / share`, and one question of each block is drawn. So
     the test split gets exactly its share, and it does not matter how many questions follow.
     """
-    block = floor(index * share)
-    first_index = ceil(block / share)
-    end_index = ceil((block + 1) / share)
+    # As a fraction, since 0.7 as a float would put some questions into the block beside their own.
+    exact_share = Fraction(str(share))
+    block = floor(index * exact_share)
+    first_index = ceil(block / exact_share)
+    end_index = ceil((block + 1) / exact_share)
     drawn_index = random.Random(f"{seed}/{block}").randrange(first_index, end_index)
     return index == drawn_index
 

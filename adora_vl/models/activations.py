@@ -222,7 +222,7 @@ def saved_bytes(
     dtypes: DtypeBytes,
     *,
     checkpointing: bool,
-    recomputed: int | None = None,
+    recomputed_count: int | None = None,
 ) -> SavedBytes:
     """Return what one micro-batch saves for its backward pass.
 
@@ -231,11 +231,11 @@ def saved_bytes(
         size: of the pass.
         dtypes: bytes of its numbers.
         checkpointing: whether gradient checkpointing is on.
-        recomputed: the number of layers of the language model that gradient checkpointing
+        recomputed_count: the number of layers of the language model that gradient checkpointing
             recomputes; None for all.
     """
     text = shape.text
-    layers = text.layers if recomputed is None else recomputed
+    layers = text.layers if recomputed_count is None else recomputed_count
     if not checkpointing:
         layers = 0
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
@@ -429,35 +429,35 @@ class ActivationMemory:
         """
         return self.head_gradient if self.shape.ties_embeddings else 0
 
-    def peak_candidates(self, size: PassSize, recomputed: int) -> list[PeakCandidate]:
+    def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
         """Return the moments of a pass at which its memory may be largest.
 
         Gradients of weights are not counted, except those of a weight that head and embedding
-        share. `recomputed`: gradient checkpointing recomputes the first so many layers of the
+        share. `recomputed_count`: gradient checkpointing recomputes the first so many layers of the
         language model. The first layers go back last, when the other layers have released what
         they saved.
         """
         layers = self.shape.text.layers
-        saved = self._saved_bytes(size, recomputed)
+        saved = self._saved_bytes(size, recomputed_count)
         head_saved = head_saved_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
         head_transient = head_transient_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
         all_kept = saved.text + head_saved
         tied_head = self.tied_head_gradient
         gradients = saved.layer_gradients + tied_head
         in_head = PeakCandidate("logits", head_transient, all_kept)
-        if recomputed == layers:
+        if recomputed_count == layers:
             one_layer = saved.largest_recomputed + gradients
             # 3: both parts of a tied gradient and their sum
             in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(one_layer, 3 * tied_head), all_kept)
             return [in_head, in_layer]
         candidates = [in_head, PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)]
-        if recomputed:
+        if recomputed_count:
             # The layers that are not recomputed have gone back, and have released their values.
             first_recomputed = PeakCandidate(
                 LAYER_BACKWARD_NAME,
                 transient_bytes=saved.recomputed_layer + gradients,
                 kept_bytes=saved.layer_inputs,
-                backward_share=(layers - recomputed) / layers,
+                backward_share=(layers - recomputed_count) / layers,
             )
             candidates.append(first_recomputed)
         # Behind all layers come the vision tower's blocks and the embedding.
@@ -470,19 +470,19 @@ class ActivationMemory:
             )
         return candidates
 
-    def mask_and_vision(self, size: PassSize, recomputed: int) -> tuple[int, int]:
+    def mask_and_vision(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
         """Return the bytes of the attention mask and of the vision tower, held during the pass."""
         mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
-        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed).vision
+        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
         return mask, vision
 
-    def peak_bytes(self, size: PassSize, recomputed: int) -> int:
+    def peak_bytes(self, size: PassSize, recomputed_count: int) -> int:
         """Return the most bytes that a pass takes beside the weights and their gradients.
 
-        `recomputed`: how many layers gradient checkpointing recomputes.
+        `recomputed_count`: how many layers gradient checkpointing recomputes.
         """
-        mask, vision = self.mask_and_vision(size, recomputed)
-        candidates = self.peak_candidates(size, recomputed)
+        mask, vision = self.mask_and_vision(size, recomputed_count)
+        candidates = self.peak_candidates(size, recomputed_count)
         peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
         return peak + mask + vision
 
@@ -492,21 +492,21 @@ class ActivationMemory:
         They are all layers where no smaller number is enough.
         """
 
-        def fits(recomputed: int) -> bool:
+        def fits(recomputed_count: int) -> bool:
             """Return whether the pass fits with so many recomputed layers."""
-            return self.peak_bytes(size, recomputed) <= limit_bytes
+            return self.peak_bytes(size, recomputed_count) <= limit_bytes
 
         # A binary search, since each further recomputed layer takes memory off the peak. The number
         # of all layers is outside of its range: the last one takes nothing off, because it goes back
         # first, when its values are there either way.
         return bisect_left(range(self.shape.text.layers), True, key=fits)
 
-    def _saved_bytes(self, size: PassSize, recomputed: int) -> SavedBytes:
+    def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:
         """Return what a pass of this size saves if so many layers are recomputed."""
         return saved_bytes(
             self.shape,
             size,
             self.dtypes,
             checkpointing=self.checkpointing,
-            recomputed=recomputed,
+            recomputed_count=recomputed_count,
         )

@@ -184,14 +184,11 @@ def check_lora_keys(adapter: Adapter, model: ModelConfig, set_keys: Collection[s
         value = getattr(model, key)
         adapter_value = _normalise_setting(getattr(adapter.config, peft_name, None))
         if key in set_keys and _normalise_setting(value) != adapter_value:
-            differs = (
+            raise UserError(
                 f"{key}: {value}, but the adapter {adapter.name!r} has {peft_name}: "
-                f"{adapter_value} and goes on"
+                f"{adapter_value} and goes on training as it is; leave the key out, or set "
+                "use_peft: true to merge this adapter and train a new one"
             )
-            remedy = (
-                "leave the key out, or set use_peft: true to merge this adapter and train a new one"
-            )
-            raise UserError(f"{differs} training as it is; {remedy}")
 
 
 def _normalise_setting(value: Any) -> Any:
@@ -313,10 +310,10 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
 
     PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
     """
-    reference = policy.peft_config.pop("ref", None)
+    reference_config = policy.peft_config.pop("ref", None)
     yield
-    if reference is not None:
-        policy.peft_config["ref"] = reference
+    if reference_config is not None:
+        policy.peft_config["ref"] = reference_config
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:

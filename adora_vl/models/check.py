@@ -55,7 +55,7 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
             images as stock TRL does (`PARTS_THAT_NEED_FAMILY`), and for one that vLLM computes otherwise.
     """
     name = model.model_name_or_path
-    kind = config.model_type
+    model_type = config.model_type
     family = family_of(config)
     if family is not None:
         position_fault = position_fault_in_vllm(config)
@@ -70,18 +70,19 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
         return [f"{name}: {family.note}"] if family.note else []
     if not sees_images(config):
         return [
-            f"{name}: model_type {kind} is not among the families that can share a prompt "
+            f"{name}: model_type {model_type} is not among the families that can share a prompt "
             f"({KNOWN_FAMILIES_TEXT}): every rollout computes its prompt again, everything else works"
         ]
     if not any(run.uses(part) for part in PARTS_THAT_NEED_FAMILY) and not run.adora_freeze:
         return [
-            f"{name}: model_type {kind} is not among the known families; its images go the way of "
-            "stock TRL"
+            f"{name}: model_type {model_type} is not among the known families; its images go the "
+            "way of stock TRL"
         ]
-    unknown = f"{name!r} has model_type {kind}, which is not among the known families ({KNOWN_FAMILIES_TEXT})"
-    stock = "set adora_stock_step: true and adora_freeze: [] to train it the way of stock TRL"
-    added = "add the family as CONTRIBUTING.md describes"
-    raise UserError(f"model_name_or_path: {unknown}; {stock}, or {added}")
+    raise UserError(
+        f"model_name_or_path: {name!r} has model_type {model_type}, which is not among the known "
+        f"families ({KNOWN_FAMILIES_TEXT}); set adora_stock_step: true and adora_freeze: [] to "
+        "train it the way of stock TRL, or add the family as CONTRIBUTING.md describes"
+    )
 
 
 def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bool) -> bool:

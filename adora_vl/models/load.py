@@ -112,15 +112,16 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
-    where: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
-    config_dict, _ = PretrainedConfig.get_config_dict(model, **where)
-    kind = config_dict.get("model_type")
-    if kind is not None and kind not in CONFIG_MAPPING:
-        unknown = f"{model!r} has model_type {kind}, which Transformers {__version__} does not have"
-        why = "code that comes with a model is not run here"
-        ours = f"name a model of the families {KNOWN_FAMILIES_TEXT}"
-        raise UserError(f"{key}: {unknown}, and {why}; {ours}, or another of Transformers")
-    return AutoConfig.from_pretrained(model, trust_remote_code=False, **where)
+    hub_options: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
+    config_dict, _ = PretrainedConfig.get_config_dict(model, **hub_options)
+    model_type = config_dict.get("model_type")
+    if model_type is not None and model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"{key}: {model!r} has model_type {model_type}, which Transformers {__version__} does "
+            "not have, and code that comes with a model is not run here; name a model of the "
+            f"families {KNOWN_FAMILIES_TEXT}, or another of Transformers"
+        )
+    return AutoConfig.from_pretrained(model, trust_remote_code=False, **hub_options)
 
 
 def model_hash(model: str, revision: str | None = None) -> str | None:
@@ -148,22 +149,22 @@ def load_config(model: str, revision: str | None = None) -> PretrainedConfig:
     Raises `UserError` where `model` is neither a model folder nor a reachable hub id, or is of a
     kind that Transformers does not have.
     """
-    named = f"model_name_or_path: {model!r}"
+    key_and_value = f"model_name_or_path: {model!r}"
     folder = Path(model)
     if folder.is_file():
-        raise UserError(f"{named} is a file; name the folder of a saved model")
+        raise UserError(f"{key_and_value} is a file; name the folder of a saved model")
     lacks_config = folder.is_dir() and not (folder / "config.json").is_file()
     if lacks_config:
-        raise UserError(f"{named} is a folder without a config.json; name a saved model")
+        raise UserError(f"{key_and_value} is a folder without a config.json; name a saved model")
     try:
         return read_config("model_name_or_path", model, revision)
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        neither = (
-            f"{named} is neither a model folder here nor a model of the hub that can be reached"
-        )
-        raise UserError(f"{neither} ({why_missing(model, error)})") from error
+        raise UserError(
+            f"{key_and_value} is neither a model folder here nor a model of the hub that can be "
+            f"reached ({why_missing(model, error)})"
+        ) from error
 
 
 def auto_class(config: PretrainedConfig) -> Any:
@@ -200,7 +201,8 @@ def check_weights(key: str, name: str) -> None:
         raise UserError(
             f"{key}: {name!r} has no weights (*.safetensors); name the folder of a saved model"
         )
-    file = folder / "model.safetensors.index.json"  # only a model in several files has it
+    # The file that is read, for the message. Only a model in several files has an index.
+    file = folder / "model.safetensors.index.json"
     try:
         indexed_names: list[str] = []
         if file.is_file():
@@ -236,8 +238,8 @@ def restore_weights(model: PreTrainedModel, folder: Path) -> None:
     if not is_peft_model(model):
         # Files of Qwen2.5-VL have other names (`visual.blocks`) than its modules
         # (`model.visual.blocks`), and `from_pretrained` converts them.
-        saved = type(model).from_pretrained(folder, dtype="auto")
-        model.load_state_dict(saved.state_dict())
+        saved_model = type(model).from_pretrained(folder, dtype="auto")
+        model.load_state_dict(saved_model.state_dict())
         return
     for name in model.peft_config:
         restore_adapter(model, name, folder if name == "default" else folder / name)
@@ -251,25 +253,32 @@ def restore_adapter(model: PeftModel, name: str, folder: Path) -> None:
     """
     from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
 
-    where = f"the adapter {name} of {str(folder)!r}"
+    adapter_text = f"the adapter {name} of {str(folder)!r}"
     if not (folder / ADAPTER_CONFIG_FILE).is_file():
         raise RunError(
-            f"{where}: there is no {ADAPTER_CONFIG_FILE}; name a checkpoint of a run with this adapter"
+            f"{adapter_text}: there is no {ADAPTER_CONFIG_FILE}; name a checkpoint of a run with "
+            "this adapter"
         )
-    saved = load_peft_weights(str(folder), device="cpu")
-    expected = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    missing = expected.keys() - saved.keys()
-    if missing:
-        raise RunError(f"{where}: {len(missing)} tensors are missing, the first is {min(missing)}")
+    saved_tensors = load_peft_weights(str(folder), device="cpu")
+    adapter_tensors = get_peft_model_state_dict(
+        model, adapter_name=name, save_embedding_layers=False
+    )
+    missing_names = adapter_tensors.keys() - saved_tensors.keys()
+    if missing_names:
+        raise RunError(
+            f"{adapter_text}: {len(missing_names)} tensors are missing, the first is "
+            f"{min(missing_names)}"
+        )
     adapter_parameters = [
         parameter for path, parameter in model.named_parameters() if name in path.split(".")
     ]
     with gathered_parameters(adapter_parameters):
-        left_over = set_peft_model_state_dict(model, saved, adapter_name=name).unexpected_keys
-    if left_over:
+        loaded = set_peft_model_state_dict(model, saved_tensors, adapter_name=name)
+    unexpected_names = loaded.unexpected_keys
+    if unexpected_names:
         raise RunError(
-            f"{where}: {len(left_over)} tensors have no place in the model, the first is "
-            f"{min(left_over)}"
+            f"{adapter_text}: {len(unexpected_names)} tensors have no place in the model, the "
+            f"first is {min(unexpected_names)}"
         )
 
 
@@ -309,11 +318,10 @@ def load_processor(model: str, revision: str | None = None) -> Any:
         )
     # Any error: a file of the tokenizer that is cut off raises another one for each kind of file.
     except Exception as error:
-        why = (
-            f"the processor of {model!r} cannot be loaded ({in_one_line(error)}); save or "
-            "download it again"
-        )
-        raise UserError(f"model_name_or_path: {why}") from error
+        raise UserError(
+            f"model_name_or_path: the processor of {model!r} cannot be loaded "
+            f"({in_one_line(error)}); save or download it again"
+        ) from error
 
 
 def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
@@ -324,6 +332,7 @@ def pixel_limits(image_processor: BaseImageProcessor) -> dict[str, int] | None:
     size = dict(getattr(image_processor, "size", None) or {})
     if not {"shortest_edge", "longest_edge"} <= size.keys():
         return None
+    # In these processors the two names stand for numbers of pixels, not for lengths of edges.
     return {"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]}
 
 
@@ -337,12 +346,17 @@ def limit_pixels(processor: ProcessorMixin, min_pixels: int | None, max_pixels: 
     image_processor: Any = getattr(processor, "image_processor", None)
     limits = pixel_limits(image_processor)
     if limits is None:
-        why = " has no image processor"
+        fault = " has no image processor"
         if image_processor:
-            why = "'s image processor has no limits in pixels"
-        raise UserError(f"min_pixels/max_pixels: this model{why}; remove the keys")
-    low = limits["min_pixels"] if min_pixels is None else min_pixels
-    high = limits["max_pixels"] if max_pixels is None else max_pixels
-    if not 0 < low <= high:
-        raise UserError(f"min_pixels: {low} must be above 0 and at most max_pixels: {high}")
-    image_processor.size = {"shortest_edge": low, "longest_edge": high}
+            fault = "'s image processor has no limits in pixels"
+        raise UserError(f"min_pixels/max_pixels: this model{fault}; remove the keys")
+    if min_pixels is None:
+        min_pixels = limits["min_pixels"]
+    if max_pixels is None:
+        max_pixels = limits["max_pixels"]
+    if not 0 < min_pixels <= max_pixels:
+        raise UserError(
+            f"min_pixels: {min_pixels} must be above 0 and at most max_pixels: {max_pixels}"
+        )
+    # In these processors the two names stand for numbers of pixels, not for lengths of edges.
+    image_processor.size = {"shortest_edge": min_pixels, "longest_edge": max_pixels}

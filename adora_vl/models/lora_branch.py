@@ -35,14 +35,14 @@ def compute_branches_first(model: nn.Module) -> int:
         return 0
     from peft.tuners.lora.layer import Linear
 
-    changed = 0
+    changed_count = 0
     for name, module in model.named_modules():
         is_last = name.endswith(_LAST_PRODUCT_NAME) and component_of(name) == LANGUAGE_MODEL
         # A subclass, such as that of a base in 4 bits, has a forward of its own.
         if is_last and type(module) is Linear:
             compat.LORA_PRODUCT.install(partial(forward_branch_first, module), on=module)
-            changed += 1
-    return changed
+            changed_count += 1
+    return changed_count
 
 
 def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -51,16 +51,16 @@ def forward_branch_first(layer: "Linear", x: Tensor, *args: object, **kwargs: ob
     Stock PEFT computes the base product first. The sum is the same. If there is not just one plain
     adapter (but several, a merged, disabled or DoRA one, or further arguments), PEFT computes it.
     """
-    active = layer.active_adapters
-    name = active[0] if len(active) == 1 else None
+    active_names = layer.active_adapters
+    name = active_names[0] if len(active_names) == 1 else None
     is_plain = name in layer.lora_A and name not in layer.lora_variant
     is_at_work = not layer.disable_adapters and not layer.merged
     if args or kwargs or not is_at_work or not is_plain:
-        result: Tensor = type(layer).forward(layer, x, *args, **kwargs)
-        return result
+        peft_output: Tensor = type(layer).forward(layer, x, *args, **kwargs)
+        return peft_output
     lora_A = layer.lora_A[name]
     inputs = layer._cast_input_dtype(x, lora_A.weight.dtype)
     branch = layer.lora_B[name](lora_A(layer.lora_dropout[name](inputs))) * layer.scaling[name]
-    base = layer.base_layer(x)
-    summed: Tensor = (base + branch).to(base.dtype)
-    return summed
+    base_product = layer.base_layer(x)
+    output: Tensor = (base_product + branch).to(base_product.dtype)
+    return output

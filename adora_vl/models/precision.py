@@ -31,15 +31,15 @@ def restore_buffers(model: nn.Module) -> list[str]:
     computed. A module that needs more than its config to be built is left as it is. Returns the
     names of the buffers that changed.
     """
-    restored = []
-    for name, buffer, expected in _computed_buffers(model):
-        if expected is None:  # the module needs more than its config
+    restored_names = []
+    for name, buffer, expected_values in _computed_buffers(model):
+        if expected_values is None:  # the module needs more than its config
             continue
-        is_right = buffer.dtype == expected.dtype and torch.equal(buffer.cpu(), expected)
-        if not is_right:
-            buffer.data = expected.to(buffer.device)
-            restored.append(name)
-    return restored
+        has_right_dtype = buffer.dtype == expected_values.dtype
+        if not has_right_dtype or not torch.equal(buffer.cpu(), expected_values):
+            buffer.data = expected_values.to(buffer.device)
+            restored_names.append(name)
+    return restored_names
 
 
 def describe_wrong_buffers(model: nn.Module) -> list[str]:
@@ -49,12 +49,12 @@ def describe_wrong_buffers(model: nn.Module) -> list[str]:
     of its rotary buffers is checked, which has to be float32.
     """
     lines = []
-    for name, buffer, expected in _computed_buffers(model):
-        expected_dtype = torch.float32 if expected is None else expected.dtype
-        is_checked = expected is not None or ROTARY_BUFFER_NAME in name
-        if is_checked and buffer.dtype != expected_dtype:
+    for name, buffer, expected_values in _computed_buffers(model):
+        expected_dtype = torch.float32 if expected_values is None else expected_values.dtype
+        has_known_dtype = expected_values is not None or ROTARY_BUFFER_NAME in name
+        if has_known_dtype and buffer.dtype != expected_dtype:
             lines.append(f"{name} is {dtype_name(buffer.dtype)}, not {dtype_name(expected_dtype)}")
-        elif expected is not None and not torch.equal(buffer.cpu(), expected):
+        elif expected_values is not None and not torch.equal(buffer.cpu(), expected_values):
             lines.append(f"{name} has other values than its config gives")
     return lines
 

@@ -30,20 +30,21 @@ def check_adapter_start(peft_config: PeftConfig, beta: float, *, is_new: bool) -
         is_new: whether the run makes the adapter. The reference of one that is trained further is
             a copy of it, which PEFT initialises in the same way before it gets the weights.
     """
-    start = getattr(peft_config, "init_lora_weights", True)
-    changes_base = isinstance(start, str) and start.lower().startswith(
+    initialisation = getattr(peft_config, "init_lora_weights", True)
+    changes_base = isinstance(initialisation, str) and initialisation.lower().startswith(
         _INITIALISATIONS_THAT_CHANGE_BASE
     )
-    is_random = start is False and is_new  # False: both matrices are drawn, and neither is 0
+    # False: both matrices are drawn, and neither is 0.
+    is_random = initialisation is False and is_new
     if not beta or not (changes_base or is_random):
         return
     if changes_base:
-        why = "takes the adapter's start out of the base's weights"
+        fault = "takes the adapter's start out of the base's weights"
     else:
-        why = "draws an adapter that changes the answers"
+        fault = "draws an adapter that changes the answers"
     raise UserError(
-        f"init_lora_weights: {start} with beta: {beta:g} {why}, so the base, which is the "
-        "reference, is not the policy that the run starts from; set it to true, or beta: 0"
+        f"init_lora_weights: {initialisation} with beta: {beta:g} {fault}, so the base, which is "
+        "the reference, is not the policy that the run starts from; set it to true, or beta: 0"
     )
 
 

@@ -119,10 +119,10 @@ def config_for_planning(
     try:
         return load_config(name, revision), None
     except UserError:
-        shipped = SHAPES_FOLDER / name.rpartition("/")[2]
-        if Path(name).is_dir() or not (shipped / "config.json").is_file():
+        shipped_folder = SHAPES_FOLDER / name.rpartition("/")[2]
+        if Path(name).is_dir() or not (shipped_folder / "config.json").is_file():
             raise
-        config = load_config(str(shipped))
+        config = load_config(str(shipped_folder))
         return config, f"the config of {name} is the one that ships here; the hub was not reached"
 
 
@@ -215,13 +215,13 @@ def _adapted_values(model: nn.Module) -> int:
 
     All decoder layers are alike, so the first one is counted.
     """
-    values = 0
+    value_count = 0
     for name, module in model.named_modules():
         is_in_first_layer = ".layers.0." in name and "visual" not in name
         has_adapter = hasattr(module, "lora_A")
         if is_in_first_layer and has_adapter:
-            values += module.in_features
-    return values
+            value_count += module.in_features
+    return value_count
 
 
 def language_layer_names(config: PretrainedConfig) -> list[str]:
@@ -266,8 +266,8 @@ def _check_module_names(model: "PreTrainedModel", peft_config: "PeftConfig") -> 
             continue
         for module in sorted(modules):
             if not any(name == module or name.endswith(f".{module}") for name in names):
-                close = did_you_mean(module, last_parts)
-                raise UserError(f"{key}: {module!r} is no module of this model{close}")
+                suggestion = did_you_mean(module, last_parts)
+                raise UserError(f"{key}: {module!r} is no module of this model{suggestion}")
 
 
 def refuse_embedding_adapters(model: "PeftModel") -> None:
@@ -316,12 +316,11 @@ def refuse_tied_adapters(model: "PeftModel") -> None:
             key = "lora_modules_to_save"
             if isinstance(embedding, BaseTunerLayer):
                 key = "lora_target_modules"
-            shares = (
+            raise UserError(
                 f"{key}: {name!r} shares its weight with the other embedding "
-                "(tie_word_embeddings: true)"
+                "(tie_word_embeddings: true), so what it learns can be merged neither for the "
+                "engine nor for a saved model; leave it out"
             )
-            no_way = "so what it learns can be merged neither for the engine nor for a saved model"
-            raise UserError(f"{shares}, {no_way}; leave it out")
 
 
 def is_dtype_name(name: str) -> bool:

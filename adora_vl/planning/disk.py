@@ -2,12 +2,12 @@
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import MOMENTS
 from adora_vl.models.activations import FLOAT32_BYTES
 from adora_vl.models.shape import ModelShape
+from adora_vl.training.model_states import ADAM_MOMENTS
 
 # Scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
-_SMALL_FILES = 2 * 2**20
+_SMALL_FILES_BYTES = 2 * 2**20
 
 
 def checkpoint_bytes(
@@ -34,19 +34,19 @@ def checkpoint_bytes(
     if sharding.stage is None:
         bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
         model_bytes = saved_parameters * bytes_per_parameter
-        optimizer_bytes = MOMENTS * shape.trained_parameters * bytes_per_parameter
-        return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES
+        optimizer_bytes = ADAM_MOMENTS * shape.trained_parameters * bytes_per_parameter
+        return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES_BYTES
     bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
     model_bytes = saved_parameters * bytes_per_parameter
     optimizer_bytes = (
-        shape.trained_parameters * (MOMENTS + 1) * FLOAT32_BYTES
+        shape.trained_parameters * (ADAM_MOMENTS + 1) * FLOAT32_BYTES
     )  # 1: the master weights
     # Under ZeRO-3 the module's file has only the weights that are not trained.
     module_parameters = shape.total_parameters
     if sharding.stage >= 3:
         module_parameters -= shape.trained_parameters
     module_bytes = module_parameters * bytes_per_parameter
-    return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES
+    return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES_BYTES
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import States, dtypes_of, states
 from adora_vl.models import activations
 from adora_vl.models.activations import (
     FLOAT32_BYTES,
@@ -25,12 +24,15 @@ from adora_vl.models.activations import (
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
+from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
 from adora_vl.utils.files import GIB
 
 # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
-WORKSPACE = 2 * GIB
-CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
-ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
+ENGINE_WORKSPACE_BYTES = 2 * GIB
+CPU_ENGINE_WORKSPACE_BYTES = 2**29  # assumed likewise for vLLM's CPU build
+SLEEPING_ENGINE_BYTES = (
+    3 * 2**29
+)  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
         weights += shape.trained_parameters * engine.dtype_bytes
     if engine.cpu_cache is None:
         # On a GPU the cache gets what is left of the engine's share.
-        workspace = WORKSPACE
+        workspace = ENGINE_WORKSPACE_BYTES
         cache = int(engine.utilization * card_bytes) - weights - workspace
     else:
-        workspace = CPU_WORKSPACE
+        workspace = CPU_ENGINE_WORKSPACE_BYTES
         cache = engine.cpu_cache
     bytes_per_token = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
     cached_tokens = max(cache, 0) // bytes_per_token
@@ -94,9 +96,9 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
     )
 
 
-CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
-FRAGMENTATION = 0.05  # assumed: share of all else that the allocator cannot use
-MOST_IMAGE_TOKENS = 16384  # the largest image that the published processors allow
+CUDA_CONTEXT_BYTES = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
+FRAGMENTED_SHARE = 0.05  # assumed: share of all else that the allocator cannot use
+MAX_IMAGE_TOKENS = 16384  # the largest image that the published processors allow
 # Components of the engine: vLLM stays within its share, so fragmentation adds nothing to them.
 _ENGINE_COMPONENTS = (
     "engine weights",
@@ -209,7 +211,7 @@ class Prediction:
 
     phases: dict[str, dict[str, int]]
     engine: EngineMemory | None
-    states: States
+    states: ModelStateBytes
     recomputed: int
 
     @property
@@ -229,7 +231,7 @@ def predict(setup: Setup, card_bytes: int) -> Prediction:
     The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
     backward, and the optimizer step. `card_bytes`: the memory of the GPU.
     """
-    training = states(
+    training = predict_state_bytes(
         setup.shape,
         sharding=setup.sharding,
         has_reference=setup.has_reference,
@@ -275,7 +277,7 @@ def predict(setup: Setup, card_bytes: int) -> Prediction:
     )
 
 
-def _resident_bytes(training: States) -> dict[str, int]:
+def _resident_bytes(training: ModelStateBytes) -> dict[str, int]:
     """Return the bytes of a training that are on the GPU in every phase, by component."""
     return {
         "weights": training.weights,
@@ -284,7 +286,9 @@ def _resident_bytes(training: States) -> dict[str, int]:
     }
 
 
-def _rollout_phase(setup: Setup, training: States, engine: EngineMemory | None) -> dict[str, int]:
+def _rollout_phase(
+    setup: Setup, training: ModelStateBytes, engine: EngineMemory | None
+) -> dict[str, int]:
     """Return what a GPU holds while rollouts are sampled, in bytes by component.
 
     `training`: weights, gradients and optimizer. `engine`: None without an engine on this GPU.
@@ -339,7 +343,7 @@ def recomputed_layers(setup: Setup, card_bytes: int, held_bytes: int) -> int:
     # With "auto" on a CPU all layers are recomputed: its memory is not for this process alone.
     if setup.recompute == "all" or not setup.on_gpu:
         return layers
-    free_bytes = card_bytes - CONTEXT - held_bytes
+    free_bytes = card_bytes - CUDA_CONTEXT_BYTES - held_bytes
     return setup.activation_memory.fewest_recomputed_layers(
         setup.pass_size, usable_bytes(card_bytes, free_bytes)
     )
@@ -457,7 +461,7 @@ def _moments_with_first_gradients(
         setup.pass_size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
-        recomputed=recomputed,
+        recomputed_count=recomputed,
     )
     layer_transient = saved.layer_gradients + tied_head
     if recomputed == layers:
@@ -507,7 +511,7 @@ def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[st
     It is the same as while it samples, unless the engine sleeps. Empty without an engine.
     """
     if setup.engine is not None and setup.engine.sleep:
-        return {"engine asleep": ASLEEP}
+        return {"engine asleep": SLEEPING_ENGINE_BYTES}
     return _engine_awake(engine)
 
 
@@ -523,6 +527,6 @@ def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, i
         for name, size in component_bytes.items():
             if name not in _ENGINE_COMPONENTS:
                 allocated_by_torch += size
-        bytes_by_name["CUDA context"] = CONTEXT
-        bytes_by_name["fragmentation"] = int(FRAGMENTATION * allocated_by_torch)
+        bytes_by_name["CUDA context"] = CUDA_CONTEXT_BYTES
+        bytes_by_name["fragmentation"] = int(FRAGMENTED_SHARE * allocated_by_torch)
     return {name: size for name, size in bytes_by_name.items() if size != 0}

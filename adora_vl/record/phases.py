@@ -65,13 +65,13 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         # up to this time all seconds are charged to a phase
         self._charged_until = now()
 
-    def enter(self, phase: str) -> None:
-        """Begin a phase, which pauses the present one until `leave`."""
+    def enter_phase(self, phase: str) -> None:
+        """Begin a phase, which pauses the present one until `leave_phase`."""
         assert phase in self._phases, phase
         self._charge_time()
         self._open_phases.append(phase)
 
-    def leave(self) -> None:
+    def leave_phase(self) -> None:
         """End the present phase; the one around it goes on."""
         self._charge_time()
         self._open_phases.pop()
@@ -86,11 +86,11 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         if is_outside_of_steps or self._open_phases[-1] == name:
             yield
             return
-        self.enter(name)
+        self.enter_phase(name)
         try:
             yield
         finally:
-            self.leave()
+            self.leave_phase()
 
     def take_seconds(self) -> dict[str, float]:
         """Return the seconds of every phase since the last call, and begin at 0 again.
@@ -130,7 +130,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Begin the phase `policy`, which has all time of the step that no other phase has."""
-        self.enter("policy")
+        self.enter_phase("policy")
 
     def on_step_end(
         self,
@@ -140,6 +140,6 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         **kwargs: object,
     ) -> None:
         """Log the seconds of each phase in the step, and of `other` since the step before."""
-        self.leave()
+        self.leave_phase()
         for phase, seconds in self.take_seconds().items():
             self._log(f"seconds/{phase}", seconds)

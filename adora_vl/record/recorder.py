@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # Columns that the reward functions add to TRL's table of completions
 _REWARD_COLUMNS = ("verdict", "extracted", "reason", "new", "false", "steps")
+_MAX_CLAIMS = 2**15  # of a rollout, in the 16 bits of their column
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
@@ -112,8 +113,8 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def add(
         self,
         step: int,
-        built: BuiltGroups,
-        scored: ScoredGroups,
+        built_groups: BuiltGroups,
+        scored_groups: ScoredGroups,
         table: Mapping[str, Any],
         function_names: Sequence[str],
     ) -> None:
@@ -123,28 +124,30 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
 
         Args:
             step: optimizer steps that had been made when the rollouts were sampled.
-            built: the rollouts of this rank.
-            scored: rewards, lengths and advantages of the rollouts of all ranks.
+            built_groups: the rollouts of this rank.
+            scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
             table: TRL's `_logs`, the table of completions, whose last rows are these rollouts.
             function_names: the names of the reward functions.
         """
-        rollout_count = len(built.rows)
+        rollout_count = len(built_groups.rows)
         first_position = self._graded_in_step
         self._graded_in_last_call = rollout_count
         self._graded_in_step += rollout_count
         if not self._is_enabled:
             return
         self._generation_slices.append(slice(first_position, self._graded_in_step))
-        batch_columns = self._gather_batch_columns(scored.batch)
-        dataset_columns = self._gather_dataset_columns(built)
+        batch_columns = self._gather_batch_columns(scored_groups.batch)
+        dataset_columns = self._gather_dataset_columns(built_groups)
         # Where the first rank's disk has refused an earlier step, recording has ended.
         if self.accelerator.is_main_process and not self.record.failure_reason:
-            columns = _graded_columns(scored.facts, scored.assessment, table, function_names)
+            columns = _graded_columns(
+                scored_groups.facts, scored_groups.assessment, table, function_names
+            )
             # a step is recorded under the number that it has once it is made
             columns["step"] = [step + 1] * len(columns["completion"])
             columns |= batch_columns
             columns |= dataset_columns
-            group_size = scored.assessment.groups.rewards_PG.shape[1]
+            group_size = scored_groups.assessment.groups.rewards_PG.shape[1]
             self.record.add(columns, group_size)
 
     def _gather_batch_columns(self, batch: Batch) -> RecordColumns:
@@ -168,15 +171,15 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
                 columns[name] = gather(batch[name]).tolist()  # type: ignore[literal-required]
         return columns
 
-    def _gather_dataset_columns(self, built: BuiltGroups) -> RecordColumns:
+    def _gather_dataset_columns(self, built_groups: BuiltGroups) -> RecordColumns:
         """Return what the dataset says of each rollout's problem, from all ranks. Collective.
 
         In a run with tools the conversation of the rollout comes with it. Pictures are stored by
         the rank that has them, and only the names of their files are gathered.
         """
-        rank_rows = [self._dataset_values(row) for row in built.rows]
+        rank_rows = [self._dataset_values(row) for row in built_groups.rows]
         if self.decode is not None:
-            for values, rollout in zip(rank_rows, built.rollouts, strict=True):
+            for values, rollout in zip(rank_rows, built_groups.rollouts, strict=True):
                 values["calls"] = len(rollout.calls)
                 values["turns"] = describe_turns(rollout, self.decode, self._store_images)
         all_rows = gather_object(rank_rows)
@@ -380,9 +383,27 @@ def _graded_columns(
         columns[f"reward/{name}"] = rewards_N.tolist()
     for name in _REWARD_COLUMNS:
         # empty where no reward function adds it, as in a run that checks no steps
-        columns[name] = list(table["extra"].get(name, ()))[-rollout_count:]
+        logged = list(table["extra"].get(name, ()))[-rollout_count:]
+        columns[name] = [_recorded_value(name, value) for value in logged]
     columns |= criteria_columns(weighting.groups)
     return columns
+
+
+def _recorded_value(column: str, value: object) -> object:
+    """Return a value that a reward function has logged as the column of the record has it.
+
+    A function of the user's may log other values under these names: they become texts, and what is
+    not as the reward `steps` writes it becomes None.
+    """
+    if value is None:
+        return None
+    if column in ("new", "false"):
+        is_count = isinstance(value, int) and 0 <= value < _MAX_CLAIMS
+        return value if is_count else None
+    if column == "steps":
+        is_json_list = isinstance(value, str) and value.startswith("[")
+        return value if is_json_list else None
+    return str(value)
 
 
 class MetricsLogger:
@@ -425,7 +446,9 @@ class MetricsLogger:
         self.logs_tables = logs_tables(context.config)
         self.logs_images = logs_images(context.config)
 
-    def log_scored(self, generation: Generation, built: BuiltGroups, scored: ScoredGroups) -> None:
+    def log_scored(
+        self, generation: Generation, built_groups: BuiltGroups, scored_groups: ScoredGroups
+    ) -> None:
         """Log all rollouts that were scored, also those that `refill` replaces later.
 
         In a training the batch gets the column `rollout_number`, by which values that are known
@@ -433,10 +456,10 @@ class MetricsLogger:
 
         Args:
             generation: the step and mode (train or eval) that the rollouts were sampled for.
-            built: the prompts and completions of this rank.
-            scored: rewards, lengths and advantages of the rollouts of all ranks.
+            built_groups: the prompts and completions of this rank.
+            scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
         """
-        facts = scored.facts
+        facts = scored_groups.facts
         is_training = generation.key.mode == "train"
         metrics = self.metrics_by_mode[generation.key.mode]
         state = self.state()
@@ -448,35 +471,35 @@ class MetricsLogger:
         # metric's values, and this one is a total already.
         metrics["num_tokens"].clear()
         metrics["num_tokens"].append(state.num_input_tokens_seen)
-        figures = assessment_figures(scored.assessment, facts, self.function_names)
+        figures = assessment_figures(scored_groups.assessment, facts, self.function_names)
         for name, value in figures.items():
             metrics[name].append(value)
         has_tools = self.recorder.decode is not None
         if has_tools:
-            rewards_PG = scored.assessment.groups.rewards_PG
+            rewards_PG = scored_groups.assessment.groups.rewards_PG
             for name, value in tool_figures(rewards_PG, facts).items():
                 metrics[name].append(value)
         images: list[Any] = []
         if self.logs_images:
             # A rank without images gives None for each row, since the table has a row of each.
-            images = built.prompts.images or [None] * len(built.completions)
+            images = built_groups.prompts.images or [None] * len(built_groups.completions)
         add_rows(
             self.table,
-            built=built,
-            scored=scored,
+            built_groups=built_groups,
+            scored_groups=scored_groups,
             images=images,
             function_names=self.function_names,
             is_training=is_training,
             as_plain_text=self.logs_tables,
         )
         if is_training:
-            scored.batch["rollout_number"] = self.recorder.number_next_rollouts(
-                len(built.completions)
+            scored_groups.batch["rollout_number"] = self.recorder.number_next_rollouts(
+                len(built_groups.completions)
             )
             self.recorder.add(
                 step=generation.key.step,
-                built=built,
-                scored=scored,
+                built_groups=built_groups,
+                scored_groups=scored_groups,
                 table=self.table,
                 function_names=self.function_names,
             )

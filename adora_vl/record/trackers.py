@@ -27,8 +27,8 @@ def gather_texts(prompts: list[Any]) -> list[Any]:
         strip_images_from_messages(prompt) if is_conversation(prompt) else prompt
         for prompt in prompts
     ]
-    gathered: list[Any] = gather_object(without_images)
-    return gathered
+    all_prompts: list[Any] = gather_object(without_images)
+    return all_prompts
 
 
 def is_conversation(value: object) -> bool:
@@ -76,15 +76,15 @@ def prepare_trackers(report_to: Sequence[str], output_dir: str) -> None:
 
 
 # Keys of TRL's `_logs` that have one column each, a deque
-_SINGLE_COLUMNS = ("prompt", "completion", "advantages")
+_KEYS_OF_COLUMNS = ("prompt", "completion", "advantages")
 # Keys that have a dict of columns: one per reward function, and one per column that they add
-_COLUMN_DICTS = ("rewards", "extra")
+_KEYS_OF_COLUMN_DICTS = ("rewards", "extra")
 
 
 def add_rows(
     table: Mapping[str, Any],
-    built: BuiltGroups,
-    scored: ScoredGroups,
+    built_groups: BuiltGroups,
+    scored_groups: ScoredGroups,
     images: list[Any],
     function_names: Sequence[str],
     *,
@@ -99,8 +99,8 @@ def add_rows(
 
     Args:
         table: the trainer's `_logs`.
-        built: the prompts and completions of this rank.
-        scored: rewards, lengths and advantages of the rollouts of all ranks.
+        built_groups: the prompts and completions of this rank.
+        scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
         images: the images of this rank, one entry a row; empty where no tracker shows them.
         function_names: the names of the reward functions.
         is_training: whether the policy learns from the rollouts; False in an evaluation, whose
@@ -108,11 +108,11 @@ def add_rows(
         as_plain_text: whether prompts become plain texts, as wandb refuses messages that mix text
             and images.
     """
-    facts = scored.facts
-    assessment = scored.assessment
+    facts = scored_groups.facts
+    assessment = scored_groups.assessment
     group_size = assessment.trl_advantages_PG.shape[1]
-    table["prompt"].extend(gather_texts(built.prompts.messages))
-    table["completion"].extend(gather_object(built.completions))
+    table["prompt"].extend(gather_texts(built_groups.prompts.messages))
+    table["completion"].extend(gather_object(built_groups.completions))
     table["images"].extend(gather_object(images))
     unify_message_contents(table["prompt"])
     for name, rewards_N in zip(function_names, facts.rewards_NF.unbind(dim=1), strict=True):
@@ -193,8 +193,8 @@ def table_to_json(logs: Mapping[str, Any]) -> str:
     `logs` is the trainer's `_logs`. A value that JSON does not know becomes its text, or a number
     where it is a scalar of NumPy or torch.
     """
-    rows_by_key: dict[str, Any] = {key: list(logs[key]) for key in _SINGLE_COLUMNS}
-    for key in _COLUMN_DICTS:
+    rows_by_key: dict[str, Any] = {key: list(logs[key]) for key in _KEYS_OF_COLUMNS}
+    for key in _KEYS_OF_COLUMN_DICTS:
         rows_by_key[key] = {name: list(values) for name, values in logs[key].items()}
     return json.dumps(rows_by_key, default=_as_json_value)
 
@@ -207,14 +207,15 @@ def _as_json_value(value: object) -> Any:
 def restore_table(text: str, logs: Mapping[str, Any]) -> None:
     """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
-    An empty text changes nothing: the checkpoint has no rows.
+    An empty text changes nothing: the checkpoint has no rows. Some keys of `_logs` have a column,
+    others a dict of columns by their names.
     """
     if not text:
         return
     rows_by_key = json.loads(text)
-    for key in _SINGLE_COLUMNS:
+    for key in _KEYS_OF_COLUMNS:
         _replace_rows(logs[key], rows_by_key[key])
-    for key in _COLUMN_DICTS:
+    for key in _KEYS_OF_COLUMN_DICTS:
         for name, values in rows_by_key[key].items():
             _replace_rows(logs[key][name], values)
 

@@ -114,26 +114,26 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
 
 def to_cpu(values: Nested) -> Nested:
     """Copy nested values to the CPU, each tensor with a storage of its own."""
-    copied: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
-    return copied
+    copies: Nested = recursively_apply(lambda tensor: tensor.detach().cpu().clone(), values)
+    return copies
 
 
 def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
     """Select the rows with these numbers from every column. Scalars are kept."""
-    selected: _SplitBatch = {}
+    columns_of_rows: _SplitBatch = {}
     # Copied to each device once, without waiting for it, as indexing with a list would.
     indices_by_device: dict[torch.device, Tensor] = {}
     for name, value in split.items():
         if isinstance(value, list):
-            selected[name] = [value[row] for row in rows]
+            columns_of_rows[name] = [value[row] for row in rows]
         elif isinstance(value, Tensor) and value.dim() > 0:
             device = value.device
             if device not in indices_by_device:
                 indices_by_device[device] = torch.as_tensor(rows).to(device, non_blocking=True)
-            selected[name] = value[indices_by_device[device]]
+            columns_of_rows[name] = value[indices_by_device[device]]
         else:
-            selected[name] = value
-    return selected
+            columns_of_rows[name] = value
+    return columns_of_rows
 
 
 class UsedColumns(NamedTuple):
@@ -156,30 +156,36 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
     )
 
 
-def without_padding(batch: dict[str, Any], used: UsedColumns | None = None) -> dict[str, Any]:
+def without_padding(
+    batch: dict[str, Any], columns_in_use: UsedColumns | None = None
+) -> dict[str, Any]:
     """Cut off token columns that are padding in every row.
 
-    They are on the left of prompts and on the right of completions. `used`: the `used_columns` of
-    these rows; None: they are found here, for which the CPU waits for the GPU.
+    They are on the left of prompts and on the right of completions. `columns_in_use`: the
+    `used_columns` of these rows; None: they are found here, for which the CPU waits for the GPU.
     """
     prompt_width = batch["prompt_mask"].size(1)
     completion_width = batch["completion_mask"].size(1)
-    if used is None:
-        used = used_columns(batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist())
-    if used.first_of_prompts == 0 and used.completion_columns == completion_width:
+    if columns_in_use is None:
+        columns_in_use = used_columns(
+            batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
+        )
+    first_of_prompts = columns_in_use.first_of_prompts
+    completion_columns = columns_in_use.completion_columns
+    if first_of_prompts == 0 and completion_columns == completion_width:
         return batch
     slice_by_axis = {
-        "prompt": slice(used.first_of_prompts, None),
-        "completion": slice(used.completion_columns),
-        "both": slice(used.first_of_prompts, prompt_width + used.completion_columns),
+        "prompt": slice(first_of_prompts, None),
+        "completion": slice(completion_columns),
+        "both": slice(first_of_prompts, prompt_width + completion_columns),
     }
-    trimmed: dict[str, Any] = {}
+    narrow_batch: dict[str, Any] = {}
     for name, value in batch.items():
         axis = _token_axis(
             name, value=value, prompt_width=prompt_width, completion_width=completion_width
         )
-        trimmed[name] = value if axis == "none" else value[:, slice_by_axis[axis]]
-    return trimmed
+        narrow_batch[name] = value if axis == "none" else value[:, slice_by_axis[axis]]
+    return narrow_batch
 
 
 def _token_axis(name: str, value: object, prompt_width: int, completion_width: int) -> str:
@@ -215,7 +221,7 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
     new_prompt_width = max(part["prompt_ids"].size(1) for part in batches)
     new_completion_width = max(part["completion_ids"].size(1) for part in batches)
     ratio_is_per_rollout = all(map(_has_one_ratio_per_rollout, batches))
-    widened = [
+    wide_batches = [
         _widen(
             part,
             new_prompt_width=new_prompt_width,
@@ -226,15 +232,15 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
         for part in batches
     ]
     # For the time of the joining `pixel_values` is a list with an entry for each row.
-    first_split, second_split = map(_split_images, widened)
-    joined: _SplitBatch = {}
+    first_split, second_split = map(_split_images, wide_batches)
+    joined_columns: _SplitBatch = {}
     for name, value in first_split.items():
-        joined[name] = value
+        joined_columns[name] = value
         if isinstance(value, Tensor) and value.dim() > 0:
-            joined[name] = torch.cat([value, second_split[name]])
+            joined_columns[name] = torch.cat([value, second_split[name]])
         elif isinstance(value, list):
-            joined[name] = value + second_split[name]
-    return _join_images(joined)
+            joined_columns[name] = value + second_split[name]
+    return _join_images(joined_columns)
 
 
 def chosen_groups(
@@ -284,14 +290,14 @@ def _widen(
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)
-    on_left = new_prompt_width - prompt_width
-    on_right = new_completion_width - completion_width
+    left_padding = new_prompt_width - prompt_width
+    right_padding = new_completion_width - completion_width
     padding_by_axis = {
-        "prompt": (on_left, 0),
-        "completion": (0, on_right),
-        "both": (on_left, on_right),
+        "prompt": (left_padding, 0),
+        "completion": (0, right_padding),
+        "both": (left_padding, right_padding),
     }
-    widened = dict[str, Any](batch)
+    wide_batch = dict[str, Any](batch)
     for name, value in dict[str, Any](batch).items():
         has_token_ids = name.endswith("_ids") and name != "mm_token_type_ids"
         fill = pad_id if has_token_ids else 0
@@ -302,5 +308,5 @@ def _widen(
             axis = "none" if ratio_is_per_rollout else "completion"
             fill = 1  # TRL's VESPO takes the logarithm of the ratio without a mask
         if axis != "none":
-            widened[name] = pad(value, padding_by_axis[axis], value=fill)
-    return cast("Batch", widened)
+            wide_batch[name] = pad(value, padding_by_axis[axis], value=fill)
+    return cast("Batch", wide_batch)

@@ -53,21 +53,21 @@ class PassBytes(NamedTuple):
         )
 
 
-def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
+def unit_sizes(host_rows: HostRows, rows_per_unit: int, *, shares_vision: bool) -> list[UnitSize]:
     """Return the sizes of all units of a batch, from which the memory of a pass is predicted.
 
     Args:
-        host: the copy of the batch on the CPU.
+        host_rows: the copy of the batch on the CPU.
         rows_per_unit: rows of a unit, which are neighbours and have the same prompt.
         shares_vision: whether the image that the rows of a unit have in common passes the vision
             tower once.
     """
-    prompt_lengths = host.prompt_mask.sum(dim=1).tolist()
+    prompt_lengths = host_rows.prompt_mask.sum(dim=1).tolist()
     sizes = []
     for first_row in range(0, len(prompt_lengths), rows_per_unit):
         rows = range(first_row, first_row + rows_per_unit)
-        completion_lengths = [host.completion_lengths[row] for row in rows]
-        patches_by_row = [_patches(host, row) for row in rows]
+        completion_lengths = [host_rows.completion_lengths[row] for row in rows]
+        patches_by_row = [_patches(host_rows, row) for row in rows]
         sizes.append(
             UnitSize(
                 rows=rows_per_unit,
@@ -80,9 +80,9 @@ def unit_sizes(host: HostRows, rows_per_unit: int, *, shares_vision: bool) -> li
     return sizes
 
 
-def _patches(host: HostRows, row: int) -> int:
+def _patches(host_rows: HostRows, row: int) -> int:
     """Return the number of patches of a row's images."""
-    row_images = host.images[row]
+    row_images = host_rows.images[row]
     return 0 if row_images is None else len(row_images.pixels)
 
 

@@ -190,7 +190,7 @@ class MicroBatcher:
                 a micro-batch has `per_device_train_batch_size` rows.
         """
         self.accelerator = context.accelerator
-        self.room = room
+        self.micro_batch_room = room
         self.log = context.log
         self.pad_id = context.pad_id
         self.layout = BatchLayout.of(context.config)
@@ -229,14 +229,14 @@ class MicroBatcher:
             batch, has_signal = self._rebalance(batch, has_signal)
         # Collective: all ranks learn from as many units as the one with the most signal.
         min_units = max(gather_object([sum(has_signal)]))
-        host = HostRows.of(
+        host_rows = HostRows.of(
             batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"],
             completion_mask=batch["completion_mask"],
             columns=dict[str, Any](batch),
         )
         tokens_by_unit = self._tokens_of_units(
-            host.prompt_mask.sum(dim=1), torch.tensor(host.completion_lengths)
+            host_rows.prompt_mask.sum(dim=1), torch.tensor(host_rows.completion_lengths)
         )
         # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
         units = choose_units(has_signal, max(min_units, optimizer_steps), tokens_by_unit)
@@ -251,19 +251,19 @@ class MicroBatcher:
             units,
             optimizer_steps=optimizer_steps,
             micro_batches_per_step=layout.micro_batches_per_update,
-            cut=self._cut(host, units),
+            cut=self._cut(host_rows, units),
         )
         with_work = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
         self.log("adora/micro_batches", len(with_work) / optimizer_steps)
         reader = RowReader(batch)
         return [
             self._micro_batch(
-                reader, host=host, units=units_of_micro_batch, filled_share=filled_share
+                reader, host_rows=host_rows, units=units_of_micro_batch, filled_share=filled_share
             )
             for units_of_micro_batch in plan
         ]
 
-    def _cut(self, host: HostRows, units: Sequence[int]) -> Cut:
+    def _cut(self, host_rows: HostRows, units: Sequence[int]) -> Cut:
         """Return the function that divides the units of an optimizer step into micro-batches.
 
         It divides by planned memory where there is a `MicroBatchRoom`, else by the number of rows.
@@ -271,22 +271,22 @@ class MicroBatcher:
         divide at the same positions.
 
         Args:
-            host: the rows of this rank's generation.
+            host_rows: the rows of this rank's generation.
             units: numbers of the units in the order of learning.
         """
         layout = self.layout
         max_units = layout.micro_batch_rows // layout.rows_per_unit
-        if self.room is None or not self.config.uses("fill_micro_batches"):
+        if self.micro_batch_room is None or not self.config.uses("fill_micro_batches"):
             return partial(
                 cut_by_count,
                 max_micro_batches=layout.micro_batches_per_update,
                 max_units=max_units,
             )
         size_by_unit = unit_sizes(
-            host, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
+            host_rows, layout.rows_per_unit, shares_vision=self.config.uses("share_vision")
         )
         sizes_by_rank = gather_object([[size_by_unit[unit] for unit in units]])
-        return partial(self.room.cut, sizes_by_rank, max_units=max_units)
+        return partial(self.micro_batch_room.cut, sizes_by_rank, max_units=max_units)
 
     def _tokens_of_units(self, prompt_lengths_B: Tensor, completion_lengths_B: Tensor) -> list[int]:
         """Return the tokens of each unit in the policy's pass, from the lengths of B rows."""
@@ -298,13 +298,13 @@ class MicroBatcher:
         )
 
     def _micro_batch(
-        self, reader: RowReader, host: HostRows, units: list[int], filled_share: float
+        self, reader: RowReader, host_rows: HostRows, units: list[int], filled_share: float
     ) -> Batch:
         """Return the micro-batch of some units without padding; {} without units.
 
         Args:
             reader: takes rows out of the generation.
-            host: the copy on the CPU of the same rows.
+            host_rows: the copy on the CPU of the same rows.
             units: numbers of units, of `rows_per_unit` neighbouring rows each.
             filled_share: the share of the generation's places that have rollouts.
         """
@@ -312,9 +312,11 @@ class MicroBatcher:
             return {}
         rows_per_unit = self.layout.rows_per_unit
         rows = [rows_per_unit * unit + row for unit in units for row in range(rows_per_unit)]
-        used = used_columns(host.prompt_mask[rows], [host.completion_lengths[row] for row in rows])
+        used = used_columns(
+            host_rows.prompt_mask[rows], [host_rows.completion_lengths[row] for row in rows]
+        )
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
-        micro["host_rows"] = host.select(rows, used.first_of_prompts)
+        micro["host_rows"] = host_rows.select(rows, used.first_of_prompts)
         # Over the rows of a full micro-batch, as there would be without empty places.
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:
@@ -355,7 +357,7 @@ class MicroBatcher:
         return 1.0
 
     def _rebalance(self, batch: Batch, has_signal: list[bool]) -> tuple[Batch, list[bool]]:
-        """UnitMove units between ranks where one rank would take longer than the others. Collective.
+        """Move units between ranks where one rank would take longer than the others. Collective.
 
         A unit is a group of rollouts, or a part of one.
 

@@ -20,11 +20,11 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.config.states import dtypes_of, states
 from adora_vl.models.activations import ActivationMemory, PassSize, usable_bytes
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
+from adora_vl.training.model_states import dtypes_of, predict_state_bytes
 from adora_vl.types import StepContext
 
 if TYPE_CHECKING:
@@ -97,9 +97,13 @@ class RecomputedLayers:
         self._sharding = sharding
         self._read_card = read_card
         self._layers = recomputable_layers(model)
-        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._trained_parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         attention = configured_attention(model.config)
-        self._flash = is_flash_attention_requested(requested_attention_implementation=attention)
+        self._uses_flash_attention = is_flash_attention_requested(
+            requested_attention_implementation=attention
+        )
         self._is_announced = False
         self.count = len(self._layers)
         key = config.adora_recompute
@@ -115,8 +119,8 @@ class RecomputedLayers:
             self._activation_memory = self._activation_memory_of(shape(), config)
         # A rank that retries alone would leave the others waiting. TRL's adaptive coefficient sums
         # entropies in a pass, and would count those of a retried one twice.
-        is_alone = self._accelerator.num_processes == 1 and sharding.stage is None
-        self._can_retry = is_alone and not config.use_adaptive_entropy
+        is_single_process = self._accelerator.num_processes == 1 and sharding.stage is None
+        self._can_retry = is_single_process and not config.use_adaptive_entropy
 
     def _activation_memory_of(
         self, shape: ModelShape, config: AdoraGRPOConfig
@@ -158,7 +162,8 @@ class RecomputedLayers:
         if self._activation_memory is None:
             return None
         # Flash attention reads lengths where other kernels read a mask.
-        size = replace(size, has_padding_mask=size.has_padding_mask and not self._flash)
+        has_padding_mask = size.has_padding_mask and not self._uses_flash_attention
+        size = replace(size, has_padding_mask=has_padding_mask)
         count = self._activation_memory.fewest_recomputed_layers(
             size, self._bytes_for_activations(self._activation_memory)
         )
@@ -179,16 +184,18 @@ class RecomputedLayers:
     def _bytes_of_new_gradients(self, activation_memory: ActivationMemory) -> int:
         """Return the bytes of gradients that the pass allocates, and of weights that it gathers."""
         if self._sharding.stage is None:
-            return sum(parameter.nbytes for parameter in self._trained if parameter.grad is None)
+            return sum(
+                parameter.nbytes for parameter in self._trained_parameters if parameter.grad is None
+            )
         # DeepSpeed allocates some of its buffers in the first backward pass and holds them, so they
         # may be counted twice: a few layers more than necessary are then recomputed.
-        buffers = states(
+        buffer_bytes = predict_state_bytes(
             activation_memory.shape,
             sharding=self._sharding,
             has_reference=False,
             mixed_precision=activation_memory.dtypes.compute == 2,
         )
-        return buffers.gradients + buffers.gathered
+        return buffer_bytes.gradients + buffer_bytes.gathered
 
     def _announce(self, size: PassSize) -> None:
         """Print how many layers the first micro-batch recomputes, once in a run."""
@@ -218,19 +225,20 @@ class RecomputedLayers:
         if self._activation_memory is None or not self._can_retry:
             return train_micro_batch()
         assert self._read_card is not None
-        gradients = GradientSnapshots(
-            self._trained, max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_card().total)
+        gradients_before = GradientSnapshots(
+            self._trained_parameters,
+            max_copied_bytes=int(_MAX_COPIED_SHARE * self._read_card().total),
         )
-        value_counts = {name: len(values) for name, values in metrics.items()}
+        value_count_by_name = {name: len(values) for name, values in metrics.items()}
         try:
             return train_micro_batch()
         except torch.OutOfMemoryError:
-            if self.count == len(self._layers) or not gradients.restore():
+            if self.count == len(self._layers) or not gradients_before.restore():
                 raise
         # Behind the `except` block, so that the error, whose traceback holds what the failed pass
         # has allocated, is gone.
         for name, values in metrics.items():
-            del values[value_counts.get(name, 0) :]
+            del values[value_count_by_name.get(name, 0) :]
         self._recompute_all()
         return train_micro_batch()
 
@@ -266,33 +274,34 @@ class GradientSnapshots:
         gradients = [parameter.grad for parameter in parameters]
         total_bytes = sum(gradient.nbytes for gradient in gradients if gradient is not None)
         copies_values = total_bytes <= max_copied_bytes
-        self._before = []
+        self._snapshots = []
         for gradient in gradients:
             version = 0
             copy = None
             if gradient is not None:
                 version = gradient._version
                 copy = gradient.clone() if copies_values else None
-            self._before.append(_GradientSnapshot(gradient=gradient, version=version, copy=copy))
+            self._snapshots.append(_GradientSnapshot(gradient=gradient, version=version, copy=copy))
 
     def restore(self) -> bool:
         """Undo what a pass has added to the gradients, and return whether that was possible.
 
         It is not where the pass has changed a gradient whose values were not copied.
         """
-        changed = [
-            before
-            for before in self._before
-            if before.gradient is not None and before.gradient._version != before.version
+        changed_snapshots = [
+            snapshot
+            for snapshot in self._snapshots
+            if snapshot.gradient is not None and snapshot.gradient._version != snapshot.version
         ]
-        if any(before.copy is None for before in changed):
+        if any(snapshot.copy is None for snapshot in changed_snapshots):
             return False
-        for parameter, before in zip(self._parameters, self._before, strict=True):
-            parameter.grad = before.gradient
-        for before in changed:
-            assert before.gradient is not None
-            assert before.copy is not None
-            before.gradient.copy_(before.copy)
+        # A parameter that had no gradient has none again.
+        for parameter, snapshot in zip(self._parameters, self._snapshots, strict=True):
+            parameter.grad = snapshot.gradient
+        for snapshot in changed_snapshots:
+            assert snapshot.gradient is not None
+            assert snapshot.copy is not None
+            snapshot.gradient.copy_(snapshot.copy)
         return True
 
 

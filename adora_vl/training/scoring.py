@@ -71,7 +71,6 @@ class RewardFunctions:
                 does not pass this.
             state: the trainer's state, which functions get too.
         """
-        extra_columns = defaultdict[str, list[Any]](list)
         logged_metrics = defaultdict[str, list[float]](list)
         arguments: dict[str, Any] = {
             "prompts": prompts,
@@ -84,9 +83,15 @@ class RewardFunctions:
         # Behind the columns of the rows, so that these arguments win over columns of their names.
         arguments["thinking_opened"] = thinking_opened
         arguments["trainer_state"] = state
-        arguments["log_extra"] = lambda column, values: extra_columns[column].extend(values)
         arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
-        rewards_by_function = self._call_functions(arguments, prompts, completions)
+        columns_by_function: list[dict[str, list[Any]]] = [{} for _ in self.functions]
+        rewards_by_function = self._call_functions(
+            arguments, prompts, completions, columns_by_function=columns_by_function
+        )
+        extra_columns: dict[str, list[Any]] = {}
+        for logged_columns in columns_by_function:
+            # Of two functions that log a column of one name the later one's is taken.
+            extra_columns |= logged_columns
         rewards_FB = [
             [torch.nan if reward is None else reward for reward in rewards]
             for rewards in rewards_by_function
@@ -98,13 +103,34 @@ class RewardFunctions:
         )
 
     def _call_functions(
-        self, arguments: Mapping[str, Any], prompts: list[Any], completions: list[Any]
+        self,
+        arguments: Mapping[str, Any],
+        prompts: list[Any],
+        completions: list[Any],
+        *,
+        columns_by_function: Sequence[dict[str, list[Any]]],
     ) -> list[list[float | None]]:
         """Call each function with the same keyword arguments, and return its rewards.
 
         Coroutine functions run concurrently, after the others. Reward models get prompts and
         completions alone.
+
+        Args:
+            arguments: what the functions get beside TRL's `log_extra`.
+            prompts: messages or texts.
+            completions: messages or texts.
+            columns_by_function: filled with the columns that each function logs, by their names.
         """
+
+        def call(number: int) -> Any:
+            """Call the function with this number, or return its coroutine."""
+            columns = columns_by_function[number]
+
+            def log_extra(column: str, values: Iterable[Any]) -> None:
+                columns.setdefault(column, []).extend(values)
+
+            return self.functions[number](**arguments, log_extra=log_extra)
+
         rewards_by_number: dict[int, Any] = {}
         coroutine_numbers = []
         for number, function in enumerate(self.functions):
@@ -118,12 +144,11 @@ class RewardFunctions:
             elif is_async(function):
                 coroutine_numbers.append(number)
             else:
-                rewards_by_number[number] = function(**arguments)
+                rewards_by_number[number] = call(number)
         if coroutine_numbers:
 
             async def run_together() -> list[Any]:
-                calls = (self.functions[number](**arguments) for number in coroutine_numbers)
-                return await asyncio.gather(*calls)
+                return await asyncio.gather(*map(call, coroutine_numbers))
 
             results = asyncio.run_coroutine_threadsafe(run_together(), self.loop()).result()
             rewards_by_number.update(zip(coroutine_numbers, results, strict=True))
@@ -185,12 +210,12 @@ class Scorer:
         self.names = names
 
     def score(
-        self, built: BuiltGroups, scores: FunctionScores, group_size: int, step: int
+        self, built_groups: BuiltGroups, scores: FunctionScores, group_size: int, step: int
     ) -> RolloutFacts:
         """Return rewards, lengths and further facts of the rollouts of all ranks. Collective.
 
         Args:
-            built: this rank's rollouts and their batch.
+            built_groups: this rank's rollouts and their batch.
             scores: what the reward functions return for them.
             group_size: rollouts of a group.
             step: optimizer steps that have been made.
@@ -200,17 +225,17 @@ class Scorer:
         """
         self.guard.check(step)
         # A function may also have failed for single completions. Those have no reward.
-        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built.rollouts))
-        measured = measured_facts(built, scores.rewards_BF)
+        failed_calls = self.guard.take_failed_calls(rows_per_rank=len(built_groups.rollouts))
+        measured = measured_facts(built_groups, scores.rewards_BF)
         facts = RolloutFacts.gathered(measured, self.accelerator).without_unrewarded(
             failed_calls, weights_F=self.weights_F, names=self.names, group_size=group_size
         )
         self.guard.check_scored(facts.missing_reasons, step)
-        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built.rollouts))
+        extra_columns, logged_metrics = _logged_on_all_ranks(scores, len(built_groups.rollouts))
         return facts.with_logged(extra_columns, logged_metrics)
 
 
-def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
+def measured_facts(built_groups: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     """Return the facts of this rank's B rollouts.
 
     `rewards_BF` are what the F reward functions gave them. The work of a rollout is not known yet:
@@ -220,17 +245,17 @@ def measured_facts(built: BuiltGroups, rewards_BF: Tensor) -> RolloutFacts:
     def column(values: Iterable[float]) -> Tensor:
         return torch.tensor([*values], dtype=torch.float32)
 
-    rollouts = built.rollouts
+    rollouts = built_groups.rollouts
     return RolloutFacts(
         rewards_NF=rewards_BF,
         counted_rewards_NF=rewards_BF,
-        prompt_length_N=column(len(ids) for ids in built.prompts.ids),
+        prompt_length_N=column(len(ids) for ids in built_groups.prompts.ids),
         length_N=column(len(rollout.policy_tokens) for rollout in rollouts),
-        has_no_end_N=torch.tensor([not has_ended for has_ended in built.ended_by_itself]),
+        has_no_end_N=torch.tensor([not has_ended for has_ended in built_groups.ended_by_itself]),
         reflective_words_N=column(
-            sum(reflective_words(text).values()) for text in built.completion_texts
+            sum(reflective_words(text).values()) for text in built_groups.completion_texts
         ),
-        surprisal_N=surprisal(built.batch).float().cpu(),
+        surprisal_N=surprisal(built_groups.batch).float().cpu(),
         tool_calls_N=column(len(rollout.calls) for rollout in rollouts),
         failed_calls_N=column(sum(call.failed for call in rollout.calls) for rollout in rollouts),
         tool_seconds_N=column(sum(call.seconds for call in rollout.calls) for rollout in rollouts),

@@ -131,12 +131,12 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         super()._build_collaborators(*args)
         log_scored = self.metrics_logger.log_scored
 
-        def log_and_note(generation: Generation, built: Any, scored: Any) -> None:
-            log_scored(generation, built, scored)
+        def log_and_note(generation: Generation, built_groups: Any, scored_groups: Any) -> None:
+            log_scored(generation, built_groups, scored_groups)
             if not generation.key.attempt:  # a batch that refills the pool is a later attempt
                 self.images_processed.append(self.images._cache.processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)
-                self.completion_ids.append(scored.batch["completion_ids"].tolist())
+                self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
 
         self.metrics_logger.log_scored = log_and_note  # type: ignore[method-assign]
 

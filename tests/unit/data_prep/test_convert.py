@@ -88,7 +88,7 @@ def test_files_named_after_splits_are_these_splits_and_a_leak_between_them_is_dr
 
 def test_a_test_share_is_one_row_of_each_block(subtests: pytest.Subtests) -> None:
     """The test rows are spread evenly over the table, and follow the seed."""
-    for share in [0.1, 0.2, 0.33, 0.5]:
+    for share in [0.1, 0.2, 0.29, 0.33, 0.5, 0.58, 0.7]:
         with subtests.test(f"{share}"):
             test_rows = [index for index in range(1000) if is_test_question(index, share, 3)]
             assert len(test_rows) == pytest.approx(1000 * share, abs=1)

@@ -158,8 +158,8 @@ def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_pa
 
 def test_rows_are_written_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # a picture has about 200 bytes
-    monkeypatch.setattr("adora_vl.data.dataset._GROUP_BYTES", 64 * 1000)
-    monkeypatch.setattr("adora_vl.data.dataset._GROUP_ROWS", 64)
+    monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_IMAGE_BYTES", 64 * 1000)
+    monkeypatch.setattr("adora_vl.data.dataset._MAX_GROUP_ROWS", 64)
     assert write_split(generate(100), tmp_path, "train") == 100
     (path,) = split_files(tmp_path)["train"]
     assert pq.ParquetFile(path).num_row_groups == 2

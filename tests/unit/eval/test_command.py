@@ -30,7 +30,7 @@ from eval.command import main, parse_command
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mmstar import BENCHMARK as MMSTAR
 
-NEEDED = ["--model", "M", "--data", "D", "--output", "O"]
+REQUIRED_WORDS = ["--model", "M", "--data", "D", "--output", "O"]
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_path):
@@ -48,22 +48,22 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(tmp_
     assert options.seed == 5
     assert options.system_prompt is None
     assert command.score.rounding is True
-    words = ["run", "--config", str(config), "--no-rounding", *NEEDED]
+    words = ["run", "--config", str(config), "--no-rounding", *REQUIRED_WORDS]
     command = parse_command(words, GEOMETRY3K)
     assert command.score.rounding is False
-    command = parse_command(["infer", "--config", str(config), *NEEDED], GEOMETRY3K)
+    command = parse_command(["infer", "--config", str(config), *REQUIRED_WORDS], GEOMETRY3K)
     assert command.score is None
 
 
 def test_defaults_are_greedy_and_the_trainings_prompt():
-    options = parse_command(["infer", *NEEDED], GEOMETRY3K).ask
+    options = parse_command(["infer", *REQUIRED_WORDS], GEOMETRY3K).ask
     assert options.temperature == 0.0
     assert options.system_prompt == SYSTEM_PROMPT
     assert options.dtype == "auto"
     assert options.limit is None
     assert options.min_pixels is None
     assert options.max_pixels is None
-    without = parse_command(["infer", *NEEDED, "--system-prompt", "none"], GEOMETRY3K)
+    without = parse_command(["infer", *REQUIRED_WORDS, "--system-prompt", "none"], GEOMETRY3K)
     assert without.ask.system_prompt is None
 
 
@@ -72,27 +72,27 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
         ([], "required"),
         (["run", "--model", "M", "--data", "D"], "--output is missing"),
         (
-            ["run", *NEEDED, "--max-tokens", "0"],
+            ["run", *REQUIRED_WORDS, "--max-tokens", "0"],
             "--max-tokens: '0' is not a whole number from 1 to 1048576",
         ),
         (
-            ["run", *NEEDED, "--temperature", "nan"],
+            ["run", *REQUIRED_WORDS, "--temperature", "nan"],
             "--temperature: 'nan' is not 0 or a number from 0.01 to 100",
         ),
-        (["run", *NEEDED, "--max_tokens", "9"], "unrecognized arguments: --max_tokens 9"),
-        (["run", *NEEDED, "--engine", "sglang"], "'sglang'"),
+        (["run", *REQUIRED_WORDS, "--max_tokens", "9"], "unrecognized arguments: --max_tokens 9"),
+        (["run", *REQUIRED_WORDS, "--engine", "sglang"], "'sglang'"),
         (
-            ["run", *NEEDED, "--model", "./missing"],
+            ["run", *REQUIRED_WORDS, "--model", "./missing"],
             "model: './missing' is neither a folder here nor a hub id",
         ),
         (
-            ["run", *NEEDED, "--model", "missing"],
+            ["run", *REQUIRED_WORDS, "--model", "missing"],
             "model: 'missing' is neither a folder here nor a hub id",
         ),
         # It has the form of a hub id, but `tests` is a folder.
-        (["run", *NEEDED, "--model", "tests/missing"], "model: 'tests/missing' is neither"),
-        (["run", *NEEDED, "--model", "tests"], "the folder 'tests' has no config.json"),
-        (["run", *NEEDED, "--model", "owner/name", "--data", "./none"], "no folder 'none'"),
+        (["run", *REQUIRED_WORDS, "--model", "tests/missing"], "model: 'tests/missing' is neither"),
+        (["run", *REQUIRED_WORDS, "--model", "tests"], "the folder 'tests' has no config.json"),
+        (["run", *REQUIRED_WORDS, "--model", "owner/name", "--data", "./none"], "no folder 'none'"),
         (["score", "--predictions", "none.jsonl", "--output", "s.json"], "no file 'none.jsonl'"),
     ]
     for arguments, message in cases:
@@ -108,7 +108,7 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
 
 def test_an_unknown_key_names_the_nearest(tmp_path, capsys):
     (tmp_path / "c.yaml").write_text("max_token: 5\n")
-    assert main(GEOMETRY3K, ["run", *NEEDED, "--config", str(tmp_path / "c.yaml")]) == 2
+    assert main(GEOMETRY3K, ["run", *REQUIRED_WORDS, "--config", str(tmp_path / "c.yaml")]) == 2
     assert "unknown key 'max_token'; did you mean 'max_tokens'?" in capsys.readouterr().err
 
 
@@ -118,9 +118,9 @@ def test_no_image_is_a_switch_in_a_file_and_on_the_command_line(case):
         with case(value) as folder:
             config = folder / "c.yaml"
             config.write_text(f"no_image: {value}\n")
-            command: Any = parse_command(["run", *NEEDED, "--config", str(config)], MMSTAR)
+            command: Any = parse_command(["run", *REQUIRED_WORDS, "--config", str(config)], MMSTAR)
             assert command.ask.data.no_image is without_image
-            command = parse_command(["run", *NEEDED, "--no-image"], MMSTAR)
+            command = parse_command(["run", *REQUIRED_WORDS, "--no-image"], MMSTAR)
             assert command.ask.data.no_image is True
 
 
@@ -131,7 +131,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def refusal(
+def run_refused(
     data: Path,
     model: str,
     output: Path,
@@ -178,7 +178,7 @@ def test_a_file_of_the_model_that_is_missing_cut_off_or_nonsense(data, case, cap
             model = folder / "model"
             shutil.copytree(PRETRAINED_FOLDER, model)
             damage(model / name)
-            message = refusal(data, str(model), folder / "out", capsys)
+            message = run_refused(data, str(model), folder / "out", capsys)
             assert message.startswith("error: model: ")
             assert message.count("\n") == 1
             assert not (folder / "out").exists()
@@ -198,7 +198,7 @@ def test_a_model_that_vllm_would_run_otherwise(data, case, capsys):
                 config = json.loads((model / "config.json").read_text())
                 del config["text_config"]["rope_parameters"]["mrope_interleaved"]
                 (model / "config.json").write_text(json.dumps(config))
-            message = refusal(data, str(model), folder / "out", capsys, engine="vllm")
+            message = run_refused(data, str(model), folder / "out", capsys, engine="vllm")
             assert message.startswith(f"error: model: {str(model)!r} ")
             assert reason in message
             assert message.count("\n") == 1
@@ -219,7 +219,7 @@ def test_an_engine_that_cannot_be_built_leaves_nothing_and_takes_nothing_away(
     used_folder.mkdir()
     (used_folder / "notes.txt").write_text("mine")
     for output in (new_folder, used_folder):
-        message = refusal(data, "a/b", output, capsys)
+        message = run_refused(data, "a/b", output, capsys)
         assert "error: model: 'a/b' cannot be loaded\n" in message
         assert "its copy" not in message
     assert not new_folder.exists()
@@ -235,7 +235,7 @@ def test_the_loser_of_two_that_start_together_leaves_the_files_alone(data, tmp_p
     output.mkdir()
     (output / "fingerprint.json").write_text("{}")
     with PredictionLog(output / "predictions.jsonl") as log_of_first:
-        message = refusal(data, str(PRETRAINED_FOLDER), output, capsys)
+        message = run_refused(data, str(PRETRAINED_FOLDER), output, capsys)
         writer = rf"process {os.getpid()} \(.*\)" if sys.platform == "linux" else "another process"
         remedy = "wait for it or use another --output"
         pattern = rf"error: output: {writer} is writing {output}\S+; {remedy}\n"

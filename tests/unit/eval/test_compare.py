@@ -10,13 +10,13 @@ import pytest
 
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.score_files import read_run
-from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.suite import table_lines
 
 
-def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
+def write_score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: Any) -> str:
     """Write a score file and return its path.
 
     `right` has a character for each problem, `1` for a right answer; problems are in turn of the
@@ -32,7 +32,7 @@ def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: A
         )
         graded.append(GradedAnswer(str(index), grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     score |= {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
     score |= fields
     path.parent.mkdir(exist_ok=True)
@@ -40,7 +40,7 @@ def score_file(path: Path, right: str, benchmark: str = "mathvista", **fields: A
     return str(path)
 
 
-def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+def print_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """Run `eval.compare` on these words, and return what it prints."""
     assert main(list(words)) == 0
     return capsys.readouterr().out
@@ -48,10 +48,10 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
     """Two runs are compared by the difference of their accuracy, McNemar's test and by group."""
-    first = score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
-    score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
+    first = write_score_file(tmp_path / "one.json", "0" * 10 + "1" * 10)
+    write_score_file(tmp_path / "two" / "score.json", "1" * 8 + "0" * 2 + "1" * 9 + "0")
     second_folder = str(tmp_path / "two")
-    text = shown(capsys, first, second_folder, "--by", "task")
+    text = print_comparison(capsys, first, second_folder, "--by", "task")
     # 8 gained and 1 lost: 2 * (1 + 9) / 2^9.
     assert "+35.0 points" in text
     assert "McNemar p = 0.0391 (8 gained, 1 lost)" in text
@@ -63,13 +63,13 @@ def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
 
 def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     """Published figures stand below the measured ones, with the word `quoted`."""
-    path = score_file(tmp_path / "one.json", "01")
-    lines = shown(capsys, path).splitlines()
+    path = write_score_file(tmp_path / "one.json", "01")
+    lines = print_comparison(capsys, path).splitlines()
     adora_line = next(line for line in lines if line.startswith("ADORA (quoted)"))
     assert adora_line.split()[2] == "73.5"
     assert any("not measured here" in line for line in lines)
-    assert "quoted" not in shown(capsys, path, "--no-published")
-    mmstar_text = shown(capsys, score_file(tmp_path / "m.json", "01", "mmstar"))
+    assert "quoted" not in print_comparison(capsys, path, "--no-published")
+    mmstar_text = print_comparison(capsys, write_score_file(tmp_path / "m.json", "01", "mmstar"))
     assert "GRPO (quoted)" in mmstar_text
     assert "Vision-R1" not in mmstar_text, "it has no MMStar figure"
 
@@ -82,7 +82,9 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
         data_set = {"sources": sources, "splits": [split], "problems": count}
         n_files = len(list(tmp_path.iterdir()))
         path = tmp_path / f"{n_files}.json"
-        return shown(capsys, score_file(path, "01", "geometry3k", data_set=data_set, **fields))
+        return print_comparison(
+            capsys, write_score_file(path, "01", "geometry3k", data_set=data_set, **fields)
+        )
 
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
@@ -97,8 +99,8 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
         shown_for(["geometry3k"], 601, "train"),
         shown_for(["geometry3k"], 598, coverage=limited),
         shown_for(["geometry3k"], 601, fingerprint=blank),
-        shown(capsys, score_file(tmp_path / "none.json", "01", "geometry3k")),
-        shown(capsys, score_file(tmp_path / "problems.json", "01", "problems")),
+        print_comparison(capsys, write_score_file(tmp_path / "none.json", "01", "geometry3k")),
+        print_comparison(capsys, write_score_file(tmp_path / "problems.json", "01", "problems")),
     ]
     for text in texts_without:
         assert "quoted" not in text
@@ -106,58 +108,60 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
 def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
     """`geometry3k` and `problems` are two names of one benchmark."""
-    geometry_score = score_file(tmp_path / "one.json", "0110", "geometry3k")
-    problems_score = score_file(tmp_path / "other.json", "0111", "problems")
-    text = shown(capsys, geometry_score, problems_score)
+    geometry_score = write_score_file(tmp_path / "one.json", "0110", "geometry3k")
+    problems_score = write_score_file(tmp_path / "other.json", "0111", "problems")
+    text = print_comparison(capsys, geometry_score, problems_score)
     assert "4 common problems" in text
     assert "quoted" not in text
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     """Other rules, other problems and missing answers are warned of."""
-    score_path = score_file(tmp_path / "one.json", "0110")
-    official_score = score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
-    text = shown(capsys, score_path, official_score)
+    score_path = write_score_file(tmp_path / "one.json", "0110")
+    official_score = write_score_file(tmp_path / "two.json", "01101", rules={"rules": "official"})
+    text = print_comparison(capsys, score_path, official_score)
     assert "4 common problems" in text
     assert "warning: the runs were scored by different rules" in text
     assert "score with --rules vlmevalkit to" in text
     assert "warning: the runs do not have the same problems" in text
     coverage = {"answers": 7, "asked": 40, "in_data": 40}
-    part = score_file(tmp_path / "part.json", "0110", coverage=coverage)
+    part = write_score_file(tmp_path / "part.json", "0110", coverage=coverage)
     texts = [
-        shown(capsys, part),
-        shown(capsys, part, score_path),
-        gained(capsys, part, score_path),
+        print_comparison(capsys, part),
+        print_comparison(capsys, part, score_path),
+        print_training_comparison(capsys, part, score_path),
     ]
     for text in texts:
         assert "the score of a part: 7 of 40 answers are there" in text
-    assert "of 7 of 40" in shown(capsys, part)
+    assert "of 7 of 40" in print_comparison(capsys, part)
 
 
 def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
     """A part is the first problems (`--limit`), or one of which nobody knows how many there are."""
     limited = {"answers": 4, "asked": 4, "in_data": 512}
-    part = score_file(tmp_path / "part.json", "0110", coverage=limited)
+    part = write_score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}
-    whole_score = score_file(tmp_path / "one.json", "0110", coverage=coverage)
+    whole_score = write_score_file(tmp_path / "one.json", "0110", coverage=coverage)
     texts = [
-        shown(capsys, part),
-        shown(capsys, whole_score, part),
-        gained(capsys, whole_score, part),
+        print_comparison(capsys, part),
+        print_comparison(capsys, whole_score, part),
+        print_training_comparison(capsys, whole_score, part),
     ]
     for text in texts:
         assert "4 of the 512 answers to all the data (--limit)" in text
-    lines = shown(capsys, whole_score, part).splitlines()
+    lines = print_comparison(capsys, whole_score, part).splitlines()
     first_line_of_part = next(line for line in lines if line.startswith(part))
     assert "of 4 of 512" in first_line_of_part
-    assert "512" not in shown(capsys, whole_score)
+    assert "512" not in print_comparison(capsys, whole_score)
     suite_lines = table_lines([read_run(part)])
     assert suite_lines[1].endswith("(4 of 512)")
     assert suite_lines[-1].endswith("(n of N): over a part of the problems")
     assert "(n of N)" not in table_lines([read_run(whole_score)])[-1]
     unknown = {"answers": 4, "asked": None, "in_data": None}
-    unknown_score = score_file(tmp_path / "alone.json", "0110", coverage=unknown)
-    assert "it is not known of how many problems these are" in shown(capsys, unknown_score)
+    unknown_score = write_score_file(tmp_path / "alone.json", "0110", coverage=unknown)
+    assert "it is not known of how many problems these are" in print_comparison(
+        capsys, unknown_score
+    )
 
 
 def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, capsys):
@@ -167,14 +171,14 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
         half_right.append({"pid": pid, "sample": 0, "verdict": "correct"})
         half_right.append({"pid": pid, "sample": 1, "verdict": "wrong"})
     all_right = [{**item, "verdict": "correct"} for item in half_right]
-    half_score = score_file(tmp_path / "one.json", "0101", items=half_right)
-    full_score = score_file(tmp_path / "two.json", "0101", items=all_right)
-    text = shown(capsys, half_score, full_score)
+    half_score = write_score_file(tmp_path / "one.json", "0101", items=half_right)
+    full_score = write_score_file(tmp_path / "two.json", "0101", items=all_right)
+    text = print_comparison(capsys, half_score, full_score)
     assert "+50.0 points, 95 % [+50.0, +50.0] (paired bootstrap, 2 common problems)" in text
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
-    sampled_score = score_file(tmp_path / "a.json", "01", samples=samples)
-    _, head, line = shown(capsys, sampled_score).splitlines()[:3]
+    sampled_score = write_score_file(tmp_path / "a.json", "01", samples=samples)
+    _, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.split()[-2:] == ["50.0", "75.0"]
 
@@ -193,13 +197,13 @@ def test_what_is_no_score_is_named(case, tmp_path, capsys):
                 path.write_text(content)
             assert main([str(path)]) == 2
             assert message in capsys.readouterr().err
-    mathvista_score = score_file(tmp_path / "a.json", "01")
-    mmstar_score = score_file(tmp_path / "b.json", "01", "mmstar")
+    mathvista_score = write_score_file(tmp_path / "a.json", "01")
+    mmstar_score = write_score_file(tmp_path / "b.json", "01", "mmstar")
     assert main([mathvista_score, mmstar_score]) == 2
     assert "is of mmstar and" in capsys.readouterr().err
 
 
-FIELDS = {
+USUAL_FIELDS = {
     "max_tokens": 48,
     "temperature": 0.0,
     "system_prompt": "Think.",
@@ -211,18 +215,18 @@ FIELDS = {
     "max_pixels": None,
     "samples": 1,
 }
-RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
+USUAL_RESOLVED = {"dtype": "float32", "min_pixels": 3136, "max_pixels": 50_000}
 
 
-def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+def fingerprint_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
     """The fingerprint of a score, as its key: the usual one, with some values changed.
 
     `fields` are options as given, and `resolved` settings that the engine has found.
     """
     return {
         "fingerprint": {
-            "fields": {**FIELDS, **fields},
-            "resolved": {**RESOLVED, **(resolved or {})},
+            "fields": {**USUAL_FIELDS, **fields},
+            "resolved": {**USUAL_RESOLVED, **(resolved or {})},
         }
     }
 
@@ -230,17 +234,19 @@ def made_with(resolved: dict[str, Any] | None = None, **fields: Any) -> dict[str
 def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, capsys):
     """Both `eval.compare` and the comparison of trainings warn of it; model and seed may differ."""
     changed_fingerprints = {}
-    for name in [*FIELDS, "a setting of the future"]:
+    for name in [*USUAL_FIELDS, "a setting of the future"]:
         fields: dict[str, Any] = {name: "different"}
-        changed_fingerprints[name] = made_with(**fields)
-    changed_resolved = {name: made_with({name: "different"}) for name in RESOLVED}
+        changed_fingerprints[name] = fingerprint_with(**fields)
+    changed_resolved = {name: fingerprint_with({name: "different"}) for name in USUAL_RESOLVED}
     cases = [*changed_fingerprints.items(), *changed_resolved.items()]
     for name, fingerprint in cases:
         with case(name) as folder:
-            first = score_file(folder / "one.json", "0110", **made_with())
-            same = score_file(folder / "same.json", "0111", **made_with(model="another", seed=3))
-            changed = score_file(folder / "other.json", "0111", **fingerprint)
-            for compare in (shown, gained):
+            first = write_score_file(folder / "one.json", "0110", **fingerprint_with())
+            same = write_score_file(
+                folder / "same.json", "0111", **fingerprint_with(model="another", seed=3)
+            )
+            changed = write_score_file(folder / "other.json", "0111", **fingerprint)
+            for compare in (print_comparison, print_training_comparison):
                 assert "warning" not in compare(capsys, first, same)
                 lines = compare(capsys, first, changed).splitlines()
                 (warning,) = [line for line in lines if line.startswith("warning")]
@@ -249,20 +255,20 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
 
 
 # Which of ten problems are solved: many.
-MANY = "1111111000"
+MANY_RIGHT = "1111111000"
 
 
 @pytest.mark.parametrize(
     ("text", "image", "blank", "verdict"),
     [
         (
-            MANY,
+            MANY_RIGHT,
             "1111100000",
             "0100000000",
             "and loses more by reasoning: of 100 problems 20 by seeing",
         ),
-        (MANY, "0100000000", "0010000000", "it reasons and does not see"),
-        ("0010000000", MANY, "0100000000", "it sees and does not reason from words"),
+        (MANY_RIGHT, "0100000000", "0010000000", "it reasons and does not see"),
+        ("0010000000", MANY_RIGHT, "0100000000", "it sees and does not reason from words"),
         ("0010000000", "0100000000", "1000000000", "it does not reason: neither words nor picture"),
     ],
 )
@@ -274,9 +280,9 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     text = 2 * text
     image = 2 * image
     blank = 2 * blank
-    right_by_view = {"image": image, "text": text, "both": 2 * MANY, "blank": blank}
-    files = view_files(tmp_path, right_by_view)
-    lines = shown(capsys, *files.values())
+    right_by_view = {"image": image, "text": text, "both": 2 * MANY_RIGHT, "blank": blank}
+    files = write_view_scores(tmp_path, right_by_view)
+    lines = print_comparison(capsys, *files.values())
     assert verdict in lines
     assert "20 common problems" in lines
     assert "differ in view" not in lines
@@ -287,38 +293,40 @@ def test_four_views_say_whether_a_model_sees_or_reasons(
     n_from_both = sum(a == b == "1" for a, b in zip(text, image, strict=True))
     share = 100 * n_from_both / text.count("1")
     assert f"of what it solves from words, it solves {share:.1f} % (95 %" in lines
-    two_views = shown(capsys, files["blank"], files["image"])
+    two_views = print_comparison(capsys, files["blank"], files["image"])
     assert f"without looking {remaining:.1f} %" in two_views
     assert verdict not in two_views, "it needs three views"
 
 
 def test_only_views_of_one_model_are_compared_as_views(tmp_path, capsys):
-    files = view_files(tmp_path, {"image": 2 * MANY, "blank": "0" * 20})
-    other_model = score_file(tmp_path / "other.json", 2 * MANY, **made_with(model="n"))
-    text = shown(capsys, other_model, files["blank"])
+    files = write_view_scores(tmp_path, {"image": 2 * MANY_RIGHT, "blank": "0" * 20})
+    other_model = write_score_file(
+        tmp_path / "other.json", 2 * MANY_RIGHT, **fingerprint_with(model="n")
+    )
+    text = print_comparison(capsys, other_model, files["blank"])
     assert "without looking" not in text
     assert "warning: the runs differ in view" in text
-    assert "without looking" not in shown(capsys, files["blank"], files["blank"])
+    assert "without looking" not in print_comparison(capsys, files["blank"], files["blank"])
 
 
 def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
     groups = {"version": {"Text Lite": {"accuracy": 0.25}}}
     files = []
     for view in ("blank", "image"):
-        fingerprint = made_with(**fields_of_view(view))
+        fingerprint = fingerprint_with(**fields_of_view(view))
         path = tmp_path / f"{view}.json"
-        files.append(score_file(path, "01", "mathverse", groups=groups, **fingerprint))
-    assert "version = Text Lite" in shown(capsys, *files)
-    assert "version =" not in shown(capsys, files[1])
+        files.append(write_score_file(path, "01", "mathverse", groups=groups, **fingerprint))
+    assert "version = Text Lite" in print_comparison(capsys, *files)
+    assert "version =" not in print_comparison(capsys, files[1])
 
 
-def view_files(folder: Path, right_by_view: dict[str, str]) -> dict[str, str]:
+def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, str]:
     """Write the score of one model in each view, and return the paths by view."""
     files = {}
     for view, right in right_by_view.items():
         # The seed may differ between views.
-        fingerprint = made_with(model="m", seed=len(view), **fields_of_view(view))
-        files[view] = score_file(folder / f"{view}.json", right, **fingerprint)
+        fingerprint = fingerprint_with(model="m", seed=len(view), **fields_of_view(view))
+        files[view] = write_score_file(folder / f"{view}.json", right, **fingerprint)
     return files
 
 
@@ -334,7 +342,7 @@ def fields_of_view(view: str) -> dict[str, Any]:
     return {"view": view, "left_out": 2}
 
 
-TOOL: dict[str, Any] = {
+TOOL_FIELDS: dict[str, Any] = {
     "tools": ["zoom"],
     "max_tool_calling_iterations": 2,
     "tool_options": {},
@@ -356,34 +364,38 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
     """`won` problems are solved only with tools, `lost` only without, and one by both."""
     right_without = "0" * won + "1" * lost + "1"
     right_with = "1" * won + "0" * lost + "1"
-    without_tools = score_file(tmp_path / "bare.json", right_without, **made_with(model_hash="m"))
-    with_tools = score_file(
-        tmp_path / "zoom.json", right_with, **made_with(seed=3, model_hash="m", **TOOL)
+    without_tools = write_score_file(
+        tmp_path / "bare.json", right_without, **fingerprint_with(model_hash="m")
+    )
+    with_tools = write_score_file(
+        tmp_path / "zoom.json",
+        right_with,
+        **fingerprint_with(seed=3, model_hash="m", **TOOL_FIELDS),
     )
     for files in ((without_tools, with_tools), (with_tools, without_tools)):
-        text = shown(capsys, *files)
+        text = print_comparison(capsys, *files)
         counts = f"gain {won} (solved only with zoom), harm {lost} (only without)"
         assert f"{counts}, McNemar p = {p}" in text
         assert f"having zoom {gain}" in text
         assert "warning" not in text
     # The comparison of trainings does not say what tools gain.
     warning = "warning: the runs differ in tools"
-    assert warning in gained(capsys, without_tools, with_tools)
+    assert warning in print_training_comparison(capsys, without_tools, with_tools)
     # Another model is no comparison of tools, and another setting is one with a warning.
-    other_model = made_with(model_hash="n", **TOOL)
-    other_limit = made_with(model_hash="m", max_tokens=9, **TOOL)
+    other_model = fingerprint_with(model_hash="n", **TOOL_FIELDS)
+    other_limit = fingerprint_with(model_hash="m", max_tokens=9, **TOOL_FIELDS)
     for fingerprint, warned_fields, is_about_tools in (
-        (other_model, [*TOOL], False),
+        (other_model, [*TOOL_FIELDS], False),
         (other_limit, ["max_tokens"], True),
     ):
-        other = score_file(tmp_path / "other.json", right_with, **fingerprint)
-        text = shown(capsys, without_tools, other)
+        other = write_score_file(tmp_path / "other.json", right_with, **fingerprint)
+        text = print_comparison(capsys, without_tools, other)
         warnings = [line for line in text.splitlines() if "warning" in line]
         assert [warning.split()[5].strip(":") for warning in warnings] == warned_fields
         assert (f"having zoom {gain}" in text) is is_about_tools
 
 
-def gained(capsys: pytest.CaptureFixture[str], *files: str) -> str:
+def print_training_comparison(capsys: pytest.CaptureFixture[str], *files: str) -> str:
     """Run the comparison of trainings on these scores, and return what it prints."""
     assert gain(list(files)) == 0
     return capsys.readouterr().out

@@ -18,7 +18,7 @@ from transformers import IntervalStrategy, Trainer
 
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
-from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.data.dataset import MANIFEST_NAME, PREPARED_BY
 from adora_vl.evals.benchmark import (
     BENCHMARK_NAMES,
     benchmark_name_for,
@@ -55,7 +55,7 @@ ANSWER_TEMPLATES = {
 }
 
 
-def problems_of(benchmark: Benchmark, data: Path) -> list[Problem]:
+def load_problems_twice(benchmark: Benchmark, data: Path) -> list[Problem]:
     """Load the problems of a folder twice, and check that its hash stays the same."""
     words = ["infer", "--model", "m", "--data", str(data), "--output", "o"]
     first_load = benchmark.load(parse_command(words, benchmark).ask.data)
@@ -69,11 +69,11 @@ def test_a_benchmark_keeps_the_promises_of_the_seam(name, tmp_path, capsys):
     """Its problems can be asked, right answers are right, and its score is printed and compared."""
     benchmark = find_benchmark(name)
     assert benchmark.name == name
-    problems = problems_of(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
+    problems = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))
     count = 10 if name == "dynamath" else 4
     assert len({problem.pid for problem in problems}) == len(problems) == count
     check_images(problems)
-    rows = rightly_answered(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
+    rows = answer_with_references(problems, ANSWER_TEMPLATES.get(name, r"\boxed{{{}}}"))
     # A problem that was not asked is wrong, whatever its response.
     rows[3] |= {"finish_reason": "image_failed", "response": rows[0]["response"]}
     if benchmark.check:
@@ -113,7 +113,7 @@ def check_images(problems: list[Problem]) -> None:
             assert grey_image.getcolors() == [(n_pixels, (128, 128, 128))]
 
 
-def rightly_answered(problems: list[Problem], template: str) -> list[dict[str, Any]]:
+def answer_with_references(problems: list[Problem], template: str) -> list[dict[str, Any]]:
     """The predictions of a model that gives each reference answer, as a file stores them."""
     rows = []
     for problem in problems:
@@ -148,7 +148,7 @@ def test_a_row_that_cannot_be_scored_is_named_before_the_model_is_asked(
     name, changed, message, tmp_path
 ):
     benchmark = find_benchmark(name)
-    problem = problems_of(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))[0]
+    problem = load_problems_twice(benchmark, WRITER_BY_BENCHMARK[name](tmp_path))[0]
     row = {**problem.fields, "response": "B"}
     assert benchmark.check is not None
     assert benchmark.check(row) is None
@@ -184,7 +184,7 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
         "synthetic": "problems",
     }
     for source, name in name_by_source.items():
-        manifest = {"made_by": MADE_BY, "source": source}
+        manifest = {"made_by": PREPARED_BY, "source": source}
         (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
         assert benchmark_name_for(tmp_path) == name
 
@@ -200,7 +200,7 @@ def test_every_benchmark_stands_in_the_help_of_a_training_and_on_the_pages():
         assert f"eval.{name}" in evaluation_page, name
 
 
-class WholeLengths:
+class WholePartEngine:
     """An engine that answers `Side 1.5` with the whole part of the length, `1`."""
 
     batch_size = 2
@@ -242,7 +242,7 @@ WORDS_OF_A_RUN = ["run", "--model", "a/b", "--data", "test.jsonl", "--output", "
 @pytest.fixture
 def run_of_the_page(rows_of_the_page, monkeypatch, capsys) -> str:
     """What a run with the benchmark of the page prints; its output folder is `out`."""
-    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholeLengths())
+    monkeypatch.setattr("adora_vl.evals.asking.build_engine", lambda settings: WholePartEngine())
     assert evaluate.main(["lengths.py:LENGTHS", *WORDS_OF_A_RUN]) == 0
     output: str = capsys.readouterr().out
     return output
@@ -277,7 +277,7 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_pag
     folder = Path("beside").resolve()  # where the config of the training lies
     folder.mkdir()
     (folder / "mine.py").write_text(Path("lengths.py").read_text())
-    monkeypatch.setattr(own_files, "_beside", [folder])
+    monkeypatch.setattr(own_files, "_config_folders", [folder])
     config = config_of(
         eval_strategy=IntervalStrategy.STEPS,
         adora_eval=["mine.py:LENGTHS=test.jsonl"],

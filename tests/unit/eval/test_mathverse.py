@@ -19,11 +19,11 @@ from tests.support import benchmark_data
 from tests.support.benchmark_data import MATHVERSE_FEATURES, mathverse_rows, write_mathverse
 from tests.support.endpoint_server import Reply, completion_reply
 
-scored = partial(benchmark_data.score_predictions, BENCHMARK)
-QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
+CHOICE_QUESTION = "Find CED ()\nChoices:\nA:40°\nB:60°\nC:120°\nD:140°"
 
 
-def row(
+def prediction(
     number: int, response: str, answer: str, version: str = "Text Lite", **fields: Any
 ) -> dict[str, Any]:
     """A prediction: a multiple-choice question if `answer` is a letter, else a free-form one."""
@@ -32,7 +32,7 @@ def row(
         "sample_index": number,
         "problem_index": "1",
         "problem_version": version,
-        "question": QUESTION if is_choice else "Find the area.",
+        "question": CHOICE_QUESTION if is_choice else "Find the area.",
         "answer": answer,
         "response": response,
         "question_type": "multi-choice" if is_choice else "free-form",
@@ -81,17 +81,17 @@ def test_an_answer_is_found_in_a_response():
         "First we halve 8.\nTherefore the side is 4.": ("4", "conclusion"),
     }
     for response, extraction in extraction_by_response.items():
-        assert extract_by_rules(row(1, response, "5.0")) == extraction
+        assert extract_by_rules(prediction(1, response, "5.0")) == extraction
 
 
 def test_options_and_the_right_one_are_read_as_the_data_write_them():
-    problem = row(1, "", "D")
+    problem = prediction(1, "", "D")
     assert read_choices(problem) == ["40°", "60°", "120°", "140°"]
     true_or_false = {**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}
     assert read_choices(true_or_false) == ["True", "False"]
     drawn = {**problem, "question": ""}
     assert read_choices(drawn) == []
-    assert read_choices({**drawn, "question_for_eval": QUESTION})[3] == "140°"
+    assert read_choices({**drawn, "question_for_eval": CHOICE_QUESTION})[3] == "140°"
     letter_by_reference = {"D": "D", "(C)": "C", "140": "D", "A\nC": None}
     for reference, letter in letter_by_reference.items():
         problem = {**problem, "answer": reference}
@@ -102,15 +102,18 @@ def test_scores_by_version_type_and_subject_and_overall_without_text_only(tmp_pa
     """The overall figure is over the five versions with images."""
     # Each row with whether its answer is right.
     cases = [
-        (row(1, r"\boxed{D}", "D", "Text Dominant"), True),
-        (row(2, "The answer is 140°.", "D", "Text Lite"), True),
-        (row(3, "The answer is 60°.", "D", "Vision Intensive"), False),
-        (row(4, "D", "D", "Vision Only", question=""), True),
-        (row(5, r"\boxed{113.10}", r"Area $=113.1 \mathrm{~cm}^{2}$", "Vision Dominant"), True),
-        (row(6, r"\boxed{1}", "5.5", TEXT_ONLY), False),
-        (row(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"}, False),
+        (prediction(1, r"\boxed{D}", "D", "Text Dominant"), True),
+        (prediction(2, "The answer is 140°.", "D", "Text Lite"), True),
+        (prediction(3, "The answer is 60°.", "D", "Vision Intensive"), False),
+        (prediction(4, "D", "D", "Vision Only", question=""), True),
+        (
+            prediction(5, r"\boxed{113.10}", r"Area $=113.1 \mathrm{~cm}^{2}$", "Vision Dominant"),
+            True,
+        ),
+        (prediction(6, r"\boxed{1}", "5.5", TEXT_ONLY), False),
+        (prediction(7, r"\boxed{A}", "D", TEXT_ONLY) | {"answer": "A\nC"}, False),
     ]
-    result = scored(tmp_path, [prediction for prediction, _ in cases])
+    result = score_as_command(tmp_path, [prediction for prediction, _ in cases])
     are_right = [item["verdict"] == "correct" for item in result["items"]]
     assert are_right == [is_right for _, is_right in cases]
     assert result["correct"] == 4
@@ -142,16 +145,16 @@ def test_a_judge_reads_the_answer_where_it_is_given(tmp_path, serve):
 
     server = serve(extract)
     rows = [
-        row(1, "It is the last of them.", "D"),
-        row(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
-        row(3, "By rule it would be no letter.", "D"),
+        prediction(1, "It is the last of them.", "D"),
+        prediction(2, "Pi times the square of six, in words.", r"Area $=113.1 \mathrm{~cm}^{2}$"),
+        prediction(3, "By rule it would be no letter.", "D"),
     ]
     words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    result = scored(tmp_path, rows, *words)
+    result = score_as_command(tmp_path, rows, *words)
     assert result["correct"] == 3
     assert result["extraction_mix"] == {"judge": 3}
     assert result["rules"]["judge"] == "j"
-    assert scored(tmp_path, rows)["correct"] < 3
+    assert score_as_command(tmp_path, rows)["correct"] < 3
 
 
 def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_path, serve, capsys):
@@ -172,16 +175,18 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
 
     server = serve(judge)
     cases = [
-        (row(1, "50 cm", "0.5 m"), "correct"),
-        (row(2, "60 cm", "0.5 m"), "wrong"),
-        (row(3, "0.5 m", "0.5 m"), "correct"),  # by our rules, so that no judge is asked
-        (row(4, "B", "D"), "wrong"),  # options are compared by their letters
-        (row(5, "a guess", "0.5 m"), "failed"),
-        (row(6, "NONE", "0.5 m"), "wrong"),
+        (prediction(1, "50 cm", "0.5 m"), "correct"),
+        (prediction(2, "60 cm", "0.5 m"), "wrong"),
+        (prediction(3, "0.5 m", "0.5 m"), "correct"),  # by our rules, so that no judge is asked
+        (prediction(4, "B", "D"), "wrong"),  # options are compared by their letters
+        (prediction(5, "a guess", "0.5 m"), "failed"),
+        (prediction(6, "NONE", "0.5 m"), "wrong"),
     ]
     rows = [prediction for prediction, _ in cases]
     words = ["--extraction", "judge", "--judge-url", server.url, "--judge-model", "j"]
-    result = scored(tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001")
+    result = score_as_command(
+        tmp_path, rows, *words, "--judge-attempts", "2", "--judge-wait", "0.001"
+    )
     assert [item["verdict"] for item in result["items"]] == [verdict for _, verdict in cases]
     # The guess is asked about twice.
     assert len(comparisons) == 4
@@ -192,7 +197,7 @@ def test_a_judge_decides_on_free_answers_that_our_rules_do_not_find_right(tmp_pa
     printed = capsys.readouterr()
     assert "note: j was the judge" in printed.out
     assert "the judge failed on 1 row" in printed.err
-    assert scored(tmp_path, rows)["correct"] == 1
+    assert score_as_command(tmp_path, rows)["correct"] == 1
 
 
 def test_the_six_versions_are_asked_from_the_files_of_the_hub(tmp_path):

@@ -26,20 +26,21 @@ from tests.support import benchmark_data
 from tests.support.benchmark_data import mathvision_rows, score_command, write_mathvision
 from tests.support.paths import SHARED_FOLDER
 
-scored = partial(benchmark_data.score_predictions, BENCHMARK)
-DATA = SHARED_FOLDER / "data" / "mathvision"
-real = pytest.mark.skipif(
-    not DATA.is_dir(), reason="MathVision's published outputs are not beside this checkout"
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
+PUBLISHED_DATA = SHARED_FOLDER / "data" / "mathvision"
+needs_published_data = pytest.mark.skipif(
+    not PUBLISHED_DATA.is_dir(),
+    reason="MathVision's published outputs are not beside this checkout",
 )
-SAMPLE = Path(__file__).parent / "mathvision_sample.jsonl"
+SAMPLE_FILE = Path(__file__).parent / "mathvision_sample.jsonl"
 # Stored as wrong: `4/3` for the gold `\frac{4}{3}`. No path of the published score gives that:
 # latex2sympy makes 4/3 of both, the one slash of another file, `40\pi/3`, was right, and run anew
 # it calls this right too, as ours does.
-DISPUTED = {("Gemini-Pro", "3013")}
+DISPUTED_ANSWERS = {("Gemini-Pro", "3013")}
 # Stored as `a` for the response `A)`, of which the repository's score, run anew, makes `a)`, as
 # ours does.
-OTHER_ANSWER = {("Qwen-VL-Max-CoT", "1787")}
-TOTALS = {
+ANSWERS_READ_OTHERWISE = {("Qwen-VL-Max-CoT", "1787")}
+PUBLISHED_CORRECT = {
     "Gemini-Pro": 537,
     "InternLM-XComposer2-VL": 442,
     "LLaVA-v1.5-7B": 259,
@@ -49,16 +50,16 @@ TOTALS = {
 }
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The rows of a file with an object of JSON a line."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def test_a_sample_of_published_verdicts_is_reproduced():
     """Both the extracted answers and the verdicts are those of the official score."""
-    sample = lines(SAMPLE)
+    sample = read_jsonl(SAMPLE_FILE)
     assert len(sample) > 50
-    assert {row["model"] for row in sample} == TOTALS.keys()
+    assert {row["model"] for row in sample} == PUBLISHED_CORRECT.keys()
     for row in sample:
         name = (row["model"], row["id"])
         answer = row["model_answer"]
@@ -67,20 +68,20 @@ def test_a_sample_of_published_verdicts_is_reproduced():
         assert is_right is row["correct"], name
 
 
-@real
+@needs_published_data
 def test_every_published_verdict_is_reproduced(tmp_path, subtests):
     """Answers, verdicts and counts of six models are those published, but for two rows."""
-    problems = BENCHMARK.load(HubDataOptions(data=str(DATA), split="test")).problems
+    problems = BENCHMARK.load(HubDataOptions(data=str(PUBLISHED_DATA), split="test")).problems
     fields_by_id = {problem.pid: problem.fields for problem in problems}
     assert len(fields_by_id) == 3040
-    for name, total in TOTALS.items():
+    for name, total in PUBLISHED_CORRECT.items():
         with subtests.test(name):
-            published_rows = lines(DATA / "outputs" / f"{name}.jsonl")
+            published_rows = read_jsonl(PUBLISHED_DATA / "outputs" / f"{name}.jsonl")
             assert sum(row["correct"] for row in published_rows) == total
             predictions = [
                 {**fields_by_id[row["id"]], "response": row["response"]} for row in published_rows
             ]
-            result = scored(tmp_path, predictions)
+            result = score_as_command(tmp_path, predictions)
             other_verdicts = set()
             other_answers = set()
             for row, item in zip(published_rows, result["items"], strict=True):
@@ -88,12 +89,12 @@ def test_every_published_verdict_is_reproduced(tmp_path, subtests):
                     other_verdicts.add((name, row["id"]))
                 if row["model_answer"] != item["extraction"]:
                     other_answers.add((name, row["id"]))
-            assert other_verdicts == {row for row in DISPUTED if row[0] == name}
-            assert other_answers == {row for row in OTHER_ANSWER if row[0] == name}
+            assert other_verdicts == {row for row in DISPUTED_ANSWERS if row[0] == name}
+            assert other_answers == {row for row in ANSWERS_READ_OTHERWISE if row[0] == name}
             assert result["correct"] == total + len(other_verdicts)
             if not other_verdicts:
                 published_counts = json.loads(
-                    (DATA / "outputs" / f"{name}_result.json").read_text()
+                    (PUBLISHED_DATA / "outputs" / f"{name}_result.json").read_text()
                 )
                 check_published_counts(result["groups"], published_counts)
 
@@ -236,7 +237,7 @@ def test_a_training_is_evaluated_on_it_and_logs_its_figures(tmp_path):
     assert figures(mini.benchmark, rows)["mathvision_accuracy"] == 1.0
 
 
-def answered(
+def prediction(
     response: str, answer: str, options: list[str] | None = None, **fields: Any
 ) -> dict[str, Any]:
     """A prediction with this response to a problem with this reference answer."""
@@ -256,26 +257,30 @@ def test_strict_is_our_grader_behind_our_extraction(tmp_path, subtests):
     choices = ["1", "2", "3", "4", "5"]
     # A prediction, and whether it is right by the official and by the strict rules.
     cases = [
-        (answered(r"\boxed{0.33}", r"$\frac{1}{3}$"), True, False),  # only the official rules round
-        (answered("It takes 12 of them, so the length is 12 cm in all.", "12"), False, True),
-        (answered("It is clear that option B fits", "B", choices), False, True),
-        (answered(r"\boxed{2}", "B", choices), True, True),
-        (answered(r"\boxed{C}", "B", choices), False, False),
-        (answered("", "12"), False, False),
+        (
+            prediction(r"\boxed{0.33}", r"$\frac{1}{3}$"),
+            True,
+            False,
+        ),  # only the official rules round
+        (prediction("It takes 12 of them, so the length is 12 cm in all.", "12"), False, True),
+        (prediction("It is clear that option B fits", "B", choices), False, True),
+        (prediction(r"\boxed{2}", "B", choices), True, True),
+        (prediction(r"\boxed{C}", "B", choices), False, False),
+        (prediction("", "12"), False, False),
     ]
     for row, is_officially_correct, is_strictly_correct in cases:
         with subtests.test(row["response"]):
-            official_score = scored(tmp_path, [row])
-            strict_score = scored(tmp_path, [row], "--rules", "strict")
+            official_score = score_as_command(tmp_path, [row])
+            strict_score = score_as_command(tmp_path, [row], "--rules", "strict")
             assert official_score["correct"] == is_officially_correct
             assert strict_score["correct"] == is_strictly_correct
 
 
 def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, capsys):
-    two_images = answered(
+    two_images = prediction(
         "12", "12", pid="2", level=5, question="<image1> and <image2>", subject="logic"
     )
-    result = scored(tmp_path, [answered("12", "12"), two_images])
+    result = score_as_command(tmp_path, [prediction("12", "12"), two_images])
     groups = result["groups"]
     assert groups["level"].keys() == {"2", "5"}
     assert groups["subject"].keys() == {"algebra", "logic"}
@@ -287,7 +292,7 @@ def test_a_score_has_levels_subjects_and_the_rows_of_several_parts(tmp_path, cap
 
 def test_the_official_rule_takes_no_other_extraction(tmp_path, capsys):
     words = score_command(
-        tmp_path, [answered("12", "12", extraction="12")], "--extraction", "stored"
+        tmp_path, [prediction("12", "12", extraction="12")], "--extraction", "stored"
     )
     assert main(BENCHMARK, words) == 2
     assert "needs --rules strict" in capsys.readouterr().err

@@ -27,10 +27,10 @@ from tests.support import benchmark_data
 from tests.support.cases import Case
 from tests.support.paths import SHARED_FOLDER
 
-DATA = SHARED_FOLDER / "data" / "mathvista"
-MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")
-real = pytest.mark.skipif(
-    not DATA.is_dir(), reason="MathVista's published outputs are not beside this checkout"
+PUBLISHED_DATA = SHARED_FOLDER / "data" / "mathvista"
+PUBLISHED_MODELS = ("bard", "chatgpt", "idefics_9b_instruct", "llava_llama_2_13b")
+needs_published_data = pytest.mark.skipif(
+    not PUBLISHED_DATA.is_dir(), reason="MathVista's published outputs are not beside this checkout"
 )
 # One published cell contradicts itself (57 of 222): the outputs hold 223 such items.
 KNOWN_DIFFERENCES = {"chatgpt": [("skills", "geometry reasoning", 57, 223)]}
@@ -42,27 +42,31 @@ PUBLISHED_CORRECT = {
 }
 
 
-def scored(model: str, tmp_path: Path, extraction: str, rules: str) -> dict[str, Any]:
+def score_published_outputs(
+    model: str, tmp_path: Path, extraction: str, rules: str
+) -> dict[str, Any]:
     """Score the published outputs of a model."""
     words = ["--extraction", extraction, "--rules", rules]
-    return benchmark_data.score_predictions(BENCHMARK, tmp_path, DATA / f"{model}.jsonl", *words)
+    return benchmark_data.score_predictions(
+        BENCHMARK, tmp_path, PUBLISHED_DATA / f"{model}.jsonl", *words
+    )
 
 
-def published(model: str) -> dict[str, Any]:
+def read_published_figures(model: str) -> dict[str, Any]:
     """The published figures of a model: verdicts by item, and counts by group."""
-    figures: dict[str, Any] = json.loads((DATA / "expected.json").read_text())[model]
+    figures: dict[str, Any] = json.loads((PUBLISHED_DATA / "expected.json").read_text())[model]
     return figures
 
 
-@real
+@needs_published_data
 def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_subgroup(
     case: Case,
 ) -> None:
     """The published figures are by the rules of 2023, and by extractions of a language model."""
-    for model in MODELS:
+    for model in PUBLISHED_MODELS:
         with case(model) as folder:
-            figures = published(model)
-            result = scored(model, folder, "stored", "published_2023")
+            figures = read_published_figures(model)
+            result = score_published_outputs(model, folder, "stored", "published_2023")
             assert result["correct"] == PUBLISHED_CORRECT[model]
             assert result["total"] == 1000
             for item in result["items"]:
@@ -80,18 +84,18 @@ def test_stored_extractions_give_the_published_hits_item_by_item_and_in_every_su
             assert differing == KNOWN_DIFFERENCES.get(model, [])
 
 
-@real
+@needs_published_data
 def test_todays_rules_give_todays_hits_item_by_item(case: Case) -> None:
-    for model in MODELS:
+    for model in PUBLISHED_MODELS:
         with case(model) as folder:
-            figures = published(model)
-            result = scored(model, folder, "stored", "official")
+            figures = read_published_figures(model)
+            result = score_published_outputs(model, folder, "stored", "official")
             for item in result["items"]:
                 _, by_rules_of_today = figures["hits_published_and_current"][item["pid"]]
                 assert item["correct"] == by_rules_of_today, item["pid"]
 
 
-@real
+@needs_published_data
 def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.Subtests) -> None:
     """Our rules and the stored extraction of a language model lead to the same verdicts.
 
@@ -105,7 +109,7 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
     }
     for (model, least_agreement), half in product(least_agreement_by_model.items(), [0, 1]):
         with subtests.test(f"{model} {half}"):
-            rows = read_predictions(DATA / f"{model}.jsonl")[half::2]
+            rows = read_predictions(PUBLISHED_DATA / f"{model}.jsonl")[half::2]
             n_agreeing = 0
             for row in rows:
                 extraction = extract_by_rules(build_question(row)).text
@@ -115,13 +119,13 @@ def test_rules_agree_with_the_stored_extraction_in_hit_or_miss(subtests: pytest.
             assert n_agreeing / len(rows) >= least_agreement
 
 
-@real
+@needs_published_data
 def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_today() -> None:
-    annotations = json.loads((DATA / "testmini.json").read_text())
+    annotations = json.loads((PUBLISHED_DATA / "testmini.json").read_text())
     rows = [
         {"pid": pid, "response": "", "extraction": "", **row} for pid, row in annotations.items()
     ]
-    result = score(rows, options())
+    result = score_rows(rows, score_options())
     id_cell = result["id_ood"]["ID"]
     ood_cell = result["id_ood"]["OOD"]
     assert id_cell["total"] == 447
@@ -129,9 +133,9 @@ def test_the_split_of_adoras_table_has_447_and_553_items_on_the_annotations_of_t
     assert id_cell["correct"] + ood_cell["correct"] == result["correct"]
 
 
-@real
+@needs_published_data
 def test_queries_are_built_for_all_of_testmini() -> None:
-    annotations = json.loads((DATA / "testmini.json").read_text())
+    annotations = json.loads((PUBLISHED_DATA / "testmini.json").read_text())
     queries = {pid: build_query(row) for pid, row in annotations.items()}
     assert queries["2"] == (
         "Hint: Please answer the question requiring an integer answer and provide the final "
@@ -141,15 +145,15 @@ def test_queries_are_built_for_all_of_testmini() -> None:
     assert queries["3"].endswith("Choices:\n(A) 135°\n(B) 140°\n(C) 145°\n(D) 150°")
 
 
-def options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
+def score_options(*, ignore_empty: bool = False) -> MathVistaScoreOptions:
     return MathVistaScoreOptions(extraction="stored", ignore_empty_extractions=ignore_empty)
 
 
-def score(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
+def score_rows(rows: list[dict[str, Any]], options: MathVistaScoreOptions) -> Any:
     return score_of(BENCHMARK, rows, options).score
 
 
-def item(**fields: Any) -> dict[str, Any]:
+def prediction(**fields: Any) -> dict[str, Any]:
     """A prediction: a question for the whole number 5, with these fields in place of its own."""
     return {
         "pid": "1",
@@ -165,57 +169,71 @@ def item(**fields: Any) -> dict[str, Any]:
     }
 
 
-def choice(answer: str, *choices: str) -> dict[str, Any]:
+def choice_prediction(answer: str, *choices: str) -> dict[str, Any]:
     """A prediction for a multiple-choice question with this reference answer."""
-    return item(
+    return prediction(
         question_type="multi_choice", answer_type="text", choices=list(choices), answer=answer
     )
 
 
-FLOAT = item(answer_type="float", precision=1.0, answer="1.2")  # the precision as pandas leaves it
+FLOAT_PREDICTION = prediction(
+    answer_type="float", precision=1.0, answer="1.2"
+)  # the precision as pandas leaves it
 
 
 def test_the_rule_sets_differ_where_they_should(subtests: pytest.Subtests) -> None:
     """Each case has a row, an extraction, and whether it is right by three sets of rules."""
     angles = ("30°", "45°", "60°")
-    years = item(answer_type="list", answer="[2014, 2016]")
-    zero = item(answer_type="float", precision=1, answer="0.0")
+    years = prediction(answer_type="list", answer="[2014, 2016]")
+    zero = prediction(answer_type="float", precision=1, answer="0.0")
     cases = [
         # row, extraction; right by official, published_2023, vlmevalkit
-        (item(), "5", True, True, True),
-        (item(), "5.0", True, False, False),
-        (item(), "5.9", True, False, False),  # the official rule truncates
-        (item(), 5.9, True, True, True),  # a stored number: `int` takes it
-        (item(), None, False, False, False),
-        (item(answer="1000"), "1,000", False, False, False),
-        (item(answer="50"), "50%", False, False, False),
-        (item(answer="-5"), "−5", False, False, False),
-        (item(), "1e400", False, False, False),
-        (item(), "nan", False, False, False),
-        (FLOAT, "1.24", True, True, False),
-        (FLOAT, "1.2", True, True, True),
+        (prediction(), "5", True, True, True),
+        (prediction(), "5.0", True, False, False),
+        (prediction(), "5.9", True, False, False),  # the official rule truncates
+        (prediction(), 5.9, True, True, True),  # a stored number: `int` takes it
+        (prediction(), None, False, False, False),
+        (prediction(answer="1000"), "1,000", False, False, False),
+        (prediction(answer="50"), "50%", False, False, False),
+        (prediction(answer="-5"), "−5", False, False, False),
+        (prediction(), "1e400", False, False, False),
+        (prediction(), "nan", False, False, False),
+        (FLOAT_PREDICTION, "1.24", True, True, False),
+        (FLOAT_PREDICTION, "1.2", True, True, True),
         (zero, "-0.04", False, False, False),
         (years, "[2014, 2016]", True, True, False),
         (years, "[2014,2016]", False, False, False),
-        (choice("9", "9", "18", "18"), "A", True, True, True),
-        (choice("18", "9", "18", "18"), "C", True, True, False),  # of two equal choices, the second
-        (choice("18", "9", "18", "18"), "B", True, True, True),
+        (choice_prediction("9", "9", "18", "18"), "A", True, True, True),
+        (
+            choice_prediction("18", "9", "18", "18"),
+            "C",
+            True,
+            True,
+            False,
+        ),  # of two equal choices, the second
+        (choice_prediction("18", "9", "18", "18"), "B", True, True, True),
         # The nearest choice of an empty extraction is the shorter one. VLMEvalKit takes no nearest.
-        (choice("Yes", "Yes", "No"), "", False, False, False),
-        (choice("No", "Yes", "No"), "", True, True, False),
-        (choice("60°", *angles), "60", True, True, False),
-        (choice("60°", *angles), "It is 60°.", True, True, True),
-        (choice("60°", *angles), "30° or 60°", False, False, False),
-        (choice("6cm", "6cm", "7cm"), "the option A", True, True, True),
+        (choice_prediction("Yes", "Yes", "No"), "", False, False, False),
+        (choice_prediction("No", "Yes", "No"), "", True, True, False),
+        (choice_prediction("60°", *angles), "60", True, True, False),
+        (choice_prediction("60°", *angles), "It is 60°.", True, True, True),
+        (choice_prediction("60°", *angles), "30° or 60°", False, False, False),
+        (choice_prediction("6cm", "6cm", "7cm"), "the option A", True, True, True),
         # The letter is an article.
-        (choice("6cm", "6cm", "7cm"), "A line that is seven wide", True, True, False),
-        (choice("Yes", "Yes", "No"), "The answer is A. B is what one may think", True, True, True),
-        (choice("No", "Yes", "No"), "Cannot determine the answer", False, False, False),
+        (choice_prediction("6cm", "6cm", "7cm"), "A line that is seven wide", True, True, False),
+        (
+            choice_prediction("Yes", "Yes", "No"),
+            "The answer is A. B is what one may think",
+            True,
+            True,
+            True,
+        ),
+        (choice_prediction("No", "Yes", "No"), "Cannot determine the answer", False, False, False),
         # Officially no letter, and nearest to `B 9`.
-        (choice("4", "B 9", "4"), "B) 4", False, False, True),
-        (choice("(b)", "(c)", "(b)", "(a)"), "(b)", True, True, True),
+        (choice_prediction("4", "B 9", "4"), "B) 4", False, False, True),
+        (choice_prediction("(b)", "(c)", "(b)", "(a)"), "(b)", True, True, True),
         # Officially read as the letter C.
-        (choice("(c)", "(c)", "(b)", "(a)"), "(c)", False, False, True),
+        (choice_prediction("(c)", "(c)", "(b)", "(a)"), "(c)", False, False, True),
     ]
     for row, extraction, official, published_2023, vlmevalkit in cases:
         with subtests.test(f"{row!r:.80} {extraction!r:.80} {official}"):
@@ -249,12 +267,12 @@ def test_an_item_counts_for_each_of_its_skills_and_twice_for_id_if_it_is_in_both
     }
     skill_alone = {"task": "figure", "skills": ["geometry reasoning"]}
     rows = [
-        item(pid="1", extraction="5", metadata=both),
-        item(pid="2", extraction="6", metadata=skill_alone),
-        item(pid="3", extraction="5", metadata={"task": "figure", "skills": []}),
-        item(pid="4", extraction="6", metadata={"task": "figure"}),
+        prediction(pid="1", extraction="5", metadata=both),
+        prediction(pid="2", extraction="6", metadata=skill_alone),
+        prediction(pid="3", extraction="5", metadata={"task": "figure", "skills": []}),
+        prediction(pid="4", extraction="6", metadata={"task": "figure"}),
     ]
-    result = score(rows, options())
+    result = score_rows(rows, score_options())
     cell_by_skill = result["groups"]["skills"]
     assert cell_by_skill.keys() == {"geometry reasoning", "algebraic reasoning"}
     assert cell_by_skill["geometry reasoning"]["correct"] == 1
@@ -276,10 +294,10 @@ def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
     rows = []
     for index in range(6):
         extraction = "5" if index % 2 else "6"
-        rows.append(item(pid=str(index), extraction=extraction, metadata={"task": task}))
+        rows.append(prediction(pid=str(index), extraction=extraction, metadata={"task": task}))
     three_samples = [{**row, "sample": sample} for row in rows for sample in range(3)]
-    once = score(rows, options())
-    thrice = score(three_samples, options())
+    once = score_rows(rows, score_options())
+    thrice = score_rows(three_samples, score_options())
     assert thrice["id_ood"]["ID"]["total"] == 18
     cells = [
         (once, thrice),
@@ -291,13 +309,13 @@ def test_more_answers_to_the_same_problems_do_not_narrow_an_interval() -> None:
 
 
 def test_empty_extractions_can_be_told_to_be_ignored() -> None:
-    rows = [choice("No", "Yes", "No") | {"response": "", "extraction": ""}]
-    assert score(rows, options())["correct"] == 1
-    assert score(rows, options(ignore_empty=True))["correct"] == 0
+    rows = [choice_prediction("No", "Yes", "No") | {"response": "", "extraction": ""}]
+    assert score_rows(rows, score_options())["correct"] == 1
+    assert score_rows(rows, score_options(ignore_empty=True))["correct"] == 0
 
 
 def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [item(response="So the answer is 5.")]
+    rows = [prediction(response="So the answer is 5.")]
     result = benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, "--rules", "vlmevalkit")
     assert result["rules"]["rules"] == "vlmevalkit"
     assert result["extraction_mix"] == {"stated": 1}
@@ -309,6 +327,6 @@ def test_the_score_says_how_it_was_made(tmp_path: Path, capsys: pytest.CaptureFi
 def test_rows_without_a_stored_extraction_are_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = benchmark_data.score_command(tmp_path, [item(pid="77")], "--extraction", "stored")
+    words = benchmark_data.score_command(tmp_path, [prediction(pid="77")], "--extraction", "stored")
     assert main(BENCHMARK, words) == 2
     assert "1 of 1 rows have no stored extraction, the first is pid '77'" in capsys.readouterr().err

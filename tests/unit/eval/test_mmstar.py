@@ -18,19 +18,21 @@ from tests.support import benchmark_data
 from tests.support.benchmark_data import mmstar_rows, score_command, write_lines, write_mmstar
 from tests.support.paths import SHARED_FOLDER
 
-DATA = SHARED_FOLDER / "data" / "mmstar"
-real = pytest.mark.skipif(
-    not DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout"
+PUBLISHED_DATA = SHARED_FOLDER / "data" / "mmstar"
+needs_published_data = pytest.mark.skipif(
+    not PUBLISHED_DATA.is_dir(), reason="MMStar's published outputs are not beside this checkout"
 )
-QUESTION = "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, D: none"
+QUESTION_WITH_OPTIONS = (
+    "Which?\nOptions: A: a park, with trees, B: a dam, C: note A: twice, D: none"
+)
 
 
-def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
+def prediction(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, Any]:
     """A prediction for a question with the options A to D."""
     return {
         "pid": pid,
         "index": int(pid),
-        "question": QUESTION,
+        "question": QUESTION_WITH_OPTIONS,
         "answer": answer,
         "response": response,
         "category": "math",
@@ -39,18 +41,20 @@ def row(pid: str, response: str, answer: str = "B", **fields: Any) -> dict[str, 
     }
 
 
-scored = partial(benchmark_data.score_predictions, BENCHMARK)
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
 
 
-@real
+@needs_published_data
 def test_the_published_half_has_404_hits_and_its_categories(case):
     """Both rules give the published counts on half of a model's published outputs."""
-    published = json.loads((DATA / "expected.json").read_text())
+    published = json.loads((PUBLISHED_DATA / "expected.json").read_text())
     assert published["correct"] == 404
     assert published["total"] == 750
     for rules in ["official", "letter"]:
         with case(rules) as folder:
-            result = scored(folder, next(DATA.glob("*.jsonl")), "--rules", rules)
+            result = score_as_command(
+                folder, next(PUBLISHED_DATA.glob("*.jsonl")), "--rules", rules
+            )
             assert result["correct"] == published["correct"]
             assert result["total"] == published["total"]
             categories = result["groups"]["category"]
@@ -79,20 +83,25 @@ def test_the_official_rule_looks_at_four_places(subtests):
 
 
 def test_options_are_read_out_of_the_question():
-    assert read_choices(QUESTION) == ["a park, with trees", "a dam", "note A: twice", "none"]
+    assert read_choices(QUESTION_WITH_OPTIONS) == [
+        "a park, with trees",
+        "a dam",
+        "note A: twice",
+        "none",
+    ]
     assert read_choices("Which?\nA: 1, B: 2") == ["1", "2"]
     assert read_choices("Which one?") == [""] * 4
 
 
 def test_a_chain_of_thought_is_right_by_letter_and_wrong_by_the_official_rule(tmp_path):
     rows = [
-        row("1", r"A park? Based on the water it is a dam: \boxed{B}"),
-        row("2", r"By the water: \boxed{A}"),
+        prediction("1", r"A park? Based on the water it is a dam: \boxed{B}"),
+        prediction("2", r"By the water: \boxed{A}"),
     ]
-    by_letter = scored(tmp_path, rows, "--rules", "letter")
+    by_letter = score_as_command(tmp_path, rows, "--rules", "letter")
     assert [item["correct"] for item in by_letter["items"]] == [True, False]
     assert by_letter["rules"] == {"rules": "letter"}
-    official = scored(tmp_path, rows, "--rules", "official")
+    official = score_as_command(tmp_path, rows, "--rules", "official")
     assert [item["correct"] for item in official["items"]] == [False, True]
 
 
@@ -103,14 +112,14 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
         """Write predictions with a right answer for each `1`."""
         rows = []
         for index, character in enumerate(right):
-            rows.append(row(str(index), "B" if character == "1" else "C"))
+            rows.append(prediction(str(index), "B" if character == "1" else "C"))
         return write_lines(tmp_path / name, rows)
 
     with_images = write_run("v.jsonl", "11110")
     without_images = write_run("wv.jsonl", "01100")
     language_model = write_run("t.jsonl", "00100")
     words = ["--without-image", str(without_images), "--text-only", str(language_model)]
-    leakage = scored(tmp_path, with_images, *words)["leakage"]
+    leakage = score_as_command(tmp_path, with_images, *words)["leakage"]
     assert leakage["S_v"] == 0.8
     assert leakage["S_wv"] == 0.4
     assert leakage["S_t"] == 0.2
@@ -121,12 +130,12 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A language model that knows more than the model without images has leaked nothing.
     words = ["--without-image", str(language_model), "--text-only", str(without_images)]
-    assert scored(tmp_path, with_images, *words)["leakage"]["ML"] == 0
+    assert score_as_command(tmp_path, with_images, *words)["leakage"]["ML"] == 0
 
 
 def test_another_runs_items_must_be_the_same(tmp_path, capsys):
-    other_run = write_lines(tmp_path / "b.jsonl", [row("2", "B")])
-    words = score_command(tmp_path, [row("1", "B")])
+    other_run = write_lines(tmp_path / "b.jsonl", [prediction("2", "B")])
+    words = score_command(tmp_path, [prediction("1", "B")])
     assert main(BENCHMARK, [*words, "--without-image", str(other_run)]) == 2
     message = capsys.readouterr().err
     assert "without_image: " in message
@@ -160,7 +169,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def command(tmp_path: Path, model: Path, *options: str) -> list[str]:
+def run_command(tmp_path: Path, model: Path, *options: str) -> list[str]:
     """The words of a `run` of three problems with the engine of Transformers."""
     data = write_mmstar(tmp_path / "data", mmstar_rows(3))
     words = ["run", "--model", str(model), "--data", str(data), "--output", str(tmp_path / "out")]
@@ -169,14 +178,14 @@ def command(tmp_path: Path, model: Path, *options: str) -> list[str]:
 
 def test_a_backbone_answers_without_the_image_and_refuses_one(tmp_path, backbone, capsys):
     """Pixel limits are refused too, since the model sees no images."""
-    assert main(BENCHMARK, command(tmp_path, backbone, "--no-image")) == 0
+    assert main(BENCHMARK, run_command(tmp_path, backbone, "--no-image")) == 0
     assert json.loads((tmp_path / "out" / "score.json").read_text())["total"] == 3
     cases = [
         ([], "it sees no images, and the problems have some"),
         (["--max-pixels", "784"], "max_pixels: "),
     ]
     for options, message in cases:
-        assert main(BENCHMARK, command(tmp_path / "eyes", backbone, *options)) == 2
+        assert main(BENCHMARK, run_command(tmp_path / "eyes", backbone, *options)) == 2
         lines = capsys.readouterr().err.splitlines()
         (error_line,) = [line for line in lines if line.startswith("error: ")]
         assert message in error_line

@@ -9,8 +9,8 @@ import pytest
 from eval import dynamath, logicvista, mmmu_pro
 from tests.support import benchmark_data as support
 
-OPTIONS = ["a red fox", "the river bank of a town", "none of them"]
-LETTERS = [
+CHOICES = ["a red fox", "the river bank of a town", "none of them"]
+LETTER_BY_RESPONSE = [
     ("Answer: B", "B"),
     ("first Answer: A, then Answer: C", "C"),
     ("Answer: A or B, thus (B) not (A)", "A"),
@@ -24,9 +24,9 @@ LETTERS = [
 ]
 
 
-@pytest.mark.parametrize(("response", "letter"), LETTERS)
+@pytest.mark.parametrize(("response", "letter"), LETTER_BY_RESPONSE)
 def test_the_letter_that_mmmu_pro_reads(response, letter):
-    assert mmmu_pro.official_letter(response, OPTIONS) == letter
+    assert mmmu_pro.official_letter(response, CHOICES) == letter
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from eval.mathvista import BENCHMARK
 from tests.support import benchmark_data
 
 # In the form of VLMEvalKit's MathVista_MINI: the groups are columns, and lists are printed.
-ROWS: list[dict[str, Any]] = [
+TABLE_ROWS: list[dict[str, Any]] = [
     {
         "index": "7",
         "question": "How long is AB?",
@@ -51,13 +51,13 @@ ROWS: list[dict[str, Any]] = [
         "prediction": "",
     },
 ]
-COLUMNS = ["--columns", "pid=index", "response=prediction"]
+COLUMN_WORDS = ["--columns", "pid=index", "response=prediction"]
 
 
-def as_lines(path: Path) -> None:
+def write_as_json_lines(path: Path) -> None:
     """Write the same rows line by line, with lists and objects as JSON has them."""
     lines = []
-    for row in ROWS:
+    for row in TABLE_ROWS:
         skills = json.loads(row["skills"].replace("'", '"'))
         choices = json.loads(row["choices"].replace("'", '"')) if row["choices"] else None
         precision = float(row["precision"]) if row["precision"] else None
@@ -67,9 +67,9 @@ def as_lines(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
+def score_figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
     """The hits, the problems and the groups by task and skill of a predictions file."""
-    score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMNS)
+    score = benchmark_data.score_predictions(BENCHMARK, folder, path, *COLUMN_WORDS)
     groups = {name: score["groups"][name] for name in ("task", "skills")}
     return score["correct"], score["total"], groups
 
@@ -77,15 +77,15 @@ def figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
 @pytest.mark.parametrize("suffix", [".xlsx", ".tsv", ".csv"])
 def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: str) -> None:
     table = tmp_path / f"Model_MathVista_MINI{suffix}"
-    frame = pd.DataFrame(ROWS)
+    frame = pd.DataFrame(TABLE_ROWS)
     if suffix == ".xlsx":
         frame.to_excel(table, index=False)
     else:
         frame.to_csv(table, index=False, sep="\t" if suffix == ".tsv" else ",")
     lines = tmp_path / "lines.jsonl"
-    as_lines(lines)
-    of_table = figures(table, tmp_path / "table")
-    assert of_table == figures(lines, tmp_path / "lines")
+    write_as_json_lines(lines)
+    of_table = score_figures(table, tmp_path / "table")
+    assert of_table == score_figures(lines, tmp_path / "lines")
     assert of_table[:2] == (2, 3)
     assert set(of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
 

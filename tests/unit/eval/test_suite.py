@@ -13,18 +13,18 @@ from eval import suite
 from eval.__main__ import main
 from tests.support.benchmark_data import WRITER_BY_BENCHMARK
 
-BUILT: list[int] = []
-COLUMNS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
+LONGEST_TEXT_OF_ENGINES: list[int] = []
+SUITE_BENCHMARKS = suite.HUB_ID_BY_BENCHMARK_BY_SUITE["reasoning"]
 
 
-class Says:
+class ConstantEngine:
     """The same to everything; notes for how long texts it is built."""
 
     batch_size = 4
 
     def __init__(self, text: str, longest: int) -> None:
         self.text = text
-        BUILT.append(longest)
+        LONGEST_TEXT_OF_ENGINES.append(longest)
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
         return [Reply(self.text, 3, "stop", 9) for _ in requests]
@@ -32,7 +32,7 @@ class Says:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    for name in COLUMNS:
+    for name in SUITE_BENCHMARKS:
         folder = WRITER_BY_BENCHMARK[name](tmp_path)
         folder.rename(tmp_path / "made") if folder.name != name else None
         (tmp_path / "made").rename(tmp_path / name) if folder.name != name else None
@@ -40,10 +40,12 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
-    BUILT.clear()
+    LONGEST_TEXT_OF_ENGINES.clear()
     for name, text in (("first", "Answer: A"), ("second", "Answer: B")):
         monkeypatch.setattr(
-            suite, "build_engine", lambda settings, t=text: Says(t, settings.max_text_bytes)
+            suite,
+            "build_engine",
+            lambda settings, t=text: ConstantEngine(t, settings.max_text_bytes),
         )
         words = [
             "all",
@@ -58,15 +60,17 @@ def test_a_row_with_one_start_of_the_engine(data, monkeypatch, capsys):
         ]
         assert main([*words, "--samples", "3", "--temperature", "1"]) == 0
         head, row, note = capsys.readouterr().out.splitlines()[-3:]
-        assert head.split() == list(COLUMNS)
+        assert head.split() == list(SUITE_BENCHMARKS)
         assert row.startswith(str(data / name))
         assert "its strict score" in note
-    assert len(BUILT) == 2, "an engine for each model, that fits all benchmarks"
-    assert len(set(BUILT)) == 1, "an engine for each model, that fits all benchmarks"
+    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "an engine for each model, that fits all benchmarks"
+    assert len(set(LONGEST_TEXT_OF_ENGINES)) == 1, (
+        "an engine for each model, that fits all benchmarks"
+    )
     assert (
         main([*words, "--samples", "3", "--temperature", "1", "--beside", str(data / "first")]) == 0
     )
-    assert len(BUILT) == 2, "all answers were there"
+    assert len(LONGEST_TEXT_OF_ENGINES) == 2, "all answers were there"
     first, second, difference = capsys.readouterr().out.splitlines()[-4:-1]
     assert first.startswith(str(data / "first"))
     assert second.startswith(str(data / "second"))

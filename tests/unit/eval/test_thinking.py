@@ -29,10 +29,10 @@ from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
 from tests.support.endpoint_server import completion_reply
 
-ANGLES = ["30", "45", "60", "90"]
+ANGLE_CHOICES = ["30", "45", "60", "90"]
 
 
-def free_form(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+def free_form_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     row = {
         "pid": pid,
         "question": "How many?",
@@ -49,36 +49,36 @@ def free_form(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     return row | fields
 
 
-def choice(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+def choice_prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     """A row of a multiple-choice question, whose right answer is A."""
-    return free_form(
+    return free_form_prediction(
         pid,
         response,
         question_type="multi_choice",
         answer_type="text",
-        choices=ANGLES,
+        choices=ANGLE_CHOICES,
         answer="30",
         **fields,
     )
 
 
-def scored(rows: list[dict[str, Any]], **options: Any) -> Scored:
+def score_as_mathvista(rows: list[dict[str, Any]], **options: Any) -> Scored:
     return score(MATHVISTA, rows, MATHVISTA.score_options(**options))
 
 
 @pytest.mark.parametrize("rules", ["official", "vlmevalkit"])
 def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
     rows = [
-        choice("right", "<think>The answer is B. Wait.</think>\n\n**A**"),
-        choice("exact", "<think>The answer is B.</think>\n\n30"),
-        choice("wrong", "<think>The answer is A. Wait.</think>\n\n**C**"),
-        choice("cut", r"<think>Suppose it is \boxed{A}. Let me", finish_reason="length"),
-        choice("nothing", "<think>The answer is A.</think>\n"),
-        free_form("number", "<think>The answer is 12.</think>\n\n15"),
-        free_form("draft", "<think>The answer is 15, but let me verify by"),
-        free_form("plain", "15"),
+        choice_prediction("right", "<think>The answer is B. Wait.</think>\n\n**A**"),
+        choice_prediction("exact", "<think>The answer is B.</think>\n\n30"),
+        choice_prediction("wrong", "<think>The answer is A. Wait.</think>\n\n**C**"),
+        choice_prediction("cut", r"<think>Suppose it is \boxed{A}. Let me", finish_reason="length"),
+        choice_prediction("nothing", "<think>The answer is A.</think>\n"),
+        free_form_prediction("number", "<think>The answer is 12.</think>\n\n15"),
+        free_form_prediction("draft", "<think>The answer is 15, but let me verify by"),
+        free_form_prediction("plain", "15"),
     ]
-    result = scored(rows, rules=rules)
+    result = score_as_mathvista(rows, rules=rules)
     items = result.score["items"]
     right_pids = [item["pid"] for item in items if item["correct"]]
     assert right_pids == ["right", "exact", "number", "plain"]
@@ -90,23 +90,23 @@ def test_all_rules_read_the_answer_behind_the_thinking(rules: str) -> None:
     assert result.score["empty_responses"] == 0
     method_by_pid = {item["pid"]: item["how"] for item in items}
     assert method_by_pid["cut"] == "thinking_without_answer"
-    plain_result = scored([free_form("plain", "15")])
+    plain_result = score_as_mathvista([free_form_prediction("plain", "15")])
     assert "thinking set aside" not in format_score(plain_result)
 
 
 def test_a_prompt_that_opens_the_block_is_known_by_the_row_or_by_the_other_answers() -> None:
-    cut_row = choice("cut", "The answer is A, but", finish_reason="length")
-    whole_row = choice("whole", "The answer is A.")
+    cut_row = choice_prediction("cut", "The answer is A, but", finish_reason="length")
+    whole_row = choice_prediction("whole", "The answer is A.")
     rows = [cut_row, whole_row]
-    assert scored(rows).score["correct"] == 2
+    assert score_as_mathvista(rows).score["correct"] == 2
     cut_row["thinking_opened"] = True
-    assert scored(rows).score["correct"] == 1
+    assert score_as_mathvista(rows).score["correct"] == 1
     served = [
-        choice("one", "Perhaps B.</think>A"),
-        choice("two", "Perhaps C.</think>A"),
-        choice("cut", "The answer is A, but", finish_reason="length"),
+        choice_prediction("one", "Perhaps B.</think>A"),
+        choice_prediction("two", "Perhaps C.</think>A"),
+        choice_prediction("cut", "The answer is A, but", finish_reason="length"),
     ]
-    score = scored(served).score
+    score = score_as_mathvista(served).score
     assert score["correct"] == 2
     assert score["thinking"] == {"set_aside": 3, "without_answer": 1}
 
@@ -117,10 +117,10 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
     )
     options = {"extraction": "judge", "judge_url": server.url, "judge_model": "j"}
     rows = [
-        free_form("1", "<think>a draft</think>It is 15."),
-        free_form("2", "<think>a draft of 15", finish_reason="length"),
+        free_form_prediction("1", "<think>a draft</think>It is 15."),
+        free_form_prediction("2", "<think>a draft of 15", finish_reason="length"),
     ]
-    score = scored(rows, output=tmp_path, **options).score
+    score = score_as_mathvista(rows, output=tmp_path, **options).score
     assert score["correct"] == 1
     assert len(server.requests) == 1
     assert "draft" not in server.requests[0]["messages"][1]["content"]
@@ -129,7 +129,7 @@ def test_a_judge_reads_and_is_read_behind_the_thinking(tmp_path: Path, serve: An
 
 
 def test_every_reader_takes_a_whole_response() -> None:
-    choice_answer = extract_choice("<think>The answer is A.</think> **C**", ANGLES)
+    choice_answer = extract_choice("<think>The answer is A.</think> **C**", ANGLE_CHOICES)
     assert choice_answer.text == "C"
     number_answer = extract_number("<think>The answer is 12.</think> 15")
     assert number_answer.text == "15"
@@ -147,7 +147,7 @@ def test_a_draft_is_wrong_in_every_benchmark(name: str) -> None:
     """The right answer, in whatever form the benchmark reads, counts behind the block alone."""
     makers: dict[str, Any] = {
         "geometry3k": lambda: {"answer": "15"},
-        "mathvista": lambda: free_form("1", ""),
+        "mathvista": lambda: free_form_prediction("1", ""),
         "mathvision": lambda: benchmark_data.mathvision_rows(1)[0],
         "mmstar": lambda: benchmark_data.mmstar_rows(1)[0],
         "wemath": lambda: benchmark_data.wemath_rows(1)[0],

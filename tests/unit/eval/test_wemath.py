@@ -11,11 +11,11 @@ from eval.wemath import BENCHMARK, diagnose, official_letter
 from tests.support import benchmark_data
 from tests.support.benchmark_data import wemath_rows, write_wemath
 
-scored = partial(benchmark_data.score_predictions, BENCHMARK)
-OPTION = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct answer"
+score_as_command = partial(benchmark_data.score_predictions, BENCHMARK)
+OPTIONS_TEXT = "A. 300, 400;B．②;C. 3000; D. Cannot be determined; E. No correct answer"
 
 
-def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
+def prediction(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[str, Any]:
     row_fields = {
         "question number": number,
         "ID": ID,
@@ -23,10 +23,10 @@ def row(number: int, ID: str, key: str, response: str, **fields: Any) -> dict[st
         "knowledge concept": "Angles",
         "question": "Which?",
     }
-    return {**row_fields, "option": OPTION, "answer": "B", "response": response, **fields}
+    return {**row_fields, "option": OPTIONS_TEXT, "answer": "B", "response": response, **fields}
 
 
-def composite(ID: str, pattern: str, first_number: int) -> list[dict[str, Any]]:
+def composite_problem(ID: str, pattern: str, first_number: int) -> list[dict[str, Any]]:
     """The rows of one problem: a letter per step and for the whole, `1` right and `0` wrong."""
     steps = len(pattern) - 1
     keys = [f"{steps}steps_{step}" for step in range(1, steps + 1)]
@@ -34,16 +34,16 @@ def composite(ID: str, pattern: str, first_number: int) -> list[dict[str, Any]]:
     rows = []
     for number, (key, letter) in enumerate(zip(keys, pattern, strict=True), first_number):
         response = r"\boxed{B}" if letter == "1" else r"\boxed{A}"
-        rows.append(row(number, ID, key, response))
+        rows.append(prediction(number, ID, key, response))
     return rows
 
 
-def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def counts_by_name(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
 
-def diagnoses(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
+def diagnose_both(steps: list[bool], is_whole_right: bool) -> tuple[str, str]:
     """The strict and the loose diagnosis of a problem with right and wrong steps."""
     strict = diagnose(steps, is_whole_right, strict=True)
     loose = diagnose(steps, is_whole_right, strict=False)
@@ -65,10 +65,10 @@ def test_every_pattern_of_steps_has_its_place():
     for first_right, second_right, whole_right in product((True, False), repeat=3):
         bits = [int(first_right), int(second_right), int(whole_right)]
         pattern = "".join(map(str, bits))
-        results[pattern] = diagnoses([first_right, second_right], whole_right)
+        results[pattern] = diagnose_both([first_right, second_right], whole_right)
     assert results == expected
     # three steps
-    assert diagnoses([True, False, False], True) == ("RM", "CM")
+    assert diagnose_both([True, False, False], True) == ("RM", "CM")
     assert diagnose([False] * 3, True, strict=False) == "RM"
     assert diagnose([True] * 3, False, strict=True) == "IG"
 
@@ -77,9 +77,9 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
     patterns = ["111", "101", "001", "110", "100", "1111", "1001", "0001", "1110", "0000"]
     rows = []
     for index, pattern in enumerate(patterns):
-        rows += composite(f"p{index}", pattern, 10 * index)
-    result = scored(tmp_path, rows)
-    assert counts(result["diagnosis"]) == {
+        rows += composite_problem(f"p{index}", pattern, 10 * index)
+    result = score_as_command(tmp_path, rows)
+    assert counts_by_name(result["diagnosis"]) == {
         "IK": (2, 10),
         "IG": (2, 10),
         "CM_strict": (2, 10),
@@ -89,7 +89,7 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
     }
     assert result["score"]["strict"]["accuracy"] == pytest.approx((2 + 0.5 * 2) / 10)
     assert result["score"]["loose"]["accuracy"] == pytest.approx((4 + 0.5 * 2) / 10)
-    assert counts(result["groups"]["steps"]) == {
+    assert counts_by_name(result["groups"]["steps"]) == {
         "one step": (13, 25),
         "two steps": (3, 5),
         "three steps": (3, 5),
@@ -100,31 +100,37 @@ def test_the_scores_of_wemath_are_those_computed_by_hand(tmp_path, capsys):
 
 
 def test_a_score_without_a_right_answer_has_an_interval(tmp_path, capsys):
-    scored(tmp_path, composite("p0", "000", 0) + composite("p1", "0000", 10))
+    score_as_command(
+        tmp_path, composite_problem("p0", "000", 0) + composite_problem("p1", "0000", 10)
+    )
     assert "We-Math's score, strict: 0.0 % (95 %: 0.0 to 65.8)" in capsys.readouterr().out
 
 
 def test_equal_samples_of_a_problem_make_no_interval_narrower(tmp_path, capsys):
-    rows = composite("p0", "111", 0) + composite("p1", "000", 10) + composite("p2", "110", 20)
+    rows = (
+        composite_problem("p0", "111", 0)
+        + composite_problem("p1", "000", 10)
+        + composite_problem("p2", "110", 20)
+    )
     printed_lines = []
     for samples in (1, 4):
         repeated = [{**row, "sample": sample} for sample in range(samples) for row in rows]
-        scored(tmp_path, repeated)
+        score_as_command(tmp_path, repeated)
         output_lines = capsys.readouterr().out.splitlines()
         printed_lines.append([line for line in output_lines if line.startswith("We-Math's score")])
     assert printed_lines[0] == printed_lines[1]
 
 
 def test_a_problem_that_lacks_a_step_is_left_out_of_the_diagnosis_and_said(tmp_path, capsys):
-    rows = composite("p0", "111", 0) + composite("p1", "0000", 10)[:3]
-    result = scored(tmp_path, rows)
+    rows = composite_problem("p0", "111", 0) + composite_problem("p1", "0000", 10)[:3]
+    result = score_as_command(tmp_path, rows)
     assert result["diagnosis"]["IK"]["total"] == 1
     assert result["score"]["strict"]["accuracy"] == 1
     assert (
         "warning: 1 problem without an answer to every step and the whole, left out"
         in capsys.readouterr().out
     )
-    result = scored(tmp_path, rows[:2])
+    result = score_as_command(tmp_path, rows[:2])
     assert result["score"]["strict"] is None
     assert "diagnosis" not in result
 
@@ -143,9 +149,9 @@ def test_both_rules_read_the_official_form_and_only_ours_reads_a_box(tmp_path):
     }
     rows = []
     for number, response in enumerate(cases):
-        rows.append(row(number, f"p{number}", "2steps_1", response))
+        rows.append(prediction(number, f"p{number}", "2steps_1", response))
     for position, rules in enumerate(("official", "letter")):
-        items = scored(tmp_path, rows, "--rules", rules)["items"]
+        items = score_as_command(tmp_path, rows, "--rules", rules)["items"]
         are_right = [item["verdict"] == "correct" for item in items]
         expected = [right_by_rules[position] for right_by_rules in cases.values()]
         assert are_right == expected, rules

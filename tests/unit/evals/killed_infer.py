@@ -15,11 +15,11 @@ from adora_vl.evals.inference.runner import infer
 from adora_vl.evals.records import Problem
 from adora_vl.utils.openai_client import Reply
 
-PROBLEMS = 200
-SAMPLES = 2
+PROBLEM_COUNT = 200
+SAMPLES_PER_PROBLEM = 2
 
 
-class Stub:
+class SlowEngine:
     """Answers with what it was asked and the seed, and takes its time over a batch, as a model
     does.
     """
@@ -53,7 +53,7 @@ def main(output: Path, seconds: float) -> None:
         Problem(
             {"pid": f"p/{i}", "answer": "5", "question": f"q{i}"}, f"q{i}", 1, partial(images, i)
         )
-        for i in range(PROBLEMS)
+        for i in range(PROBLEM_COUNT)
     ]
     settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
     infer(
@@ -62,8 +62,8 @@ def main(output: Path, seconds: float) -> None:
         settings,
         {"model": "m"},
         system_prompt=None,
-        build=lambda _: Stub(seconds),
-        samples=SAMPLES,
+        build=lambda _: SlowEngine(seconds),
+        samples=SAMPLES_PER_PROBLEM,
     )
 
 

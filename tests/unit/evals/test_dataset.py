@@ -24,11 +24,11 @@ from tests.support.benchmark_data import (
 )
 
 
-def options(data: Path | str, split: str) -> HubDataOptions:
+def data_options(data: Path | str, split: str) -> HubDataOptions:
     return HubDataOptions(data=str(data), split=split)
 
 
-def star_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOptions:
+def mmstar_options(data: Path | str, *, no_image: bool) -> mmstar.MMStarDataOptions:
     return mmstar.MMStarDataOptions(data=str(data), split="val", no_image=no_image)
 
 
@@ -47,9 +47,9 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
     parquet = write_mathvista(tmp_path / "p", rows)
     folder = write_mathvista(tmp_path / "j", rows, "json")
     file = folder / "testmini.json"
-    from_parquet = asked_contents(mathvista.load(options(parquet, "testmini")).problems)
-    from_json = asked_contents(mathvista.load(options(folder, "testmini")).problems)
-    from_file = asked_contents(mathvista.load(options(file, "testmini")).problems)
+    from_parquet = asked_contents(mathvista.load(data_options(parquet, "testmini")).problems)
+    from_json = asked_contents(mathvista.load(data_options(folder, "testmini")).problems)
+    from_file = asked_contents(mathvista.load(data_options(file, "testmini")).problems)
     assert from_json == from_parquet
     assert from_file == from_parquet
 
@@ -60,7 +60,7 @@ def test_mathvista_is_the_same_from_parquet_json_a_file_and_the_hub(tmp_path, mo
         return datasets.Dataset.from_list(rows, features=MATHVISTA_FEATURES)
 
     monkeypatch.setattr(datasets, "load_dataset", hub)
-    hub_problems = mathvista.load(options("AI4Math/MathVista", "testmini")).problems
+    hub_problems = mathvista.load(data_options("AI4Math/MathVista", "testmini")).problems
     assert asked_contents(hub_problems) == from_parquet
     fields, prompt, n_images, _ = from_parquet[0]
     assert prompt == rows[0]["query"]
@@ -87,15 +87,15 @@ def test_the_datas_own_query_goes_before_a_built_one(tmp_path):
     rows = mathvista_rows(1)
     rows[0]["query"] = "As published."
     folder = write_mathvista(tmp_path, rows)
-    problems = mathvista.load(options(folder, "testmini")).problems
+    problems = mathvista.load(data_options(folder, "testmini")).problems
     assert problems[0].prompt == "As published."
 
 
 def test_mmstar_with_and_without_its_images(tmp_path):
     rows = mmstar_rows()
     folder = write_mmstar(tmp_path, rows)
-    with_images = mmstar.load(star_options(folder, no_image=False))
-    without_images = mmstar.load(star_options(folder, no_image=True))
+    with_images = mmstar.load(mmstar_options(folder, no_image=False))
+    without_images = mmstar.load(mmstar_options(folder, no_image=True))
     assert with_images.data_hash == without_images.data_hash
     questions = [row["question"] for row in rows]
     assert [problem.prompt for problem in with_images.problems] == questions
@@ -116,7 +116,7 @@ def test_other_data_has_another_hash(tmp_path):
 
     def data_hash(name: str, form: str = "parquet") -> str:
         folder = write_mathvista(tmp_path / name, rows, form)
-        return mathvista.load(options(folder, "testmini")).data_hash
+        return mathvista.load(data_options(folder, "testmini")).data_hash
 
     hashes = {data_hash("a")}
     rows[2]["answer"] = "77"
@@ -138,7 +138,7 @@ def test_each_row_that_lacks_a_field_has_a_line(tmp_path):
     del content["4"]["choices"]
     file.write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
-        mathvista.load(options(tmp_path, "testmini"))
+        mathvista.load(data_options(tmp_path, "testmini"))
     lines = str(error.value).splitlines()
     assert len(lines) == 2
     assert "row 2 lacks the field 'answer_type'" in lines[0]
@@ -151,7 +151,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
     rows[2]["precision"] = None
     folder = write_mathvista(tmp_path / "v", rows)
     with pytest.raises(UserError) as error:
-        mathvista.load(options(folder, "testmini"))
+        mathvista.load(data_options(folder, "testmini"))
     first_line, second_line = str(error.value).splitlines()
     assert "row 1 is multiple choice with" in first_line
     assert "row 1 is multiple choice with" not in second_line
@@ -160,7 +160,7 @@ def test_a_value_that_could_not_be_scored_is_said_before_anything_is_asked(tmp_p
     star_rows[1]["answer"] = "75"
     star_folder = write_mmstar(tmp_path / "s", star_rows)
     with pytest.raises(UserError, match="row 2 has answer = '75', expected a letter"):
-        mmstar.load(star_options(star_folder, no_image=False))
+        mmstar.load(mmstar_options(star_folder, no_image=False))
 
 
 def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
@@ -168,7 +168,7 @@ def test_a_broken_image_fails_when_it_is_decoded_and_not_before(tmp_path):
     write_mathvista(tmp_path, rows, "json")
     (tmp_path / "images" / "1.jpg").write_bytes(b"no picture")
     (tmp_path / "images" / "2.jpg").unlink()
-    problems = mathvista.load(options(tmp_path, "testmini")).problems
+    problems = mathvista.load(data_options(tmp_path, "testmini")).problems
     with pytest.raises(UnreadableImageError, match="not in any known picture format"):
         problems[0].images()
     with pytest.raises(FileNotFoundError):
@@ -189,7 +189,7 @@ def test_a_path_that_leads_out_of_the_datas_folder_is_refused(tmp_path):
     content["4"]["image"] = "link.jpg"
     file.write_text(json.dumps(content))
     with pytest.raises(UserError) as error:
-        mathvista.load(options(data, "testmini"))
+        mathvista.load(data_options(data, "testmini"))
     lines = str(error.value).splitlines()
     assert len(lines) == 3
     for line, row_number in zip(lines, ("1", "2", "4"), strict=True):
@@ -210,7 +210,7 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
     red = Image.new("RGB", (40, 20), "red")
     blue = Image.new("RGB", (40, 20), "blue")
     red.save(images_folder / "3.jpg", "GIF", save_all=True, append_images=[blue])
-    problems = mathvista.load(options(folder, "testmini")).problems
+    problems = mathvista.load(data_options(folder, "testmini")).problems
     images = [problem.images()[0] for problem in problems]
     assert [image.size for image in images] == [(40, 20), (20, 40), (40, 20)]
     for problem, image in zip(problems, images, strict=True):
@@ -224,24 +224,24 @@ def test_a_question_may_stand_in_its_picture(tmp_path):
     rows = mmstar_rows(2)
     rows[1]["question"] = ""
     folder = write_mmstar(tmp_path, rows)
-    problems = mmstar.load(star_options(folder, no_image=False)).problems
+    problems = mmstar.load(mmstar_options(folder, no_image=False)).problems
     assert [problem.prompt for problem in problems] == [rows[0]["question"], ""]
     with pytest.raises(UserError, match="row 2 problem: '' is not a text"):
-        mmstar.load(star_options(folder, no_image=True))
+        mmstar.load(mmstar_options(folder, no_image=True))
 
 
 def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):
     folder = write_mathvista(tmp_path, mathvista_rows())
     (table,) = folder.rglob("*.parquet")
     table.rename(folder / "mathvista.parquet")
-    assert mathvista.load(options(folder, "testmini"))[0], "it is of no split by its name"
+    assert mathvista.load(data_options(folder, "testmini"))[0], "it is of no split by its name"
     (folder / "mathvista.parquet").rename(folder / "test-00000-of-00001.parquet")
     (folder / "notes.json").write_text("[]")
     with pytest.raises(
         UserError,
         match=r"has nothing for the split 'testmini'; it has notes.json, test-00000-of-0000",
     ):
-        mathvista.load(options(folder, "testmini"))
+        mathvista.load(data_options(folder, "testmini"))
 
 
 def test_wrong_data_is_said_in_a_line(case, monkeypatch):
@@ -269,5 +269,5 @@ def test_wrong_data_is_said_in_a_line(case, monkeypatch):
             for name, content in file_contents.items():
                 Path(name).write_text(content)
             with pytest.raises(UserError, match=message) as error:
-                mathvista.load(options(data, "testmini"))
+                mathvista.load(data_options(data, "testmini"))
             assert "\n" not in str(error.value)

@@ -22,7 +22,7 @@ from tests.support import benchmark_data
 from tests.support.cases import Case
 from tests.support.endpoint_server import Answer, Reply, Server, completion_reply
 
-FRUIT = ["apple", "pear", "plum tree", "fig"]
+FRUIT_CHOICES = ["apple", "pear", "plum tree", "fig"]
 
 
 def test_an_answer_is_found_in_a_response() -> None:
@@ -82,13 +82,13 @@ def test_no_response_takes_long(subtests: pytest.Subtests) -> None:
     for response in cases:
         with subtests.test(f"{response!r:.80}"):
             start = time.process_time()
-            extract_choice(response, FRUIT)
+            extract_choice(response, FRUIT_CHOICES)
             extract_number(response, "How many?")
             extract_list(response)
             assert time.process_time() - start < 5  # quadratic ones take ten seconds, or minutes
 
 
-def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
+def prediction(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     row_fields: dict[str, Any] = {
         "pid": pid,
         "question": f"How many {pid}?",
@@ -105,23 +105,28 @@ def row(pid: str, response: str, **fields: Any) -> dict[str, Any]:
     return row_fields | fields
 
 
-YES_NO = {
+YES_NO_FIELDS = {
     "question_type": "multi_choice",
     "answer_type": "text",
     "choices": ["Yes", "No"],
     "answer": "No",
 }
-ROWS = [row("1", "5"), row("2", "I count five."), row("3", "It does not.", **YES_NO), row("4", "")]
+PREDICTIONS = [
+    prediction("1", "5"),
+    prediction("2", "I count five."),
+    prediction("3", "It does not.", **YES_NO_FIELDS),
+    prediction("4", ""),
+]
 
 
-def scored(
-    tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = ROWS
+def score_with_judge(
+    tmp_path: Path, url: str, *words: str, rows: list[dict[str, Any]] = PREDICTIONS
 ) -> dict[str, Any]:
     judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j"]
     return benchmark_data.score_predictions(BENCHMARK, tmp_path, rows, *judge, *words)
 
 
-def reads(body: dict[str, Any], _: int) -> Reply:
+def judge_reply(body: dict[str, Any], _: int) -> Reply:
     reply = body["messages"][1]["content"]
     return completion_reply(
         "<answer>5</answer>" if "five" in reply else "The reply says no.\n<answer>B</answer>"
@@ -129,8 +134,8 @@ def reads(body: dict[str, Any], _: int) -> Reply:
 
 
 def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serve):
-    server = serve(reads)
-    result = scored(tmp_path, server.url)
+    server = serve(judge_reply)
+    result = score_with_judge(tmp_path, server.url)
     assert [item["verdict"] for item in result["items"]] == [
         "correct",
         "correct",
@@ -145,21 +150,23 @@ def test_the_judge_is_asked_only_where_the_official_code_asks_one(tmp_path, serv
 
 
 def test_a_second_score_asks_nothing(tmp_path: Path, serve: Callable[[Answer], Server]) -> None:
-    server = serve(reads)
-    first = scored(tmp_path, server.url)
-    second = scored(tmp_path, server.url)
+    server = serve(judge_reply)
+    first = score_with_judge(tmp_path, server.url)
+    second = score_with_judge(tmp_path, server.url)
     assert len(server.requests) == 2
     assert second["extraction_mix"]["judge_cached"] == 2
     assert second["correct"] == first["correct"]
     # Another answer to the same problem is another question.
-    changed = [*ROWS[:1], row("2", "I count five, no, six."), *ROWS[2:]]
-    scored(tmp_path, server.url, rows=changed)
+    changed = [*PREDICTIONS[:1], prediction("2", "I count five, no, six."), *PREDICTIONS[2:]]
+    score_with_judge(tmp_path, server.url, rows=changed)
     assert len(server.requests) == 3
 
 
 def test_the_gold_is_not_told(tmp_path: Path) -> None:
     assert "gold-value" not in json.dumps(
-        build_extraction_messages(build_question(row("1", "I count five.", answer="gold-value")))
+        build_extraction_messages(
+            build_question(prediction("1", "I count five.", answer="gold-value"))
+        )
     )
 
 
@@ -186,9 +193,9 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             server = serve(answer)
             # By edit distance an empty extraction would be `No`, which is right: it must not become
             # one.
-            rows = [row("3", "It does not.", **YES_NO)]
+            rows = [prediction("3", "It does not.", **YES_NO_FIELDS)]
             options = ["--judge-timeout", "0.3", "--judge-attempts", "2", "--judge-wait", "0.01"]
-            result = scored(folder, server.url, *options, rows=rows)
+            result = score_with_judge(folder, server.url, *options, rows=rows)
             assert result["correct"] == 0
             assert result["extraction_failed"] == 1
             assert result["verdicts"] == {"failed": 1}
@@ -198,7 +205,7 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert "the judge failed on 1 row, the first time: " in printed.err
             assert not (folder / "judge_cache.jsonl").exists()
             # With the judge well again the same command gives the answer.
-            assert scored(folder, serve(reads).url, rows=rows)["correct"] == 1
+            assert score_with_judge(folder, serve(judge_reply).url, rows=rows)["correct"] == 1
 
 
 @pytest.mark.parametrize("code", [401, 403])
@@ -206,8 +213,8 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     tmp_path, serve, capsys, code
 ):
     """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
-    server = serve(lambda body, call: reads(body, call) if call <= 3 else (code, b"ended"))
-    rows = [row(str(number), "I count five.") for number in range(20)]
+    server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (code, b"ended"))
+    rows = [prediction(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
     benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
     earlier_score = score_file.read_bytes()
@@ -219,8 +226,8 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     )
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
     assert score_file.read_bytes() == earlier_score
-    well_server = serve(reads)
-    result = scored(tmp_path, well_server.url, rows=rows)
+    well_server = serve(judge_reply)
+    result = score_with_judge(tmp_path, well_server.url, rows=rows)
     assert result["correct"] == 20
     assert result["extraction_mix"] == {"judge": 17, "judge_cached": 3}
     assert len(well_server.requests) == 17
@@ -228,10 +235,12 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
 
 def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
     # nobody is there
-    result = scored(tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=ROWS[1:2])
+    result = score_with_judge(
+        tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=PREDICTIONS[1:2]
+    )
     assert result["extraction_failed"] == 1
     server = serve(lambda body, call: completion_reply("<answer>NONE</answer>"))
-    result = scored(tmp_path, server.url, rows=ROWS[1:2])
+    result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0
     assert result["items"][0]["extraction"] == ""
     assert result["correct"] == 0
@@ -247,7 +256,7 @@ def test_a_judge_that_is_not_named_is_the_users_mistake(
     ]:
         with case(words) as folder:
             command = benchmark_data.score_command(
-                folder, ROWS[1:2], "--extraction", "judge", *words
+                folder, PREDICTIONS[1:2], "--extraction", "judge", *words
             )
             assert main(BENCHMARK, command) == 2
             assert message in capsys.readouterr().err

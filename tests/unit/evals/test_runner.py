@@ -36,10 +36,10 @@ from adora_vl.utils.openai_client import Reply
 from tests.support.paths import REPOSITORY
 from tests.unit.evals import killed_infer
 
-SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
+ENGINE_SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
 
 
-class Recorder:
+class RecordingEngine:
     """An engine that answers with the question and remembers what it was asked.
 
     It dies at the first batch after `dies_after` requests.
@@ -85,40 +85,40 @@ def problem(index: int) -> Problem:
     )
 
 
-PROBLEMS = [problem(index) for index in range(5)]
+FIVE_PROBLEMS = [problem(index) for index in range(5)]
 
 
-def ask(
+def infer_with(
     output: Path,
-    engine: Recorder,
-    problems: Sequence[Problem] = PROBLEMS,
+    engine: RecordingEngine,
+    problems: Sequence[Problem] = FIVE_PROBLEMS,
     fingerprint: FingerprintFields | None = None,
 ) -> Summary:
     """Run `infer` into a folder with this engine, as a command would."""
     return infer(
         problems,
         output,
-        SETTINGS,
+        ENGINE_SETTINGS,
         fingerprint or {"model": "m"},
         system_prompt="Think.",
         build=engine.build,
     )
 
 
-def pids(output: Path) -> list[str]:
+def answered_pids(output: Path) -> list[str]:
     """The ids of the problems that have an answer in a folder."""
     return [row["pid"] for row in read_predictions(output / "predictions.jsonl")]
 
 
 def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd):
     """What libraries print while the engine is built goes into a log and not onto the screen."""
-    engine = Recorder()
-    assert ask(tmp_path, engine).pending == 5
+    engine = RecordingEngine()
+    assert infer_with(tmp_path, engine).pending == 5
     assert "library" not in capfd.readouterr().out
     assert "library" in (tmp_path / STARTUP_LOG).read_text()
     rows = read_predictions(tmp_path / "predictions.jsonl")
     assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
-    assert rows[0] == PROBLEMS[0].fields | {
+    assert rows[0] == FIVE_PROBLEMS[0].fields | {
         "response": "q0",
         "finish_reason": "stop",
         "n_tokens": 3,
@@ -132,19 +132,19 @@ def test_every_problem_gets_a_row_with_its_fields_and_its_answer(tmp_path, capfd
 
 def test_a_killed_run_keeps_its_batches_and_the_next_asks_only_the_rest(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
-        ask(tmp_path, Recorder(dies_after=2))
-    assert pids(tmp_path) == ["p/0", "p/1"]
-    engine = Recorder()
-    assert ask(tmp_path, engine).resumed == 2
+        infer_with(tmp_path, RecordingEngine(dies_after=2))
+    assert answered_pids(tmp_path) == ["p/0", "p/1"]
+    engine = RecordingEngine()
+    assert infer_with(tmp_path, engine).resumed == 2
     assert len(engine.requests) == 3
-    assert pids(tmp_path) == ["p/0", "p/1", "p/2", "p/3", "p/4"]
+    assert answered_pids(tmp_path) == ["p/0", "p/1", "p/2", "p/3", "p/4"]
 
 
 def test_a_finished_run_does_not_even_build_the_engine(tmp_path):
-    ask(tmp_path, Recorder())
+    infer_with(tmp_path, RecordingEngine())
     before = (tmp_path / "predictions.jsonl").read_bytes()
-    engine = Recorder()
-    assert ask(tmp_path, engine).pending == 0
+    engine = RecordingEngine()
+    assert infer_with(tmp_path, engine).pending == 0
     assert not engine.built
     assert (tmp_path / "predictions.jsonl").read_bytes() == before
 
@@ -154,12 +154,12 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
 
     def ask_for(output: Path, samples: int) -> Summary:
         return infer(
-            PROBLEMS,
+            FIVE_PROBLEMS,
             output,
-            SETTINGS,
+            ENGINE_SETTINGS,
             {"model": "m", "samples": samples},
             system_prompt=None,
-            build=Recorder().build,
+            build=RecordingEngine().build,
             samples=samples,
         )
 
@@ -187,10 +187,10 @@ def test_a_torn_last_line_is_asked_again(case):
     ]
     for torn_line in torn_lines:
         with case(torn_line) as folder:
-            ask(folder, Recorder(), PROBLEMS[:2])
+            infer_with(folder, RecordingEngine(), FIVE_PROBLEMS[:2])
             with (folder / "predictions.jsonl").open("a") as file:
                 file.write(torn_line)
-            ask(folder, Recorder())
+            infer_with(folder, RecordingEngine())
             rows = read_predictions(folder / "predictions.jsonl")
             assert [row["response"] for row in rows] == ["q0", "q1", "q2", "q3", "q4"]
 
@@ -200,36 +200,36 @@ def test_another_setting_is_refused_and_named(case):
     for name in ["model", "temperature", "min_pixels"]:
         with case(name) as folder:
             fields: FingerprintFields = {"model": "m", "temperature": 0.0, "min_pixels": None}
-            ask(folder, Recorder(), PROBLEMS[:2], fields)
+            infer_with(folder, RecordingEngine(), FIVE_PROBLEMS[:2], fields)
             predictions_before = (folder / "predictions.jsonl").read_bytes()
-            engine = Recorder()
+            engine = RecordingEngine()
             message = f"^{name}: .* were made with {fields[name]!r}, this run has 'other'"
             with pytest.raises(UserError, match=message):
-                ask(folder, engine, fingerprint=fields | {name: "other"})
+                infer_with(folder, engine, fingerprint=fields | {name: "other"})
             assert not engine.built
             assert (folder / "predictions.jsonl").read_bytes() == predictions_before
 
 
 def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
     with pytest.raises(RuntimeError, match="killed"):
-        ask(tmp_path, Recorder(dies_after=0), fingerprint={"max_pixels": 500})
-    ask(tmp_path, Recorder(), fingerprint={"max_pixels": 784})
+        infer_with(tmp_path, RecordingEngine(dies_after=0), fingerprint={"max_pixels": 500})
+    infer_with(tmp_path, RecordingEngine(), fingerprint={"max_pixels": 784})
     assert json.loads((tmp_path / "fingerprint.json").read_text())["fields"] == {"max_pixels": 784}
 
 
 def test_what_would_mix_or_lose_answers_is_refused(tmp_path):
     """Fewer problems, a second process at once, and a missing fingerprint are refused."""
     predictions = tmp_path / "predictions.jsonl"
-    ask(tmp_path, Recorder())
+    infer_with(tmp_path, RecordingEngine())
     message = r"limit: .* already has 5 predictions and this run asks for 2"
     with pytest.raises(UserError, match=message):
-        ask(tmp_path, Recorder(), PROBLEMS[:2])
+        infer_with(tmp_path, RecordingEngine(), FIVE_PROBLEMS[:2])
     message = f"process {os.getpid()} .* is writing|another process is writing"
     with PredictionLog(predictions), pytest.raises(UserError, match=message):
-        ask(tmp_path, Recorder())
+        infer_with(tmp_path, RecordingEngine())
     (tmp_path / "fingerprint.json").unlink()
     with pytest.raises(UserError, match="no fingerprint"):
-        ask(tmp_path, Recorder())
+        infer_with(tmp_path, RecordingEngine())
 
 
 def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
@@ -237,9 +237,9 @@ def test_broken_images_are_recorded_and_the_others_answered(tmp_path):
     rows = list(generate(3, split="test", seed=1))
     rows[1]["images"] = [{"bytes": b"no picture", "path": None}]
     write_split(rows, tmp_path / "data", "test")
-    engine = Recorder()
+    engine = RecordingEngine()
     problems = geometry3k_problems(load_split(tmp_path / "data", "test"))
-    summary = ask(tmp_path / "out", engine, problems)
+    summary = infer_with(tmp_path / "out", engine, problems)
     assert summary.image_failed == 1
     first, broken, last = read_predictions(tmp_path / "out" / "predictions.jsonl")
     assert first["finish_reason"] == last["finish_reason"] == "stop"
@@ -272,7 +272,7 @@ def test_new_weights_or_other_data_in_the_same_folder_are_another_run(tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
-class Echo:
+class EchoEngine:
     """An engine that answers with the question and the seed, and remembers its answers."""
 
     batch_size = 2
@@ -298,15 +298,17 @@ class ThreadRanks(Ranks):
         self.store.wait(30)
 
 
-SEVEN = [problem(index) for index in range(7)]
+SEVEN_PROBLEMS = [problem(index) for index in range(7)]
 
 
-def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: int = 2) -> Summary:
+def infer_as_rank(
+    output: Path, engine: EchoEngine, ranks: Ranks, count: int = 7, samples: int = 2
+) -> Summary:
     """Ask the first `count` of seven problems as one rank."""
     return infer(
-        SEVEN[:count],
+        SEVEN_PROBLEMS[:count],
         output,
-        SETTINGS,
+        ENGINE_SETTINGS,
         {"model": "m"},
         system_prompt=None,
         build=lambda _: engine,
@@ -315,15 +317,15 @@ def ask_as(output: Path, engine: Echo, ranks: Ranks, count: int = 7, samples: in
     )
 
 
-def ask_with_ranks(output: Path, world: int) -> tuple[Summary, list[Echo]]:
+def infer_with_ranks(output: Path, world: int) -> tuple[Summary, list[EchoEngine]]:
     """Ask all problems with `world` ranks; returns the summary of rank 0 and all engines."""
     barrier = threading.Barrier(world)
-    engines = [Echo() for _ in range(world)]
+    engines = [EchoEngine() for _ in range(world)]
     summary_by_rank: dict[int, Summary] = {}
 
     def run(rank: int) -> None:
         ranks = ThreadRanks(rank=rank, world=world, store=barrier)
-        summary_by_rank[rank] = ask_as(output, engines[rank], ranks)
+        summary_by_rank[rank] = infer_as_rank(output, engines[rank], ranks)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
     for thread in threads:
@@ -337,8 +339,8 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
     """Each rank answers its share of the 14 answers, and rank 0 merges them in their order."""
     for world in [2, 3]:
         with case(world) as folder:
-            ask_as(folder / "one", Echo(), SINGLE_PROCESS)
-            summary, engines = ask_with_ranks(folder / "many", world)
+            infer_as_rank(folder / "one", EchoEngine(), SINGLE_PROCESS)
+            summary, engines = infer_with_ranks(folder / "many", world)
             file_of_one = (folder / "one" / "predictions.jsonl").read_bytes()
             file_of_many = (folder / "many" / "predictions.jsonl").read_bytes()
             assert file_of_one == file_of_many
@@ -351,9 +353,9 @@ def test_slices_cover_everything_once_and_the_file_is_that_of_one_process(case):
 
 def test_more_processes_go_on_where_one_was_stopped(tmp_path):
     """One process answered three of seven problems, and two processes answer the rest."""
-    ask_as(tmp_path / "whole", Echo(), SINGLE_PROCESS)
-    ask_as(tmp_path / "parts", Echo(), SINGLE_PROCESS, count=3)
-    summary, engines = ask_with_ranks(tmp_path / "parts", 2)
+    infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
+    infer_as_rank(tmp_path / "parts", EchoEngine(), SINGLE_PROCESS, count=3)
+    summary, engines = infer_with_ranks(tmp_path / "parts", 2)
     assert summary.resumed == 6
     assert sum(len(engine.answers) for engine in engines) == 8
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
@@ -363,10 +365,10 @@ def test_more_processes_go_on_where_one_was_stopped(tmp_path):
 
 def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
     """The files of two killed ranks have four new rows, one old row, and a torn line."""
-    ask_as(tmp_path / "whole", Echo(), SINGLE_PROCESS)
+    infer_as_rank(tmp_path / "whole", EchoEngine(), SINGLE_PROCESS)
     rows = read_predictions(tmp_path / "whole" / "predictions.jsonl")
     output = tmp_path / "parts"
-    ask_as(output, Echo(), SINGLE_PROCESS, count=1)
+    infer_as_rank(output, EchoEngine(), SINGLE_PROCESS, count=1)
     old_row = rows[0]
     rows_by_rank = {0: rows[4:6], 1: [old_row, *rows[9:11]]}
     for rank, rows_of_rank in rows_by_rank.items():
@@ -374,8 +376,8 @@ def test_parts_that_killed_processes_left_are_taken_in(tmp_path):
             log.append(rows_of_rank)
     with rank_file_path(output, 1).open("a") as file:
         file.write('{"pid": "p/3", "torn')
-    engine = Echo()
-    assert ask_as(output, engine, SINGLE_PROCESS).resumed == 6
+    engine = EchoEngine()
+    assert infer_as_rank(output, engine, SINGLE_PROCESS).resumed == 6
     assert len(engine.answers) == 8
     uninterrupted = tmp_path / "whole" / "predictions.jsonl"
     assert (output / "predictions.jsonl").read_bytes() == uninterrupted.read_bytes()
@@ -400,11 +402,11 @@ def test_each_process_takes_one_of_the_gpus_that_it_sees(monkeypatch, subtests):
     assert join_ranks().world == 1
 
 
-ANSWERS = killed_infer.PROBLEMS * killed_infer.SAMPLES
+ANSWER_COUNT = killed_infer.PROBLEM_COUNT * killed_infer.SAMPLES_PER_PROBLEM
 SECONDS_A_BATCH = 0.05
 
 
-def start(output: Path, seconds_a_batch: float) -> subprocess.Popen[bytes]:
+def start_process(output: Path, seconds_a_batch: float) -> subprocess.Popen[bytes]:
     """Start the run of `killed_infer` in a process of its own."""
     command = [
         sys.executable,
@@ -421,12 +423,12 @@ def count_rows(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.is_file() else 0
 
 
-def kill_after(output: Path, rows: int, extra_s: float) -> bool:
+def kill_after_rows(output: Path, rows: int, extra_s: float) -> bool:
     """Start a run and kill it `extra_s` after there are more than `rows` rows.
 
     Returns whether it was still running.
     """
-    process = start(output, SECONDS_A_BATCH)
+    process = start_process(output, SECONDS_A_BATCH)
     while count_rows(output / "predictions.jsonl") <= rows and process.poll() is None:
         time.sleep(0.002)  # between two looks at the file
     time.sleep(extra_s)
@@ -446,13 +448,13 @@ def test_three_kills_leave_the_file_of_an_uninterrupted_run(tmp_path):
     predictions = output / "predictions.jsonl"
     n_rows = 0
     for _ in range(3):
-        assert kill_after(output, n_rows, generator.uniform(0, 2 * SECONDS_A_BATCH))
+        assert kill_after_rows(output, n_rows, generator.uniform(0, 2 * SECONDS_A_BATCH))
         n_rows_before = n_rows
         n_rows = count_rows(predictions)
-        assert n_rows_before < n_rows < ANSWERS
+        assert n_rows_before < n_rows < ANSWER_COUNT
         whole_lines, _, _ = predictions.read_bytes().rpartition(b"\n")
         assert uninterrupted.startswith(whole_lines)
-    assert start(output, 0.0).wait() == 0
+    assert start_process(output, 0.0).wait() == 0
     assert predictions.read_bytes() == uninterrupted
     rows = [json.loads(line) for line in uninterrupted.splitlines()]
-    assert len({(row["pid"], row.get("sample", 0)) for row in rows}) == len(rows) == ANSWERS
+    assert len({(row["pid"], row.get("sample", 0)) for row in rows}) == len(rows) == ANSWER_COUNT

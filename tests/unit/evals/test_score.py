@@ -24,8 +24,8 @@ from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
 from adora_vl.evals.scoring.score import (
     answer_figures,
-    count_right_answers,
     grade_row,
+    summarise_grades,
     verdict_of,
 )
 from adora_vl.evals.scoring.statistics import (
@@ -67,7 +67,7 @@ def prediction(pid: str, response: str, answer: str = "5", **fields: Any) -> dic
     return row | fields
 
 
-def counts(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
+def counts_by_name(cells: dict[str, Any]) -> dict[str, tuple[int, int]]:
     """The right answers and all answers of each cell of a score."""
     return {name: (cell["correct"], cell["total"]) for name, cell in cells.items()}
 
@@ -139,7 +139,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
         for sample, digit in enumerate(digits):
             grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
             graded.append(GradedAnswer(pid, grade, sample=sample))
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     assert score["correct"] == 6
     assert score["total"] == 12
     samples = score["samples"]
@@ -195,12 +195,12 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
         GradedAnswer("e", RowGrade("failed", None, "broken", angle)),
         GradedAnswer("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     assert score["correct"] == 2
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)
     assert score["wilson_95"] == list(wilson_interval(2, 6))
-    assert counts(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
+    assert counts_by_name(score["groups"]["goal"]) == {"Angle": (1, 4), "Length": (1, 1)}
     assert score["groups"]["family"] == {
         "circle": {
             "correct": 1,
@@ -402,7 +402,7 @@ def test_a_line_separator_inside_a_response_does_not_split_its_row(tmp_path: Pat
     assert row["response"] == text
 
 
-class Guess:
+class GuessingEngine:
     """An engine that answers with a number from its seed, and is cut off now and then."""
 
     batch_size = 4
@@ -420,7 +420,7 @@ class Guess:
 def test_a_run_with_grey_pictures_says_so_and_is_no_other_run(tmp_path, monkeypatch, capsys):
     """The view `blank` shows grey pictures, and its answers are not mixed with others."""
 
-    class Looks(Guess):
+    class Looks(GuessingEngine):
         """Answers with 1 to a grey picture, and with `seen` to any other."""
 
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
@@ -456,7 +456,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
     n_images_by_view: dict[str, list[int]] = {}
     texts_by_view: dict[str, list[str]] = {}
 
-    class Reads(Guess):
+    class Reads(GuessingEngine):
         """Remembers the images and texts that it is shown, by view."""
 
         def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply]:
@@ -524,7 +524,7 @@ def test_facts_in_words_stand_for_the_picture_where_they_suffice(
 def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation during a training logs the figures that the command writes."""
     data = write_geometry3k(tmp_path / "data", 9)
-    monkeypatch.setattr(asking, "build_engine", lambda _: Guess())
+    monkeypatch.setattr(asking, "build_engine", lambda _: GuessingEngine())
     output = tmp_path / "out"
     words = ["run", "--model", "a/b", "--data", str(data), "--output", str(output)]
     sampling_words = ["--temperature", "1", "--samples", "2"]
@@ -534,7 +534,7 @@ def test_figures_are_those_of_the_command(tmp_path: Path, monkeypatch: pytest.Mo
     options = PreparedDataOptions(data=str(data), split="test", prompt=None)
     problems = GEOMETRY3K.load(options).problems
     samples = [AnswerSample(problem, number) for problem in problems for number in range(2)]
-    rows = answer_batch(Guess(), samples, seed=0, system_prompt=None)
+    rows = answer_batch(GuessingEngine(), samples, seed=0, system_prompt=None)
     assert rows == read_predictions(output / "predictions.jsonl")
     logged = figures(GEOMETRY3K, rows)
     assert logged["geometry3k_accuracy"] == score["accuracy"]
@@ -564,7 +564,7 @@ def test_slices_of_several_processes_score_as_one(tmp_path: Path) -> None:
     samples = [AnswerSample(problem, number=0) for problem in problems]
     rows_of_two = []
     for rank in range(2):
-        rows_of_two += answer_batch(Guess(), samples[rank::2], seed=0, system_prompt=None)
-    rows_of_one = answer_batch(Guess(), samples, seed=0, system_prompt=None)
+        rows_of_two += answer_batch(GuessingEngine(), samples[rank::2], seed=0, system_prompt=None)
+    rows_of_one = answer_batch(GuessingEngine(), samples, seed=0, system_prompt=None)
     assert figures(MATHVISTA, rows_of_two) == figures(MATHVISTA, rows_of_one)
     assert "mathvista_accuracy_ID" in figures(MATHVISTA, rows_of_two)

@@ -23,14 +23,14 @@ from eval.command import main, parse_command
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
 
-ZOOM = ["--tools", "zoom", "--max-tool-calling-iterations", "2"]
-SERVER = ["--engine", "openai", "--base-url", "http://127.0.0.1:1/v1"]
-CALL = (
+ZOOM_WORDS = ["--tools", "zoom", "--max-tool-calling-iterations", "2"]
+SERVER_WORDS = ["--engine", "openai", "--base-url", "http://127.0.0.1:1/v1"]
+LINE_CALL = (
     '<tool_call>{"name": "line", "arguments": {"x1": 1, "y1": 1, "x2": 20, "y2": 20}}</tool_call>'
 )
 
 
-def words(folder: Path, *options: str) -> list[str]:
+def run_words(folder: Path, *options: str) -> list[str]:
     """The words of a `run` of the problems in a folder, by a tiny model that has learned to zoom."""
     arguments = ["run", "--model", "tiny_zoom", "--data", str(folder / "data")]
     arguments += ["--engine", "transformers", "--max-tokens", "200"]
@@ -47,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("zoom")
     rows = list(generate(16, split="test", size=448, families=("corners",)))
     write_split(rows, root / "data", "test")
-    for name, options in (("with", ZOOM), ("without", [])):
-        assert main(BENCHMARK, words(root, *options, "--output", str(root / name))) == 0
+    for name, options in (("with", ZOOM_WORDS), ("without", [])):
+        assert main(BENCHMARK, run_words(root, *options, "--output", str(root / name))) == 0
     return root
 
 
@@ -82,13 +82,13 @@ def test_with_its_tool_the_start_reads_what_it_cannot_see(folder, capsys):
         ([], "tools"),
         (["--tools", "zoom", "line"], "tools"),
         (["--tools", "zoom"], "max_tool_calling_iterations"),
-        ([*ZOOM, "--tool-options", "{images: 3}"], "tool_options"),
+        ([*ZOOM_WORDS, "--tool-options", "{images: 3}"], "tool_options"),
     ],
     ids=["none", "another", "more turns", "options"],
 )
 def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
     """A run with tools is not resumed with others, and the error names the option."""
-    assert main(BENCHMARK, words(folder, *options, "--output", str(folder / "with"))) == 2
+    assert main(BENCHMARK, run_words(folder, *options, "--output", str(folder / "with"))) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {named}: the predictions in ")
     assert "use another --output" in error
@@ -97,7 +97,7 @@ def test_answers_with_other_tools_are_not_mixed(folder, capsys, options, named):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ([*SERVER, "--tools", "zoom"], "tools: --engine openai answers no calls"),
+        ([*SERVER_WORDS, "--tools", "zoom"], "tools: --engine openai answers no calls"),
         (["--tools", "zom"], "tools: 'zom' is none of zoom"),
         (
             ["--tools", "zoom", "--tool-options", "{seconds: 0}"],
@@ -117,7 +117,7 @@ def test_what_does_not_work_is_one_line(folder, capsys, options, line):
 
 def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     # Later tests must not look for their files beside this config.
-    monkeypatch.setattr("adora_vl.utils.own_files._beside", [])
+    monkeypatch.setattr("adora_vl.utils.own_files._config_folders", [])
     (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
     (tmp_path / "c.yaml").write_text("tools: [line, own.py:two]\ntool_options: {images: 3}\n")
     arguments = [
@@ -140,7 +140,7 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     assert str(settings.with_tool_prompt("Think.")).startswith("Think.\n\n")
 
 
-class Scripted(LocalEngine):
+class ScriptedEngine(LocalEngine):
     """An engine that says what it is told to, turn by turn, and remembers what it was asked."""
 
     def __init__(self, settings: Any, *turns: str) -> None:
@@ -166,9 +166,9 @@ class Scripted(LocalEngine):
 @pytest.mark.parametrize(
     ("turns", "max_tokens", "reason", "n_calls"),
     [
-        ((CALL, "It is 7."), 900, "stop", 1),
-        ((CALL, CALL), 900, "calls", 1),  # only one call is answered
-        ((CALL,), 120, "room", 1),  # its answer has no room
+        ((LINE_CALL, "It is 7."), 900, "stop", 1),
+        ((LINE_CALL, LINE_CALL), 900, "calls", 1),  # only one call is answered
+        ((LINE_CALL,), 120, "room", 1),  # its answer has no room
         (("It is 7.",), 900, "stop", 0),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls)
     arguments += ["--engine", "transformers", "--max-tokens", str(max_tokens)]
     arguments += ["--tools", "line", "--max-tool-calling-iterations", "1"]
     options = parse_command(arguments, BENCHMARK).ask
-    engine = Scripted(check_options(options), *turns)
+    engine = ScriptedEngine(check_options(options), *turns)
     picture = Image.new("RGB", (112, 112), "white")
     messages = conversation_with_images("Find x.", 1, None)
     [reply] = engine.generate([AnswerRequest(messages=messages, images=[picture], seed=5)])
@@ -201,7 +201,7 @@ def test_a_conversation_is_that_of_a_rollout(turns, max_tokens, reason, n_calls)
     assert engine.generate([]) == []
 
 
-BROKEN = [
+BROKEN_CALLS = [
     f'<tool_call>{{"name": "line", "arguments": {{"x1": {"1" * 400}}}}}',
     f'<tool_call>{{"name": "line", "arguments": {{"x1": {"[" * 600}{"]" * 600}}}}}',
     '<tool_call>{"name": "closed", "arguments": {}}',
@@ -209,7 +209,9 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("call", BROKEN, ids=["digits", "nested", "a value that raises", "nothing"])
+@pytest.mark.parametrize(
+    "call", BROKEN_CALLS, ids=["digits", "nested", "a value that raises", "nothing"]
+)
 def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     """A broken call is answered by one line and the conversation goes on, as in a training."""
     (tmp_path / "own.py").write_text(
@@ -219,7 +221,7 @@ def test_what_a_model_writes_into_a_call_ends_no_evaluation(tmp_path, call):
     arguments = ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "D", "--output", "O"]
     arguments += ["--engine", "transformers", "--tools", "line", f"{tmp_path / 'own.py'}:closed"]
     options = parse_command([*arguments, "--max-tokens", "3000"], BENCHMARK).ask
-    engine = Scripted(check_options(options), call, "It is 7.")
+    engine = ScriptedEngine(check_options(options), call, "It is 7.")
     picture = Image.new("RGB", (112, 112), "white")
     request = AnswerRequest(conversation_with_images("Find x.", 1, None), [picture], 5)
     [reply] = engine.generate([request])

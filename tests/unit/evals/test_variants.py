@@ -12,21 +12,21 @@ from adora_vl.evals.variants import add_variants, parse_variant_id, variant_line
 from adora_vl.utils.errors import UserError
 
 
-class Named:
+class ProblemWithId:
     """A problem of which only the id counts."""
 
     def __init__(self, pid: str) -> None:
         self.pid = pid
 
 
-def graded(pid: str, right: int) -> GradedAnswer:
+def graded_answer(pid: str, right: int) -> GradedAnswer:
     """A right or a wrong answer."""
     return GradedAnswer(pid, RowGrade("correct" if right else "wrong", None, ""))
 
 
-def loaded(*pids: str) -> LoadedProblems:
+def loaded_problems(*pids: str) -> LoadedProblems:
     """Problems of these ids."""
-    problems: list[Any] = [Named(pid) for pid in pids]
+    problems: list[Any] = [ProblemWithId(pid) for pid in pids]
     return LoadedProblems(problems, "hash")
 
 
@@ -41,28 +41,38 @@ def test_the_first_variants_of_the_problems_are_asked_too(
 ) -> None:
     options = DataOptions(data=str(tmp_path / "geo"), split="test")
     with pytest.raises(UserError, match=r"there is no folder .*geo-variants'; make it with"):
-        add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
+        add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=2)
     (tmp_path / "geo-variants").mkdir()
-    varied = loaded("a~1", "a~2", "a~3", "b~1", "c~1", "d")
+    varied = loaded_problems("a~1", "a~2", "a~3", "b~1", "c~1", "d")
     monkeypatch.setattr(variants, "load_prepared", lambda options, prompt: varied)
-    both = add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=2)
+    both = add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=2)
     assert [problem.pid for problem in both.problems] == ["a", "b", "a~1", "a~2", "b~1"]
     assert (
         both.data_hash
-        != add_variants(loaded("a", "b"), options, prompt=None, n_per_problem=1).data_hash
+        != add_variants(loaded_problems("a", "b"), options, prompt=None, n_per_problem=1).data_hash
     )
     with pytest.raises(UserError, match="has no variant of these problems"):
-        add_variants(loaded("x"), options, prompt=None, n_per_problem=2)
+        add_variants(loaded_problems("x"), options, prompt=None, n_per_problem=2)
 
 
 def test_originals_and_variants_are_compared_problem_by_problem() -> None:
-    answers = [graded("a", 1), graded("b", 1), graded("c", 0), graded("alone", 0)]
-    answers += [graded("a~1", 1), graded("a~2", 1), graded("b~1", 0), graded("b~2", 1)]
-    answers += [graded("c~1", 0), graded("c~2", 0)]
+    answers = [
+        graded_answer("a", 1),
+        graded_answer("b", 1),
+        graded_answer("c", 0),
+        graded_answer("alone", 0),
+    ]
+    answers += [
+        graded_answer("a~1", 1),
+        graded_answer("a~2", 1),
+        graded_answer("b~1", 0),
+        graded_answer("b~2", 1),
+    ]
+    answers += [graded_answer("c~1", 0), graded_answer("c~2", 0)]
     lines = variant_lines(answers)
     assert lines[0] == "originals with variants: 66.7 % right, 3 problems"
     assert lines[1] == (
         "variants: 50.0 % right on average, 6 variants; all of a problem's in 33.3 %"
     )
     assert lines[2].startswith("originals - variants: +16.7 points (95 %: +0.0 to +50.0, paired")
-    assert variant_lines([graded("a", 1)]) == []
+    assert variant_lines([graded_answer("a", 1)]) == []

@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from adora_vl.__main__ import COMMANDS, main
+from adora_vl.__main__ import DESCRIPTION_BY_COMMAND, main
 from adora_vl.utils.cli import announce_reading
 
 ROOT = Path(__file__).parents[3]
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 def test_the_package_lists_its_commands(capsys):
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for name in COMMANDS:
+    for name in DESCRIPTION_BY_COMMAND:
         assert f"python -m {name} " in printed
         runs = find_spec(name) if "." in name else None
         main_file = find_spec(f"{name}.__main__") if runs is None or _is_package(name) else runs

@@ -21,7 +21,7 @@ from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_gro
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.data.dataset import MADE_BY
+from adora_vl.data.dataset import PREPARED_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED_FOLDER
 from adora_vl.record.card import model_card
@@ -64,7 +64,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         clock.now += seconds
 
     spend(1)  # loading data
-    phases.enter("policy")
+    phases.enter_phase("policy")
     with phases.phase("rollout"):
         spend(2)
         with phases.phase("sync"):
@@ -73,7 +73,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     with phases.phase("grading"):
         spend(16)
     spend(32)
-    phases.leave()
+    phases.leave_phase()
     with phases.phase("rollout"):  # an evaluation between two steps
         spend(64)
     assert phases.take_seconds() == {
@@ -90,12 +90,12 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         print, clock, wait=lambda: None, sleep_mode=True
     ).take_seconds() == dict.fromkeys(PHASES, 0)
 
-    phases.enter("policy")
+    phases.enter_phase("policy")
     with pytest.raises(RuntimeError), phases.phase("grading"):
         clock.now += 1
         raise RuntimeError
     clock.now += 2
-    phases.leave()
+    phases.leave_phase()
     assert phases.take_seconds()["grading"] == 1
     assert phases.take_seconds()["policy"] == 0
 
@@ -500,7 +500,9 @@ def test_the_commands_after_a_run(tmp_path):
         "--max-tokens 40"
     )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
-    (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"made_by": PREPARED_BY, "source": "knights"})
+    )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
         "problems", "knights"
     )

@@ -20,23 +20,23 @@ from adora_vl.rewards.completion import boxes_in_a_row
 from adora_vl.rewards.explain import RULE_IN_WORDS, explain_grade
 from benchmarks.grading_corpus import cases
 
-CASES = [case for case in cases() if case.kind in ("forms", "guesses")]
-QUICK = settings(max_examples=60)
-NUMBERS = st.sampled_from(
+FORM_CASES = [case for case in cases() if case.kind in ("forms", "guesses")]
+SIXTY_EXAMPLES = settings(max_examples=60)
+NUMBER_TEXTS = st.sampled_from(
     ["0", "3", "-4", "0.5", r"\frac{7}{3}", r"2\sqrt{5}", r"-\pi", "1200", r"1+\sqrt{2}"]
 )
-SEVERAL = st.lists(NUMBERS, min_size=2, max_size=6, unique=True)
-FACTORS = st.sampled_from(["2", "0.25", r"\sqrt{3}", "17", r"\frac{1}{9}"])
+LISTS_OF_NUMBERS = st.lists(NUMBER_TEXTS, min_size=2, max_size=6, unique=True)
+FACTOR_TEXTS = st.sampled_from(["2", "0.25", r"\sqrt{3}", "17", r"\frac{1}{9}"])
 COEFFICIENTS = st.integers(-9, 9).filter(bool)
 
 
-def verdict(answer: str, gold: str, **options: Any) -> str:
+def verdict_on(answer: str, gold: str, **options: Any) -> str:
     return grade(rf"so \boxed{{{answer}}}", gold, **options).verdict
 
 
-@QUICK
+@SIXTY_EXAMPLES
 @given(
-    SEVERAL,
+    LISTS_OF_NUMBERS,
     st.randoms(use_true_random=False),
     st.sampled_from([", ", "; ", " and ", r"\text{ or }"]),
 )
@@ -47,8 +47,8 @@ def test_the_order_of_a_list_and_its_separators_do_not_matter(
     shuffled = rng.sample(values, len(values))
     assert verify_gold(gold) is None
     assert (
-        verdict(separator.join(shuffled), gold)
-        == verdict(rf"\{{{', '.join(shuffled)}\}}", gold)
+        verdict_on(separator.join(shuffled), gold)
+        == verdict_on(rf"\{{{', '.join(shuffled)}\}}", gold)
         == "correct"
     )
 
@@ -65,12 +65,12 @@ def test_a_sum_of_unit_vectors_answers_only_a_point_of_two_or_three_numbers(
     answer: str, gold: str
 ) -> None:
     assert verify_gold(gold) is None
-    assert verdict(answer, gold) == "wrong"
-    assert verdict("i + 2j + 3k", "(1, 2, 3)") == "correct"
+    assert verdict_on(answer, gold) == "wrong"
+    assert verdict_on("i + 2j + 3k", "(1, 2, 3)") == "correct"
 
 
-@QUICK
-@given(SEVERAL, st.data())
+@SIXTY_EXAMPLES
+@given(LISTS_OF_NUMBERS, st.data())
 def test_one_value_more_less_or_other_makes_a_list_wrong(
     values: list[str], data: st.DataObject
 ) -> None:
@@ -86,30 +86,35 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
         [*rest, rest[0]],
     ]
     assert [
-        verdict(", ".join(answer_values), gold)
+        verdict_on(", ".join(answer_values), gold)
         for answer_values in tried
         if answer_values != values[:1] or len(values) > 1
     ] == ["wrong"] * 6
 
 
-@QUICK
-@given(SEVERAL, st.data())
+@SIXTY_EXAMPLES
+@given(LISTS_OF_NUMBERS, st.data())
 def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObject) -> None:
     gold = f"({', '.join(values)})"
     assert verify_gold(gold) is None
     named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
-    assert verdict(gold, gold) == verdict(f"P{gold}", gold) == verdict(named, gold) == "correct"
+    assert (
+        verdict_on(gold, gold)
+        == verdict_on(f"P{gold}", gold)
+        == verdict_on(named, gold)
+        == "correct"
+    )
     exchanged = named.replace("(p, q", "(q, p")
-    assert verdict(gold, named) == verdict(named, named) == "correct"
-    assert verdict(exchanged, named) == "wrong"
+    assert verdict_on(gold, named) == verdict_on(named, named) == "correct"
+    assert verdict_on(exchanged, named) == "wrong"
     position = data.draw(st.integers(0, len(values) - 1))
     changed = [*values[:position], "77", *values[position + 1 :]]
     for wrong_values in (changed, values[:-1], [*values, "0"], values[::-1]):
-        assert verdict(f"({', '.join(wrong_values)})", gold) != "correct", wrong_values
+        assert verdict_on(f"({', '.join(wrong_values)})", gold) != "correct", wrong_values
 
 
-@QUICK
-@given(COEFFICIENTS, COEFFICIENTS, st.integers(-9, 9), FACTORS, st.booleans())
+@SIXTY_EXAMPLES
+@given(COEFFICIENTS, COEFFICIENTS, st.integers(-9, 9), FACTOR_TEXTS, st.booleans())
 def test_a_line_may_be_scaled_turned_and_solved_for_y(
     a: int, b: int, c: int, factor: str, minus: bool
 ) -> None:
@@ -122,7 +127,7 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         f"{a}x+({b})y-({c})=0",
     ]
     assert verify_gold(gold) is None
-    assert [verdict(answer, gold) for answer in spelled] == ["correct"] * 4
+    assert [verdict_on(answer, gold) for answer in spelled] == ["correct"] * 4
     wrong = [
         f"{a}x+({b})y={c + 1}",
         f"{a + 10}x+({b})y={c}",
@@ -133,11 +138,11 @@ def test_a_line_may_be_scaled_turned_and_solved_for_y(
         "x=x",
         f"({a}x+({b})y-({c}))(0)=0",
     ]
-    assert [answer for answer in wrong if verdict(answer, gold) == "correct"] == []
+    assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
 
 
-@QUICK
-@given(COEFFICIENTS, st.integers(-9, 9), FACTORS, st.sampled_from(["<", r"\le", ">", r"\geq"]))
+@SIXTY_EXAMPLES
+@given(COEFFICIENTS, st.integers(-9, 9), FACTOR_TEXTS, st.sampled_from(["<", r"\le", ">", r"\geq"]))
 def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sign: str) -> None:
     turned = {"<": ">", r"\le": r"\ge", ">": "<", r"\geq": r"\leq"}[sign]
     other_sign = {"<": r"\le", r"\le": "<", ">": r"\geq", r"\geq": ">"}[sign]
@@ -149,7 +154,7 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
         f"-({factor})({a}x+({b})) {turned} 0",
         rf"x {sign if a > 0 else turned} \frac{{{-b}}}{{{a}}}",
     ]
-    assert [verdict(answer, gold) for answer in right] == ["correct"] * 4
+    assert [verdict_on(answer, gold) for answer in right] == ["correct"] * 4
     wrong = [
         f"{a}x+({b}) {turned} 0",
         f"{a}x+({b}) {other_sign} 0",
@@ -157,10 +162,10 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
         f"{a}u+({b}) {sign} 0",
         f"{a}x+({b}) = 0",
     ]
-    assert [answer for answer in wrong if verdict(answer, gold) == "correct"] == []
+    assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
 
 
-@QUICK
+@SIXTY_EXAMPLES
 @given(st.integers(-9, 9), st.integers(1, 9), st.sampled_from(["()", "[]", "[)", "(]"]))
 def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, kind: str) -> None:
     high = low + width
@@ -174,7 +179,7 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
         (rf"x \in {gold}", gold),
         (inequality, inequality),
     ):
-        assert verdict(answer, reference) == "correct", (answer, reference)
+        assert verdict_on(answer, reference) == "correct", (answer, reference)
     flipped = {"(": "[", "[": "(", ")": "]", "]": ")"}
     wrong = [
         f"{flipped[kind[0]]}{low}, {high}{kind[1]}",
@@ -190,37 +195,48 @@ def test_an_interval_is_its_inequality_and_nothing_wider(low: int, width: int, k
         (answer, right)
         for answer in wrong
         for right in (gold, inequality)
-        if verdict(answer, right) == "correct"
+        if verdict_on(answer, right) == "correct"
     ]
 
 
-@QUICK
-@given(st.lists(NUMBERS, min_size=2, max_size=4, unique=True), st.randoms(use_true_random=False))
+@SIXTY_EXAMPLES
+@given(
+    st.lists(NUMBER_TEXTS, min_size=2, max_size=4, unique=True), st.randoms(use_true_random=False)
+)
 def test_names_go_with_their_values(values: list[str], rng: Any) -> None:
     names = ["AB", "CD", r"\angle 3", "x_1"][: len(values)]
     named = [f"{name} = {value}" for name, value in zip(names, values, strict=True)]
     gold = ", ".join(named)
     assert verify_gold(gold) is None
     assert (
-        verdict(", ".join(rng.sample(named, len(named))), gold)
-        == verdict(", ".join(values), gold)
+        verdict_on(", ".join(rng.sample(named, len(named))), gold)
+        == verdict_on(", ".join(values), gold)
         == "correct"
     )
     turned = [*values[1:], values[0]]
-    assert verdict(", ".join(turned), gold) != "correct"
+    assert verdict_on(", ".join(turned), gold) != "correct"
     assert (
-        verdict(
+        verdict_on(
             ", ".join(f"{name} = {value}" for name, value in zip(names, turned, strict=True)), gold
         )
         != "correct"
     )
-    assert verdict(", ".join([f"EF = {values[0]}", *named[1:]]), gold) != "correct"
+    assert verdict_on(", ".join([f"EF = {values[0]}", *named[1:]]), gold) != "correct"
 
 
-SINGLE = ["12", "0.5", r"5\sqrt{3}", "x + 3", "rhombus", "12\\%", "|AB| = 1", "z = 1 + 1 = 2"]
+SINGLE_VALUES = [
+    "12",
+    "0.5",
+    r"5\sqrt{3}",
+    "x + 3",
+    "rhombus",
+    "12\\%",
+    "|AB| = 1",
+    "z = 1 + 1 = 2",
+]
 
 
-@pytest.mark.parametrize("gold", SINGLE)
+@pytest.mark.parametrize("gold", SINGLE_VALUES)
 def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
     value = {"|AB| = 1": "1", "z = 1 + 1 = 2": "2"}.get(gold, gold)
     several = [
@@ -238,7 +254,7 @@ def test_a_reference_with_one_value_never_accepts_several(gold: str) -> None:
         f"{value}; {value}",
     ]
     assert verify_gold(gold) is None
-    assert [answer for answer in several if verdict(answer, gold) == "correct"] == []
+    assert [answer for answer in several if verdict_on(answer, gold) == "correct"] == []
     assert grade(rf"\boxed{{{value}}} and \boxed{{77}}", gold).verdict != "correct"
 
 
@@ -311,20 +327,20 @@ def test_the_work_on_lists_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = ", ".join(f"y={n}x" for n in range(1, MAX_PARTS + 1))
     assert verify_gold(longest) is None
     compared.clear()
-    assert verdict(", ".join(f"y={n}x" for n in range(MAX_PARTS, 0, -1)), longest) == "correct"
+    assert verdict_on(", ".join(f"y={n}x" for n in range(MAX_PARTS, 0, -1)), longest) == "correct"
     assert MAX_PARTS < len(compared) <= MAX_PARTS**2 + 1
     compared.clear()
-    assert verdict(longest + ", y=77x", longest) == "wrong"
+    assert verdict_on(longest + ", y=77x", longest) == "wrong"
     assert compared == [1]
 
 
-@pytest.mark.parametrize("gold", sorted({case.gold for case in CASES}))
+@pytest.mark.parametrize("gold", sorted({case.gold for case in FORM_CASES}))
 def test_a_stored_form_is_stable_and_graded_as_the_one_it_was_made_from(gold: str) -> None:
     stored = canonical_gold(gold)
     assert verify_gold(gold) is None
     assert verify_gold(stored) is None
     assert canonical_gold(stored) == stored
-    for case in CASES:
+    for case in FORM_CASES:
         if case.gold == gold:
             assert grade(case.response, stored).verdict == grade(case.response, gold).verdict, (
                 case.name
@@ -346,10 +362,14 @@ def test_the_table_of_forms_on_the_page_is_true() -> None:
         wrong = codes_of(wrong_cell)
         false += [gold for gold in golds if verify_gold(gold)]
         false += [
-            answer for answer in right if all(verdict(answer, gold) != "correct" for gold in golds)
+            answer
+            for answer in right
+            if all(verdict_on(answer, gold) != "correct" for gold in golds)
         ]
         false += [
-            answer for answer in wrong if any(verdict(answer, gold) == "correct" for gold in golds)
+            answer
+            for answer in wrong
+            if any(verdict_on(answer, gold) == "correct" for gold in golds)
         ]
     assert len(cells) > 10
     assert false == []
@@ -360,6 +380,6 @@ def test_the_explanation_names_every_part_and_every_reason_has_a_rule() -> None:
     assert "CD=5 against CD=5: same_part" in lines
     assert "AB=4.1 against -: different_part" in lines
     assert "3 against 3: same_number" in "\n".join(explain_grade(r"\boxed{(3, -4)}", "(3, -4)"))
-    reasons = {grade(case.response, case.gold).reason for case in CASES}
+    reasons = {grade(case.response, case.gold).reason for case in FORM_CASES}
     assert reasons <= RULE_IN_WORDS.keys()
     assert {"same_parts", "same_solutions", "same_equation", "different_length"} <= reasons

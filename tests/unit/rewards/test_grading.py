@@ -21,19 +21,19 @@ from adora_vl.rewards.numeric import evaluate_closed_form
 from benchmarks.grading_corpus import LABELS, Case, cases
 from tests.support.grading_rows import ANSWER_ROWS, boxed, expanded, read_grading_rows
 
-CORPUS = cases()
+LABELLED_CASES = cases()
 
 
-REFERENCES = read_grading_rows("references.jsonl")
-KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWER_ROWS))
+REFERENCE_ROWS = read_grading_rows("references.jsonl")
+ANSWER_KINDS = list(dict.fromkeys(row["kind"] for _, row in ANSWER_ROWS))
 
 
-def options(row: dict[str, Any]) -> dict[str, Any]:
+def grade_options(row: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `grade` that a row has."""
     return {name: row[name] for name in ("choices", "rounding", "answer_tags") if name in row}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ANSWER_KINDS)
 def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> None:
     failing = []
     for line, row in ANSWER_ROWS:
@@ -41,7 +41,7 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
             response = (
                 expanded(row["response"]) if "response" in row else boxed(expanded(row["answer"]))
             )
-            graded = grade(response, row["reference"], **options(row))
+            graded = grade(response, row["reference"], **grade_options(row))
             if (graded.verdict, graded.reason) != (row["verdict"], row["reason"]):
                 failing.append(f"{line}: {graded.verdict} ({graded.reason}), but {row}")
     assert not failing, "\n".join(failing)
@@ -49,7 +49,7 @@ def test_every_answer_has_the_verdict_and_the_reason_of_its_row(kind: str) -> No
 
 def test_every_reference_is_stored_in_a_stable_form_or_refused() -> None:
     failing = []
-    for line, row in REFERENCES:
+    for line, row in REFERENCE_ROWS:
         reference = expanded(row["reference"])
         choices = row.get("choices")
         reason = verify_gold(reference, choices)
@@ -82,42 +82,42 @@ def test_the_rows_of_the_grader_have_the_right_keys_and_none_twice() -> None:
         ), line
         assert ("answer" in row) != ("response" in row), line
         assert row["reason"].removeprefix("gold_") in RULE_IN_WORDS, line
-    for line, row in REFERENCES:
+    for line, row in REFERENCE_ROWS:
         assert "reference" in row, line
         assert row.keys() <= {"reference", "choices", "stored", "refused"}, line
         assert "stored" in row or "refused" in row, line
-    for every in (ANSWER_ROWS, REFERENCES):
+    for every in (ANSWER_ROWS, REFERENCE_ROWS):
         repeated = Counter(json.dumps({**row, "kind": ""}, sort_keys=True) for _, row in every)
         assert [row for row, count in repeated.items() if count > 1] == []
 
 
-def _as_labelled(case: Case, verdict: str) -> bool:
+def _is_as_labelled(case: Case, verdict: str) -> bool:
     return verdict != "correct" if case.label == "rejected" else verdict == case.label
 
 
 def test_every_verdict_of_the_labelled_corpus_is_its_label() -> None:
     failing = []
-    for case in CORPUS:
+    for case in LABELLED_CASES:
         graded = grade(case.response, case.gold, choices=case.choices, rounding=case.rounding)
-        if not _as_labelled(case, graded.verdict):
+        if not _is_as_labelled(case, graded.verdict):
             failing.append(f"{case.name}: {case.label}, not {graded.verdict} ({graded.reason})")
     assert not failing, "\n".join(failing)
 
 
 def test_the_corpus_is_large_and_has_both_sides() -> None:
-    labels = Counter(case.label for case in CORPUS)
+    labels = Counter(case.label for case in LABELLED_CASES)
     assert min(labels[label] for label in LABELS) > 10
     assert labels["correct"] > 300
     assert labels["wrong"] > 300
     assert (
-        len({case.name for case in CORPUS})
-        == len({(c.name, c.response, c.gold) for c in CORPUS})
-        == len(CORPUS)
+        len({case.name for case in LABELLED_CASES})
+        == len({(c.name, c.response, c.gold) for c in LABELLED_CASES})
+        == len(LABELLED_CASES)
     )
 
 
 def test_a_batch_gives_the_same_grades() -> None:
-    quick = [case for case in CORPUS if case.kind != "attacks" and not case.rounding]
+    quick = [case for case in LABELLED_CASES if case.kind != "attacks" and not case.rounding]
     grades = grade_batch(
         [c.response for c in quick], [c.gold for c in quick], choices=[c.choices for c in quick]
     )
@@ -125,7 +125,7 @@ def test_a_batch_gives_the_same_grades() -> None:
     assert {"same_number", "same_value", "same_text"} <= {graded.reason for graded in grades}
 
 
-BOXES = [  # a response, and what stands in its last complete box
+CONTENT_BY_RESPONSE = [  # a response, and what stands in its last complete box
     (r"\boxed{5}", "5"),
     (r"\fbox{5}", "5"),
     (r"\boxed {5}", "5"),
@@ -153,8 +153,8 @@ BOXES = [  # a response, and what stands in its last complete box
 
 
 def test_the_last_complete_box_is_the_answer() -> None:
-    assert [(text[:60], last_boxed(text)) for text, _ in BOXES] == [
-        (text[:60], content) for text, content in BOXES
+    assert [(text[:60], last_boxed(text)) for text, _ in CONTENT_BY_RESPONSE] == [
+        (text[:60], content) for text, content in CONTENT_BY_RESPONSE
     ]
 
 
@@ -168,7 +168,7 @@ def test_no_complete_box_extracts_nothing_and_an_unreadable_one_its_content() ->
             )
 
 
-NO_NUMBER = [
+TEXTS_WITHOUT_NUMBER = [
     "",
     "x",
     "x+3",
@@ -186,7 +186,7 @@ NO_NUMBER = [
 
 
 def test_what_is_no_closed_form_has_no_number() -> None:
-    for text in NO_NUMBER:
+    for text in TEXTS_WITHOUT_NUMBER:
         with pytest.raises(NotReadError):
             pytest.fail(f"{text!r} has the number {evaluate_closed_form(read_tree(text))}")
 

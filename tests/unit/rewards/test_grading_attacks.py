@@ -20,12 +20,12 @@ GOLDS = ["12", "0.5", r"5\sqrt{3}", r"100\pi", r"\frac{39}{4}"]
 CHOICES = ["11", "12", "13", "14"]
 
 
-def guesses(gold: str) -> list[str]:
+def frequent_answers(gold: str) -> list[str]:
     return ["11", "13", gold, "30", "45", "60", "90", "7", "1", "2"]
 
 
-def hacks(gold: str) -> dict[str, str]:
-    all_of_them = guesses(gold)
+def guessing_responses(gold: str) -> dict[str, str]:
+    all_of_them = frequent_answers(gold)
     listed = ", ".join(all_of_them)
     return {
         "ten boxes": " ".join(rf"\boxed{{{answer}}}" for answer in all_of_them),
@@ -65,7 +65,7 @@ def test_no_hack_earns_more_than_an_honest_wrong_answer(preset: str) -> None:
     function = reward_function(preset)
     paid = []
     for gold in GOLDS:
-        tried = hacks(gold)
+        tried = guessing_responses(gold)
         honest = function(completions=[r"\boxed{17}"], answer=[gold])[0]
         rewards = function(completions=[*tried.values()], answer=[gold] * len(tried))
         paid += [(name, gold) for name, value in zip(tried, rewards, strict=True) if value > honest]
@@ -111,10 +111,10 @@ def test_no_box_earns_nothing_under_any_preset() -> None:
         assert reward_function(preset)(completions=texts, answer=["12"] * 4) == [0.0] * 4
 
 
-UNREADABLE = [
+UNPARSEABLE_ROWS = [
     (line, row) for line, row in ANSWER_ROWS if row["verdict"] == "unparseable" and "answer" in row
 ]
-ATTACKS = {
+RESPONSE_BY_ATTACK = {
     "boxes nested 10,000 deep": r"\boxed{" * 10_000 + "5" + "}" * 10_000,
     "boxes nested with ink": r"\boxed{1" * 10_000 + "}" * 10_000,
     "boxes never closed": r"\boxed{" * 10_000,
@@ -141,11 +141,11 @@ ATTACKS = {
     "commas at the cap": r"\boxed{" + "1,000" * 95 + "}",
     "minus signs at the cap": r"\boxed{" + "-" * 490 + "}",
     "brackets at the cap": r"\boxed{" + "(" * 245 + ")" * 245 + "}",
-    **{f"the box of {line}": boxed(expanded(row["answer"])) for line, row in UNREADABLE},
+    **{f"the box of {line}": boxed(expanded(row["answer"])) for line, row in UNPARSEABLE_ROWS},
 }
 
 
-def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
+def grade_within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
     """The result of `work`, run off the main thread (where signals cannot interrupt it), or a
     failure when it hangs.
     """
@@ -158,14 +158,16 @@ def within(seconds: float, work: Callable[[], list[Grade]]) -> list[Grade]:
 
 
 def test_no_attack_hangs_is_correct_or_fills_the_log() -> None:
-    grades = within(10, lambda: [grade(text, "12") for text in ATTACKS.values()])
+    grades = grade_within(10, lambda: [grade(text, "12") for text in RESPONSE_BY_ATTACK.values()])
     assert [
-        name for name, graded in zip(ATTACKS, grades, strict=True) if graded.verdict == "correct"
+        name
+        for name, graded in zip(RESPONSE_BY_ATTACK, grades, strict=True)
+        if graded.verdict == "correct"
     ] == []
     assert all(len(graded.extracted or "") <= 201 for graded in grades)
 
 
-_REPEATED = r"""
+_REPEATED_PIECES_SCRIPT = r"""
 from itertools import product
 from adora_vl.rewards import grade
 STARTS = ("", "9", "$9$", "$9$ ", "x = ", "(", r"\{")
@@ -182,13 +184,19 @@ for start, piece, end in product(STARTS, PIECES, ("", "$", "!", "}", " b$", ")")
 
 def test_no_answer_that_repeats_itself_hangs():
     """Each runs in its own process: a regular expression without end lets no other thread run."""
-    subprocess.run([sys.executable, "-c", _REPEATED], check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", _REPEATED_PIECES_SCRIPT], check=True, timeout=300)
 
 
 def test_hostile_golds_and_choices_do_not_hang_either() -> None:
-    attacks = [text.removeprefix(r"\boxed{").removesuffix("}") for text in ATTACKS.values()]
-    grades = within(10, lambda: [grade(r"\boxed{5}", text, choices=[text]) for text in attacks])
-    grades += within(10, lambda: [grade(r"\boxed{A}", "5", choices=[text]) for text in attacks])
+    attacks = [
+        text.removeprefix(r"\boxed{").removesuffix("}") for text in RESPONSE_BY_ATTACK.values()
+    ]
+    grades = grade_within(
+        10, lambda: [grade(r"\boxed{5}", text, choices=[text]) for text in attacks]
+    )
+    grades += grade_within(
+        10, lambda: [grade(r"\boxed{A}", "5", choices=[text]) for text in attacks]
+    )
     assert {graded.verdict for graded in grades} <= {"correct", "wrong"}
 
 

@@ -14,11 +14,11 @@ from adora_vl.rewards.explain import explain_grade
 from adora_vl.rewards.numeric import Comparison
 from benchmarks.grading_corpus import cases
 
-REWARDS = Path(explain.__file__).parent
-VERDICTS = {"correct", "wrong", "unparseable"}
+REWARDS_FOLDER = Path(explain.__file__).parent
+VERDICT_NAMES = {"correct", "wrong", "unparseable"}
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
+def run_explain(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, str], str]:
     """The exit code, the lines by their first word, and standard error."""
     code = explain.main(words)
     printed = capsys.readouterr()
@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str,
 def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFixture[str]) -> None:
     gold = r"2 \sqrt { 221 }"
     response = r"so \boxed{\sqrt{884}\text{ cm}}"
-    code, lines, _ = run(capsys, "--gold", gold, "--response", response)
+    code, lines, _ = run_explain(capsys, "--gold", gold, "--response", response)
     assert code == 0
     assert lines["extracted"] == r"\sqrt{884}\text{ cm}"
     assert lines["answer"] == r"\sqrt{884}  [number, 29.7321375]"
@@ -47,26 +47,26 @@ def test_choices_rounding_and_standard_input(capsys, monkeypatch):
     words = ["--gold", r"5\sqrt{3}", "--response", "-", "--choices", "5", r"5 \sqrt { 3 }"]
 
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
-    _, lines, _ = run(capsys, *words)
+    _, lines, _ = run_explain(capsys, *words)
     assert lines["rule"].startswith("different_number")
     assert lines["rewards"] == "adora 0.1, easyr1 0.1, accuracy 0, format 1"
 
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
-    _, lines, _ = run(capsys, *words, "--rounding")
+    _, lines, _ = run_explain(capsys, *words, "--rounding")
     assert lines["rule"].startswith("rounded")
 
 
 def test_an_expression_is_said_to_be_compared_at_points(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines, _ = run(capsys, "--gold", "x+3", "--response", r"\boxed{3+x}")
+    _, lines, _ = run_explain(capsys, "--gold", "x+3", "--response", r"\boxed{3+x}")
     assert lines["rule"] == "same_value: expressions with the same value at six points"
 
 
 def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    _, lines, _ = run(capsys, "--gold", "12", "--response", "\\boxed{1\u200b2}")
+    _, lines, _ = run_explain(capsys, "--gold", "12", "--response", "\\boxed{1\u200b2}")
     assert lines["extracted"] == r"1\u200b2"
     assert lines["answer"] == "-  [unreadable: hidden_characters]"
 
-    _, lines, _ = run(capsys, "--gold", "12", "--response", "it is 12")
+    _, lines, _ = run_explain(capsys, "--gold", "12", "--response", "it is 12")
     assert lines["extracted"] == "(no complete box)"
     assert "answer" not in lines
 
@@ -84,7 +84,7 @@ def test_hidden_characters_are_shown_and_no_box_is_said(capsys: pytest.CaptureFi
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(capsys, words, message):
-    code, lines, error = run(capsys, *words)
+    code, lines, error = run_explain(capsys, *words)
     assert code == 2
     assert lines == {}
     assert re.search(message, error)
@@ -96,8 +96,8 @@ def test_an_answer_in_its_tags_is_read_where_they_are_asked_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--gold", "12", "--response", "<answer>12</answer>"]
-    _, lines_with_tags, _ = run(capsys, *words, "--answer-tags")
-    _, lines_without, _ = run(capsys, *words)
+    _, lines_with_tags, _ = run_explain(capsys, *words, "--answer-tags")
+    _, lines_without, _ = run_explain(capsys, *words)
     assert lines_with_tags["verdict"].startswith("correct")
     assert lines_without["verdict"].startswith("unparseable")
 
@@ -108,17 +108,17 @@ def test_every_reason_in_the_code_is_explained() -> None:
     """
     reasons: set[Any] = {*get_args(Comparison), *NO_VALUE_REASONS, *UNREAD_REASONS}
     for name in ("grade", "compare", "forms", "canonical", "grammar", "numeric"):
-        code = (REWARDS / f"{name}.py").read_text()
+        code = (REWARDS_FOLDER / f"{name}.py").read_text()
         for node in ast.walk(ast.parse(code)):
-            reasons |= reasons_in(node)
+            reasons |= named_reasons(node)
     # `equal` and `different` become other reasons, and `beyond` never leaves the grader
-    reasons -= {"equal", "different", "beyond", *VERDICTS}
+    reasons -= {"equal", "different", "beyond", *VERDICT_NAMES}
     assert {"no_box", "same_value", "undefined", "letter", "labels"} <= reasons, "they were found"
     explained = {reason.removeprefix("gold_") for reason in reasons}
     assert explained <= explain.RULE_IN_WORDS.keys()
 
 
-def reasons_in(node: ast.AST) -> set[object]:
+def named_reasons(node: ast.AST) -> set[object]:
     """The reasons that a node of the grader's code names, if it is a verdict or an error."""
     elements: list[ast.expr] = []
     if isinstance(node, ast.Tuple):
@@ -126,7 +126,7 @@ def reasons_in(node: ast.AST) -> set[object]:
     elif isinstance(node, ast.Call):
         elements = node.args
     constants = [element.value for element in elements if isinstance(element, ast.Constant)]
-    if len(constants) > 1 and constants[0] in VERDICTS:
+    if len(constants) > 1 and constants[0] in VERDICT_NAMES:
         return {constants[1]}
     if isinstance(node, ast.Call) and ast.unparse(node.func) == "NotReadError":
         return set(constants)

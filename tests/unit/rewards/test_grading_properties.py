@@ -17,32 +17,36 @@ from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
 
 pytestmark = pytest.mark.slow
 
-QUICK = settings(derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow])
-_INTEGER = st.integers(2, 400)
-_ROOT = st.integers(2, 300)
+FEWER_EXAMPLES = settings(
+    derandomize=True, max_examples=150, suppress_health_check=[HealthCheck.too_slow]
+)
+_INTEGERS = st.integers(2, 400)
+_RADICANDS = st.integers(2, 300)
 
 
-def _numbers() -> st.SearchStrategy[str]:
+def _reference_numbers() -> st.SearchStrategy[str]:
     r"""Golds as the generator and Geometry3K write them, spaces between all tokens included."""
     forms = [
         st.integers(-500, 5000).map(str),
         st.builds("{}.{}".format, st.integers(0, 400), st.integers(1, 99)),
-        st.builds(r"\frac {{ {} }} {{ {} }}".format, _INTEGER, _INTEGER),
-        st.builds(r"- \frac {{ {} }} {{ {} }}".format, _INTEGER, _INTEGER),
-        st.builds(r"\sqrt {{ {} }}".format, _ROOT),
-        st.builds(r"{} \sqrt {{ {} }}".format, _INTEGER, _ROOT),
-        st.builds(r"\frac {{ {} \sqrt {{ {} }} }} {{ {} }}".format, _INTEGER, _ROOT, _INTEGER),
-        st.builds(r"{} \pi".format, _INTEGER),
-        st.builds(r"\frac {{ {} \pi }} {{ {} }}".format, _INTEGER, _INTEGER),
-        st.builds(r"{} + {} \sqrt {{ {} }}".format, _INTEGER, _INTEGER, _ROOT),
-        st.builds(r"{} \pi - {}".format, _INTEGER, _INTEGER),
-        st.builds(r"{} - {} \pi".format, _INTEGER, _INTEGER),
+        st.builds(r"\frac {{ {} }} {{ {} }}".format, _INTEGERS, _INTEGERS),
+        st.builds(r"- \frac {{ {} }} {{ {} }}".format, _INTEGERS, _INTEGERS),
+        st.builds(r"\sqrt {{ {} }}".format, _RADICANDS),
+        st.builds(r"{} \sqrt {{ {} }}".format, _INTEGERS, _RADICANDS),
+        st.builds(
+            r"\frac {{ {} \sqrt {{ {} }} }} {{ {} }}".format, _INTEGERS, _RADICANDS, _INTEGERS
+        ),
+        st.builds(r"{} \pi".format, _INTEGERS),
+        st.builds(r"\frac {{ {} \pi }} {{ {} }}".format, _INTEGERS, _INTEGERS),
+        st.builds(r"{} + {} \sqrt {{ {} }}".format, _INTEGERS, _INTEGERS, _RADICANDS),
+        st.builds(r"{} \pi - {}".format, _INTEGERS, _INTEGERS),
+        st.builds(r"{} - {} \pi".format, _INTEGERS, _INTEGERS),
     ]
     return st.one_of(forms)
 
 
-NUMBERS = _numbers()
-_WRAPPINGS = [
+REFERENCE_NUMBERS = _reference_numbers()
+_TEMPLATES_AROUND_ANSWER = [
     "{}",
     "${}$",
     " {} ",
@@ -54,7 +58,7 @@ _WRAPPINGS = [
     r"{}\text{{ cm}}",
     "{} units",
 ]
-_REWRITINGS = [
+_SAME_VALUE_REWRITINGS = [
     lambda text: text,
     lambda text: text.replace(" ", ""),
     lambda text: text.replace(r"\frac", r"\dfrac"),
@@ -69,19 +73,23 @@ _REWRITINGS = [
 ]
 
 
-def boxed(answer: str) -> str:
+def in_box(answer: str) -> str:
     return rf"So \boxed{{{answer}}}"
 
 
-@QUICK
-@given(NUMBERS, st.sampled_from(_WRAPPINGS), st.sampled_from(_REWRITINGS))
+@FEWER_EXAMPLES
+@given(
+    REFERENCE_NUMBERS,
+    st.sampled_from(_TEMPLATES_AROUND_ANSWER),
+    st.sampled_from(_SAME_VALUE_REWRITINGS),
+)
 def test_a_gold_is_correct_against_itself_in_every_spelling(
     gold: str, wrapping: str, rewriting: object
 ) -> None:
     spelled = wrapping.format(rewriting(gold))  # type: ignore[operator]
     assert verify_gold(gold) is None
     for against in (gold, canonical_gold(gold)):
-        assert grade(boxed(spelled), against).verdict == "correct", (spelled, against)
+        assert grade(in_box(spelled), against).verdict == "correct", (spelled, against)
 
 
 def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
@@ -89,27 +97,27 @@ def test_every_gold_of_the_generator_is_correct_in_every_spelling() -> None:
         for seed in range(20):
             gold = draw(random.Random(seed), 64, 1, PLAIN).answer
             assert verify_gold(gold) is None
-            for wrapping in _WRAPPINGS:
-                for rewriting in _REWRITINGS:
+            for wrapping in _TEMPLATES_AROUND_ANSWER:
+                for rewriting in _SAME_VALUE_REWRITINGS:
                     spelled = wrapping.format(rewriting(gold))
-                    assert grade(boxed(spelled), canonical_gold(gold)).verdict == "correct", (
+                    assert grade(in_box(spelled), canonical_gold(gold)).verdict == "correct", (
                         spelled,
                         gold,
                     )
 
 
-@QUICK
-@given(NUMBERS, NUMBERS)
+@FEWER_EXAMPLES
+@given(REFERENCE_NUMBERS, REFERENCE_NUMBERS)
 def test_equality_of_numbers_is_symmetric(answer: str, reference: str) -> None:
     """Point 3 is an equality; what is not one (rounding, letters, unevaluated sums) is left out
     here.
     """
-    assert grade(boxed(answer), reference).verdict == grade(boxed(reference), answer).verdict
+    assert grade(in_box(answer), reference).verdict == grade(in_box(reference), answer).verdict
 
 
-@QUICK
+@FEWER_EXAMPLES
 @given(
-    NUMBERS,
+    REFERENCE_NUMBERS,
     st.sampled_from(
         [
             r"{} + 1",
@@ -126,10 +134,10 @@ def test_equality_of_numbers_is_symmetric(answer: str, reference: str) -> None:
 )
 def test_a_gold_with_something_added_is_not_correct(gold: str, addition: str) -> None:
     if gold != "0":
-        assert grade(boxed(addition.replace("{}", gold)), gold).verdict != "correct"
+        assert grade(in_box(addition.replace("{}", gold)), gold).verdict != "correct"
 
 
-_PIECES = st.sampled_from(
+_TEXT_PIECES = st.sampled_from(
     [
         *"0123456789xyABC.,;:+-*/^_=<>(){}[]|!%$& \t\n'\"#~`",
         *(
@@ -178,33 +186,35 @@ _PIECES = st.sampled_from(
         ),
     ]
 )
-GARBAGE = st.one_of(
+GARBAGE_TEXTS = st.one_of(
     st.text(max_size=300),
     st.binary(max_size=300).map(lambda raw: raw.decode("latin-1")),
-    st.lists(_PIECES, max_size=60).map("".join),
+    st.lists(_TEXT_PIECES, max_size=60).map("".join),
 )
 
 
-@settings(QUICK, max_examples=300)
-@given(GARBAGE, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans())
+@settings(FEWER_EXAMPLES, max_examples=300)
+@given(
+    GARBAGE_TEXTS, st.sampled_from(["12", r"5 \sqrt { 3 }", "x + 3", "C", "rhombus"]), st.booleans()
+)
 def test_garbage_raises_nothing_and_has_a_verdict(garbage: str, gold: str, in_a_box: bool) -> None:
     graded = grade(
-        boxed(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True
+        in_box(garbage) if in_a_box else garbage, gold, choices=["1", "2", "3"], rounding=True
     )
     assert graded.verdict in VERDICTS
 
 
-@QUICK
-@given(GARBAGE)
+@FEWER_EXAMPLES
+@given(GARBAGE_TEXTS)
 def test_a_garbage_gold_raises_nothing(garbage: str) -> None:
-    assert grade(boxed("137.25"), garbage).verdict in VERDICTS
+    assert grade(in_box("137.25"), garbage).verdict in VERDICTS
     verify_gold(garbage)
 
 
-@QUICK
-@given(NUMBERS, st.data())
+@FEWER_EXAMPLES
+@given(REFERENCE_NUMBERS, st.data())
 def test_a_mutated_gold_is_graded_without_harm(gold: str, data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(gold)))
-    piece = data.draw(_PIECES)
+    piece = data.draw(_TEXT_PIECES)
     cut = data.draw(st.integers(0, 3))
-    assert grade(boxed(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS
+    assert grade(in_box(gold[:at] + piece + gold[at + cut :]), gold).verdict in VERDICTS

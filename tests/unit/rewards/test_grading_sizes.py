@@ -19,42 +19,42 @@ from adora_vl.rewards.canonical import MAX_CHARS
 from adora_vl.rewards.grammar import MAX_COSTLY_TOKENS
 from benchmarks.grading_corpus import cases
 
-ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
+HIDDEN_ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision
 
 
-def boxed(answer: str) -> str:
+def in_box(answer: str) -> str:
     return rf"\boxed{{{answer}}}"
 
 
-def tower(base: str, height: int, top: str) -> str:
+def tower_of_powers(base: str, height: int, top: str) -> str:
     return f"{base}^{{" * height + top + "}" * height
 
 
-def filled(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
+def fill_answer(piece: str, separator: str = "+", chars: int = MAX_CHARS) -> str:
     """Fill an answer with as many pieces as it has room for, or as many functions."""
     count = (chars + len(separator)) // (len(piece) + len(separator))
     costly = sum(piece.count(sign) for sign in ("^", r"\s", r"\t", r"\l", r"\a"))
     return separator.join([piece] * (min(count, MAX_COSTLY_TOKENS // costly) if costly else count))
 
 
-LARGE = {
-    "a tower of numbers": tower("9", 8, r"\sqrt{2}"),
-    "a tower of unknowns": tower("x", 14, "64"),
+LARGE_ANSWERS = {
+    "a tower of numbers": tower_of_powers("9", 8, r"\sqrt{2}"),
+    "a tower of unknowns": tower_of_powers("x", 14, "64"),
     "powers of powers": "((((x+1)^{64})^{64})^{64})^{64}",
     "powers that cancel": "((((x+1)^{64})^{64})^{64})^{64}-((((1+x)^{64})^{64})^{64})^{64}+2x",
     "powers of small numbers": r"((((0.1x)^{64})^{64})^{64})^{-64}",
     "a large exponent": "x^{99999}",
     "an irrational exponent": r"\pi^{10^{64}\pi}",
     "factors at the cap": r"\cdot".join(["9^{64}"] * 16),
-    "long literals": filled(r"x\cdot" + "9" * 40),
+    "long literals": fill_answer(r"x\cdot" + "9" * 40),
     "fractions that add up": "+".join(rf"\frac{{x}}{{{n}}}" for n in range(101, 136)),
     "many unknowns": "+".join("abcdfghjklmnopqrstuvwxyz"),
-    "a huge sum": filled("x"),
+    "a huge sum": fill_answer("x"),
     "a huge sum of irrationals": r"x\pi" + "+x" * 240,
     "a huge quotient of irrationals": r"x\pi" + "/x" * 240,
     "a huge product of complex numbers": r"\ln(x)" + "(x)" * 160,
     "roots of roots": r"\sqrt{" * 15 + "x" + "}" * 15,
-    "roots of roots of noise": r"\sqrt{" * 12 + ZERO + "}" * 12 + "+x",
+    "roots of roots of noise": r"\sqrt{" * 12 + HIDDEN_ZERO + "}" * 12 + "+x",
     "roots of sums": r"\sqrt{x+" * 15 + "x" + "}" * 15,
     "logarithms of logarithms": r"\ln(" * 14 + "x" + ")" * 14,
     "sines of sines": r"\sin(" * 14 + "x" + ")" * 14,
@@ -65,7 +65,7 @@ LARGE = {
     "nested brackets": "(" * 16 + "x" + ")" * 16,
     "percent signs": "5" + "%" * 490,
     **{
-        name: filled(name)
+        name: fill_answer(name)
         for name in (r"\sin x", r"\tan^{-1}x", r"\log x", r"\sqrt[9]{x}", "x^x", "x^{64}")
     },
 }
@@ -122,13 +122,13 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
     # Two operations for each character, at six points and once more when it is read.
     max_operations = 2 * 7 * MAX_CHARS
     over = []
-    for name, answer in LARGE.items():
+    for name, answer in LARGE_ANSWERS.items():
         assert len(answer) <= MAX_CHARS, name
         # The same value in another spelling, so that both sides have to be computed.
         respelt_answer = answer[1:-1] if answer[0] == "(" else f"+{answer}"
         for gold in (respelt_answer, "x", "12"):
             work.clear()
-            grade(boxed(answer), gold)
+            grade(in_box(answer), gold)
             is_bounded = [
                 len(work.digits) <= max_operations,
                 # A product of two capped numbers, before it is capped itself.
@@ -142,7 +142,7 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
 
 
 def test_what_is_counted_is_what_is_computed(work: Work) -> None:
-    grade(boxed(LARGE["a huge sum of irrationals"]), "x")
+    grade(in_box(LARGE_ANSWERS["a huge sum of irrationals"]), "x")
     assert len(work.powers) > 240
     assert PRECISION_BITS - 8 <= max(work.digits) <= PRECISION_BITS
 
@@ -163,12 +163,12 @@ def test_a_percent_sign_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_functions_are_capped() -> None:
     grades = []
     for count in (MAX_COSTLY_TOKENS, MAX_COSTLY_TOKENS + 1):
-        graded = grade(boxed("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
+        graded = grade(in_box("+".join([r"\sqrt{x}"] * count)), rf"{count}\sqrt{{x}}")
         grades.append((graded.verdict, graded.reason))
     assert grades == [("correct", "same_value"), ("unparseable", "too_large")]
 
 
-SAME = [
+SAME_VALUE_TEMPLATES = [
     "({})",
     "0+{}",
     r"\frac{{2({})}}{{2}}",
@@ -178,11 +178,11 @@ SAME = [
     r"\sqrt[3]{{{}}}\sqrt[3]{{{}}}\sqrt[3]{{{}}}",
     r"({})+\pi-\pi",
     r"({})+10^{{40}}\pi-10^{{40}}\pi",
-    r"({})+" + ZERO.replace("{", "{{").replace("}", "}}"),
+    r"({})+" + HIDDEN_ZERO.replace("{", "{{").replace("}", "}}"),
     r"({})(\sin^2(17)+\cos^2(17))",
     r"({})\cdot1.0",
 ]
-OTHER = [
+OTHER_VALUE_TEMPLATES = [
     "2({})+7",
     "-1-({})",
     r"\frac{{{}}}{{2}}-2",
@@ -190,12 +190,12 @@ OTHER = [
 ]
 
 
-def drawn(rng: random.Random, depth: int) -> str:
+def draw_expression(rng: random.Random, depth: int) -> str:
     """An expression with the unknown x, or without one."""
     if not depth:
         return rng.choice(["x", "x", r"\pi", "0.5", "2", "3", "7", "12", "45", str(10**20 + 1)])
-    term = drawn(rng, depth - 1)
-    other_term = drawn(rng, rng.randrange(depth))
+    term = draw_expression(rng, depth - 1)
+    other_term = draw_expression(rng, rng.randrange(depth))
     forms = [
         *(
             f"{term}+{other_term}",
@@ -225,19 +225,19 @@ def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_rig
     rng = random.Random(20)
     right = wrong = 0
     for _ in range(600):
-        gold = drawn(rng, rng.randrange(1, 4))
+        gold = draw_expression(rng, rng.randrange(1, 4))
         if verify_gold(gold):
             continue
-        template = rng.choice(SAME)
+        template = rng.choice(SAME_VALUE_TEMPLATES)
         same = grade(
-            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+            in_box(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
         if same.verdict == "correct":
             right += 1
         assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
-        template = rng.choice(OTHER)
+        template = rng.choice(OTHER_VALUE_TEMPLATES)
         graded = grade(
-            boxed(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+            in_box(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
         )
         if graded.verdict == "wrong":
             wrong += 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +32,9 @@ from adora_vl.utils import own_files
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.step_context import step_context
 
-ROOT = Path(__file__).parents[3]
-TEMPLATE = ROOT / "docs" / "my_rewards.py"
-ROWS: list[dict[str, Any]] = [
+REPOSITORY_ROOT = Path(__file__).parents[3]
+REWARD_TEMPLATE_FILE = REPOSITORY_ROOT / "docs" / "my_rewards.py"
+DATA_ROWS: list[dict[str, Any]] = [
     {"prompt": [{"role": "user", "content": "?"}], "id": f"row/{n}", "answer": str(n)}
     for n in range(3)
 ]
@@ -61,7 +62,7 @@ def chosen_rewards(tmp_path):
     return write
 
 
-def call(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
+def call_as_trl(function: Any, texts: list[str], **columns: Any) -> list[float | None]:
     """Call a function as TRL calls it."""
     rewards = function(
         prompts=["?"] * len(texts),
@@ -81,7 +82,7 @@ def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(chosen_
         "c in completions]"
     )
     chosen = chosen_rewards(body, "format", "FILE:size", "accuracy", options={"size": {"unit": 2}})
-    assert [call(function, ["5555"], answer=["5"]) for function in chosen.functions] == [
+    assert [call_as_trl(function, ["5555"], answer=["5"]) for function in chosen.functions] == [
         [0.0],
         [2.0],
         [0.0],
@@ -92,24 +93,24 @@ def test_presets_and_own_functions_stand_in_the_order_that_was_asked_for(chosen_
 def test_the_template_does_what_it_says():
     chosen = choose_rewards(
         [
-            {f"{TEMPLATE}:brevity": {"target": 4}},
-            f"{TEMPLATE}:whole_number",
-            f"{TEMPLATE}:shown_work",
+            {f"{REWARD_TEMPLATE_FILE}:brevity": {"target": 4}},
+            f"{REWARD_TEMPLATE_FILE}:whole_number",
+            f"{REWARD_TEMPLATE_FILE}:shown_work",
         ]
     )
     chosen.check_columns(["answer", "id", "problem"])
-    try_rewards(chosen, ROWS, 5.0, None)
+    try_rewards(chosen, DATA_ROWS, 5.0, None)
     brevity, whole_number, shown_work = chosen.functions
-    assert call(brevity, ["1234", "12345678", ""]) == [1.0, 0.5, 0.0]
-    assert call(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [
+    assert call_as_trl(brevity, ["1234", "12345678", ""]) == [1.0, 0.5, 0.0]
+    assert call_as_trl(whole_number, [r"\boxed{5}", r"\boxed{x}", "5"], answer=["5", "7", "x"]) == [
         1.0,
         0.0,
         None,
     ]
-    assert call(shown_work, ["x = 5", "5"]) == [1.0, 0.0]
+    assert call_as_trl(shown_work, ["x = 5", "5"]) == [1.0, 0.0]
 
 
-BODY = """
+REWARD_FILE_BODY = """
     import math
     LIMIT = 3
     class Judge: pass
@@ -155,7 +156,7 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
     for entries, options, message in cases:
         with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):
             with pytest.raises(UserError, match=message) as error:
-                chosen_rewards(BODY, *entries, options=options)
+                chosen_rewards(REWARD_FILE_BODY, *entries, options=options)
             assert "\n" not in str(error.value)
 
 
@@ -184,13 +185,17 @@ def test_a_function_that_the_columns_do_not_fit_is_found_before_the_run(chosen_r
         ("brevity", {"brevity": {"answer": 3}}, "'answer' is a column of the data"),
     ]:
         with subtests.test(name), pytest.raises(UserError, match=message):
-            chosen_rewards(BODY, f"FILE:{name}", options=options).check_columns(["answer", "id"])
+            chosen_rewards(REWARD_FILE_BODY, f"FILE:{name}", options=options).check_columns(
+                ["answer", "id"]
+            )
 
 
 def test_what_a_function_needs_may_come_from_its_options(chosen_rewards):
-    chosen = chosen_rewards(BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}})
+    chosen = chosen_rewards(
+        REWARD_FILE_BODY, "FILE:picky", options={"picky": {"difficulty": [0.5]}}
+    )
     chosen.check_columns(["answer", "id"])
-    assert call(chosen.functions[0], ["a"]) == [0.5]
+    assert call_as_trl(chosen.functions[0], ["a"]) == [0.5]
 
 
 def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_it(
@@ -205,9 +210,9 @@ def test_a_file_is_looked_for_beside_the_config_first_and_its_hash_changes_with_
         )
     monkeypatch.chdir(current)
     second = choose_rewards(["r.py:f"])
-    monkeypatch.setattr(own_files, "_beside", [beside])
+    monkeypatch.setattr(own_files, "_config_folders", [beside])
     first = choose_rewards(["r.py:f"])
-    assert [call(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
+    assert [call_as_trl(chosen.functions[0], ["a"]) for chosen in (first, second)] == [[1], [2]]
     assert first.hashes.keys() == {"r.py"}
     assert first.hashes != second.hashes
 
@@ -251,23 +256,23 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
         "import torch\nfrom neighbour_of_a_reward import VALUE\n"
         "def f(completions, **k): return [VALUE]"
     )
-    assert call(choose_rewards([f"{tmp_path / 'r.py'}:f"]).functions[0], ["a"]) == [7]
+    assert call_as_trl(choose_rewards([f"{tmp_path / 'r.py'}:f"]).functions[0], ["a"]) == [7]
 
 
 # ------------------------------------------------------------------------------- what a call may do
 
 
-def run(
+def call_safely(
     function: Any, count: int = 3, timeout: float | None = 5.0
 ) -> tuple[list[float | None], list[RewardFailure]]:
     failures: list[RewardFailure] = []
     ids = {"id": [f"row/{n}" for n in range(count)]}
-    return call(
+    return call_as_trl(
         safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids
     ), failures
 
 
-def giving(value: Any) -> Any:
+def reward_that_returns(value: Any) -> Any:
     return lambda **kwargs: value
 
 
@@ -279,7 +284,7 @@ def test_numbers_and_none_are_rewards_in_every_form(subtests):
         [torch.tensor(1.0), None, torch.tensor(0.5)],
     ]:
         with subtests.test(f"{returned!r:.80}"):
-            rewards, failures = run(giving(returned))
+            rewards, failures = call_safely(reward_that_returns(returned))
             assert failures == []
             assert rewards[0] == 1
             assert rewards[2] == 0.5
@@ -311,11 +316,48 @@ def test_nonsense_is_a_failure_with_row_and_reason(subtests):
     ]
     for returned, row, reason in cases:
         with subtests.test(f"{returned!r:.80}"):
-            rewards, [failure] = run(giving(returned))
+            rewards, [failure] = call_safely(reward_that_returns(returned))
             assert len(rewards) == 3
             assert failure.function == "mine"
             assert failure.row.startswith(row)
             assert failure.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])
+def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logged(parts):
+    logged: list[object] = []
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        for count in parts:
+            log_extra("words", range(count))
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a", "b", "c"], log_extra=lambda _, values: logged.extend(values))
+    assert not failures
+    assert len(logged) == 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
+def test_a_column_with_too_few_or_too_many_values_is_a_failure(count):
+    """The values of all later completions, also those of other ranks, would stand in other rows."""
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        log_extra("words", ["x"] * count)
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a", "b", "c"], log_extra=lambda *_: None)
+    assert [failure.reason for failure in failures] == [
+        f"it logged {count} values of 'words' for 3 completions; log one for each, None where "
+        "there is none"
+    ]
 
 
 def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:
@@ -329,7 +371,7 @@ async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
 def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
     for function in [fails_on_one, fails_on_one_async]:
         with subtests.test(f"{function!r:.80}"):
-            _, [failure] = run(function)
+            _, [failure] = call_safely(function)
             assert failure.row == "row row/1"
             assert re.fullmatch(
                 r"ZeroDivisionError: .* \(test_own_rewards.py, line \d+\)", failure.reason
@@ -391,7 +433,7 @@ def test_a_function_that_edits_its_arguments_edits_its_own(function):
     assert {**columns, "prompts": None} == before
 
 
-EDITS: list[Any] = [
+IMAGE_EDITS: list[Any] = [
     lambda image: ImageDraw.Draw(image).line((0, 0, 7, 7), fill=1),
     lambda image: image.putpixel((7, 0), 1),
     lambda image: image.load().__setitem__((0, 0), 1),
@@ -408,9 +450,9 @@ def test_a_function_that_draws_on_an_image_draws_on_its_own(mode):
     image = as_kept_image(Image.new(mode, (8, 8)))
     columns = {"completions": ["a", "b"], "images": [[image], [image]]}
     before = image.tobytes()
-    edits = EDITS
+    edits = IMAGE_EDITS
     if len(image.getbands()) > 1:
-        edits = [edit for number, edit in enumerate(EDITS) if number not in (2, 5)]
+        edits = [edit for number, edit in enumerate(IMAGE_EDITS) if number not in (2, 5)]
     for edit in edits:
         failures: list[RewardFailure] = []
 
@@ -462,7 +504,7 @@ async def exits_later(**kwargs: Any) -> Any:
     sys.exit(0)
 
 
-class Panic(BaseException):
+class RewardPanic(BaseException):
     """An error as compiled code raises it, of which some is no `Exception`."""
 
 
@@ -471,7 +513,7 @@ class SpeechlessError(Exception):
         raise ValueError("no words")
 
 
-def raising(error: BaseException) -> Any:
+def reward_that_raises(error: BaseException) -> Any:
     def function(**kwargs: Any) -> Any:
         raise error
 
@@ -489,23 +531,26 @@ def test_whatever_a_function_raises_is_a_failure_of_one_short_line(subtests):
     checkpoint.
     """
     for function, reason in [
-        (raising(Panic("index out of bounds")), "Panic: index out of bounds (test_own"),
-        (raising(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
+        (
+            reward_that_raises(RewardPanic("index out of bounds")),
+            "RewardPanic: index out of bounds (test_own",
+        ),
+        (reward_that_raises(asyncio.CancelledError("gone")), "CancelledError: gone (test_own"),
         (awaits_a_task_that_was_cancelled, "CancelledError (test_own"),
-        (raising(SpeechlessError()), "SpeechlessError (test_own"),
-        (raising(ValueError(10**6 * "x")), "ValueError: xxx"),
-        (raising(SystemExit(10**6 * "x")), "it called sys.exit('xxx"),
-        (raising(SystemExit(0)), "it called sys.exit(0) (test_own_rewards.py, line "),
+        (reward_that_raises(SpeechlessError()), "SpeechlessError (test_own"),
+        (reward_that_raises(ValueError(10**6 * "x")), "ValueError: xxx"),
+        (reward_that_raises(SystemExit(10**6 * "x")), "it called sys.exit('xxx"),
+        (reward_that_raises(SystemExit(0)), "it called sys.exit(0) (test_own_rewards.py, line "),
         (exits_later, "it called sys.exit(0) (test_own"),
     ]:
         with subtests.test(reason):
-            rewards, [failure] = run(function)
+            rewards, [failure] = call_safely(function)
             assert len(rewards) == 3
             assert failure.row == "row row/0"
             assert failure.reason.startswith(reason)
             assert len(failure.reason) < 300
     with pytest.raises(KeyboardInterrupt):  # the user's own, who waits for it
-        run(raising(KeyboardInterrupt()))
+        call_safely(reward_that_raises(KeyboardInterrupt()))
 
 
 def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
@@ -530,7 +575,7 @@ def test_a_function_that_goes_elsewhere_leaves_the_run_where_it_was(
         body, "FILE:goes", "FILE:goes_later", "FILE:goes_and_fails"
     ).functions:
         assert Path.cwd() == tmp_path
-        run(function)
+        call_safely(function)
         assert Path.cwd() == tmp_path
 
 
@@ -557,7 +602,7 @@ print("loaded", os.waitstatus_to_exitcode(os.wait()[1]))
     file.write_text("import os\nos.fork()\ndef own(completions, **kwargs): return [1.0]")
     done = subprocess.run(
         [sys.executable, "-c", code, str(file)],
-        cwd=ROOT,
+        cwd=REPOSITORY_ROOT,
         capture_output=True,
         text=True,
         timeout=50,
@@ -583,14 +628,14 @@ def test_a_function_that_hangs_is_stopped_even_where_it_catches_everything():
 
     for function in (sleeps, searches, waits):
         began = time.monotonic()
-        _, [failure] = run(function, timeout=0.2)
+        _, [failure] = call_safely(function, timeout=0.2)
         assert time.monotonic() - began < 10
         assert failure.reason.startswith("it did not return within 0.2 s (adora_reward_timeout)")
 
 
 def test_a_timer_that_was_running_goes_on_and_no_alarm_is_left():
     before = signal.getitimer(signal.ITIMER_REAL)
-    run(lambda **kwargs: [1, 1, 1])
+    call_safely(lambda **kwargs: [1, 1, 1])
     after = signal.getitimer(signal.ITIMER_REAL)
     assert bool(before[0]) == bool(after[0])
     assert after[0] <= before[0]
@@ -612,7 +657,7 @@ asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=ROOT,
+        cwd=REPOSITORY_ROOT,
         capture_output=True,
         text=True,
         timeout=50,
@@ -625,7 +670,7 @@ asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
 # --------------------------------------------------------------------------------- how the run ends
 
 
-def saving(folder: Path, saved: list[Path]) -> Any:
+def checkpoint_saver(folder: Path, saved: list[Path]) -> Any:
     """Stands for the trainer's saving of a checkpoint."""
 
     def save() -> Path:
@@ -637,14 +682,14 @@ def saving(folder: Path, saved: list[Path]) -> Any:
 
 def test_the_run_ends_in_one_line_with_a_checkpoint_and_only_where_something_failed(tmp_path):
     saved: list[Path] = []
-    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
+    guard = RewardGuard(step_context(save_now=checkpoint_saver(tmp_path, saved)))
     sound, failing = guard.wrap_functions(
         [lambda completions, **k: [1.0] * len(completions), fails_on_one], ["a", "mine"]
     )
-    call(sound, ["0", "1"])
+    call_as_trl(sound, ["0", "1"])
     guard.check(2)
     assert saved == []
-    call(failing, ["0", "1"])
+    call_as_trl(failing, ["0", "1"])
     with pytest.raises(RunError) as error:
         guard.check(2)
     text = str(error.value)
@@ -660,8 +705,8 @@ def test_reward_models_and_the_time_of_presets_are_left_alone():
     preset = choose_rewards(["accuracy"]).functions[0]
     around = guard.wrap_functions([model, preset], ["model", "accuracy_reward"])
     assert around[0] is model
-    assert call(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
-    call(around[1], ["5"])
+    assert call_as_trl(around[1], [r"\boxed{5}"], answer=["5"]) == [1.0]
+    call_as_trl(around[1], ["5"])
     # a mistake of the data stays one
     with pytest.raises(UserError, match="step 1: .*no column 'answer'"):
         guard.check(0)
@@ -676,7 +721,7 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
     elsewhere: list[RewardFailure] = []
     monkeypatch.setattr("adora_vl.training.guards.gather_object", lambda mine: [*mine, *elsewhere])
     saved: list[Path] = []
-    guard = RewardGuard(step_context(save_now=saving(tmp_path, saved)))
+    guard = RewardGuard(step_context(save_now=checkpoint_saver(tmp_path, saved)))
     guard.check(0)
     elsewhere.append(RewardFailure("mine", "row row/7", "ZeroDivisionError: why"))
     with pytest.raises(
@@ -693,7 +738,7 @@ def test_a_rank_whose_functions_are_sound_stops_and_saves_with_the_one_that_fail
 def test_explain_tries_a_reward_without_a_model(capsys):
     words = [
         "--reward",
-        f"{{{TEMPLATE}:brevity: {{target: 3}}}}",
+        f"{{{REWARD_TEMPLATE_FILE}:brevity: {{target: 3}}}}",
         "accuracy",
         "--gold",
         "5",
@@ -702,20 +747,37 @@ def test_explain_tries_a_reward_without_a_model(capsys):
     ]
     assert explain(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert f"reward     {TEMPLATE}:brevity 0.333333" in lines
+    assert f"reward     {REWARD_TEMPLATE_FILE}:brevity 0.333333" in lines
     assert "reward     accuracy 1" in lines
-    words = ["--reward", f"{TEMPLATE}:whole_number", "--response", "5", "--column", "answer=x"]
+    words = [
+        "--reward",
+        f"{REWARD_TEMPLATE_FILE}:whole_number",
+        "--response",
+        "5",
+        "--column",
+        "answer=x",
+    ]
     assert explain(words) == 0
-    assert capsys.readouterr().out == f"reward     {TEMPLATE}:whole_number None (not scored)\n"
+    assert (
+        capsys.readouterr().out
+        == f"reward     {REWARD_TEMPLATE_FILE}:whole_number None (not scored)\n"
+    )
 
 
 def test_explain_says_in_one_line_what_is_wrong(capsys, subtests):
     cases = [
         (["--response", "5"], "give --gold to see how the answer is graded, --figure"),
         (["--response", "5", "--reward", "nowhere.py:f"], "there is no file 'nowhere.py'"),
-        (["--response", "5", "--reward", f"{TEMPLATE}:whole_number"], "needs 'answer'"),
+        (["--response", "5", "--reward", f"{REWARD_TEMPLATE_FILE}:whole_number"], "needs 'answer'"),
         (
-            ["--response", "5", "--reward", f"{TEMPLATE}:brevity", "--column", "answer"],
+            [
+                "--response",
+                "5",
+                "--reward",
+                f"{REWARD_TEMPLATE_FILE}:brevity",
+                "--column",
+                "answer",
+            ],
             "--column: 'answer' is not",
         ),
     ]

@@ -23,8 +23,8 @@ from adora_vl.utils.errors import UserError
 from benchmarks.grading_corpus import cases
 from tests.support.tiny_run import arguments
 
-TEXTS = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
-EXPECTED = {
+FIVE_RESPONSES = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
+REWARDS_BY_PRESET = {
     "adora": [1.0, 0.1, 0.1, 0.0, 0.0],
     "easyr1": [1.0, 0.1, 0.1, 0.0, 0.0],
     "accuracy": [1.0, 0.0, 0.0, 0.0, 0.0],
@@ -32,7 +32,7 @@ EXPECTED = {
 }
 
 
-class Log:
+class RewardLog:
     """Stands for the trainer's two logging hooks."""
 
     def __init__(self) -> None:
@@ -46,13 +46,13 @@ class Log:
         self.metrics[name] = value
 
 
-def conversational(texts: list[str]) -> list[list[dict[str, Any]]]:
+def as_messages(texts: list[str]) -> list[list[dict[str, Any]]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def trl_call(function: Any, completions: list[Any], **columns: Any) -> list[float]:
+def call_as_trl(function: Any, completions: list[Any], **columns: Any) -> list[float]:
     """The keyword arguments of `GRPOTrainer._calculate_rewards` in TRL 1.16."""
-    log = columns.pop("log", Log())
+    log = columns.pop("log", RewardLog())
     rewards: list[float] = function(
         prompts=["?"] * len(completions),
         completions=completions,
@@ -70,20 +70,21 @@ def trl_call(function: Any, completions: list[Any], **columns: Any) -> list[floa
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_rewards_of_a_preset_in_every_form_of_completion(preset: str) -> None:
     parts: list[Any] = [
-        [{"role": "assistant", "content": [{"type": "text", "text": text}]}] for text in TEXTS
+        [{"role": "assistant", "content": [{"type": "text", "text": text}]}]
+        for text in FIVE_RESPONSES
     ]
     forms: dict[str, list[Any]] = {
-        "messages": conversational(TEXTS),
+        "messages": as_messages(FIVE_RESPONSES),
         "parts": parts,
-        "strings": [*TEXTS],
+        "strings": [*FIVE_RESPONSES],
     }
     for form, completions in forms.items():
-        rewards = trl_call(reward_function(preset), completions, answer=["5"] * 5)
-        assert rewards == pytest.approx(EXPECTED[preset]), form
+        rewards = call_as_trl(reward_function(preset), completions, answer=["5"] * 5)
+        assert rewards == pytest.approx(REWARDS_BY_PRESET[preset]), form
 
 
 def test_every_preset_is_covered_and_named_for_trl() -> None:
-    assert set(EXPECTED) == set(PRESETS)
+    assert set(REWARDS_BY_PRESET) == set(PRESETS)
     assert [reward_function(preset).__name__ for preset in PRESETS] == [
         f"{preset}_reward" for preset in PRESETS
     ]
@@ -91,7 +92,7 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
 
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
-    for preset, expected in EXPECTED.items():
+    for preset, expected in REWARDS_BY_PRESET.items():
         assert reward_range([preset], [1.0]) == (min(expected), max(expected)), preset
     assert reward_range(["adora", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]) == (
         -3.0,
@@ -103,8 +104,8 @@ def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
-    log = Log()
-    trl_call(reward_function("adora"), conversational(TEXTS), answer=["5"] * 5, log=log)
+    log = RewardLog()
+    call_as_trl(reward_function("adora"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
     assert log.columns == {
         "verdict": ["correct", "wrong", "unparseable", "unparseable", "unparseable"],
         "extracted": ["5", "6", r"\input{x}", None, None],
@@ -123,7 +124,7 @@ def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> No
 
 
 def test_an_answer_shows_a_working_or_is_bare() -> None:
-    log = Log()
+    log = RewardLog()
     texts = [
         r"2 + 3 = 5. \boxed{5}",
         r"guess \boxed{5}",
@@ -131,15 +132,15 @@ def test_an_answer_shows_a_working_or_is_bare() -> None:
         "2 + 3 = 5",
         r"\boxed{4}. No: 2+3=5, \boxed{5}",
     ]
-    trl_call(reward_function("adora"), conversational(texts), answer=["5"] * 5, log=log)
+    call_as_trl(reward_function("adora"), as_messages(texts), answer=["5"] * 5, log=log)
     assert log.metrics["grading/worked"] == 0.6
 
 
 def test_choices_belong_to_their_own_row() -> None:
     texts = [r"\boxed{B}", r"\boxed{B}", r"\boxed{B}", r"\boxed{13}"]
-    rewards = trl_call(
+    rewards = call_as_trl(
         reward_function("accuracy"),
-        conversational(texts),
+        as_messages(texts),
         answer=["13", "13", "13", "B"],
         choices=[["12", "13"], ["13", "12"], None, ["12", "13"]],
     )
@@ -147,11 +148,11 @@ def test_choices_belong_to_their_own_row() -> None:
 
 
 def test_rounding_is_off_unless_asked_for() -> None:
-    texts = conversational([r"\boxed{8.66}"])
-    assert trl_call(reward_function("adora"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
+    texts = as_messages([r"\boxed{8.66}"])
+    assert call_as_trl(reward_function("adora"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
     rounding = reward_function("adora", rounding=True)
-    assert trl_call(rounding, texts, answer=[r"5\sqrt{3}"]) == [1.0]
-    by_letter = trl_call(rounding, texts, answer=["B"], choices=[["5", r"5\sqrt{3}"]])
+    assert call_as_trl(rounding, texts, answer=[r"5\sqrt{3}"]) == [1.0]
+    by_letter = call_as_trl(rounding, texts, answer=["B"], choices=[["5", r"5\sqrt{3}"]])
     assert by_letter == [0.1], "a letter asks for the very value of its choice"
 
 
@@ -163,19 +164,19 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
         return grade_batch(responses, golds, **options)
 
     monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
-    log = Log()
+    log = RewardLog()
     functions = reward_functions(["accuracy", "format"])
     rewards = [
-        trl_call(function, conversational(TEXTS), answer=["5"] * 5, log=log)
+        call_as_trl(function, as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
         for function in functions
     ]
-    assert rewards == [EXPECTED["accuracy"], EXPECTED["format"]]
-    assert graded_texts == TEXTS
+    assert rewards == [REWARDS_BY_PRESET["accuracy"], REWARDS_BY_PRESET["format"]]
+    assert graded_texts == FIVE_RESPONSES
     assert len(log.columns["verdict"]) == len(
-        TEXTS
+        FIVE_RESPONSES
     )  # twice as many would shift TRL's table of completions
     # the next step: the same texts with other golds are another batch
-    assert trl_call(functions[0], conversational(TEXTS), answer=["6"] * 5) == [
+    assert call_as_trl(functions[0], as_messages(FIVE_RESPONSES), answer=["6"] * 5) == [
         0.0,
         1.0,
         0.0,
@@ -190,16 +191,16 @@ def test_an_empty_list_of_rewards_is_refused() -> None:
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
-    log = Log()
+    log = RewardLog()
     assert (
-        trl_call(reward_function("adora"), [[], "", conversational([""])[0]], answer=["5"] * 3)
+        call_as_trl(reward_function("adora"), [[], "", as_messages([""])[0]], answer=["5"] * 3)
         == [0.0] * 3
     )
-    assert trl_call(reward_function("adora"), [], answer=[], log=log) == []
+    assert call_as_trl(reward_function("adora"), [], answer=[], log=log) == []
     assert log.metrics == {}
 
 
-UNGRADABLE: list[tuple[dict[str, Any], str]] = [  # the columns of two rows, and the error
+COLUMNS_AND_ERRORS: list[tuple[dict[str, Any], str]] = [  # the columns of two rows, and the error
     ({}, "no column 'answer'"),
     ({"answer": ["5"]}, "one value for each of the 2 completions"),
     ({"answer": ["5", "5"], "choices": [None]}, "one value for each of the 2 completions"),
@@ -212,27 +213,27 @@ UNGRADABLE: list[tuple[dict[str, Any], str]] = [  # the columns of two rows, and
 def test_a_reference_that_cannot_be_graded_against_is_an_error_not_a_silent_zero(
     subtests: Any,
 ) -> None:
-    for columns, message in UNGRADABLE:
+    for columns, message in COLUMNS_AND_ERRORS:
         with subtests.test(message), pytest.raises(UserError, match=message):
-            trl_call(reward_function("adora"), [r"\boxed{5}", r"\boxed{5}"], **columns)
+            call_as_trl(reward_function("adora"), [r"\boxed{5}", r"\boxed{5}"], **columns)
 
 
-BOX = "\\boxed{5}"
-FORMS = [  # the text, right as `think`, right as `think_answer`
-    (f"<think>2 + 3</think>{BOX}", True, False),
-    (f"<think>2 + 3</think>\n<answer>{BOX}</answer>\n", False, True),
-    (f"  <think>a\nb</think> so {BOX}", True, False),
-    (f"Hm. <think>a</think>{BOX}", False, False),
-    (f"<think></think>{BOX}", False, False),
+BOXED_FIVE = "\\boxed{5}"
+THINKING_FORMS = [  # the text, right as `think`, right as `think_answer`
+    (f"<think>2 + 3</think>{BOXED_FIVE}", True, False),
+    (f"<think>2 + 3</think>\n<answer>{BOXED_FIVE}</answer>\n", False, True),
+    (f"  <think>a\nb</think> so {BOXED_FIVE}", True, False),
+    (f"Hm. <think>a</think>{BOXED_FIVE}", False, False),
+    (f"<think></think>{BOXED_FIVE}", False, False),
     ("<think>a</think>", False, False),
-    (f"<think>a{BOX}", False, False),
-    (f"<think>a</think></think>{BOX}", False, False),
-    (f"<think>a<think>b</think>{BOX}", False, False),
-    (f"<think>a</think><answer>{BOX}</answer> so", False, False),
-    (f"<think>a</think> so <answer>{BOX}</answer>", False, False),
+    (f"<think>a{BOXED_FIVE}", False, False),
+    (f"<think>a</think></think>{BOXED_FIVE}", False, False),
+    (f"<think>a<think>b</think>{BOXED_FIVE}", False, False),
+    (f"<think>a</think><answer>{BOXED_FIVE}</answer> so", False, False),
+    (f"<think>a</think> so <answer>{BOXED_FIVE}</answer>", False, False),
     ("<think>a</think><answer> </answer>", False, False),
-    (f"<think>a</think><answer>{BOX}</answer><answer>{BOX}</answer>", False, False),
-    (f"<answer>{BOX}</answer><think>a</think>", False, False),
+    (f"<think>a</think><answer>{BOXED_FIVE}</answer><answer>{BOXED_FIVE}</answer>", False, False),
+    (f"<answer>{BOXED_FIVE}</answer><think>a</think>", False, False),
     ("", False, False),
     ("<think>" * 100_000, False, False),
 ]
@@ -244,10 +245,10 @@ def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
         "think_format_reward",
         "think_answer_format_reward",
     ]
-    for text, *expected in FORMS:
-        for completions in ([text], conversational([text])):
+    for text, *expected in THINKING_FORMS:
+        for completions in ([text], as_messages([text])):
             assert [
-                trl_call(reward, completions, answer=["5"])[0] for reward in functions
+                call_as_trl(reward, completions, answer=["5"])[0] for reward in functions
             ] == expected, text[:80]
 
 

@@ -23,17 +23,17 @@ from adora_vl.rewards.steps import StepsReward, check_claims, text_up_to_answer
 from adora_vl.utils.errors import UserError
 from tests.support.recorded_runs import write_run
 
-FACTS = """
+TRIANGLE_FACTS = """
 triangle ABC
 AB = BC, AB = 13, AC = 10
 D on AC
 BD perpendicular AC
 find area ABC
 """
-GOOD = r"AD = 5. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
-FALSE = r"AD = 6. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
-BARE = r"\boxed{60}"
-CLAIMS = (
+TRUE_WORKING = r"AD = 5. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
+FALSE_WORKING = r"AD = 6. BD = \sqrt{13^2 - 5^2} = 12. \boxed{60}"
+BARE_ANSWER = r"\boxed{60}"
+CLAIM_TEXTS = (
     *("AD = 5", "AD = 6", "BD = 12", "BD = 11", "AB = 13", "2AB = 26", "AD = DC", "h = 3"),
     *("BD bisects ∠ABC", "∠BAC = 67.38", "∠BAC = 50", "AD^2 + BD^2 = AB^2", "AC = 10.2"),
 )
@@ -42,12 +42,14 @@ CLAIMS = (
 @pytest.fixture(scope="module")
 def drawn() -> str:
     """The figure of the facts, as a row stores it."""
-    result = solve_form(read_form_from_text(FACTS))
+    result = solve_form(read_form_from_text(TRIANGLE_FACTS))
     assert result.figure is not None
     return figure_as_json(result.figure)
 
 
-def scores(reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any) -> Any:
+def call_reward(
+    reward: StepsReward, texts: list[str], figures: list[str | None], **columns: Any
+) -> Any:
     """The rewards of texts, as the trainer calls for them."""
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     return reward(completions, figure=figures, **columns)
@@ -56,51 +58,53 @@ def scores(reward: StepsReward, texts: list[str], figures: list[str | None], **c
 @pytest.mark.parametrize(
     ("text", "share"),
     [
-        (GOOD, 1.0),
-        (FALSE, 1 / 4),  # one error costs three new claims
-        (BARE, 0.0),
+        (TRUE_WORKING, 1.0),
+        (FALSE_WORKING, 1 / 4),  # one error costs three new claims
+        (BARE_ANSWER, 0.0),
         ("AB = 13. 2AB = 26. AC/2 = 5. AB + AC = 23.", 0.0),  # given, and arithmetic on it
         ("AD = 5. " * 50, 1.0),  # saying it again earns no more
         ("AD = 5. AD = 5. AD = 6. AD = 6. AD = 6.", 1 / 4),
         ("The side is thirteen, so half of it is not needed. h = 3.", 0.0),
         ("area of triangle ABC = 60", 0.0),  # the answer itself is no step
-        (rf"{BARE} AD = 5. BD = 12.", 0.0),  # behind the box
+        (rf"{BARE_ANSWER} AD = 5. BD = 12.", 0.0),  # behind the box
         ("AD = 1. AD = 2. AD = 3. AD = 4. AD = 5. BD = 12.", 2 / 14),  # guesses
     ],
 )
 def test_a_response_earns_the_share_of_what_is_true(drawn: str, text: str, share: float) -> None:
-    assert scores(StepsReward({}), [text], [drawn]) == [pytest.approx(share)]
+    assert call_reward(StepsReward({}), [text], [drawn]) == [pytest.approx(share)]
 
 
 def test_a_row_without_a_figure_has_no_reward(drawn: str) -> None:
-    assert scores(StepsReward({}), [GOOD, GOOD], [None, drawn]) == [None, 1.0]
+    assert call_reward(StepsReward({}), [TRUE_WORKING, TRUE_WORKING], [None, drawn]) == [None, 1.0]
 
 
 def test_with_gate_a_wrong_answer_earns_nothing(drawn: str) -> None:
     reward = StepsReward({"gate": True})
-    wrong = GOOD.replace("60", "61")
-    rewards = scores(reward, [GOOD, FALSE, BARE, wrong], [drawn] * 4, answer=["60"] * 4)
+    wrong = TRUE_WORKING.replace("60", "61")
+    rewards = call_reward(
+        reward, [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong], [drawn] * 4, answer=["60"] * 4
+    )
     assert rewards == [1.0, pytest.approx(0.5 + 0.5 / 4), 0.5, 0.0]
 
 
 def test_the_reward_depends_on_response_and_row_alone(drawn: str) -> None:
     """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
-    texts = [GOOD, FALSE, BARE, "AD = 5.", "BD = 11. AD = 5.", ""]
-    one_by_one = [scores(StepsReward({}), [text], [drawn])[0] for text in texts]
+    texts = [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, "AD = 5.", "BD = 11. AD = 5.", ""]
+    one_by_one = [call_reward(StepsReward({}), [text], [drawn])[0] for text in texts]
     reward = StepsReward({})
     for seed in range(5):
         order = list(range(len(texts)))
         random.Random(seed).shuffle(order)
-        together = scores(reward, [texts[number] for number in order], [drawn] * len(texts))
+        together = call_reward(reward, [texts[number] for number in order], [drawn] * len(texts))
         assert together == [one_by_one[number] for number in order]
 
 
 def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
     logged: dict[str, float] = {}
     columns: dict[str, list[Any]] = {}
-    scores(
+    call_reward(
         StepsReward({}),
-        [GOOD, FALSE, BARE, GOOD],
+        [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, TRUE_WORKING],
         [drawn, drawn, drawn, None],
         answer=["60"] * 4,
         log_metric=logged.__setitem__,
@@ -118,14 +122,14 @@ def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
     assert columns["false"] == [0, 1, 0, None]
     spans = json.loads(columns["steps"][1])
     start, end, _ = spans[0]
-    assert FALSE[start:end] == "AD = 6"
+    assert FALSE_WORKING[start:end] == "AD = 6"
     assert [name for _, _, name in spans] == ["false", "new", "again"]
     assert columns["steps"][3] is None
 
 
 def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
-    assert check_claims(GOOD, drawn).measure == 2
-    assert check_claims(FALSE, drawn).measure == 0
+    assert check_claims(TRUE_WORKING, drawn).measure == 2
+    assert check_claims(FALSE_WORKING, drawn).measure == 0
     assert check_claims("AD = 6. ∠BAC = 20. AD = 7.", drawn).measure == 0
 
 
@@ -147,17 +151,17 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
     facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
     result = solve_form(read_form_from_text(facts))
     assert result.figure is not None
-    assert scores(StepsReward({}), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
+    assert call_reward(StepsReward({}), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
 
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
-@pytest.mark.parametrize("text", [GOOD, FALSE, BARE])
+@pytest.mark.parametrize("text", [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
 def test_length_earns_nothing(drawn: str, text: str, padding: str) -> None:
     assert check_claims(padding + text, drawn).share == check_claims(text, drawn).share
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(lines=st.lists(st.sampled_from(CLAIMS), max_size=12))
+@given(lines=st.lists(st.sampled_from(CLAIM_TEXTS), max_size=12))
 def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
     drawn: str, lines: list[str]
 ) -> None:
@@ -172,11 +176,11 @@ def test_mistakes_are_refused_with_a_remedy(drawn: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward({})(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):
-        check_claims(GOOD, '{"at": {}}')
+        check_claims(TRUE_WORKING, '{"at": {}}')
     with pytest.raises(UserError, match="does not fulfil its facts"):
-        check_claims(GOOD, drawn.replace("13", "14"))
+        check_claims(TRUE_WORKING, drawn.replace("13", "14"))
     with pytest.raises(UserError, match="no column 'answer'"):
-        scores(StepsReward({"gate": True}), [GOOD], [drawn])
+        call_reward(StepsReward({"gate": True}), [TRUE_WORKING], [drawn])
     with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
         choose_rewards([{"steps": {"gates": True}}])
     with pytest.raises(UserError, match="is not true or false"):
@@ -201,9 +205,9 @@ def test_explain_shows_each_claim(
     tmp_path: Any, drawn: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = tmp_path / "facts.txt"
-    facts.write_text(FACTS, encoding="utf-8")
+    facts.write_text(TRIANGLE_FACTS, encoding="utf-8")
     response = tmp_path / "response.txt"
-    response.write_text(f"AB = 13. 2AB = 26. h = 3. {FALSE}", encoding="utf-8")
+    response.write_text(f"AB = 13. 2AB = 26. h = 3. {FALSE_WORKING}", encoding="utf-8")
     assert main(["--figure", str(facts), "--response", str(response)]) == 0
     printed = capsys.readouterr().out
     for line in (
@@ -239,9 +243,9 @@ def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
 def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn: str) -> None:
     rows: list[Any] = [
         {"pid": str(number), "response": text, "figure": drawn}
-        for number, text in enumerate([GOOD, FALSE, BARE])
+        for number, text in enumerate([TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
     ]
-    rows.append({"pid": "3", "response": GOOD})
+    rows.append({"pid": "3", "response": TRUE_WORKING})
     graded = [GradedAnswer(row["pid"], RowGrade("correct", None, "")) for row in rows]
     figures = step_figures(rows, graded)
     assert figures is not None
@@ -261,7 +265,7 @@ def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
     tmp_path: Any, drawn: str
 ) -> None:
     """JavaScript counts a smiley as two characters."""
-    text = f"😀 {FALSE}"
+    text = f"😀 {FALSE_WORKING}"
     work = check_claims(text, drawn)
     texts: dict[str, Any] = {
         "completion": text,

@@ -18,7 +18,7 @@ from adora_vl.training.scoring import RewardFunctions
 from adora_vl.utils.openai_client import EndpointError
 from tests.support.endpoint_server import completion_reply
 
-DRAFTS = [  # a response, and whether its prompt ended in `<think>`
+RESPONSES_WITHOUT_ANSWER = [  # a response, and whether its prompt ended in `<think>`
     (r"<think>\boxed{35}</think> I do not know.", False),
     (r"<think>\boxed{35}</think> The answer is 40.", False),
     (r"<think>\boxed{35}</think> <answer>40</answer>", False),
@@ -32,35 +32,35 @@ DRAFTS = [  # a response, and whether its prompt ended in `<think>`
     (r"so <answer>\boxed{35}</answer> but", True),
     (r"so \boxed{35}</think> It is 40.", True),
 ]
-ANSWERS = [
+RESPONSES_WITH_ANSWER = [
     (r"<think>\boxed{12}? no</think>\boxed{35}", False),
     (r"12? no</think> \boxed{35}", True),
     (r"<think>a</think><think>b</think>\boxed{35}", False),
     (r"So \boxed{35}", False),
 ]
-KINDS = ["adora", "easyr1", "accuracy", "format"]
+PRESET_NAMES = ["adora", "easyr1", "accuracy", "format"]
 
 
-@pytest.mark.parametrize(("response", "thinking_opened"), DRAFTS)
+@pytest.mark.parametrize(("response", "thinking_opened"), RESPONSES_WITHOUT_ANSWER)
 def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
     for answer_tags in (False, True):
         graded = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
         assert graded.verdict != "correct"
-    for function in reward_functions(KINDS):
+    for function in reward_functions(PRESET_NAMES):
         for text in (response, [{"role": "assistant", "content": response}]):
             rewards = function(completions=[text], answer=["35"], thinking_opened=[thinking_opened])
             assert rewards == [0.0]
 
 
-@pytest.mark.parametrize(("response", "thinking_opened"), ANSWERS)
+@pytest.mark.parametrize(("response", "thinking_opened"), RESPONSES_WITH_ANSWER)
 def test_the_answer_behind_the_thinking_is_paid(response: str, thinking_opened: bool) -> None:
-    for function in reward_functions(KINDS):
+    for function in reward_functions(PRESET_NAMES):
         rewards = function(completions=[response], answer=["35"], thinking_opened=[thinking_opened])
         assert rewards == [1.0]
 
 
 def test_the_final_part_of_a_final_part_is_itself() -> None:
-    for response, _ in [*DRAFTS, *ANSWERS]:
+    for response, _ in [*RESPONSES_WITHOUT_ANSWER, *RESPONSES_WITH_ANSWER]:
         part = final_part(response)
         assert final_part(part) == part
     assert final_part("5 </think") == "5 </think"
@@ -74,7 +74,7 @@ def test_reasoning_that_the_tokenizer_has_parsed_out_is_no_answer_and_counts_as_
     assert accuracy(**{**columns, "answer": ["12"]}) == [0.0]
 
 
-FORMS = [  # a response, whether its prompt ended in `<think>`, think_format, think_answer_format
+THINKING_FORMS = [  # a response, whether its prompt ended in `<think>`, think_format, think_answer_format
     ("a</think>5", True, 1.0, 0.0),
     ("\na\n</think>\n\n<answer>5</answer>", True, 0.0, 1.0),
     ("<think>a</think>5", True, 1.0, 0.0),
@@ -89,7 +89,7 @@ FORMS = [  # a response, whether its prompt ended in `<think>`, think_format, th
 ]
 
 
-@pytest.mark.parametrize(("response", "thinking_opened", "think", "think_answer"), FORMS)
+@pytest.mark.parametrize(("response", "thinking_opened", "think", "think_answer"), THINKING_FORMS)
 def test_the_form_of_thinking_is_that_of_prompt_and_response(
     response: str, thinking_opened: bool, think: float, think_answer: float
 ) -> None:
@@ -105,7 +105,7 @@ def test_the_form_of_thinking_is_that_of_prompt_and_response(
     "response", [r"\boxed{}", r"\boxed{ \text{} }", "\\boxed{\u200b}", "<answer></answer>"]
 )
 def test_an_empty_box_is_no_box(response: str) -> None:
-    for function in reward_functions(KINDS, answer_tags=True):
+    for function in reward_functions(PRESET_NAMES, answer_tags=True):
         assert function(completions=[response], answer=["35"]) == [0.0]
 
 

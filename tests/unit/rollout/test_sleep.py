@@ -141,17 +141,17 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     engine.model.config = None
     engine.settings = EngineSettings()
     engine._init_vllm()
-    clock.enter("policy")
+    clock.enter_phase("policy")
     with trainer(engine, tries=batches)._keeping_engine_awake():
         for _ in range(batches or 2):
             with clock.phase("rollout"):
                 engine.sample(ASKS)
-    clock.leave()
+    clock.leave_phase()
     syncs = 1 if batches else 2  # each writes zeros into positions too
     spent = {"rollout": batches or 2, "sync": 2 * syncs, "wake": 2 * syncs, "sleep": syncs}
     if batches:
         spent["wake"] += batches - 1  # TRL asks for the memory of the caches again, which are there
-    assert clock.take() == {**dict.fromkeys(("grading", "policy", "other"), 0), **spent}
+    assert clock.take_seconds() == {**dict.fromkeys(("grading", "policy", "other"), 0), **spent}
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):

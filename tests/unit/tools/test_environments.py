@@ -17,13 +17,13 @@ from adora_vl.types import Row
 from adora_vl.utils.errors import UserError
 
 
-class Doors:
+class DoorsEnvironment:
     """Behind one of them is the answer."""
 
     count = 0
 
     def __init__(self):
-        Doors.count += 1
+        DoorsEnvironment.count += 1
 
     def reset(self, answer, images, **row):
         images[0].paste("red", (0, 0, 9, 9))  # a copy
@@ -44,10 +44,10 @@ class Doors:
         return float(len(self.opened))
 
 
-ONE = Doors()
+SHARED_ENVIRONMENT = DoorsEnvironment()
 
 
-def group(number, content, answer="x"):
+def rollout_group(number, content, answer="x"):
     images = [Image.new("RGB", (28, 28))]
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
@@ -62,7 +62,7 @@ def group(number, content, answer="x"):
     )
 
 
-def opens(toolbox, rollout, door):
+def call_open(toolbox, rollout, door):
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
     return (
         toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment)
@@ -72,16 +72,20 @@ def opens(toolbox, rollout, door):
 
 
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
-    Doors.count = 0
+    DoorsEnvironment.count = 0
     state = random.getstate()
-    environments = build_environments(Doors, 10.0)
+    environments = build_environments(DoorsEnvironment, 10.0)
     toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
     parts = [
         {"type": "image", "text": None},
         {"type": "text", "text": "Which?"},
     ]
-    groups_asked = [group(0, "Which?"), group(1, parts), group(2, "Which?", answer="")]
+    groups_asked = [
+        rollout_group(0, "Which?"),
+        rollout_group(1, parts),
+        rollout_group(2, "Which?", answer=""),
+    ]
     first, second, third = entered_groups = environments.enter(
         groups_asked, 7, begins_generation=True
     )
@@ -95,9 +99,9 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     assert random.getstate() == state
     assert groups_asked[0].row["images"][0].getpixel((0, 0))[0] == 0
     assert [
-        opens(toolbox, first_rollout, 3),
-        opens(toolbox, first_rollout, 4),
-        opens(toolbox, second_rollout, 5),
+        call_open(toolbox, first_rollout, 3),
+        call_open(toolbox, first_rollout, 4),
+        call_open(toolbox, second_rollout, 5),
     ] == [
         "[3]",
         "[3, 4]",
@@ -109,11 +113,11 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         2.0,
         1.0,
     ]
-    assert environments.reward().__name__ == "Doors"
-    assert Doors.count == 6
-    environments.enter([group(3, "Which?")], 7, begins_generation=False)
+    assert environments.reward().__name__ == "DoorsEnvironment"
+    assert DoorsEnvironment.count == 6
+    environments.enter([rollout_group(3, "Which?")], 7, begins_generation=False)
     again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
-    assert Doors.count == 8, "they are used again"
+    assert DoorsEnvironment.count == 8, "they are used again"
     assert again.row == first.row, "they are used again"
     assert again.rollouts[0].environment is first_rollout.environment
     assert not first_rollout.environment.opened
@@ -123,9 +127,11 @@ async def later(self):
     return 0.0
 
 
-def like(**methods):
+def environment_class_with(**methods):
     return type(
-        "Own", (Doors,), {name: lambda self, do=do, **row: do() for name, do in methods.items()}
+        "Own",
+        (DoorsEnvironment,),
+        {name: lambda self, do=do, **row: do() for name, do in methods.items()},
     )
 
 
@@ -134,44 +140,52 @@ def like(**methods):
     [
         ("own.py", "'own.py' names no class; write FILE.py:CLASS"),
         (3, "3 is no class"),
-        ({"a": Doors}, "several environments are not supported; give one class"),
+        ({"a": DoorsEnvironment}, "several environments are not supported; give one class"),
         (dict, "dict has no method reset"),
-        (lambda: ONE, "row r0: Doors is one object for two rollouts"),
+        (lambda: SHARED_ENVIRONMENT, "row r0: DoorsEnvironment is one object for two rollouts"),
         (lambda: 1 / 0, "<lambda>: it cannot be made: ZeroDivisionError"),
         (
             type("Bare", (), {"reset": lambda self, **row: None}),
             "Bare has no public method that a model could call",
         ),
         (
-            type("Late", (Doors,), {"get_reward": later}),
+            type("Late", (DoorsEnvironment,), {"get_reward": later}),
             "Late.get_reward is async; write a plain method",
         ),
         (
-            like(reset=lambda: str(random.SystemRandom().random())),
+            environment_class_with(reset=lambda: str(random.SystemRandom().random())),
             "row r0: reset says '[0-9.]+' to one rollout of a problem and '[0-9.]+' to another",
         ),
-        (like(reset=lambda: [][0]), "row r0: reset: IndexError: list index out of range"),
         (
-            like(reset=lambda: " Answer <|image_pad|>"),
+            environment_class_with(reset=lambda: [][0]),
+            "row r0: reset: IndexError: list index out of range",
+        ),
+        (
+            environment_class_with(reset=lambda: " Answer <|image_pad|>"),
             "row r0: reset says <.image_pad.>, which is a token of the model's own",
         ),
-        (like(reset=lambda: 3), "row r0: reset returned a int; return a text or None"),
+        (
+            environment_class_with(reset=lambda: 3),
+            "row r0: reset returned a int; return a text or None",
+        ),
     ],
 )
 def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
-        build_environments(entry, 10.0).enter([group(0, "Which?")], 7, begins_generation=True)
+        build_environments(entry, 10.0).enter(
+            [rollout_group(0, "Which?")], 7, begins_generation=True
+        )
 
 
 def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_named():
-    class Dice(Doors):
+    class Dice(DoorsEnvironment):
         def throw(self) -> float:
             """Throw."""
             return float(np.random.default_rng().random())
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered] = environments.enter([group(0, "Which?")], 7, begins_generation=True)
+    [entered] = environments.enter([rollout_group(0, "Which?")], 7, begins_generation=True)
     inside = [rollout.environment for rollout in entered.rollouts]
     [line] = unsteady_tools(toolbox, [], inside)
     assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"

@@ -18,8 +18,8 @@ from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError, backstop, deadline
 
-VIEW = View(3136, 3136, 28)
-ENOUGH = ConversationLimits(
+SMALL_VIEW = View(3136, 3136, 28)
+LIMITS_WITH_ROOM = ConversationLimits(
     "max_completion_length",
     1000,
     max_context=2000,
@@ -33,12 +33,12 @@ def processor() -> Any:
     return load_processor(str(Path(adora_vl.builtin.__file__).parent / "pretrained_zoom"), None)
 
 
-def toolbox(*tools: Any, **options: Any) -> Toolbox:
-    return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), VIEW)
+def build_toolbox(*tools: Any, **options: Any) -> Toolbox:
+    return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), SMALL_VIEW)
 
 
-def limits(**changed: Any) -> ConversationLimits:
-    return ConversationLimits(**{**vars(ENOUGH), **changed})
+def limits_with(**changed: Any) -> ConversationLimits:
+    return ConversationLimits(**{**vars(LIMITS_WITH_ROOM), **changed})
 
 
 def drawing() -> Image.Image:
@@ -47,7 +47,7 @@ def drawing() -> Image.Image:
 
 
 @dataclass(kw_only=True)
-class TooSmall:
+class TooSmallLimit:
     """A limit within which a tool can never answer, and how its refusal begins."""
 
     tool: Any
@@ -56,39 +56,39 @@ class TooSmall:
     limits: dict[str, Any] = field(default_factory=dict)
 
 
-TOO_SMALL = {
-    "pictures": TooSmall(
+TOO_SMALL_LIMITS = {
+    "pictures": TooSmallLimit(
         tool=drawing,
         options={"images": 2},
         limits={"fewest_pictures": 3},
         line="adora_tool_options.images: 2 leaves no",
     ),
-    "completion for a picture": TooSmall(
+    "completion for a picture": TooSmallLimit(
         tool="zoom",
         limits={"max_completion": 10},
         line="max_completion_length: 10 leaves no room for an ans",
     ),
-    "completion": TooSmall(
+    "completion": TooSmallLimit(
         tool="calculate",
         limits={"max_completion": 40},
         line="max_completion_length: 40 leaves no room",
     ),
-    "completion by another key": TooSmall(
+    "completion by another key": TooSmallLimit(
         tool="calculate",
         limits={"completion_key": "max_tokens", "max_completion": 9},
         line="max_tokens: 9 leaves no ro",
     ),
-    "context": TooSmall(
+    "context": TooSmallLimit(
         tool="zoom",
         limits={"max_context": 150},
         line="vllm_max_model_length: 150 leaves no room for an answ",
     ),
-    "turn": TooSmall(
+    "turn": TooSmallLimit(
         tool="zoom",
         options={"turn_tokens": 5},
         line="adora_tool_options.turn_tokens: 5 is too short for",
     ),
-    "text": TooSmall(
+    "text": TooSmallLimit(
         tool="measure",
         options={"max_text": 20},
         line="adora_tool_options.max_text: 20 is less than any",
@@ -96,32 +96,34 @@ TOO_SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", TOO_SMALL)
+@pytest.mark.parametrize("name", TOO_SMALL_LIMITS)
 def test_a_limit_within_which_a_tool_can_never_answer_is_refused(processor, name):
-    case = TOO_SMALL[name]
-    tools = toolbox(case.tool, **case.options)
+    case = TOO_SMALL_LIMITS[name]
+    tools = build_toolbox(case.tool, **case.options)
     with pytest.raises(UserError) as refused:
-        refuse_no_room(tools, processor, {}, limits(**case.limits))
+        refuse_no_room(tools, processor, {}, limits_with(**case.limits))
     assert str(refused.value).startswith(case.line)
 
 
 def test_limits_that_leave_room_are_taken(processor):
-    refuse_no_room(toolbox(), processor, {}, ENOUGH)
-    refuse_no_room(toolbox("calculate", images=1), processor, {}, ENOUGH)
-    refuse_no_room(toolbox("zoom", images=1), processor, {}, limits(fewest_pictures=None))
-    refuse_no_room(toolbox("zoom", images=1), processor, {}, limits(fewest_pictures=0))
-    refuse_no_room(toolbox("zoom"), None, {}, limits(max_completion=10))
-    refuse_no_room(toolbox("measure", max_text=60), processor, {}, ENOUGH)
+    refuse_no_room(build_toolbox(), processor, {}, LIMITS_WITH_ROOM)
+    refuse_no_room(build_toolbox("calculate", images=1), processor, {}, LIMITS_WITH_ROOM)
+    refuse_no_room(
+        build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=None)
+    )
+    refuse_no_room(build_toolbox("zoom", images=1), processor, {}, limits_with(fewest_pictures=0))
+    refuse_no_room(build_toolbox("zoom"), None, {}, limits_with(max_completion=10))
+    refuse_no_room(build_toolbox("measure", max_text=60), processor, {}, LIMITS_WITH_ROOM)
 
 
 def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor):
-    box = toolbox("calculate")
+    box = build_toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
-        refuse_no_room(box, processor, {}, limits(max_completion=1))
+        refuse_no_room(box, processor, {}, limits_with(max_completion=1))
     smallest = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(box, processor, {}, limits(max_completion=smallest))
+    refuse_no_room(box, processor, {}, limits_with(max_completion=smallest))
     with pytest.raises(UserError):
-        refuse_no_room(box, processor, {}, limits(max_completion=smallest - 1))
+        refuse_no_room(box, processor, {}, limits_with(max_completion=smallest - 1))
     turns = ToolLoop(
         tools=box,
         processor=processor,

@@ -21,28 +21,30 @@ from adora_vl.tools.tries import unsteady_tools
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import OverdueError
 
-SMALL = View(56 * 56, 56 * 56, 28)
-THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
+SMALL_VIEW = View(56 * 56, 56 * 56, 28)
+VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
 
 
-def picture():
+def picture_with_black_corner():
     """A black corner of 56 x 56 pixels at the lower right."""
     image = Image.new("RGB", (448, 448), "white")
     image.paste("black", (392, 392, 448, 448))
     return image
 
 
-def box(*tools, view=SMALL, **options):
+def build_toolbox(*tools, view=SMALL_VIEW, **options):
     return Toolbox(choose_tools(tools or [*BUILT_IN_TOOLS]), ToolOptions(**options), view)
 
 
-def written(name, **arguments):
+def tool_call(name, **arguments):
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def said(toolbox, text, images=None):
+def answer_of(toolbox, text, images=None):
     """Return what comes back to the model, as one text and its pictures."""
-    answer = toolbox.answer(text, [picture()] if images is None else images, seed="0", last=False)
+    answer = toolbox.answer(
+        text, [picture_with_black_corner()] if images is None else images, seed="0", last=False
+    )
     pictures = [part for part in answer.parts if not isinstance(part, str)]
     text = "".join(part if isinstance(part, str) else "<image>" for part in answer.parts)
     return text.removeprefix("<tool_response>\n").removesuffix("\n</tool_response>"), pictures
@@ -50,19 +52,20 @@ def said(toolbox, text, images=None):
 
 def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_family():
     for view, call in (
-        (SMALL, written("zoom", x1=49, y1=49, x2=56, y2=56)),
-        (THOUSANDTHS, written("zoom", x1=875, y1=875, x2=1000, y2=1000)),
+        (SMALL_VIEW, tool_call("zoom", x1=49, y1=49, x2=56, y2=56)),
+        (VIEW_IN_THOUSANDTHS, tool_call("zoom", x1=875, y1=875, x2=1000, y2=1000)),
     ):
-        text, [cut] = said(box(view=view), call)
+        text, [cut] = answer_of(build_toolbox(view=view), call)
         assert text == "Picture 1: <image>"
         assert cut.size == (56, 56)
         assert cut.getextrema() == ((0, 0),) * 3
-    assert "thousandths" in json.dumps(box(view=THOUSANDTHS).schemas)
-    text, [cut] = said(box(), written("zoom", x1=0, y1=0, x2=1, y2=2))
+    assert "thousandths" in json.dumps(build_toolbox(view=VIEW_IN_THOUSANDTHS).schemas)
+    text, [cut] = answer_of(build_toolbox(), tool_call("zoom", x1=0, y1=0, x2=1, y2=2))
     assert min(cut.size) == 28  # no picture is smaller than an image token
-    text, [first, second] = said(
-        box(max_pixels=448 * 448),
-        written("line", x1=0, y1=0, x2=50, y2=50) + written("mark", x=9, y=9, label="A", picture=1),
+    text, [first, second] = answer_of(
+        build_toolbox(max_pixels=448 * 448),
+        tool_call("line", x1=0, y1=0, x2=50, y2=50)
+        + tool_call("mark", x=9, y=9, label="A", picture=1),
     )
     assert "Picture 1: <image>" in text
     assert "Picture 2: <image>" in text
@@ -104,15 +107,15 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
     ],
 )
 def test_our_tools_answer_with_the_value_or_say_what_is_wrong(name, arguments, answer):
-    assert said(box(), written(name, **arguments))[0].startswith(answer)
+    assert answer_of(build_toolbox(), tool_call(name, **arguments))[0].startswith(answer)
 
 
 def test_ten_thousand_broken_calls_are_one_line_each():
     draw = random.Random(0)
-    toolbox = box()
+    toolbox = build_toolbox()
     whole = [
-        written("zoom", x1=0, y1=0, x2=7, y2=7),
-        written("calculate", expression="1+1"),
+        tool_call("zoom", x1=0, y1=0, x2=7, y2=7),
+        tool_call("calculate", expression="1+1"),
         '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": '
         "1e999}}</tool_call>",
         f'<tool_call>{{"name": "calculate", "arguments": {"[" * 90}}}</tool_call>',
@@ -131,7 +134,9 @@ def test_ten_thousand_broken_calls_are_one_line_each():
             )
             text = text[:at] + change + text[at + draw.randrange(0, 4) :]
         began = time.process_time()
-        answer = toolbox.answer(text, [picture()] if "zoom" in text else [], seed="0", last=False)
+        answer = toolbox.answer(
+            text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", last=False
+        )
         slowest = max(slowest, time.process_time() - began)
         for call in answer.calls:
             assert call.failed == call.text.startswith("Error: ")
@@ -143,7 +148,7 @@ def test_ten_thousand_broken_calls_are_one_line_each():
     assert toolbox.answer("no call", [], seed="0", last=False) is None
 
 
-HOSTILE = '''
+HOSTILE_TOOLS_FILE = '''
 import os, random, sys, time
 from PIL import Image
 
@@ -200,22 +205,22 @@ def misbehave(how: str, images: list):
 )
 def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, answer):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(HOSTILE)
-    images = [picture()]
-    toolbox = box("own.py:misbehave", seconds=1)
+    (tmp_path / "own.py").write_text(HOSTILE_TOOLS_FILE)
+    images = [picture_with_black_corner()]
+    toolbox = build_toolbox("own.py:misbehave", seconds=1)
     assert "images" not in json.dumps(toolbox.schemas)
-    text, pictures = said(toolbox, written("misbehave", how=misbehaviour), images)
+    text, pictures = answer_of(toolbox, tool_call("misbehave", how=misbehaviour), images)
     assert text.startswith(answer)
     assert text.count("\n") == answer.count("\n")
     assert len(images) == 1
     assert images[0].getpixel((0, 0)) == (255, 255, 255)
     assert all(
-        shown_picture.width * shown_picture.height <= SMALL.high for shown_picture in pictures
+        shown_picture.width * shown_picture.height <= SMALL_VIEW.high for shown_picture in pictures
     )
     assert "own.py" in toolbox.chosen.hashes
 
 
-class Raises:
+class ValueThatRaises:
     """A value that fails whatever is asked of it, its own words too."""
 
     def __init__(self, error: BaseException) -> None:
@@ -223,7 +228,7 @@ class Raises:
 
     def __getattribute__(self, name):
         if name == "__class__":
-            return Raises
+            return ValueThatRaises
         raise object.__getattribute__(self, "error")
 
 
@@ -232,27 +237,27 @@ class SpeechlessError(Exception):
         raise ValueError("no words")
 
 
-class Panic(BaseException):
+class ToolPanic(BaseException):
     """An error as compiled code raises it."""
 
 
-class Endless(list):
+class EndlessList(list):
     def __iter__(self):
         while True:
             yield ""
 
 
-class Odd(dict):
+class BrokenMapping(dict):
     def get(self, *_):
         raise RuntimeError("closed")
 
 
-class LatePicture(Image.Image):
+class UnreadablePicture(Image.Image):
     def load(self):
         raise OSError("the file is gone")
 
 
-def cyclic():
+def cyclic_list():
     value: list[Any] = []
     value.append(value)
     return value
@@ -270,33 +275,46 @@ def odd_values():
         (),
         {},
         set(),
-        cyclic(),
+        cyclic_list(),
         [[["deep"]]],
         [None],
     )
     yield from (np.zeros(3), np.float32(1), np.array("x"), torch.zeros(2), torch.tensor(1.0))
-    yield from (Raises(RuntimeError("closed")), Raises(Panic()), Raises(SpeechlessError()))
-    yield from (Raises(StopIteration()), Raises(RecursionError()), Raises(MemoryError()))
-    yield from (Odd(), Endless(), {"type": np.array(["text", "image"])}, {"type": "image"})
+    yield from (
+        ValueThatRaises(RuntimeError("closed")),
+        ValueThatRaises(ToolPanic()),
+        ValueThatRaises(SpeechlessError()),
+    )
+    yield from (
+        ValueThatRaises(StopIteration()),
+        ValueThatRaises(RecursionError()),
+        ValueThatRaises(MemoryError()),
+    )
+    yield from (
+        BrokenMapping(),
+        EndlessList(),
+        {"type": np.array(["text", "image"])},
+        {"type": "image"},
+    )
     yield from ({"type": "image", "image": "no picture"}, {"type": ["text"]}, {1: object()})
-    yield from (Image.new("RGB", (0, 5)), LatePicture(), Image.new("L", (300, 1)))
+    yield from (Image.new("RGB", (0, 5)), UnreadablePicture(), Image.new("L", (300, 1)))
     yield from (Image.new(mode, (56, 56)) for mode in ("RGBA", "LA", "P", "CMYK", "F", "1", "LAB"))
     yield (word for word in "generator")
-    yield [Image.new("L", (56, 56)), "and", Raises(RuntimeError("closed"))]
+    yield [Image.new("L", (56, 56)), "and", ValueThatRaises(RuntimeError("closed"))]
 
 
 def test_whatever_a_tool_returns_is_an_answer():
     returned = iter(())
 
     def odd():
-        """Odd."""
+        """BrokenMapping."""
         return next(returned)
 
     odd.__annotations__["return"] = str
-    toolbox = box(odd)
+    toolbox = build_toolbox(odd)
     for value in odd_values():
         returned = iter([value])
-        text, pictures = said(toolbox, written("odd"))
+        text, pictures = answer_of(toolbox, tool_call("odd"))
         assert text.count("\n") == 0 or not text.startswith("Error: ")
         text.encode()
         assert len(text) <= 2000
@@ -306,16 +324,16 @@ def test_whatever_a_tool_returns_is_an_answer():
 
 
 def test_whatever_a_tool_raises_is_an_answer():
-    errors = [Panic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
+    errors = [ToolPanic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
     raised = iter(errors)
 
     def raising() -> str:
         """Raise."""
         raise next(raised)
 
-    toolbox = box(raising)
+    toolbox = build_toolbox(raising)
     for _ in errors:
-        text, _ = said(toolbox, written("raising"))
+        text, _ = answer_of(toolbox, tool_call("raising"))
         assert text.startswith("Error: ")
         assert "\n" not in text
 
@@ -355,7 +373,7 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
 
     anything.__annotations__ |= {"a": Any, "b": list[dict[str, float]]}
     draw = random.Random(1)
-    toolbox = box(*BUILT_IN_TOOLS, anything)
+    toolbox = build_toolbox(*BUILT_IN_TOOLS, anything)
     names = [*BUILT_IN_TOOLS, "anything"]
     for _ in range(3000):
         name = draw.choice(names)
@@ -365,7 +383,9 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         text = json.dumps({"name": name, "arguments": arguments})
         if draw.random() < 0.2:
             text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
-        answer = toolbox.answer(f"<tool_call>{text}</tool_call>", [picture()], seed="0", last=False)
+        answer = toolbox.answer(
+            f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", last=False
+        )
         [call] = answer.calls
         assert call.failed == call.text.startswith("Error: ")
         assert call.name.encode() is not None
@@ -378,7 +398,7 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         f'"x1": {"[" * 600}{"]" * 600}',
     ):
         text = f'{{"name": "zoom", "arguments": {{{inside}, "y1": 0, "x2": 5, "y2": 5}}}}'
-        assert said(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
+        assert answer_of(toolbox, f"<tool_call>{text}")[0].startswith("Error: ")
 
 
 @pytest.mark.parametrize("kind", ["transparent", "16 bits", "floats", "on its side"])
@@ -401,7 +421,7 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
         """Show."""
         return pictures[kind]
 
-    _, [picture] = said(box(show, max_pixels=84 * 84), written("show"))
+    _, [picture] = answer_of(build_toolbox(show, max_pixels=84 * 84), tool_call("show"))
     assert picture.size == ((56, 84) if kind == "on its side" else (84, 56))
     values = np.asarray(picture.convert("L")).astype(int)
     if kind == "transparent":
@@ -415,7 +435,7 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
 
 
 def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
-    images = [picture()]
+    images = [picture_with_black_corner()]
     before = images[0].tobytes()
     drawn_on = []
 
@@ -425,8 +445,8 @@ def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
         drawn_on.append(images[0])
         return images[0]
 
-    toolbox = box(draw, max_pixels=448 * 448)
-    _, [first] = said(toolbox, written("draw"), images)
+    toolbox = build_toolbox(draw, max_pixels=448 * 448)
+    _, [first] = answer_of(toolbox, tool_call("draw"), images)
     assert images[0].tobytes() == before
     assert first.getpixel((0, 0)) == (1, 2, 3)
     drawn_on[0].putpixel((0, 0), (9, 9, 9))
@@ -441,9 +461,9 @@ def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
         """Look at <end>."""
 
     with pytest.raises(UserError, match=r"^tools: 'look' has the model's own token <.image_pad"):
-        box(look)
+        build_toolbox(look)
     with pytest.raises(UserError, match="^tools: 'other' has the model's own token <end>"):
-        Toolbox(choose_tools([other]), ToolOptions(), SMALL, ("<end>",))
+        Toolbox(choose_tools([other]), ToolOptions(), SMALL_VIEW, ("<end>",))
 
 
 def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
@@ -483,7 +503,9 @@ def test_a_tool_that_answers_the_same_call_in_two_ways_is_named():
         """Look."""
         return str(images[0].size)
 
-    lines = unsteady_tools(box(machine, shown, named, refuses, looks, "zoom"), [picture()])
+    lines = unsteady_tools(
+        build_toolbox(machine, shown, named, refuses, looks, "zoom"), [picture_with_black_corner()]
+    )
     assert [line.split("'")[1] for line in lines] == ["machine", "shown"]
     assert all("answers the same call in two ways" in line for line in lines)
 
@@ -492,9 +514,9 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").write_text(HOSTILE)
-    toolbox = box("own.py:misbehave")
-    call = written("misbehave", how="draw")
+    (tmp_path / "own.py").write_text(HOSTILE_TOOLS_FILE)
+    toolbox = build_toolbox("own.py:misbehave")
+    call = tool_call("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
     first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
     texts = [[made_call.text for made_call in answer.calls] for answer in first]
@@ -504,8 +526,8 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
-    toolbox = box()
-    call = written("calculate", expression="1+1")
+    toolbox = build_toolbox()
+    call = tool_call("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", last=True)
     refused = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
     assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refused]
@@ -541,12 +563,12 @@ def test_a_tool_that_no_model_can_be_told_of_is_refused(tmp_path, monkeypatch, s
 
 
 def test_the_system_prompt_has_the_schemas_in_the_words_of_qwen():
-    system_prompt = with_tools("Think.", box("calculate").schemas)
+    system_prompt = with_tools("Think.", build_toolbox("calculate").schemas)
     assert system_prompt.startswith(
         "Think.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     )
     line = system_prompt.split("<tools>\n")[1].split("\n</tools>")[0]
-    assert json.loads(line) == box("calculate").schemas[0]
+    assert json.loads(line) == build_toolbox("calculate").schemas[0]
     assert system_prompt.endswith(
         '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
     )

@@ -10,14 +10,16 @@ from adora_vl.models.activations import FLOAT32_BYTES, DtypeBytes
 from adora_vl.models.shape import ModelShape
 
 # reduce_bucket_size, in parameters: allocated whole, however small the model is
-BUCKET = 500_000_000
-LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
-SUB_GROUP = 1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
-MOMENTS = 2  # of a parameter, in Adam
+REDUCE_BUCKET_PARAMETERS = 500_000_000
+MAX_LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
+SUB_GROUP_PARAMETERS = (
+    1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
+)
+ADAM_MOMENTS = 2  # of a parameter, in Adam
 
 
 @dataclass(frozen=True)
-class States:
+class ModelStateBytes:
     """The bytes that a training holds on one GPU all the time, by what they are for.
 
     `host_optimizer` is the exception: it lies in host memory, for this GPU.
@@ -32,9 +34,9 @@ class States:
     host_optimizer: int = 0  # optimizer states with offload, in host memory
 
 
-def states(
+def predict_state_bytes(
     shape: ModelShape, sharding: Sharding, *, has_reference: bool, mixed_precision: bool
-) -> States:
+) -> ModelStateBytes:
     """Predict the bytes of weights, gradients, optimizer and reference model on one GPU.
 
     Args:
@@ -60,8 +62,8 @@ def states(
     keeps_reference = has_reference and not shape.has_adapters
     gathered = 0
     if sharding.stage == 3 and ranks > 1:
-        gathered = min(shape.total_parameters, LIVE_PARAMETERS) * bytes_per_weight
-    gradient_bucket = BUCKET * bytes_per_weight if sharding.stage >= 2 else 0
+        gathered = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
+    gradient_bucket = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.stage >= 2 else 0
 
     if sharding.offload_optimizer:
         gradients = 0
@@ -69,23 +71,25 @@ def states(
         step = 0
         # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
         # the moments, whatever dtype the model has, and one buffer in that dtype.
-        host_bytes = (MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
+        host_bytes = (ADAM_MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
         host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
     else:
         gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
         master_bytes = FLOAT32_BYTES if mixed_precision else 0
         optimizer = (
-            shape.trained_parameters * (MOMENTS * FLOAT32_BYTES + master_bytes) // optimizer_ranks
+            shape.trained_parameters
+            * (ADAM_MOMENTS * FLOAT32_BYTES + master_bytes)
+            // optimizer_ranks
         )
         step = 0
         if mixed_precision:
             # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
             copied_gradients = shape.trained_parameters // optimizer_ranks
             if weight_ranks > 1:
-                copied_gradients = min(copied_gradients, SUB_GROUP)
+                copied_gradients = min(copied_gradients, SUB_GROUP_PARAMETERS)
             step = FLOAT32_BYTES * copied_gradients
         host_optimizer = 0
-    return States(
+    return ModelStateBytes(
         weights=0 if sharding.offload_parameters else weights,
         gradients=gradient_bucket + gradients,
         optimizer=optimizer,
@@ -96,7 +100,9 @@ def states(
     )
 
 
-def _states_without_deepspeed(shape: ModelShape, processes: int, *, has_reference: bool) -> States:
+def _states_without_deepspeed(
+    shape: ModelShape, processes: int, *, has_reference: bool
+) -> ModelStateBytes:
     """Predict the bytes of a training without DeepSpeed, where every GPU holds all of them.
 
     `processes`: with several, DDP adds buckets for the gradients. `has_reference`: whether the run has
@@ -110,10 +116,10 @@ def _states_without_deepspeed(shape: ModelShape, processes: int, *, has_referenc
         weights += shape.trained_parameters * FLOAT32_BYTES
     gradient_copies = 2 if processes > 1 else 1  # DDP's buckets are a second copy
     keeps_reference = has_reference and not shape.has_adapters
-    return States(
+    return ModelStateBytes(
         weights=weights,
         gradients=shape.trained_parameters * bytes_per_trained * gradient_copies,
-        optimizer=MOMENTS * shape.trained_parameters * bytes_per_trained,
+        optimizer=ADAM_MOMENTS * shape.trained_parameters * bytes_per_trained,
         reference=shape.total_parameters * shape.weight_bytes if keeps_reference else 0,
     )
 
