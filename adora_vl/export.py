@@ -22,7 +22,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing, replacing_folder, unwritable
 
 with imports():
-    from adora_vl.checkpoint.store import MARK, newest_valid, problem_of
+    from adora_vl.checkpoint.store import COMPLETE_FILE, newest_valid, problem_of
     from adora_vl.checkpoint.writer import has_begun, recording_saved_files
     from adora_vl.models.adapter import (
         find_processor_folder,
@@ -165,7 +165,7 @@ def find_weights(run: Path) -> Path:
     """
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
-    if (run / MARK).is_file() or run.name.startswith("checkpoint-"):
+    if (run / COMPLETE_FILE).is_file() or run.name.startswith("checkpoint-"):
         problem = problem_of(run)
         if problem:
             raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")

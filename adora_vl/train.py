@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, READING_S, announce_reading, imports
+from adora_vl.utils.cli import EXIT_INTERRUPTED, USUAL_IMPORT_S, announce_reading, imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, written_to
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Without `--dry-run` the options are None, and all words are those of the training.
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
-        announce_reading(READING_S)
+        announce_reading(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run

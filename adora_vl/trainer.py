@@ -11,6 +11,7 @@ Where a method of stock TRL is overridden, the docstring says what TRL does ther
 not enough.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -716,14 +717,23 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
-        if self.layout.has_one_step and self.accelerator.sync_gradients:
-            # The last step of an epoch may have fewer micro-batches. The next step begins at the
-            # count that it would have behind a full one.
-            micro_batches_per_step = self.layout.gradient_accumulation_steps
-            micro_batches_in_step = self._step % micro_batches_per_step
-            if micro_batches_in_step:
-                self._step += micro_batches_per_step - micro_batches_in_step
+        if self.accelerator.sync_gradients:
+            self._step += self._missing_micro_batches
         return loss
+
+    @property
+    def _missing_micro_batches(self) -> int:
+        """How many micro-batches TRL's count lacks behind the last optimizer step of an epoch.
+
+        That step may have fewer than the others. The next one begins at a count at which both an
+        optimizer step and a generation begin, as that of a run does which resumes there. 0 behind
+        any other step.
+        """
+        layout = self.layout
+        per_step = layout.gradient_accumulation_steps
+        if self._step % per_step == 0:
+            return 0
+        return -self._step % math.lcm(per_step, layout.micro_batches_per_generation)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), with its weight among those of the step.

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
 from adora_vl.conversion.quarantine import MAX_SHARE
-from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, UNIT, VISIONS
+from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, SMALLEST_TOKEN_SIDE, VISION_BY_FAMILY
 from adora_vl.utils.cli import (
     number,
     optional,
@@ -28,13 +28,15 @@ def add_output(command: argparse.ArgumentParser) -> None:
 def add_family(command: argparse.ArgumentParser) -> None:
     """Add the option for the model family whose image tokens are counted."""
     help_text = "the model_type that counts image tokens, default: %(default)s"
-    command.add_argument("--family", choices=tuple(VISIONS), default=DEFAULT_FAMILY, help=help_text)
+    command.add_argument(
+        "--family", choices=tuple(VISION_BY_FAMILY), default=DEFAULT_FAMILY, help=help_text
+    )
 
 
 def add_cleaning(command: argparse.ArgumentParser) -> None:
     """Add the options on pictures, duplicates and refused rows, which several commands share."""
     add = command.add_argument
-    pixels = optional(whole(UNIT**2, MAX_PIXELS))  # from one image token on
+    pixels = optional(whole(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))  # from one image token on
     add(
         "--max-pixels",
         type=pixels,

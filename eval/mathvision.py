@@ -13,7 +13,7 @@ from typing import Any, Literal
 from adora_vl.utils.cli import imports
 
 with imports():
-    from adora_vl.data.prompts import PLACEHOLDER, lettered
+    from adora_vl.data.prompts import IMAGE_PLACEHOLDER, lettered
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         ANY_VALUE,
@@ -71,7 +71,7 @@ def build_query(row: dict[str, Any]) -> str:
         nonlocal is_first
         if is_first:
             is_first = False
-            return PLACEHOLDER
+            return IMAGE_PLACEHOLDER
         return f"image {match[1]}".strip()
 
     question = _IMAGE_TAG_PATTERN.sub(replace_tag, row["question"])

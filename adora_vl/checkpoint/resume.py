@@ -9,10 +9,16 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
-from adora_vl.checkpoint.store import STAGING, clear_staging, manifest_of, newest_valid, problem_of
+from adora_vl.checkpoint.store import (
+    STAGING_FOLDER,
+    clear_staging,
+    manifest_of,
+    newest_valid,
+    problem_of,
+)
 from adora_vl.checkpoint.universal import shards_of
 from adora_vl.checkpoint.writer import (
-    ASIDE,
+    SET_ASIDE_FOLDER,
     first_names,
     holds_a_run,
     list_users_files,
@@ -21,7 +27,7 @@ from adora_vl.checkpoint.writer import (
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import refuse_dangling, written_to
 
-LOCK = ".lock"  # in output_dir
+LOCK_FILE = ".lock"  # in output_dir
 
 
 def lock_output_dir(output_dir: Path) -> FileLock:
@@ -35,7 +41,7 @@ def lock_output_dir(output_dir: Path) -> FileLock:
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         # A singleton: locking the folder again in this process returns the same lock.
-        lock = FileLock(output_dir / LOCK, is_singleton=True)
+        lock = FileLock(output_dir / LOCK_FILE, is_singleton=True)
         lock.acquire(blocking=False)
     except Timeout as error:
         remedy = "wait for it, end it, or choose another folder"
@@ -122,7 +128,7 @@ def _named_checkpoint(resume_from_checkpoint: object) -> Path | None:
 
 def _refuse_cleared_folder(checkpoint: Path, output_dir: Path) -> None:
     """Raise `UserError` for a checkpoint in one of the hidden folders that a run deletes."""
-    for cleared_folder in (output_dir / ASIDE, output_dir / STAGING):
+    for cleared_folder in (output_dir / SET_ASIDE_FOLDER, output_dir / STAGING_FOLDER):
         if cleared_folder.resolve() in checkpoint.resolve().parents:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} is in {str(cleared_folder)!r}, which "
@@ -249,7 +255,8 @@ def _start_over(
         return start
     old_names = first_names([path.name for path in run_entries(output_dir)])
     note = (
-        f"the run in {output_dir} ({old_names}) is put aside, into {output_dir / ASIDE}, and "
+        f"the run in {output_dir} ({old_names}) is put aside, into "
+        f"{output_dir / SET_ASIDE_FOLDER}, and "
         "deleted when this one has its first checkpoint"
     )
     return replace(start, notes=[*start.notes, note], replaces=True)

@@ -19,14 +19,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from adora_vl.utils.files import replace_file
-from adora_vl.utils.launch import TOO_SHORT, kills_too_early, mute_lost_outputs, under_elastic
+from adora_vl.utils.launch import (
+    SHORT_SHUTDOWN_WARNING,
+    kills_too_early,
+    mute_lost_outputs,
+    under_elastic,
+)
 
 EXIT_STOPPED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again
 # A file in the output_dir of a stopped run, because launchers replace the exit code by their own.
 STOPPED_FILE = "stopped.json"
 # The launcher repeats a signal that all processes got; within this time both count as one.
-REPEAT_S = 10.0
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REPEATED_SIGNAL_S = 10.0
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 def mark_stopped(output_dir: Path, step: int) -> None:
@@ -46,8 +51,8 @@ def mark_stopped(output_dir: Path, step: int) -> None:
 class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
     """The first signal to any rank saves and ends the run after the current optimizer step.
 
-    A signal that comes `REPEAT_S` seconds later or more ends it at once, except SIGHUP: closing a
-    terminal does not mean that.
+    A signal that comes `REPEATED_SIGNAL_S` seconds later or more ends it at once, except SIGHUP:
+    closing a terminal does not mean that.
     """
 
     def __init__(self) -> None:
@@ -81,13 +86,13 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
         # Under nohup a run ignores SIGHUP. Not so with torch's elastic launcher: it handles SIGHUP
         # even then, and kills processes that outlast it.
         ignores_hangup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and not under_elastic()
-        for number in _SIGNALS:
+        for number in _STOP_SIGNALS:
             if number == signal.SIGHUP and ignores_hangup:
                 continue
             self._handlers_before[number] = signal.signal(number, self._handle)
         # The launcher's time between SIGTERM and SIGKILL may be too short for a checkpoint.
         if state.is_world_process_zero and kills_too_early():
-            print(TOO_SHORT, file=sys.stderr, flush=True)
+            print(SHORT_SHUTDOWN_WARNING, file=sys.stderr, flush=True)
 
     def release(self) -> None:
         """Restore the signal handlers, when all ranks have written everything.
@@ -119,13 +124,13 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Remember the first signal `number`; end the process for one that comes much later.
 
-        A signal within `REPEAT_S` seconds counts as the same one, since launchers repeat it. SIGHUP
-        never ends the process, since a launcher that dies may send several.
+        A signal within `REPEATED_SIGNAL_S` seconds counts as the same one, since launchers repeat
+        it. SIGHUP never ends the process, since a launcher that dies may send several.
         """
         mute_lost_outputs()
         if self.received is not None:
             seconds_since_first = time.monotonic() - self._received_at
-            if number != signal.SIGHUP and seconds_since_first >= REPEAT_S:
+            if number != signal.SIGHUP and seconds_since_first >= REPEATED_SIGNAL_S:
                 # Send it again with the default handler, which ends the process.
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
@@ -136,7 +141,7 @@ class StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers is un
             return
         line = (
             f"{signal.Signals(number).name}: saving after this optimizer step; another signal, "
-            f"{REPEAT_S:.0f} seconds from now or later, ends the run at once\n"
+            f"{REPEATED_SIGNAL_S:.0f} seconds from now or later, ends the run at once\n"
         )
         # Written to file descriptor 2, stderr, because the signal may have interrupted a `print`.
         with contextlib.suppress(OSError):

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
 from adora_vl.utils.hashing import file_sha256
 
-MANIFEST = "manifest.json"
-MARK = "complete"
-STAGING = ".saving"
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+MANIFEST_FILE = "manifest.json"
+COMPLETE_FILE = "complete"
+STAGING_FOLDER = ".saving"
+CHECKPOINT_NAME_PATTERN = re.compile(r"checkpoint-(\d+)")
 _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
@@ -36,7 +36,7 @@ class NewestCheckpoint(NamedTuple):
 
 def step_of(checkpoint: Path) -> int:
     """Return the optimizer step in the name of a checkpoint."""
-    match = CHECKPOINT.fullmatch(checkpoint.name)
+    match = CHECKPOINT_NAME_PATTERN.fullmatch(checkpoint.name)
     assert match, f"{checkpoint} is no checkpoint folder"
     return int(match[1])
 
@@ -46,7 +46,9 @@ def checkpoints(output_dir: Path) -> list[Path]:
     if not output_dir.is_dir():
         return []
     folders = [
-        path for path in output_dir.iterdir() if path.is_dir() and CHECKPOINT.fullmatch(path.name)
+        path
+        for path in output_dir.iterdir()
+        if path.is_dir() and CHECKPOINT_NAME_PATTERN.fullmatch(path.name)
     ]
     return sorted(folders, key=step_of, reverse=True)
 
@@ -94,8 +96,8 @@ def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> 
     for path in paths:
         flush(path)
     manifest = json.dumps({**facts, "files": hashes(folder, paths)}, indent=2, sort_keys=True)
-    replace_file(folder / MANIFEST, manifest)
-    replace_file(folder / MARK, hashlib.sha256(manifest.encode()).hexdigest())
+    replace_file(folder / MANIFEST_FILE, manifest)
+    replace_file(folder / COMPLETE_FILE, hashlib.sha256(manifest.encode()).hexdigest())
     for directory in {path.parent for path in paths} | {folder}:
         flush(directory)
 
@@ -106,12 +108,12 @@ def problem_of(checkpoint: Path) -> str | None:
     Every byte is read, to compare its hashes with those in the manifest.
     """
     try:
-        manifest_bytes = (checkpoint / MANIFEST).read_bytes()
-        mark = (checkpoint / MARK).read_text().strip()
+        manifest_bytes = (checkpoint / MANIFEST_FILE).read_bytes()
+        mark = (checkpoint / COMPLETE_FILE).read_text().strip()
     except OSError as error:
         return f"it was never finished ({Path(error.filename).name} is missing)"
     if hashlib.sha256(manifest_bytes).hexdigest() != mark:
-        return f"{MANIFEST} is not the one that was finished"
+        return f"{MANIFEST_FILE} is not the one that was finished"
     expected: dict[str, dict[str, Any]] = json.loads(manifest_bytes)["files"]
     for name, entry in expected.items():
         path = checkpoint / name
@@ -126,7 +128,7 @@ def problem_of(checkpoint: Path) -> str | None:
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
     """Return the manifest of a whole checkpoint: facts about the run, and its files."""
-    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
+    facts: dict[str, Any] = json.loads((checkpoint / MANIFEST_FILE).read_text())
     return facts
 
 
@@ -180,10 +182,10 @@ def rotate(output_dir: Path, keep: int | None) -> None:
     """
     if not keep:
         return
-    complete = [path for path in checkpoints(output_dir) if (path / MARK).is_file()]
+    complete = [path for path in checkpoints(output_dir) if (path / COMPLETE_FILE).is_file()]
     for checkpoint in complete[keep:]:
         # Renamed before it is deleted, so that a crash leaves no half checkpoint under its name.
-        renamed = output_dir / STAGING / f"{checkpoint.name}.deleted"
+        renamed = output_dir / STAGING_FOLDER / f"{checkpoint.name}.deleted"
         renamed.parent.mkdir(exist_ok=True)
         checkpoint.rename(renamed)
         shutil.rmtree(renamed, ignore_errors=True)
@@ -194,7 +196,7 @@ def clear_staging(output_dir: Path) -> None:
 
     Call it while `output_dir` is locked, so that they are not those of a running process.
     """
-    shutil.rmtree(output_dir / STAGING, ignore_errors=True)
+    shutil.rmtree(output_dir / STAGING_FOLDER, ignore_errors=True)
     remove_partial(output_dir)
 
 

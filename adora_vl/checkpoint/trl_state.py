@@ -18,15 +18,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, manifest_of
+from adora_vl.checkpoint.store import MANIFEST_FILE, manifest_of
 from adora_vl.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REFERENCE = "reference"  # the folder in a checkpoint
-_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
-_LOSSES = "losses"  # the key in the manifest
+REFERENCE_FOLDER = "reference"  # the folder in a checkpoint
+_MAX_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
+_LOSSES_KEY = "losses"  # the key in the manifest
 
 
 def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -39,7 +39,7 @@ def save_tensors(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     for name, tensor in tensors:
         tensors_of_file[name] = tensor.detach().to("cpu", copy=True).contiguous()
         file_bytes = sum(copied.nbytes for copied in tensors_of_file.values())
-        if file_bytes >= _FILE_BYTES:
+        if file_bytes >= _MAX_FILE_BYTES:
             save_file(tensors_of_file, folder / f"model-{file_number:05}.safetensors")
             file_number += 1
             tensors_of_file = {}
@@ -95,15 +95,15 @@ class MovingReference:
             for _ in whole_parameters():
                 pass
             return
-        (checkpoint / REFERENCE).mkdir(parents=True, exist_ok=True)
-        save_tensors(whole_parameters(), checkpoint / REFERENCE)
+        (checkpoint / REFERENCE_FOLDER).mkdir(parents=True, exist_ok=True)
+        save_tensors(whole_parameters(), checkpoint / REFERENCE_FOLDER)
 
     def load(self, checkpoint: Path) -> None:
         """Load the reference model from a checkpoint.
 
         Raises `UserError` for a checkpoint without one, `RunError` for one of another model.
         """
-        files = sorted((checkpoint / REFERENCE).glob("*.safetensors"))
+        files = sorted((checkpoint / REFERENCE_FOLDER).glob("*.safetensors"))
         if self.moves and not files:
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has no reference model, which "
@@ -128,7 +128,8 @@ class MovingReference:
                             parameter.copy_(saved.get_tensor(name))
         if remaining_parameters:
             raise RunError(
-                f"{checkpoint / REFERENCE}: {next(iter(remaining_parameters))} of the reference "
+                f"{checkpoint / REFERENCE_FOLDER}: {next(iter(remaining_parameters))} of the "
+                "reference "
                 "model is missing"
             )
 
@@ -153,7 +154,7 @@ class LossSums:
 
         `with_all_ranks` replaces it before the manifest is written.
         """
-        return {_LOSSES: self}
+        return {_LOSSES_KEY: self}
 
     @staticmethod
     def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
@@ -162,12 +163,12 @@ class LossSums:
         Collective. The value of this rank's tensor is read only here, where a checkpoint is
         written: reading it earlier would have to wait for the GPU.
         """
-        sums = facts.get(_LOSSES)
+        sums = facts.get(_LOSSES_KEY)
         if sums is None:
             return facts
         unlogged_sums = gather_object([float(sums.unlogged_sum)])
         losses = {"logged": sums.logged_sum, "since": sums.last_log_step, "rest": unlogged_sums}
-        return {**facts, _LOSSES: losses}
+        return {**facts, _LOSSES_KEY: losses}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,9 +186,9 @@ class SavedLossSums:
     @classmethod
     def of_checkpoint(cls, checkpoint: Path) -> SavedLossSums | None:
         """Read the sums from a checkpoint; None if it has none, as one that only TRL has written."""
-        if not (checkpoint / MANIFEST).is_file():
+        if not (checkpoint / MANIFEST_FILE).is_file():
             return None
-        losses = manifest_of(checkpoint).get(_LOSSES)
+        losses = manifest_of(checkpoint).get(_LOSSES_KEY)
         if losses is None:
             return None
         return cls(

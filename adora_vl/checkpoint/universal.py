@@ -20,18 +20,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, manifest_of, seal
+from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, manifest_of, seal
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
-LATEST = "latest_universal"  # DeepSpeed's own name; holds the name of the folder beside it
-_SHARDS = "global_step*"
+# DeepSpeed's own name; holds the name of the folder beside it
+LATEST_UNIVERSAL_FILE = "latest_universal"
+_SHARD_FOLDER_PATTERN = "global_step*"
 # environment variables that torch reads when it unpickles
-_FORCE_WEIGHTS_ONLY = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_FORCE_ALSO_CODE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+_WEIGHTS_ONLY_VARIABLE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_ALSO_CODE_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @contextlib.contextmanager
@@ -49,9 +50,9 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
     from deepspeed.utils.tensor_fragment import fragment_address
 
     values_before = {
-        name: os.environ.pop(name, None) for name in (_FORCE_WEIGHTS_ONLY, _FORCE_ALSO_CODE)
+        name: os.environ.pop(name, None) for name in (_WEIGHTS_ONLY_VARIABLE, _ALSO_CODE_VARIABLE)
     }
-    os.environ[_FORCE_WEIGHTS_ONLY] = "1"
+    os.environ[_WEIGHTS_ONLY_VARIABLE] = "1"
     try:
         with torch.serialization.safe_globals(
             [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -66,7 +67,7 @@ def without_code(checkpoint: Path | str) -> Iterator[None]:
             "may run a stranger's code; use a checkpoint of your own"
         ) from error
     finally:
-        del os.environ[_FORCE_WEIGHTS_ONLY]
+        del os.environ[_WEIGHTS_ONLY_VARIABLE]
         for name, value in values_before.items():
             if value is not None:
                 os.environ[name] = value
@@ -82,7 +83,7 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
 
 def is_universal(checkpoint: Path) -> bool:
     """Return whether a DeepSpeed checkpoint can be loaded by any number of processes."""
-    return (checkpoint / LATEST).is_file()
+    return (checkpoint / LATEST_UNIVERSAL_FILE).is_file()
 
 
 def shards_of(checkpoint: Path) -> Path | None:
@@ -90,7 +91,7 @@ def shards_of(checkpoint: Path) -> Path | None:
 
     None for a checkpoint without DeepSpeed, and for a universal one.
     """
-    shard_folders = sorted(checkpoint.glob(_SHARDS))
+    shard_folders = sorted(checkpoint.glob(_SHARD_FOLDER_PATTERN))
     if is_universal(checkpoint) or not shard_folders:
         return None
     return shard_folders[0]
@@ -115,7 +116,9 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
     with replacing_folder(output) as staged:
         # Everything but the shards, and the manifest and the mark, which are written anew.
-        left_out = shutil.ignore_patterns(_SHARDS, MANIFEST, MARK, "latest", "zero_to_*.py")
+        left_out = shutil.ignore_patterns(
+            _SHARD_FOLDER_PATTERN, MANIFEST_FILE, COMPLETE_FILE, "latest", "zero_to_*.py"
+        )
         shutil.copytree(checkpoint, staged, ignore=left_out, dirs_exist_ok=True)
         universal_folder = staged / f"{shards.name}_universal"
         universal_folder.mkdir()

@@ -24,10 +24,10 @@ import pyarrow.parquet as pq
 
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.store import (
-    CHECKPOINT,
-    MANIFEST,
-    MARK,
-    STAGING,
+    CHECKPOINT_NAME_PATTERN,
+    COMPLETE_FILE,
+    MANIFEST_FILE,
+    STAGING_FOLDER,
     checkpoints,
     hashes,
     manifest_of,
@@ -39,10 +39,10 @@ from adora_vl.utils.files import disk_is_full, is_partial, read_object, replace_
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-WRITTEN = "written.json"
+WRITTEN_FILES_NOTE = "written.json"
 _MADE_BY = {"made_by": "adora_vl.train"}
 _STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
-_MODEL_PATTERNS = (
+_MODEL_NAME_PATTERNS = (
     "merged",
     "ref",
     "*.safetensors",
@@ -70,9 +70,9 @@ def run_entries(folder: Path) -> list[Path]:
     Checkpoints come first, by their steps. Anything else in the folder is the user's, and stays.
     """
     entries = sorted(folder.iterdir()) if folder.is_dir() else []
-    checkpoint_folders = [path for path in entries if CHECKPOINT.fullmatch(path.name)]
+    checkpoint_folders = [path for path in entries if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)]
     paths = sorted(checkpoint_folders, key=step_of)
-    for pattern in (*_MODEL_PATTERNS, *_RECORD_NAMES, WRITTEN):
+    for pattern in (*_MODEL_NAME_PATTERNS, *_RECORD_NAMES, WRITTEN_FILES_NOTE):
         paths += [path for path in entries if fnmatchcase(path.name, pattern)]
     # A name may fit several patterns.
     return list(dict.fromkeys(paths))
@@ -80,7 +80,7 @@ def run_entries(folder: Path) -> list[Path]:
 
 def model_entries(folder: Path) -> list[Path]:
     """Return the files and folders of a final model in a run's folder, and `written.json`."""
-    patterns = (*_MODEL_PATTERNS, WRITTEN)
+    patterns = (*_MODEL_NAME_PATTERNS, WRITTEN_FILES_NOTE)
     paths: list[Path] = []
     for path in run_entries(folder):
         if any(fnmatchcase(path.name, pattern) for pattern in patterns):
@@ -106,7 +106,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
     if entries is None:
         entries = run_entries(folder)
     for entry in entries:
-        if CHECKPOINT.fullmatch(entry.name):
+        if CHECKPOINT_NAME_PATTERN.fullmatch(entry.name):
             users_files += _users_files_of_checkpoint(entry)
             continue
         for file in _files_below(entry):
@@ -163,7 +163,7 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
     are not the run's.
     """
     content = json.dumps({**_MADE_BY, **notes}, indent=2, sort_keys=True)
-    replace_file(output_dir / WRITTEN, content + "\n")
+    replace_file(output_dir / WRITTEN_FILES_NOTE, content + "\n")
 
 
 class _FileVersion(NamedTuple):
@@ -181,7 +181,7 @@ def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
     """
     versions: dict[str, _FileVersion] = {}
     for entry in model_entries(output_dir):
-        if entry.name == WRITTEN:
+        if entry.name == WRITTEN_FILES_NOTE:
             continue
         for path in _files_below(entry):
             if path.is_symlink():
@@ -217,7 +217,9 @@ def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
     try:
         facts = manifest_of(checkpoint)
         if "step" in facts:
-            run_files = {checkpoint / name for name in (*facts["files"], MANIFEST, MARK)}
+            run_files = {
+                checkpoint / name for name in (*facts["files"], MANIFEST_FILE, COMPLETE_FILE)
+            }
     except (OSError, ValueError, KeyError, TypeError):
         # There is no manifest, or it is not a checkpoint's.
         pass
@@ -241,7 +243,7 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
     try:
         if top_name in _RECORD_NAMES:
             return _is_record_file(path, top_name, name_inside)
-        if name == WRITTEN:
+        if name == WRITTEN_FILES_NOTE:
             # The notes are empty if no run wrote this file.
             return bool(notes)
         if "others" in notes:
@@ -259,7 +261,7 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
 
 def _read_notes(folder: Path) -> dict[str, Any]:
     """Return the content of `written.json`; empty if a run did not write it."""
-    notes = read_object(folder / WRITTEN)
+    notes = read_object(folder / WRITTEN_FILES_NOTE)
     return notes if notes.items() >= _MADE_BY.items() else {}
 
 
@@ -314,9 +316,9 @@ def _is_rollout_file(path: Path, name: str) -> bool:
 
 
 _CHECKPOINT_PREFIX = "checkpoint"  # Transformers' PREFIX_CHECKPOINT_DIR, whose import takes seconds
-ASIDE = ".replaced"  # the hidden folder in output_dir that an old run is moved into
+SET_ASIDE_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
 # TRL makes this folder when the trainer is built, before the old run is moved, and never again.
-_FOLDER_OF_TRL = "completions"
+_TRL_COMPLETIONS_FOLDER = "completions"
 
 
 def holds_a_run(output_dir: Path) -> bool:
@@ -334,7 +336,7 @@ def has_begun(output_dir: Path) -> bool:
 
 def _has_complete_checkpoint(output_dir: Path) -> bool:
     """Return whether a checkpoint has the file that marks it as complete; no hash is compared."""
-    return any((checkpoint / MARK).is_file() for checkpoint in checkpoints(output_dir))
+    return any((checkpoint / COMPLETE_FILE).is_file() for checkpoint in checkpoints(output_dir))
 
 
 def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
@@ -366,16 +368,16 @@ def _users_hidden_files(output_dir: Path) -> list[str]:
     One has an old run that was moved aside, and the other has files that are being written. The
     latter counts as the user's if no run has begun here.
     """
-    aside = output_dir / ASIDE
-    staging = output_dir / STAGING
+    aside = output_dir / SET_ASIDE_FOLDER
+    staging = output_dir / STAGING_FOLDER
     if aside.is_symlink():
-        return [ASIDE]
+        return [SET_ASIDE_FOLDER]
     entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
-    users_files = [f"{ASIDE}/{name}" for name in list_users_files(aside, entries_aside)]
+    users_files = [f"{SET_ASIDE_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
     is_folder_of_run = has_begun(output_dir) or has_begun(aside)
     if has_staged_files and not is_folder_of_run:
-        users_files.append(STAGING)
+        users_files.append(STAGING_FOLDER)
     return users_files
 
 
@@ -389,21 +391,21 @@ def set_aside(output_dir: Path) -> str | None:
     user's that have come since the folder was checked.
     """
     refuse_users_files(output_dir, overwrite=True)
-    aside = output_dir / ASIDE
+    aside = output_dir / SET_ASIDE_FOLDER
     if _has_complete_checkpoint(output_dir):
         # The run in the folder is the one to keep. An even older one was left by a crash.
         shutil.rmtree(aside, ignore_errors=True)
     keeps_older_run = aside.is_dir()
-    target = output_dir / STAGING / "dropped" if keeps_older_run else aside
+    target = output_dir / STAGING_FOLDER / "dropped" if keeps_older_run else aside
     # The notes on which files are a run's are copied before anything moves: if this process is
     # killed halfway, both folders have them.
-    if (output_dir / WRITTEN).is_file():
+    if (output_dir / WRITTEN_FILES_NOTE).is_file():
         target.mkdir(parents=True, exist_ok=True)
-        shutil.copy(output_dir / WRITTEN, target)
+        shutil.copy(output_dir / WRITTEN_FILES_NOTE, target)
     for path in run_entries(output_dir):
         target.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.name)
-        if path.name == _FOLDER_OF_TRL:
+        if path.name == _TRL_COMPLETIONS_FOLDER:
             # TRL has made it for the new run when its trainer was built, and expects it there.
             path.mkdir()
     if keeps_older_run:
@@ -413,11 +415,11 @@ def set_aside(output_dir: Path) -> str | None:
 
 def delete_aside(output_dir: Path) -> None:
     """Delete the old run that was moved aside, once the new one has a checkpoint."""
-    shutil.rmtree(output_dir / ASIDE, ignore_errors=True)
+    shutil.rmtree(output_dir / SET_ASIDE_FOLDER, ignore_errors=True)
 
 
 # Writes the files of a checkpoint into a folder, and returns the facts for its manifest.
-Save = Callable[[Path], dict[str, Any]]
+WriteCheckpointFiles = Callable[[Path], dict[str, Any]]
 
 
 class CheckpointWriter:
@@ -441,7 +443,7 @@ class CheckpointWriter:
         # The folder that TRL writes `checkpoint-N` into, during `write`; else None.
         self.staging: Path | None = None
 
-    def write(self, step: int, save: Save) -> None:
+    def write(self, step: int, save: WriteCheckpointFiles) -> None:
         """Write a checkpoint, and delete older ones beyond the limit.
 
         The files are written into a hidden folder, which becomes `checkpoint-N` when it is
@@ -453,7 +455,7 @@ class CheckpointWriter:
         from accelerate.utils import gather_object
 
         name = f"{_CHECKPOINT_PREFIX}-{step}"
-        self.staging = self.output_dir / STAGING
+        self.staging = self.output_dir / STAGING_FOLDER
         staged_checkpoint = self.staging / name
         try:
             facts = save(staged_checkpoint)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 # Losses whose sum over a generation does not depend on which rows share a micro-batch. bnpo is not
 # among them, because it divides each micro-batch by its own number of tokens.
-REGROUPABLE = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
+REGROUPABLE_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "luspo", "vespo"})
 
 
 @dataclass(frozen=True)
@@ -226,7 +226,7 @@ def regroup_obstacle(config: AdoraGRPOConfig) -> str:
     With such a setting the loss depends on which rows share a micro-batch, so moving them would
     change the training. Empty if there is none.
     """
-    if config.loss_type not in REGROUPABLE:
+    if config.loss_type not in REGROUPABLE_LOSSES:
         return f"loss_type: {config.loss_type}"
     # The quantile is taken over the tokens of each micro-batch.
     if config.top_entropy_quantile < 1:

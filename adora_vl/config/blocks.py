@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
+from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
 
 
 def key(default: Any, help: str) -> Any:
@@ -62,7 +62,7 @@ class ToolOptions:
     max_pixels: Annotated[int, Field(ge=28 * 28)] | None = key(
         None, "Largest picture that a tool shows, in pixels; null: as the problem's."
     )
-    seconds: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] = key(
+    seconds: Annotated[float, Field(ge=MIN_DEADLINE_S, le=MAX_DEADLINE_S)] = key(
         10.0, "That a call of a tool of your own may take."
     )
     turn_tokens: Annotated[int, Field(ge=1)] | None = key(

@@ -1,8 +1,8 @@
 """The reader of a training command: the config file, with the command line laid over it.
 
 Nothing slow is imported here, so a mistake is named at once. Each value is converted once: those of
-our own keys and of `RANGES` here, those of keys whose types only TRL and Transformers know when
-their dataclasses are built (`build_configs` in `schema.py`).
+our own keys and of `TYPE_BY_TRL_KEY` here, those of keys whose types only TRL and Transformers know
+when their dataclasses are built (`build_configs` in `schema.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import Key, read_keys
-from adora_vl.config.trl_ranges import RANGES
+from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert, takes
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
 from adora_vl.utils.errors import UserError, nearest
@@ -140,7 +140,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
         if cli_key.dotted_name != "config":
             _override(written_values, cli_key, keys)
     hints = {
-        **RANGES,
+        **TYPE_BY_TRL_KEY,
         **annotations_of_keys(AdoraScriptArguments),
         **annotations_of_keys(AdoraKeys),
     }

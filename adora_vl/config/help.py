@@ -7,13 +7,13 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING
 
-from adora_vl.config.trl_keys import OURS, Key, read_keys
+from adora_vl.config.trl_keys import OUR_LIBRARY, Key, read_keys
 from adora_vl.utils.cli import yaml_line
 from adora_vl.utils.versions import installed
 
-_WIDTH = 100
-_COLUMN = 38  # where the words of the short list begin
-_HEAD = """\
+_LINE_WIDTH = 100
+_TEXT_COLUMN = 38  # where the words of the short list begin
+_HELP_HEAD = """\
 Train a vision-language model by reinforcement learning, with vLLM for the rollouts.
 
   python -m adora_vl.train --config FILE.yaml [--key value ...]
@@ -31,14 +31,14 @@ into one: --adora_rollouts.refill 2.
 
 The keys that are set first, with their defaults:
 """
-_TAIL = """\
+_HELP_TAIL = """\
 
 configs/train/annotated.yaml explains the keys that most runs touch, and docs/configuration.md all
 that this project adds.
 """
 # The keys of the short list in few words, because most texts of the libraries are longer than a
 # line.
-_SHORT_LIST = {
+_TEXT_BY_COMMON_KEY = {
     "model_name_or_path": "a folder, a model of the hub, or `tiny`; has to be set",
     "dataset_name": "a prepared folder, `synthetic`, `knights`, or several",
     "adora_columns": "of your own table: {problem: question, answer: label}",
@@ -60,8 +60,8 @@ _SHORT_LIST = {
     "save_steps": "optimizer steps between checkpoints",
     "report_to": "also log to tensorboard, wandb or trackio",
 }
-_HEADINGS = {
-    OURS: "Keys of this project",
+_HEADING_BY_LIBRARY = {
+    OUR_LIBRARY: "Keys of this project",
     "trl": "Keys of TRL",
     "transformers": "Keys of Transformers",
 }
@@ -83,10 +83,10 @@ def help_text(arguments: Sequence[str]) -> str:
     if "--help-all" in arguments:
         return _help_of_all_keys(list(keys.values()))
     lines: list[str] = []
-    for name, words in _SHORT_LIST.items():
+    for name, words in _TEXT_BY_COMMON_KEY.items():
         if name in keys:
-            lines.append(f"  {_with_default(keys[name]):<{_COLUMN}}{words}")
-    return _HEAD + "\n".join(lines) + "\n" + _TAIL.rstrip()
+            lines.append(f"  {_with_default(keys[name]):<{_TEXT_COLUMN}}{words}")
+    return _HELP_HEAD + "\n".join(lines) + "\n" + _HELP_TAIL.rstrip()
 
 
 def _help_of_all_keys(keys: Sequence[Key]) -> str:
@@ -95,14 +95,14 @@ def _help_of_all_keys(keys: Sequence[Key]) -> str:
     The keys of one library stand together, by name. The options of a key follow it.
     """
     parts: list[str] = []
-    for library, heading in _HEADINGS.items():
+    for library, heading in _HEADING_BY_LIBRARY.items():
         empty_line = "\n" if parts else ""
         parts.append(f"{empty_line}{heading}\n{'-' * len(heading)}")
         library_keys = [key for key in keys if key.library == library]
         for top_key in sorted(library_keys, key=lambda key: key.name):
             for key in (top_key, *top_key.options):
                 words = textwrap.fill(
-                    key.help, _WIDTH, initial_indent="    ", subsequent_indent="    "
+                    key.help, _LINE_WIDTH, initial_indent="    ", subsequent_indent="    "
                 )
                 parts.append(f"{_with_default(key)}\n{words}".rstrip())
     return "\n".join(parts)

@@ -15,7 +15,7 @@ from adora_vl.config.trl_ranges import Name
 from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
 from adora_vl.utils.errors import UserError, did_you_mean
-from adora_vl.utils.own_files import LONGEST_S, SHORTEST_S
+from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]
@@ -36,8 +36,8 @@ Recompute = (
     Annotated[int, Field(ge=0)]
     | Annotated[str, Field(pattern="^(auto|all)$", description="auto or all")]
 )
-_ROUNDING = 1e-3  # how far the sum of shares such as 0.333 may be from 1
-_LARGEST_PROMPT = 1_000_000  # the most bytes of a file with a system prompt
+_SUM_TOLERANCE = 1e-3  # how far the sum of shares such as 0.333 may be from 1
+_MAX_PROMPT_BYTES = 1_000_000  # the most bytes of a file with a system prompt
 
 
 @dataclass
@@ -186,10 +186,12 @@ class AdoraKeys:
         "Skip a step with a larger importance ratio of new to old policy (per token, or per "
         "sequence with importance_sampling_level: sequence); null: never.",
     )
-    adora_reward_timeout: Annotated[float, Field(ge=SHORTEST_S, le=LONGEST_S)] | None = key(
-        300.0,
-        "Seconds that a reward function of your own may take for the completions of one "
-        "generation on one process, before the run is stopped; null: no limit.",
+    adora_reward_timeout: Annotated[float, Field(ge=MIN_DEADLINE_S, le=MAX_DEADLINE_S)] | None = (
+        key(
+            300.0,
+            "Seconds that a reward function of your own may take for the completions of one "
+            "generation on one process, before the run is stopped; null: no limit.",
+        )
     )
     adora_vllm_dtype: Literal["auto", "float32", "bfloat16", "float16"] = key(
         "auto", "dtype of the engine: auto follows bf16/fp16, else the model's own dtype."
@@ -277,7 +279,7 @@ def _check_mixture(dataset_names: list[str], shares: list[float] | None) -> None
             f"adora_mixture: {shares} has {len(shares)} values for the {len(dataset_names)} of "
             f"dataset_name: {dataset_names}"
         )
-    if abs(sum(shares) - 1) > _ROUNDING:
+    if abs(sum(shares) - 1) > _SUM_TOLERANCE:
         raise UserError(
             f"adora_mixture: {shares} sum to {sum(shares):g}; write shares that sum to 1, "
             "such as [0.7, 0.3]"
@@ -310,7 +312,7 @@ def _system_prompt_text(value: str | None) -> str | None:
             f"UTF-8 text that can be read ({reason}), nor a text of more than one word"
             f"{did_you_mean(value, SYSTEM_PROMPTS)}"
         ) from error
-    if not text or len(content) > _LARGEST_PROMPT:
+    if not text or len(content) > _MAX_PROMPT_BYTES:
         raise UserError(
             f"adora_system_prompt: {value!r} has {len(content)} bytes; name a file with a prompt "
             "in it"

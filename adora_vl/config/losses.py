@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from adora_vl.config.schema import AdoraGRPOConfig
 
 # The losses that clip the ratio of new to old policy on both sides, as PPO does.
-CLIPPED = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
+CLIPPED_LOSSES = frozenset({"grpo", "bnpo", "dr_grpo", "dapo", "luspo"})
 # Losses that sum over tokens: with one ratio for a whole answer, a long answer would weigh more.
-_SUMS_OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})
-_USUAL_CAP = 5.0  # CISPO's cap in ScaleRL (arXiv 2510.13786)
+_LOSSES_SUMMED_OVER_TOKENS = frozenset({"bnpo", "dr_grpo", "dapo", "cispo"})
+_USUAL_RATIO_CAP = 5.0  # CISPO's cap in ScaleRL (arXiv 2510.13786)
 
 
 def check_loss(config: AdoraGRPOConfig) -> None:
@@ -39,9 +39,9 @@ def _check_ratio_bounds(config: AdoraGRPOConfig) -> None:
         raise UserError(
             f"epsilon_high: {value} is the cap of the ratio itself with loss_type: cispo, "
             f"and caps also the ratio of an unchanged policy, which is 1; set one above 1, such as "
-            f"epsilon_high: {_USUAL_CAP}"
+            f"epsilon_high: {_USUAL_RATIO_CAP}"
         )
-    if config.loss_type not in CLIPPED or config.delta is None:
+    if config.loss_type not in CLIPPED_LOSSES or config.delta is None:
         return
     clip = 1 + epsilon_high
     if config.delta <= clip:
@@ -64,7 +64,7 @@ def _check_sampling_level(config: AdoraGRPOConfig) -> None:
             f"importance_sampling_level: {level} with loss_type: luspo, which scales the ratio of "
             "a whole answer by its length; set it to sequence"
         )
-    if level == "sequence" and loss in _SUMS_OVER_TOKENS:
+    if level == "sequence" and loss in _LOSSES_SUMMED_OVER_TOKENS:
         raise UserError(
             f"importance_sampling_level: sequence with loss_type: {loss} weighs an answer by its "
             "length; set loss_type: grpo, which is GSPO, or luspo"

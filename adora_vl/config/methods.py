@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 KEEP_SETTINGS = "keep_settings"
 
 # Methods that TRL has under keys of its own.
-KEYS_OF_TRL = {
+TRL_KEYS_BY_METHOD = {
     "gspo": "importance_sampling_level: sequence, epsilon: 3e-4, epsilon_high: 4e-4, loss_type: "
     "grpo, beta: 0.0",
     "lite_ppo": "scale_rewards: batch, loss_type: dapo",
@@ -247,7 +247,7 @@ def _unknown_method(name: str) -> UserError:
 
     Some methods of the literature are keys of TRL, such as `loss_type: cispo`; these are proposed.
     """
-    trl_keys = KEYS_OF_TRL.get(name.lower())
+    trl_keys = TRL_KEYS_BY_METHOD.get(name.lower())
     if trl_keys is not None:
         return UserError(
             f"adora_method: {name} is in TRL's own keys; set {trl_keys}, and adora_method: grpo or "

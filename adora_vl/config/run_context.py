@@ -8,7 +8,7 @@ from typing import Literal
 from adora_vl.config.dry_run_options import DryRunOptions, planned_sharding
 from adora_vl.config.sharding import Sharding, from_environment
 
-_ELSEWHERE = (
+_OTHER_MACHINE_NOTE = (
     "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
     "and output_dir were not looked at"
 )
@@ -35,7 +35,7 @@ class Messages:
         There are none, except for a dry run that plans for another machine: a line says what could
         not be checked.
         """
-        return cls(unknown=[] if context.on_this_machine else [_ELSEWHERE])
+        return cls(unknown=[] if context.on_this_machine else [_OTHER_MACHINE_NOTE])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from adora_vl.config.methods import name_functions, settle_methods
 from adora_vl.config.values import annotations_of_keys, convert_fields
 from adora_vl.utils.cli import plain, spelled
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.secrets import HIDDEN, masked
+from adora_vl.utils.secrets import HIDDEN_MARK, masked
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
@@ -105,9 +105,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
             values = [value]
             if isinstance(value, dict):
                 values += value.values()
-            if HIDDEN in values or f"//{HIDDEN}@" in str(value):
+            if HIDDEN_MARK in values or f"//{HIDDEN_MARK}@" in str(value):
                 raise UserError(
-                    f"{key}: '{HIDDEN}' stands for a secret that was left out of a printed "
+                    f"{key}: '{HIDDEN_MARK}' stands for a secret that was left out of a printed "
                     "command; write it, or log in with `hf auth login` for the hub"
                 )
 
@@ -255,7 +255,7 @@ def check_device(config: AdoraGRPOConfig) -> None:
         )
 
 
-DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
+CONFIG_DATACLASSES = (AdoraScriptArguments, AdoraGRPOConfig, ModelConfig)
 
 
 class Configs(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 
 from adora_vl.utils.cli import read_mapping
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.launch import SEVERAL
+from adora_vl.utils.launch import SEVERAL_PROCESSES_HINT
 
 FSDP_IS_UNSUPPORTED = (
     "is not supported, as neither its memory nor its checkpoints nor its weights in the engine were "
@@ -99,7 +99,7 @@ def from_file(
     if distributed_type == "NO" and processes > 1:
         raise UserError(
             f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
-            f"and not {processes}; {SEVERAL}"
+            f"and not {processes}; {SEVERAL_PROCESSES_HINT}"
         )
     deepspeed = content.get("deepspeed_config") or {}
     if not isinstance(deepspeed, dict):

@@ -17,13 +17,13 @@ from typing import Any
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.utils.errors import UserError
 
-OURS = "adora_vl"
+OUR_LIBRARY = "adora_vl"
 # The files that define the dataclasses and those that they inherit from.
-_FILES = {
+_CONFIG_FILES_BY_LIBRARY = {
     "trl": ("trainer/grpo_config.py", "trainer/base_config.py", "trainer/model_config.py"),
     "transformers": ("training_args.py",),
 }
-_DATACLASSES = ("GRPOConfig", "ModelConfig")
+_TRL_DATACLASSES = ("GRPOConfig", "ModelConfig")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _keys_of_libraries() -> dict[str, Key]:
     Raises `OSError` or `KeyError` if a file or class is not where it is expected.
     """
     classes: dict[str, _LibraryClass] = {}
-    for library, file_names in _FILES.items():
+    for library, file_names in _CONFIG_FILES_BY_LIBRARY.items():
         spec = find_spec(library)
         folders = (spec and spec.submodule_search_locations) or ()
         for folder in folders:
@@ -89,7 +89,7 @@ def _keys_of_libraries() -> dict[str, Key]:
                     if isinstance(node, ast.ClassDef):
                         classes[node.name] = _LibraryClass(node, library)
     keys: dict[str, Key] = {}
-    for class_name in _DATACLASSES:
+    for class_name in _TRL_DATACLASSES:
         keys |= _keys_of_class(class_name, classes)
     return keys
 
@@ -101,7 +101,7 @@ def _our_keys(dataclass: Any) -> list[Key]:
             name=field.name,
             default=_default_of(field),
             help=field.metadata["help"],
-            library=OURS,
+            library=OUR_LIBRARY,
         )
         for field in fields(dataclass)
     ]

@@ -16,7 +16,7 @@ _Positive = Annotated[float, Field(gt=0)]
 _NotNegative = Annotated[float, Field(ge=0)]
 
 
-RANGES: dict[str, Any] = {
+TYPE_BY_TRL_KEY: dict[str, Any] = {
     **dict.fromkeys(("model_name_or_path", "output_dir"), Name | None),
     **dict.fromkeys(
         (
@@ -100,8 +100,8 @@ RANGES: dict[str, Any] = {
     "resume_from_checkpoint": Literal[True, False] | str | None,
 }
 # Keys that take a mapping, or the path of a JSON file with one.
-MAY_BE_JSON_FILE = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
+JSON_FILE_KEYS = frozenset({"deepspeed", "fsdp_config", "accelerator_config"})
 # Keys for which the word none is not null: here it is a path, and null means to resume if there is
 # a checkpoint.
-NONE_IS_A_WORD = frozenset({"resume_from_checkpoint"})
-VALUE_FOR_NULL = {"report_to": ["none"]}  # Transformers fails on null for this key
+KEYS_WITH_WORD_NONE = frozenset({"resume_from_checkpoint"})
+NULL_VALUE_BY_KEY = {"report_to": ["none"]}  # Transformers fails on null for this key

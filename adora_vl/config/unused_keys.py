@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.config.batch_plan import regroup_obstacle, regroups
-from adora_vl.config.losses import CLIPPED
+from adora_vl.config.losses import CLIPPED_LOSSES
 from adora_vl.utils.cli import spelled
 from adora_vl.utils.errors import UserError
 
@@ -49,8 +49,8 @@ class UnusedKeys:
     are_read: Callable[[RunSettings], bool]
 
 
-_NO_WARMUP = ("constant", "reduce_lr_on_plateau")
-_NOT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop", "sgd")
+_SCHEDULES_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+_OPTIMIZERS_WITHOUT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop", "sgd")
 _LOW_RANK_OPTIMIZERS = ("apollo", "galore")
 
 
@@ -86,7 +86,7 @@ def _reads_epsilon(settings: RunSettings) -> bool:
     """Return whether `epsilon` is read: it is CISPO's cap where `epsilon_high` is not set."""
     config = settings.config
     is_cap = config.loss_type == "cispo" and config.epsilon_high is None
-    return config.loss_type in CLIPPED or is_cap
+    return config.loss_type in CLIPPED_LOSSES or is_cap
 
 
 def _never(settings: RunSettings) -> bool:
@@ -171,13 +171,13 @@ _UNUSED_KEYS = (
     UnusedKeys(
         ("delta",),
         "with this loss_type, which does not clip on both sides",
-        lambda settings: settings.config.loss_type in CLIPPED,
+        lambda settings: settings.config.loss_type in CLIPPED_LOSSES,
     ),
     UnusedKeys(("epsilon",), "with this loss_type, which has no lower clip", _reads_epsilon),
     UnusedKeys(
         ("epsilon_high",),
         "with this loss_type, which has no upper clip",
-        lambda settings: settings.config.loss_type in CLIPPED | {"cispo"},
+        lambda settings: settings.config.loss_type in CLIPPED_LOSSES | {"cispo"},
     ),
     UnusedKeys(
         ("sapo_temperature_neg", "sapo_temperature_pos"),
@@ -202,12 +202,14 @@ _UNUSED_KEYS = (
     UnusedKeys(
         ("warmup_steps",),
         "with this lr_scheduler_type; constant_with_warmup has a warmup",
-        lambda settings: spelled(settings.config.lr_scheduler_type) not in _NO_WARMUP,
+        lambda settings: (
+            spelled(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
+        ),
     ),
     UnusedKeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         "with this optim",
-        lambda settings: not spelled(settings.config.optim).startswith(_NOT_ADAM),
+        lambda settings: not spelled(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM),
     ),
     UnusedKeys(
         ("optim_target_modules",),

@@ -18,10 +18,10 @@ from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origi
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from adora_vl.config.trl_ranges import (
-    MAY_BE_JSON_FILE,
-    NONE_IS_A_WORD,
-    RANGES,
-    VALUE_FOR_NULL,
+    JSON_FILE_KEYS,
+    KEYS_WITH_WORD_NONE,
+    NULL_VALUE_BY_KEY,
+    TYPE_BY_TRL_KEY,
     Name,
 )
 from adora_vl.utils.cli import (
@@ -39,8 +39,8 @@ from adora_vl.utils.errors import UserError, did_you_mean
 _literal: Any = Literal  # mypy takes a Literal only of names that are written out
 _WORDS_FOR_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
 # The bounds of annotated-types by their attribute, and the words for them in an error line.
-_BOUND_IN_WORDS = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
-_TYPE_IN_WORDS = {
+_WORDS_BY_BOUND = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
+_WORDS_BY_TYPE = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
@@ -49,8 +49,8 @@ _TYPE_IN_WORDS = {
     dict: "a mapping",
     NoneType: "null",
 }
-_MOST_WORDS = 12  # the most words of a `Literal` that an error line lists
-_LONGEST_VALUE = 80  # the most characters of a value in an error line
+_MAX_LISTED_WORDS = 12  # the most words of a `Literal` that an error line lists
+_MAX_SHOWN_CHARACTERS = 80  # the most characters of a value in an error line
 
 
 def convert(key: str, value: Any, hint: Any) -> Any:
@@ -73,7 +73,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         if NoneType not in types:
             _refuse(key, None, hint)
         # None, except for a key where Transformers fails on None.
-        return VALUE_FOR_NULL.get(key)
+        return NULL_VALUE_BY_KEY.get(key)
     options_class = next((member for member in types if is_dataclass(member)), None)
     if options_class is not None:
         return _convert_options(key, single_value, options_class)
@@ -118,7 +118,7 @@ def _means_null(key: str, value: object, hint: object) -> bool:
     """
     if is_null(value):
         return True
-    none_is_a_word = "none" in _literal_words(hint) or key in NONE_IS_A_WORD
+    none_is_a_word = "none" in _literal_words(hint) or key in KEYS_WITH_WORD_NONE
     may_be_null = NoneType in _member_types(hint)
     if none_is_a_word or not may_be_null:
         return False
@@ -136,8 +136,8 @@ def convert_fields(
         config: The dataclass whose fields are config keys, just constructed.
         converted: The keys whose values a command has converted already; they are skipped.
         library_class: The dataclass of TRL that `config` inherits from. Of the keys that TRL alone
-            declares, only those in `RANGES` are converted, the table of types of this project for
-            TRL's keys. In the others only NaN and infinity are refused.
+            declares, only those in `TYPE_BY_TRL_KEY` are converted, the table of types of this
+            project for TRL's keys. In the others only NaN and infinity are refused.
     """
     config_class: Any = type(config)
     hints = annotations_of_keys(config_class)
@@ -267,7 +267,8 @@ def _annotations(dataclass: Any) -> dict[str, Any]:
 def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
     """Return the annotation of every key that the constructor of a config dataclass takes.
 
-    `RANGES`, the table of types of this project for TRL's keys, replaces TRL's own annotation.
+    `TYPE_BY_TRL_KEY`, the table of types of this project for TRL's keys, replaces TRL's own
+    annotation.
     """
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
@@ -279,7 +280,7 @@ def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
 
 @cache
 def _annotation_in_ranges(key: str) -> Any:
-    """Return the annotation of a key of TRL or Transformers in `RANGES`, None where it has none.
+    """Return the type that `TYPE_BY_TRL_KEY` has for a key of a library; None where it has none.
 
     The trackers that `report_to` takes are listed by Transformers, whose import takes seconds. So
     this annotation is not in the table, but built at its first use.
@@ -289,7 +290,7 @@ def _annotation_in_ranges(key: str) -> Any:
 
         tracker: Any = _literal[("none", "all", *INTEGRATION_TO_CALLBACK)]
         return list[tracker] | None
-    return RANGES.get(key)
+    return TYPE_BY_TRL_KEY.get(key)
 
 
 @cache
@@ -484,7 +485,7 @@ def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
     text = value.strip() if isinstance(value, str) else ""
     json_text = value
     file = None
-    if key in MAY_BE_JSON_FILE and text and not text.startswith("{"):
+    if key in JSON_FILE_KEYS and text and not text.startswith("{"):
         file = Path(text)
     try:
         content = read_json(file.read_bytes() if file else text)
@@ -517,7 +518,7 @@ def _expected_in_words(hint: Any) -> str:
     """
     if get_origin(hint) is Literal:
         words = [str(word) for word in get_args(hint)]
-        if len(words) > _MOST_WORDS:
+        if len(words) > _MAX_LISTED_WORDS:
             return f"one of the {len(words)} names such as {', '.join(words[:3])}"
         return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
     if get_origin(hint) is Annotated:
@@ -526,11 +527,11 @@ def _expected_in_words(hint: Any) -> str:
             return str(field_info.description)
         bounds: list[str] = []
         for bound in field_info.metadata:
-            for name, words_before in _BOUND_IN_WORDS.items():
+            for name, words_before in _WORDS_BY_BOUND.items():
                 if hasattr(bound, name):
                     bounds.append(f"{words_before} {getattr(bound, name)}")
-        return f"{_TYPE_IN_WORDS[bounded_type]} {' and '.join(bounds)}"
-    return _TYPE_IN_WORDS.get(_plain_type(hint), "an object that only Python can give")
+        return f"{_WORDS_BY_TYPE[bounded_type]} {' and '.join(bounds)}"
+    return _WORDS_BY_TYPE.get(_plain_type(hint), "an object that only Python can give")
 
 
 def _value_in_words(value: object) -> str:
@@ -539,5 +540,5 @@ def _value_in_words(value: object) -> str:
     A number may be a text here, as every value of the command line is.
     """
     if isinstance(value, str) and not isinstance(_number_or_text(value), str):
-        return shown(value.strip(), _LONGEST_VALUE).strip("'")
-    return shown(value, _LONGEST_VALUE)
+        return shown(value.strip(), _MAX_SHOWN_CHARACTERS).strip("'")
+    return shown(value, _MAX_SHOWN_CHARACTERS)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 
 _ROLES = {"human": "user", "gpt": "assistant"}  # the roles of ShareGPT in OpenAI's words
 _PICTURES = ("image", "image_url")
@@ -76,7 +76,7 @@ def pictures_of_text(text: str) -> TextAndPaths:
         return TextAndPaths(text, paths=[])
     # The path is in the first group for `<img>PATH</img>`, in the second for `<img src="PATH">`.
     paths = [(match[1] or match[2]).strip() for match in _IMG.finditer(text)]
-    return TextAndPaths(_IMG.sub(PLACEHOLDER, text), paths)
+    return TextAndPaths(_IMG.sub(IMAGE_PLACEHOLDER, text), paths)
 
 
 def _contents(value: object, wanted_role: str) -> list[Any]:
@@ -126,7 +126,7 @@ def _text_of_content(content: object) -> str | None:
     pieces = []
     for part in content:
         if part.get("type") in _PICTURES:
-            pieces.append(PLACEHOLDER)
+            pieces.append(IMAGE_PLACEHOLDER)
         elif isinstance(part.get("text"), str):
             pieces.append(part["text"])
         else:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.data.dataset import COLUMNS, schema
+from adora_vl.data.dataset import KIND_BY_COLUMN, schema
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError, did_you_mean
 
@@ -33,7 +33,7 @@ _LISTED = ("images", "choices")  # may be spread over several columns
 # An extra column cannot have these names: the schema has some of them, TRL passes others to a
 # reward function, and a template lists the choices under `multiple_choice`.
 _TAKEN = (
-    *COLUMNS,
+    *KIND_BY_COLUMN,
     "image",
     "prompt",
     "prompts",

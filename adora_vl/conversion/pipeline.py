@@ -29,7 +29,7 @@ from adora_vl.conversion.leakage import Fingerprint, LeakIndex, fingerprint
 from adora_vl.conversion.problem import PixelLimits, RawProblem, RowError, RowReaders, to_row
 from adora_vl.conversion.quarantine import LEAK, MAX_SHARE, NOTES, Quarantine
 from adora_vl.data.dataset import Manifest, Row, read_manifest, schema, write_manifest, write_split
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS
+from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY
 from adora_vl.data.output import complete_or_absent, refuse_foreign, remove_report
 from adora_vl.data.stored_images import stored_bytes
 from adora_vl.rewards.forms import read_reference
@@ -353,7 +353,7 @@ class Cleaning:
 
         Raises `UserError` for limits that no image could satisfy.
         """
-        token_side = VISIONS[self.family].unit  # an image token is a square of this side
+        token_side = VISION_BY_FAMILY[self.family].unit  # an image token is a square of this side
         token_pixels = token_side**2
         for name, value in (("min_pixels", self.min_pixels), ("max_pixels", self.max_pixels)):
             if value is not None and value < token_pixels:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 
 _MARK = re.compile(
     # The first is the mark of a chat template, in rows that were made for another trainer.
@@ -53,7 +53,7 @@ def place_images(text: str, images: int) -> Placed | str:
                 "images, or none"
             )
         return Placed(
-            text=_before_the_text(_MARK.sub(PLACEHOLDER, text)), order=tuple(range(images))
+            text=_before_the_text(_MARK.sub(IMAGE_PLACEHOLDER, text)), order=tuple(range(images))
         )
     if not all(numbers):
         return "has marks of images with and without numbers; number all of them, or none"
@@ -111,11 +111,11 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
         if number not in unplaced_images:
             return f"image {number}"
         order.append(unplaced_images.pop(number))
-        return PLACEHOLDER
+        return IMAGE_PLACEHOLDER
 
     placed_text = _MARK.sub(place_image, text).strip()
     images_without_mark = [image for image in range(images) if image not in order]
-    placed_text += f"\n{PLACEHOLDER}" * len(images_without_mark)
+    placed_text += f"\n{IMAGE_PLACEHOLDER}" * len(images_without_mark)
     return Placed(
         text=_before_the_text(placed_text),
         order=(*order, *images_without_mark),
@@ -126,7 +126,7 @@ def _place_by_number(text: str, numbers: Sequence[int], images: int) -> Placed:
 def _before_the_text(problem: str) -> str:
     """Take the marks off a text that begins with all of them, since images come first anyway."""
     text = problem.strip()
-    while text.startswith(PLACEHOLDER):
-        text = text.removeprefix(PLACEHOLDER).lstrip()
+    while text.startswith(IMAGE_PLACEHOLDER):
+        text = text.removeprefix(IMAGE_PLACEHOLDER).lstrip()
     # Where only marks are left, the question stands in the picture, and the marks stay.
-    return text if text and PLACEHOLDER not in text else problem.strip()
+    return text if text and IMAGE_PLACEHOLDER not in text else problem.strip()

@@ -13,9 +13,9 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.data.dataset import META, Row
-from adora_vl.data.images import UNIT, UnreadableImageError, clean_image
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.dataset import KIND_BY_META_FIELD, Row
+from adora_vl.data.images import SMALLEST_TOKEN_SIDE, UnreadableImageError, clean_image
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.rewards import canonical_gold, verify_gold
 from adora_vl.rewards.forms import read_reference
@@ -139,7 +139,7 @@ class PixelLimits:
 
     low: int | None = None
     high: int | None = None
-    unit: int = UNIT  # the side of an image token in pixels
+    unit: int = SMALLEST_TOKEN_SIDE  # the side of an image token in pixels
 
 
 def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
@@ -163,7 +163,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
         )
         gold = read_part(_gold, raw)
     meta = {
-        **dict.fromkeys(META, ""),  # all keys of the schema, in its order
+        **dict.fromkeys(KIND_BY_META_FIELD, ""),  # all keys of the schema, in its order
         "goal": raw.goal,
         "shapes": list(raw.shapes),
         "solution": raw.solution,
@@ -186,7 +186,7 @@ def to_row(raw: RawProblem, limits: PixelLimits | None = None) -> Row:
     fault = problem_with_row(row)
     if fault:
         wrong, _, remedy = fault.partition("; ")
-        kind = "placeholder" if PLACEHOLDER in raw.problem else "control_token"
+        kind = "placeholder" if IMAGE_PLACEHOLDER in raw.problem else "control_token"
         raise raw.refuse(kind, wrong, f"{remedy}, in")
     return row
 

@@ -54,7 +54,7 @@ def _shown(image: Image.Image) -> Any:
 
 
 # the column with the number of a row in the data set, where rows are numbered
-ROW_NUMBER = "adora_row"
+ROW_NUMBER_COLUMN = "adora_row"
 
 
 class DistinctRows(Dataset[dict[str, Any]]):
@@ -71,7 +71,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
 
         Args:
             rows: the data set.
-            numbered: whether each row gets its number, in the column `ROW_NUMBER`.
+            numbered: whether each row gets its number, in the column `ROW_NUMBER_COLUMN`.
             share: whether copies of a row are read once; else each is read, as stock TRL does.
         """
         self._rows = rows
@@ -142,7 +142,7 @@ class DistinctRows(Dataset[dict[str, Any]]):
     def _read(self, index: int) -> dict[str, Any]:
         """Read one row from the data set."""
         [row] = shown_rows([self._rows[index]])
-        return {**row, ROW_NUMBER: index} if self._numbered else row
+        return {**row, ROW_NUMBER_COLUMN: index} if self._numbered else row
 
 
 # puts the images of a row into the cache, and returns their bytes there

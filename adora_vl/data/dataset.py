@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command
 
 REQUIRED_COLUMNS = ("id", "images", "problem", "answer")
 # Our columns and what each holds; `schema` makes a schema of them.
-COLUMNS = {
+KIND_BY_COLUMN = {
     "id": "text",  # unique and stable, e.g. geometry3k/train/15
     "images": "images",  # RGB, upright
     # an <image> for each image, where each stands; or none, and they stand before it
@@ -38,9 +38,9 @@ COLUMNS = {
     "choices": "texts",  # null where the problem is open
     "split": "text",
     "source": "text",
-    "meta": "META",
+    "meta": "meta",
 }
-META = {
+KIND_BY_META_FIELD = {
     "goal": "text",
     "shapes": "texts",
     "family": "text",  # synthetic problems only, else empty
@@ -53,13 +53,13 @@ Row = dict[str, Any]
 Manifest = dict[str, Any]
 SPLITS = ("train", "validation", "test")  # in the order in which people see them
 MANIFEST_NAME = "manifest.json"
-MADE_BY = "data_prep"  # in a manifest: this package wrote the folder
+PREPARED_BY = "data_prep"  # in a manifest: this package wrote the folder
 _BATCH_ROWS = 64  # in memory at a time
 # of a row group at most: the writer remembers something of each until its end
-_GROUP_ROWS = 4096
-_GROUP_BYTES = 2**24
+_MAX_GROUP_ROWS = 4096
+_MAX_GROUP_IMAGE_BYTES = 2**24
 # what the bytes of the output depend on
-_PACKAGES = (
+_VERSIONED_PACKAGES = (
     "datasets",
     "numpy",
     "pillow",
@@ -77,10 +77,12 @@ def schema() -> Features:
         "text": Value("string"),
         "texts": List(Value("string")),
         "images": List(Image()),
-        "META": {},
+        "meta": {},
     }
-    feature_by_kind["META"] = {name: feature_by_kind[kind] for name, kind in META.items()}
-    return Features({name: feature_by_kind[kind] for name, kind in COLUMNS.items()})
+    feature_by_kind["meta"] = {
+        name: feature_by_kind[kind] for name, kind in KIND_BY_META_FIELD.items()
+    }
+    return Features({name: feature_by_kind[kind] for name, kind in KIND_BY_COLUMN.items()})
 
 
 def write_split(
@@ -114,8 +116,8 @@ def write_split(
 
 def _group(rows: Iterator[Row]) -> Iterator[Row]:
     """Take the rows of the next row group from `rows`, limited in rows and in bytes of images."""
-    remaining_bytes = _GROUP_BYTES
-    for row in islice(rows, _GROUP_ROWS):
+    remaining_bytes = _MAX_GROUP_IMAGE_BYTES
+    for row in islice(rows, _MAX_GROUP_ROWS):
         yield row
         remaining_bytes -= sum(len(image["bytes"] or b"") for image in row["images"])
         if remaining_bytes <= 0:
@@ -165,13 +167,13 @@ def write_manifest(
     """
     manifest = {
         **description,
-        "made_by": MADE_BY,
+        "made_by": PREPARED_BY,
         "counts": dict(counts),
         "quarantined": quarantined or {"rows": 0, "reasons": {}},
         "leaks": leaks or {"found": 0, "dropped": 0, "rows": []},
         **({"noted": dict(noted)} if noted else {}),
         "files": file_hashes(folder),
-        "versions": {package: version(package) for package in _PACKAGES},
+        "versions": {package: version(package) for package in _VERSIONED_PACKAGES},
     }
     (folder / MANIFEST_NAME).write_text(
         json.dumps(manifest, indent=2, sort_keys=True) + "\n", encoding="utf-8"
@@ -182,10 +184,10 @@ def write_manifest(
 def read_manifest(folder: Path) -> Manifest | None:
     """Return the manifest of a folder; None unless `data_prep` of this package has written it."""
     manifest = read_object(folder / MANIFEST_NAME)
-    return manifest if manifest.get("made_by") == MADE_BY else None
+    return manifest if manifest.get("made_by") == PREPARED_BY else None
 
 
-VARIANTS = "variants"  # the source of rows with other numbers than their originals
+VARIANTS_SOURCE = "variants"  # the source of rows with other numbers than their originals
 
 
 def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = None) -> None:
@@ -207,7 +209,7 @@ def refuse_for_evaluation(dataset: object, where: str, folder: Path | None = Non
     data = getattr(dataset, "data", None)
     if not is_for_evaluation and data is not None and {"source", "split"} <= set(columns):
         table = data.table
-        is_variant = pc.equal(table["source"], VARIANTS)
+        is_variant = pc.equal(table["source"], VARIANTS_SOURCE)
         is_test = pc.equal(table["split"], "test")
         is_for_evaluation = bool(pc.any(pc.and_(is_variant, is_test)).as_py())
     if is_for_evaluation:
@@ -315,7 +317,7 @@ def features_of(folder: Path, split: str) -> Features:
     from datasets import Features, Value
 
     with _parquet(_files_of(folder, split)[0]) as file:
-        user_columns = [name for name in file.schema_arrow.names if name not in COLUMNS]
+        user_columns = [name for name in file.schema_arrow.names if name not in KIND_BY_COLUMN]
     return Features({**schema(), **{name: Value("string") for name in user_columns}})
 
 

@@ -16,12 +16,12 @@ from adora_vl.models.families import vision_by_model_type
 from adora_vl.utils.errors import UserError
 
 # The families of models that see images, by their `model_type`, with how they cut images into tokens.
-VISIONS = vision_by_model_type()
+VISION_BY_FAMILY = vision_by_model_type()
 # The family whose rule of sizes counts where no model is named.
 DEFAULT_FAMILY = "qwen2_5_vl"
 # The side of the smallest image token of all families, in pixels. With it nothing is resized that
 # one of them could take as it is.
-UNIT = min(vision.unit for vision in VISIONS.values())
+SMALLEST_TOKEN_SIDE = min(vision.unit for vision in VISION_BY_FAMILY.values())
 # The largest pixel limit that is accepted; no image that can be decoded has as many.
 MAX_PIXELS = 2**31
 # Above this ratio of the sides the model's processor raises, in the middle of a training.
@@ -33,9 +33,9 @@ MAX_DECODED_PIXELS = 50_000_000  # 150 MB once decoded; a diagram has a hundredt
 JPEG_FORMATS = ("JPEG", "MPO")
 # EXIF's orientations that exchange width and height.
 SIDEWAYS_ORIENTATIONS = (5, 6, 7, 8)
-MIN_SIDE = 4  # pixels; no diagram is drawn in fewer
+MIN_IMAGE_SIDE = 4  # pixels; no diagram is drawn in fewer
 # Others are not opened: Pillow would start Ghostscript for a stranger's EPS.
-FORMATS = (
+PICTURE_FORMATS = (
     "PNG",
     "JPEG",
     "GIF",
@@ -48,12 +48,12 @@ FORMATS = (
 def open_picture(source: Any) -> Image.Image:
     """Open a picture by its header, without decoding its pixels.
 
-    `source`: a path or a binary stream. Only the `FORMATS` are tried, and HEIC if a picture has
+    `source`: a path or a binary stream. Only the `PICTURE_FORMATS` are tried, and HEIC if a picture has
     needed it before. Raises what Pillow raises.
     """
-    formats: tuple[str, ...] = FORMATS
+    formats: tuple[str, ...] = PICTURE_FORMATS
     if "HEIF" in Image.OPEN:  # `_register_heif` has put it there
-        formats = (*FORMATS, "HEIF")
+        formats = (*PICTURE_FORMATS, "HEIF")
     return Image.open(source, formats=formats)
 
 
@@ -110,7 +110,7 @@ def size_within(
     height: int,
     min_pixels: int | None,
     max_pixels: int | None,
-    unit: int = VISIONS[DEFAULT_FAMILY].unit,
+    unit: int = VISION_BY_FAMILY[DEFAULT_FAMILY].unit,
 ) -> tuple[int, int]:
     """Return the width and height, in pixels, at which to store a picture.
 
@@ -153,7 +153,7 @@ class UnreadableImageError(ValueError):
 
 
 def clean_image(
-    encoded: bytes, low: int | None = None, high: int | None = None, unit: int = UNIT
+    encoded: bytes, low: int | None = None, high: int | None = None, unit: int = SMALLEST_TOKEN_SIDE
 ) -> Image.Image:
     """Return the picture upright, flattened on white, in mode RGB, and within the pixel limits.
 
@@ -273,7 +273,7 @@ _PICTURE_SIGNATURES = (
     b"MM\0*",
 )
 # The first bytes of HEIC, the format of iPhones' photographs.
-_HEIF_SIGNATURE = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
+_HEIF_SIGNATURE_PATTERN = re.compile(rb".{4}ftyp(?:hei[cxms]|hev[cmxs]|mif1|msf1)", re.DOTALL)
 
 
 def describe_non_picture(start: bytes) -> tuple[str, str] | None:
@@ -282,7 +282,7 @@ def describe_non_picture(start: bytes) -> tuple[str, str] | None:
     `start`: its first bytes. Returns a word, such as `html`, and a description with a remedy; None
     where the content is not recognized.
     """
-    if _HEIF_SIGNATURE.match(start):
+    if _HEIF_SIGNATURE_PATTERN.match(start):
         return "heic", "a photograph in HEIC that cannot be read; save it as JPEG"
     text = start.removeprefix(b"\xef\xbb\xbf").lstrip().lower()  # without a byte order mark
     for signature, word, description in _NON_PICTURES:
@@ -293,7 +293,10 @@ def describe_non_picture(start: bytes) -> tuple[str, str] | None:
 
 def is_picture(encoded: bytes) -> bool:
     """Return whether the first bytes are those of a picture."""
-    return encoded.startswith(_PICTURE_SIGNATURES) or _HEIF_SIGNATURE.match(encoded) is not None
+    return (
+        encoded.startswith(_PICTURE_SIGNATURES)
+        or _HEIF_SIGNATURE_PATTERN.match(encoded) is not None
+    )
 
 
 def _register_heif(encoded: bytes) -> None:
@@ -301,7 +304,7 @@ def _register_heif(encoded: bytes) -> None:
 
     Raises `UnreadableImageError` where pillow-heif is missing.
     """
-    if not _HEIF_SIGNATURE.match(encoded):
+    if not _HEIF_SIGNATURE_PATTERN.match(encoded):
         return
     try:
         from pillow_heif import register_heif_opener
@@ -335,7 +338,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
             raise UnreadableImageError(kind=f"image_{word}", why=why) from error
         except Exception as error:
             unreadable = _unreadable_error(error)
-            is_heic = _HEIF_SIGNATURE.match(encoded) is not None
+            is_heic = _HEIF_SIGNATURE_PATTERN.match(encoded) is not None
             if is_heic and unreadable.kind != "image_too_large":
                 why = f"a photograph in HEIC that cannot be read ({unreadable}); save it as JPEG"
                 unreadable = UnreadableImageError(kind="image_heic", why=why)
@@ -428,7 +431,7 @@ def _unreadable_error(error: Exception) -> UnreadableImageError:
 def _refuse_degenerate(image: Image.Image) -> None:
     """Raise `UnreadableImageError` for a picture that is too small or narrow, or of one colour."""
     width, height = image.size
-    if min(width, height) < MIN_SIDE:
+    if min(width, height) < MIN_IMAGE_SIDE:
         raise UnreadableImageError(
             "image_degenerate", f"{width} x {height} pixels are too few for a diagram"
         )
@@ -472,7 +475,7 @@ def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
     comes_near = white / 4 <= largest <= white
     if smallest < 0 or not comes_near:
         raise UnreadableImageError(
-            "image_range", f"of its values from {smallest:g} to {largest:g} {_NO_WHITE}"
+            "image_range", f"of its values from {smallest:g} to {largest:g} {_UNKNOWN_WHITE_ADVICE}"
         )
     scaled = values.astype(np.float32) * 255 / white
     if has_floats:
@@ -480,7 +483,7 @@ def _scaled_to_8_bits(image: Image.Image) -> Image.Image:
     return Image.fromarray(scaled.astype(np.uint8))
 
 
-_NO_WHITE = (
+_UNKNOWN_WHITE_ADVICE = (
     "it cannot be told which is white, and it would be nearly black; save it with 8 bits a channel"
 )
 
@@ -494,7 +497,8 @@ def _refuse_dark(image: Image.Image) -> None:
     brightest = max(int(np.max(np.asarray(band))) for band in colour_bands)
     if brightest < 64:  # a quarter of the 8 bits: the two upper bits are never set
         raise UnreadableImageError(
-            "image_range", f"of its colours of 16 bits up to a quarter of the range {_NO_WHITE}"
+            "image_range",
+            f"of its colours of 16 bits up to a quarter of the range {_UNKNOWN_WHITE_ADVICE}",
         )
 
 

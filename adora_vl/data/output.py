@@ -18,7 +18,7 @@ from adora_vl.utils.files import (
 )
 
 # The argument that changes no row. People are told to raise it, so it may differ in a second try.
-_DECIDES_NO_ROW = "allow_quarantined"
+_ARGUMENT_WITHOUT_EFFECT_ON_ROWS = "allow_quarantined"
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     for key in ("source", "input", "revision"):
         identity[(key,)] = description.get(key)
     for key, value in (description.get("arguments") or {}).items():
-        if key != _DECIDES_NO_ROW:
+        if key != _ARGUMENT_WITHOUT_EFFECT_ON_ROWS:
             identity[("arguments", key)] = value
     return identity
 

@@ -22,7 +22,7 @@ from adora_vl.data.token_counters import TokenCounter
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
-KEY = "adora_overlong_prompts"
+OVERLONG_PROMPTS_KEY = "adora_overlong_prompts"
 # With fewer rows counting takes about ten seconds, and nothing is left in the cache folder.
 REMEMBERED_ROWS = 10_000
 
@@ -69,7 +69,10 @@ class LengthCheck:
         total = len(self.measured.prompt_tokens)
         usable = [number for number in range(total) if number not in too_long]
         if not usable and too_long:
-            raise UserError(f"{KEY}: drop leaves nothing to use: {self.refusal(droppable=False)}")
+            raise UserError(
+                f"{OVERLONG_PROMPTS_KEY}: drop leaves nothing to use: "
+                f"{self.refusal(droppable=False)}"
+            )
         return usable
 
     @property
@@ -123,7 +126,7 @@ class LengthCheck:
         if not (limit.raise_hint and fits_model):
             remedies.append("shorten the rows")
         if droppable:
-            remedies.append(f"leave such rows out with {KEY}: drop")
+            remedies.append(f"leave such rows out with {OVERLONG_PROMPTS_KEY}: drop")
         return remedies
 
     def notes(self) -> list[str]:
@@ -136,7 +139,7 @@ class LengthCheck:
             if limit.raise_hint:
                 hint = f" ({limit.tokens_for(max(prompt_tokens))} would hold all of them)"
             lines.append(
-                f"{KEY}: drop leaves out {len(self.too_long_numbers)} of "
+                f"{OVERLONG_PROMPTS_KEY}: drop leaves out {len(self.too_long_numbers)} of "
                 f"{amount(len(prompt_tokens), 'row')}{self.dataset_note}, for whose prompts "
                 f"{limit.name} is too short{hint}"
             )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa  # pyarrow ships no types
 from tqdm import tqdm
 
-from adora_vl.data.images import DEFAULT_FAMILY, VISIONS, image_tokens, open_picture
+from adora_vl.data.images import DEFAULT_FAMILY, VISION_BY_FAMILY, image_tokens, open_picture
 from adora_vl.data.token_counters import TokenCounter
 from adora_vl.models.families import family_of
 
@@ -27,7 +27,7 @@ _SHOW_AFTER_S = 2.0  # a progress bar
 _BATCH_ROWS = 1000  # texts in one call of a tokenizer, which works on them in parallel
 
 # assumed for a prompt that is not known: Geometry3K's have 60 to 250 with the system prompt
-TEXT_TOKENS = 300
+ASSUMED_TEXT_TOKENS = 300
 Size = tuple[int, int]  # of an image: width and height in pixels
 # id, text and sizes of the images of each row; None for an image whose size is not known
 Rows = Iterable[tuple[str, Any, Sequence[Size | None]]]
@@ -92,7 +92,7 @@ def resize_limits_of(
         max_pixels: the run's upper limit.
     """
     family = family_of(model)
-    published = (family.vision if family is not None else None) or VISIONS[DEFAULT_FAMILY]
+    published = (family.vision if family is not None else None) or VISION_BY_FAMILY[DEFAULT_FAMILY]
     # An image processor has its limits under these names.
     size = dict(getattr(getattr(processor, "image_processor", None), "size", {}))
     low = size.get("shortest_edge", published.min_pixels) if min_pixels is None else min_pixels
@@ -111,11 +111,13 @@ def assume_lengths(limits: ResizeLimits, *, sees: bool) -> tuple[PromptLengths, 
     images.
     """
     if not sees:
-        lengths = PromptLengths(ids=["?"], prompt_tokens=[TEXT_TOKENS], image_tokens=[0])
-        return lengths, f"assumed: {TEXT_TOKENS} tokens in every prompt"
+        lengths = PromptLengths(ids=["?"], prompt_tokens=[ASSUMED_TEXT_TOKENS], image_tokens=[0])
+        return lengths, f"assumed: {ASSUMED_TEXT_TOKENS} tokens in every prompt"
     tokens = limits.high // limits.unit**2
-    lengths = PromptLengths(ids=["?"], prompt_tokens=[tokens + TEXT_TOKENS], image_tokens=[tokens])
-    words = f"one image of {tokens} tokens and {TEXT_TOKENS} tokens of text in every prompt"
+    lengths = PromptLengths(
+        ids=["?"], prompt_tokens=[tokens + ASSUMED_TEXT_TOKENS], image_tokens=[tokens]
+    )
+    words = f"one image of {tokens} tokens and {ASSUMED_TEXT_TOKENS} tokens of text in every prompt"
     return lengths, f"assumed: {words}"
 
 

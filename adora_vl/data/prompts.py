@@ -12,8 +12,8 @@ from adora_vl.utils.cli import printable, shown
 from adora_vl.utils.errors import UserError, did_you_mean
 
 # characters of a prompt on the screen; a longer one is a mistake, as `inspect` lists the longest
-_SHOWN_PROMPT = 20_000
-PLACEHOLDER = "<image>"  # in a problem: the place of its next image
+_MAX_SHOWN_CHARACTERS = 20_000
+IMAGE_PLACEHOLDER = "<image>"  # in a problem: the place of its next image
 # Qwen2.5-VL's tokenizer reads each of these in a prompt as the token itself, not as text: an image
 # without pixels ends the forward, an <|im_end|> ends the user's turn.
 PICTURE_TOKENS = (
@@ -59,7 +59,7 @@ SYSTEM_PROMPTS = {
 }
 # What Qwen2.5's template writes behind the system prompt for the schemas of tools; those of
 # Qwen3-VL write the same.
-_TOOLS = """# Tools
+_TOOLS_TEMPLATE = """# Tools
 
 You may call one or more functions to assist with the user query.
 
@@ -79,10 +79,10 @@ _ASKS_FOR_A_LETTER = "Answer with the letter of the right choice."
 Message = dict[str, Any]
 DEFAULT_PROMPT = "{problem}\n{multiple_choice}"
 # a name in templates that is no column: the choices of the row, and a request for a letter
-_CHOICE_BLOCK = "multiple_choice"
-_CHOICES = "choices"  # a column that a data set may lack, as one without any choices does
-NAMES_OF_CHOICES = (_CHOICE_BLOCK, _CHOICES)
-_HIDDEN = ("answer", "answer_raw", "meta")  # the reference answer, and what gives it away
+_CHOICE_BLOCK_NAME = "multiple_choice"
+_CHOICES_COLUMN = "choices"  # a column that a data set may lack, as one without any choices does
+NAMES_OF_CHOICES = (_CHOICE_BLOCK_NAME, _CHOICES_COLUMN)
+_ANSWER_COLUMNS = ("answer", "answer_raw", "meta")  # the reference answer, and what gives it away
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Template:
     @property
     def columns(self) -> list[str]:
         """The columns of a row that the template reads, each once."""
-        columns = [_CHOICES if name == _CHOICE_BLOCK else name for name in self.names]
+        columns = [_CHOICES_COLUMN if name == _CHOICE_BLOCK_NAME else name for name in self.names]
         return list(dict.fromkeys(columns))
 
     def check_columns(self, columns: Iterable[str], where: str) -> None:
@@ -114,11 +114,13 @@ class Template:
 
         `columns`: those of the data set. `where`: names the data set in the error.
         """
-        usable_columns = [name for name in columns if name not in (*_HIDDEN, "images", "prompt")]
+        usable_columns = [
+            name for name in columns if name not in (*_ANSWER_COLUMNS, "images", "prompt")
+        ]
         for name in self.columns:
             # A data set without any choices may lack their column.
-            if name not in usable_columns and name != _CHOICES:
-                close = did_you_mean(name, [*usable_columns, _CHOICE_BLOCK])
+            if name not in usable_columns and name != _CHOICES_COLUMN:
+                close = did_you_mean(name, [*usable_columns, _CHOICE_BLOCK_NAME])
                 raise UserError(
                     f"adora_prompt: {name!r} is no column of {where}{close}; it has "
                     f"{', '.join(usable_columns)}"
@@ -133,13 +135,13 @@ class Template:
         row: dict[str, Any] = dict.fromkeys(self.columns, "another column")
         problem = "?"
         row["problem"] = problem
-        row[_CHOICES] = ["!"] if with_choices else None
+        row[_CHOICES_COLUMN] = ["!"] if with_choices else None
         return self(row) == problem
 
     def __call__(self, row: Mapping[str, Any]) -> str:
         """Return the text for a row, without the lines whose columns are all null or empty lists."""
-        choices = row.get(_CHOICES)
-        values = {**row, _CHOICES: choices, _CHOICE_BLOCK: multiple_choice(choices)}
+        choices = row.get(_CHOICES_COLUMN)
+        values = {**row, _CHOICES_COLUMN: choices, _CHOICE_BLOCK_NAME: multiple_choice(choices)}
         lines = []
         for line in self.lines:
             line_values = [values[name] for _, name in line if name is not None]
@@ -188,7 +190,7 @@ def template(source: str) -> Template:
             raise _template_error(
                 source, f"has {field!r:.60} in braces, which is not the plain name of a column"
             )
-        if name in _HIDDEN:
+        if name in _ANSWER_COLUMNS:
             raise _template_error(source, f"has {{{name}}}, which would tell the model the answer")
         lines[-1].append(("", name))
     parsed = Template(source, tuple(map(tuple, lines)))
@@ -228,7 +230,7 @@ def lettered(values: Sequence[Any]) -> list[str]:
     return lettered_values
 
 
-_OWN_LETTER = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.):、：])\s*(?=\S)")
+_CHOICE_LETTER_PATTERN = re.compile(r"\s*(?:\(([A-Z])\)|([A-Z])\s*[.):、：])\s*(?=\S)")
 
 
 def without_letters(values: Sequence[Any]) -> Sequence[Any]:
@@ -236,11 +238,11 @@ def without_letters(values: Sequence[Any]) -> Sequence[Any]:
 
     They are returned unchanged unless all of them have letters, in order from A.
     """
-    if len(values) < 2 or not _OWN_LETTER.match(str(values[0])):
+    if len(values) < 2 or not _CHOICE_LETTER_PATTERN.match(str(values[0])):
         return values
     texts = []
     for number, value in enumerate(values):
-        match = _OWN_LETTER.match(str(value))
+        match = _CHOICE_LETTER_PATTERN.match(str(value))
         if match is None or number >= len(ascii_uppercase):
             return values
         letter = match[1] or match[2]  # `(A)`, or `A.` and the like
@@ -329,7 +331,7 @@ def with_tools(system_prompt: str | None, schemas: Sequence[Mapping[str, Any]]) 
     """Return the system prompt followed by the schemas of the tools, or unchanged without tools."""
     if not schemas:
         return system_prompt
-    tools_text = _TOOLS.format(
+    tools_text = _TOOLS_TEMPLATE.format(
         "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
     )
     return f"{system_prompt}\n\n{tools_text}" if system_prompt else tools_text
@@ -377,7 +379,7 @@ def conversations(
         n_images: how many images each row has.
         system_prompt: of every conversation; None for none.
     """
-    if not any(PLACEHOLDER in problem for problem in problems):
+    if not any(IMAGE_PLACEHOLDER in problem for problem in problems):
         return [conversation(problem, system_prompt) for problem in problems]
     all_messages = []
     for problem, count in zip(problems, n_images, strict=True):
@@ -395,7 +397,7 @@ def as_text(messages: Sequence[Message]) -> str:
         content = message.get("content") or ""
         text = content
         if not isinstance(content, str):
-            text = "".join(part.get("text", PLACEHOLDER) for part in content)
+            text = "".join(part.get("text", IMAGE_PLACEHOLDER) for part in content)
         lines += [f"[{message['role']}]", text]
     return "\n".join(lines)
 
@@ -405,12 +407,12 @@ def _parts(problem: str, n_images: int) -> list[Message]:
 
     The images come before the text where it has no `<image>`.
     """
-    if PLACEHOLDER not in problem:
+    if IMAGE_PLACEHOLDER not in problem:
         images: list[Message] = [{"type": "image"} for _ in range(n_images)]
         return [*images, {"type": "text", "text": problem}]
-    assert problem.count(PLACEHOLDER) == n_images, "the rows are checked before"
+    assert problem.count(IMAGE_PLACEHOLDER) == n_images, "the rows are checked before"
     parts: list[Message] = []
-    for number, text in enumerate(problem.split(PLACEHOLDER)):
+    for number, text in enumerate(problem.split(IMAGE_PLACEHOLDER)):
         if number > 0:
             parts.append({"type": "image"})
         if text:
@@ -420,8 +422,8 @@ def _parts(problem: str, n_images: int) -> list[Message]:
 
 def shown_lines(prompt: str) -> list[str]:
     """Return the lines of a prompt for a terminal; the end of a very long one is left out."""
-    lines = [printable(line) for line in prompt[:_SHOWN_PROMPT].split("\n")]
-    hidden_characters = len(prompt) - _SHOWN_PROMPT
+    lines = [printable(line) for line in prompt[:_MAX_SHOWN_CHARACTERS].split("\n")]
+    hidden_characters = len(prompt) - _MAX_SHOWN_CHARACTERS
     if hidden_characters > 0:
         lines.append(f"... {hidden_characters} more characters")
     return lines

@@ -13,7 +13,7 @@ import xxhash
 
 from adora_vl.utils.files import cache_folder, replace_file
 
-_FORMAT = "1"  # another one where the same texts would be counted in another way
+_COUNTING_VERSION = "1"  # another one where the same texts would be counted in another way
 
 
 class RememberedLengths:
@@ -29,7 +29,7 @@ class RememberedLengths:
         self._rows = len(texts)
         # An empty identity: the counter could not say what decides its counts.
         self._can_remember = all(identities)
-        digest = xxhash.xxh3_128(repr((_FORMAT, *identities, self._rows)).encode())
+        digest = xxhash.xxh3_128(repr((_COUNTING_VERSION, *identities, self._rows)).encode())
         for text in texts:
             digest.update(text.encode())
             digest.update(b"\0")

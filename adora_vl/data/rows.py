@@ -7,11 +7,11 @@ from typing import Any
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.compute as pc
 
-from adora_vl.data.prompts import PLACEHOLDER, control_token_in
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER, control_token_in
 from adora_vl.utils.cli import amount, shown
 from adora_vl.utils.errors import UserError
 
-_TEXTS = ("id", "problem", "answer")
+_TEXT_COLUMNS = ("id", "problem", "answer")
 _EMPTY_IMAGES = (None, {"bytes": None, "path": None})
 
 Row = Mapping[str, Any]
@@ -24,7 +24,7 @@ def problem_with_row(row: Row) -> str | None:
     `choices` are checked. Images are counted and not decoded, so each may be bytes, a Pillow image,
     or anything else that is not null.
     """
-    for column in _TEXTS:
+    for column in _TEXT_COLUMNS:
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
             return f"{column}: {shown(text)} is not a text; write it in, or remove the row"
@@ -69,9 +69,9 @@ def _fault_in(text: str, images: int | None = None) -> str | None:
     token = control_token_in(text)
     if token is not None:
         return f"has the model's own token {token}; remove it from the text"
-    placeholders = text.count(PLACEHOLDER)
+    placeholders = text.count(IMAGE_PLACEHOLDER)
     if images is not None and placeholders and placeholders != images:
-        has = f"has {placeholders} {PLACEHOLDER} with {amount(images, 'image')}"
+        has = f"has {placeholders} {IMAGE_PLACEHOLDER} with {amount(images, 'image')}"
         return f"{has}; give one for each image, or none to have them before the text"
     return None
 
@@ -112,7 +112,7 @@ def rows_without_pixels(table: pa.Table) -> Iterator[Row]:
     In place of an image a row has True, or None for an image with neither bytes nor a path.
     Thousands of rows take a fraction of a second. `table`: of our schema.
     """
-    names = [name for name in (*_TEXTS, "choices") if name in table.column_names]
+    names = [name for name in (*_TEXT_COLUMNS, "choices") if name in table.column_names]
     columns = {name: table[name].to_pylist() for name in names}
     images: Iterable[Any] = [None] * table.num_rows
     if "images" in table.column_names:

@@ -36,11 +36,11 @@ _TURNED_ORIENTATIONS = range(2, 9)
 _PNG_SIGNATURE_BYTES = 8
 _JPEG_START = b"\xff\xd8"
 _JPEG_END = b"\xff\xd9"
-_SCAN_MARKER = 0xDA
-_COMMENT_MARKER = 0xFE
+_SCAN_MARKER_BYTE = 0xDA
+_COMMENT_MARKER_BYTE = 0xFE
 # A marker that begins a segment. In the data of a scan a 0xFF is followed by 0, or by a restart
 # marker (0xD0 to 0xD7), which belong to the scan.
-_SEGMENT_MARKER = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
+_SEGMENT_MARKER_PATTERN = re.compile(rb"\xff+([^\x00\xd0-\xd7\xff])", re.DOTALL)
 
 
 def stored_bytes(encoded: bytes, image: Image.Image) -> bytes:
@@ -115,7 +115,7 @@ def _pixel_segments(encoded: bytes) -> Iterator[bytes]:
     """Yield the segments of a JPEG between its start and end markers, without a camera's data."""
     position = len(_JPEG_START)
     while True:
-        match = _SEGMENT_MARKER.search(encoded, position)
+        match = _SEGMENT_MARKER_PATTERN.search(encoded, position)
         if match is None or match[1] == _JPEG_END[1:]:
             return
         # A segment is its marker, its length, and its content. The length counts itself.
@@ -123,10 +123,10 @@ def _pixel_segments(encoded: bytes) -> Iterator[bytes]:
         length = int.from_bytes(encoded[length_start : length_start + 2], "big")
         end = length_start + length
         marker = match[1][0]
-        if marker == _SCAN_MARKER:  # its data follow, up to the next marker
-            next_match = _SEGMENT_MARKER.search(encoded, end)
+        if marker == _SCAN_MARKER_BYTE:  # its data follow, up to the next marker
+            next_match = _SEGMENT_MARKER_PATTERN.search(encoded, end)
             end = next_match.start() if next_match else len(encoded)
-        is_metadata = 0xE0 <= marker <= 0xEF or marker == _COMMENT_MARKER
+        is_metadata = 0xE0 <= marker <= 0xEF or marker == _COMMENT_MARKER_BYTE
         if not is_metadata or marker in _PIXEL_SEGMENT_MARKERS:
             yield encoded[match.start() : end]
         position = end

@@ -23,7 +23,7 @@ from adora_vl.config.command import read
 from adora_vl.rewards import judge
 from adora_vl.rewards.choose import accepts_rounding
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import READING_S, Parser, announce_reading, exit_code_of, path
+from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_reading, exit_code_of, path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_json, replace_file, written_to
 from adora_vl.utils.launch import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from adora_vl.preflight.facts import ResolvedRun
     from adora_vl.preflight.request import RunRequest
 
-ROWS = 8  # rows of the run's data set that each rank checks
+CHECKED_ROWS = 8  # rows of the run's data set that each rank checks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
         # A mistake in the command is found before torch is imported, which takes seconds.
         cli_args = read(training_words)
-        announce_reading(READING_S)
+        announce_reading(USUAL_IMPORT_S)
         checks.extend(diagnose(cli_args))
         if is_main_process:
             print(table(checks), flush=True)
@@ -151,7 +151,7 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     text_columns = train.remove_columns(
         [name for name in ("images",) if name in train.column_names]
     )
-    rows = [text_columns[number] for number in range(min(ROWS, len(train)))]
+    rows = [text_columns[number] for number in range(min(CHECKED_ROWS, len(train)))]
     checks = [check_golds(rows, rounding=accepts_rounding(script.adora_reward))]
     # Functions of the user's were tried already, and their sums may mean something else. What a
     # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
@@ -221,7 +221,9 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
                 "own message"
             )
             return [failed("model and engine start", line, remedy)]
-        examination = ExamineBeforeStepOne(trainer.engine_pair, trainer.models_by_role(), rows=ROWS)
+        examination = ExamineBeforeStepOne(
+            trainer.engine_pair, trainer.models_by_role(), rows=CHECKED_ROWS
+        )
         # First, before the callbacks that check or evaluate when a training begins.
         trainer.callback_handler.callbacks.insert(0, examination)
         try:

@@ -25,12 +25,12 @@ Row = Mapping[str, Any]
 
 # The oldest major version of NVIDIA's driver, by the major version of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility
-OLDEST_DRIVER = {"13": 580}
+OLDEST_DRIVER_BY_CUDA = {"13": 580}
 # Returns where a program is, or the version of a distribution; None if it is not installed.
-Find = Callable[[str], str | None]
-FOUR_BIT = "4 bits compute"  # the name of a check
-OURS = "adora-vl"  # this project's distribution
-SHOWN = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
+FindInstalled = Callable[[str], str | None]
+FOUR_BIT_CHECK = "4 bits compute"  # the name of a check
+OUR_DISTRIBUTION = "adora-vl"  # this project's distribution
+SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
 
 def _boxed(answer: str) -> str:
@@ -143,7 +143,7 @@ def check_compilers(
     *,
     deepspeed: bool,
     triton: bool,
-    find: Find = shutil.which,
+    find: FindInstalled = shutil.which,
     include: str = sysconfig.get_paths()["include"],
 ) -> Check:
     """Check for the compilers and headers that a run needs while it starts.
@@ -196,7 +196,7 @@ def check_compilers(
     return passed(title, ", ".join(paths))
 
 
-def _c_compiler(find: Find) -> str | None:
+def _c_compiler(find: FindInstalled) -> str | None:
     """Return the path of the C compiler that Triton would choose; None if there is none.
 
     That is the one that `CC` names, else gcc or clang.
@@ -233,7 +233,7 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
     title = "NVIDIA driver"
     if cuda is None:
         return skipped(title, "torch is built for the CPU")
-    oldest = OLDEST_DRIVER.get(cuda.split(".")[0])
+    oldest = OLDEST_DRIVER_BY_CUDA.get(cuda.split(".")[0])
     if driver is None or oldest is None:
         return skipped(title, f"nvidia-smi gave no version; torch is built for CUDA {cuda}")
     if int(driver.split(".")[0]) < oldest:
@@ -300,14 +300,14 @@ def requirements_by_name() -> dict[str, Requirement]:
 
     Empty in a checkout that is not installed.
     """
-    if not installed(OURS):
+    if not installed(OUR_DISTRIBUTION):
         return {}
-    requirements = [Requirement(text) for text in requires(OURS) or []]
+    requirements = [Requirement(text) for text in requires(OUR_DISTRIBUTION) or []]
     return {requirement.name: requirement for requirement in requirements}
 
 
 def check_version(
-    name: str, requirements: Mapping[str, Requirement], find: Find, *, needed: bool
+    name: str, requirements: Mapping[str, Requirement], find: FindInstalled, *, needed: bool
 ) -> Check:
     """Check that the installed version of a distribution is one that this package asks for.
 
@@ -323,7 +323,8 @@ def check_version(
     if requirement is None:
         return skipped(
             title,
-            f"{version or 'not installed'}; {OURS} is not installed, or asks for no version of it",
+            f"{version or 'not installed'}; {OUR_DISTRIBUTION} is not installed, or asks for no "
+            "version of it",
         )
     supported = requirement.specifier
     if version is None:
@@ -348,7 +349,7 @@ def check_libraries() -> list[Check]:
     requirements = requirements_by_name()
     return [
         check_version(name, requirements=requirements, find=installed, needed=True)
-        for name in SHOWN
+        for name in SHOWN_LIBRARIES
     ]
 
 
@@ -358,7 +359,7 @@ def check_parts(
     use_peft: bool,
     use_deepspeed: bool,
     four_bit: bool = False,
-    find: Find | None = None,
+    find: FindInstalled | None = None,
 ) -> list[Check]:
     """Check the versions of the libraries that only some runs need.
 
@@ -407,8 +408,8 @@ def check_four_bit() -> Check:
     relative_error = float(largest_difference / largest_sum)
     detail = f"a product on the {device} is off by {relative_error:.1g} of its size"
     if relative_error < 0.01:
-        return passed(FOUR_BIT, detail)
-    return failed(FOUR_BIT, detail, "install the extra adora-vl[4bit] anew")
+        return passed(FOUR_BIT_CHECK, detail)
+    return failed(FOUR_BIT_CHECK, detail, "install the extra adora-vl[4bit] anew")
 
 
 def check_builds(

@@ -16,11 +16,11 @@ from adora_vl.models.precision import CAST_REMEDY as BUFFERS_REMEDY
 from adora_vl.models.precision import ModelsByRole, describe_wrong_buffers_by_role
 from adora_vl.rollout import agreement
 from adora_vl.rollout.agreement import (
-    COLD,
-    DISTANT,
+    COLD_CHECK,
+    DISTANT_CHECK,
     PIXELS_REMEDY,
     POSITIONS_REMEDY,
-    PROMPTS,
+    PROMPTS_CHECK,
     EngineProbe,
 )
 from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 # Nats per token by which a changed weight has to change the policy's log-probabilities: by less it
 # would not be noticed if the engine had the old weight.
-LEAST_MOVE = 0.1
+MIN_POLICY_CHANGE = 0.1
 
 # Names of checks, and below them what to do where one fails.
-BUFFERS = "constants are as in float32"
-FEATURES = "image tokens equal image features"
-LANGUAGE = "agreement, language model changed"
-VISION = "agreement, vision changed"
-SLEEP = "agreement, after sleep and wake"
-BANNED = "banned tokens are never sampled"
-RUNNER = "vLLM's model runner"
+BUFFERS_CHECK = "constants are as in float32"
+FEATURES_CHECK = "image tokens equal image features"
+LANGUAGE_CHECK = "agreement, language model changed"
+VISION_CHECK = "agreement, vision changed"
+SLEEP_CHECK = "agreement, after sleep and wake"
+BANNED_CHECK = "banned tokens are never sampled"
+RUNNER_CHECK = "vLLM's model runner"
 
 SYNC_REMEDY = (
     "weights do not reach the engine: check the versions above, LoRA's kind (plain LoRA is merged "
@@ -162,7 +162,7 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
         merge: How many patches along a side become one feature.
     """
     if image_token_id is None or prompts.images is None:
-        return skipped(FEATURES, "no images")
+        return skipped(FEATURES_CHECK, "no images")
     # Each image has time x height x width patches.
     features_per_image = prompts.fields["image_grid_thw"].prod(dim=-1) // merge**2
     images_by_prompt = torch.split(features_per_image, prompts.num_images)
@@ -171,14 +171,14 @@ def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> 
         tokens = ids.count(image_token_id)
         if tokens != features:
             return failed(
-                FEATURES,
+                FEATURES_CHECK,
                 f"{name}: {tokens} image tokens in the prompt, {features} features of its images",
                 f"the processor expands images in its own way; {PIXELS_REMEDY}",
             )
     smallest_count = min(features_per_prompt)
     largest_count = max(features_per_prompt)
     return passed(
-        FEATURES,
+        FEATURES_CHECK,
         f"{smallest_count} to {largest_count} per prompt, in {len(features_per_prompt)} prompts",
     )
 
@@ -191,8 +191,8 @@ def check_buffers(models: ModelsByRole) -> Check:
     """
     faults = describe_wrong_buffers_by_role(models)
     if faults:
-        return failed(BUFFERS, "; ".join(faults), BUFFERS_REMEDY)
-    return passed(BUFFERS, "rotary frequencies in float32")
+        return failed(BUFFERS_CHECK, "; ".join(faults), BUFFERS_REMEDY)
+    return passed(BUFFERS_CHECK, "rotary frequencies in float32")
 
 
 def check_runner(pair: EnginePair) -> Check:
@@ -203,7 +203,7 @@ def check_runner(pair: EnginePair) -> Check:
     assert pair.engine is not None
     version = pair.engine.model_runner
     alternative = ", VLLM_USE_V2_MODEL_RUNNER=0 chooses V1" if version == "V2" else ""
-    return passed(RUNNER, f"{version}{alternative}")
+    return passed(RUNNER_CHECK, f"{version}{alternative}")
 
 
 @dataclass
@@ -222,7 +222,9 @@ class Examination(EngineProbe):
         The weight is one of the vision tower or projector with `vision`, else of the language
         model. In the end it has its old value again, in the engine too.
         """
-        check_name, remedy = (VISION, CACHES_REMEDY) if vision else (LANGUAGE, SYNC_REMEDY)
+        check_name, remedy = (
+            (VISION_CHECK, CACHES_REMEDY) if vision else (LANGUAGE_CHECK, SYNC_REMEDY)
+        )
         lacks_images = vision and self.prompts.images is None
         chosen = choose_parameter(self.pair.policy, vision=vision)
         if chosen is None:
@@ -238,7 +240,7 @@ class Examination(EngineProbe):
                 # prefixes that are still in the engine's caches would be used.
                 rollouts = self.sample(check_name)
                 policy_change = self._change_policy(set_noise, rollouts)
-                if policy_change < LEAST_MOVE:
+                if policy_change < MIN_POLICY_CHANGE:
                     return skipped(
                         check_name,
                         f"a change of {chosen.name} moves these answers by {policy_change:.2g} "
@@ -272,7 +274,7 @@ class Examination(EngineProbe):
             policy_change = self.pair.drift_over_ranks(
                 logps_BC, logps_before_BC, rollouts.mask_BC
             ).mean
-            if policy_change > max(3 * self.bound, LEAST_MOVE):
+            if policy_change > max(3 * self.bound, MIN_POLICY_CHANGE):
                 break
         return policy_change
 
@@ -285,12 +287,14 @@ class Examination(EngineProbe):
         engine = self.pair.engine
         assert engine is not None
         if not engine.enable_sleep_mode:
-            return skipped(SLEEP, "vllm_enable_sleep_mode: false, the engine never sleeps")
+            return skipped(SLEEP_CHECK, "vllm_enable_sleep_mode: false, the engine never sleeps")
         # TRL's own attribute
         if not engine._llm_weights_sleeping:
             engine.put_to_sleep()
         drift = self.compare("sleep").drift
-        return agreement.check_drift(SLEEP, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY)
+        return agreement.check_drift(
+            SLEEP_CHECK, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY
+        )
 
     def banned(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
@@ -300,7 +304,7 @@ class Examination(EngineProbe):
         """
         banned_ids = never_sampled_ids(self.pair.tokenizer)
         if not banned_ids:
-            return skipped(BANNED, "this tokenizer has none of them")
+            return skipped(BANNED_CHECK, "this tokenizer has none of them")
         allowed_ids = [*banned_ids, self._least_likely_token(banned_ids)]
         rollouts = self.sample(
             "banned", max_tokens=1, temperature=0.0, allowed_token_ids=allowed_ids
@@ -310,8 +314,8 @@ class Examination(EngineProbe):
         tokenizer = self.pair.tokenizer
         if wrong_ids:
             names = tokenizer.convert_ids_to_tokens(wrong_ids)
-            return failed(BANNED, f"sampled: {', '.join(names)}", BAN_REMEDY)
-        return passed(BANNED, ", ".join(tokenizer.convert_ids_to_tokens(banned_ids)))
+            return failed(BANNED_CHECK, f"sampled: {', '.join(names)}", BAN_REMEDY)
+        return passed(BANNED_CHECK, ", ".join(tokenizer.convert_ids_to_tokens(banned_ids)))
 
     def _least_likely_token(self, banned_ids: Sequence[int]) -> int:
         """Return the token that the policy finds least likely after the first prompt.
@@ -363,47 +367,47 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
     image_token = getattr(pair.processor, "image_token_id", None)
     return [
         _Step(
-            names=(FEATURES,),
+            names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
             run=lambda: [check_features(examination.prompts, image_token, merge)],
         ),
         _Step(
-            names=(BUFFERS,),
+            names=(BUFFERS_CHECK,),
             remedy=BUFFERS_REMEDY,
             run=lambda: [check_buffers(examination.models)],
         ),
         _Step(
-            names=(RUNNER,),
+            names=(RUNNER_CHECK,),
             remedy=VERSION_REMEDY,
             run=lambda: [check_runner(pair)],
         ),
         _Step(
-            names=(PROMPTS, COLD),
+            names=(PROMPTS_CHECK, COLD_CHECK),
             remedy=PIXELS_REMEDY,
             run=examination.check_agreement,
         ),
         _Step(
-            names=(DISTANT,),
+            names=(DISTANT_CHECK,),
             remedy=POSITIONS_REMEDY,
             run=lambda: [examination.check_distant_agreement()],
         ),
         _Step(
-            names=(LANGUAGE,),
+            names=(LANGUAGE_CHECK,),
             remedy=SYNC_REMEDY,
             run=lambda: [examination.after_change(vision=False)],
         ),
         _Step(
-            names=(VISION,),
+            names=(VISION_CHECK,),
             remedy=CACHES_REMEDY,
             run=lambda: [examination.after_change(vision=True)],
         ),
         _Step(
-            names=(SLEEP,),
+            names=(SLEEP_CHECK,),
             remedy=SLEEP_REMEDY,
             run=lambda: [examination.after_sleep()],
         ),
         _Step(
-            names=(BANNED,),
+            names=(BANNED_CHECK,),
             remedy=BAN_REMEDY,
             run=lambda: [examination.banned()],
         ),
@@ -427,7 +431,7 @@ def examine(examination: Examination, merge: int) -> list[Check]:
         no_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
     for step in _steps_of(examination, merge):
-        needs_engine = step.names not in ((FEATURES,), (BUFFERS,))
+        needs_engine = step.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
         if no_engine and needs_engine:
             skip_reason = no_engine
@@ -441,13 +445,13 @@ def examine(examination: Examination, merge: int) -> list[Check]:
 
 
 # The beginning of a check's detail if an exception has ended it.
-_STOPPED = "stopped: "
+_STOPPED_PREFIX = "stopped: "
 
 
 def _may_have_broken_engine(check: Check) -> bool:
     """Return whether no checks should follow this one: the prompts differ, or it was ended."""
-    prompts_differ = check.status is Status.FAILED and check.name == PROMPTS
-    return prompts_differ or check.detail.startswith(_STOPPED)
+    prompts_differ = check.status is Status.FAILED and check.name == PROMPTS_CHECK
+    return prompts_differ or check.detail.startswith(_STOPPED_PREFIX)
 
 
 def _run_step(step: _Step) -> list[Check]:
@@ -457,7 +461,7 @@ def _run_step(step: _Step) -> list[Check]:
     except Exception as error:  # whatever it is: the doctor is there to name what fails
         line = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         first_name, *remaining_names = step.names
-        failure = failed(first_name, f"{_STOPPED}{line}", step.remedy)
+        failure = failed(first_name, f"{_STOPPED_PREFIX}{line}", step.remedy)
         return [failure, *(skipped(name, "it stopped before") for name in remaining_names)]
 
 

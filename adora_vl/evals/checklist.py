@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import degrees
 
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.evals.records import Problem
 from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.expressions import number_in_text
@@ -74,8 +74,8 @@ def _problems_from_marks(problem: Problem) -> list[Problem]:
     for number, mark_question in enumerate(mark_questions, start=1):
         text = mark_question.text
         # The picture keeps its place if that is a part of the question.
-        if PLACEHOLDER in own_question:
-            text = f"{PLACEHOLDER}{text}"
+        if IMAGE_PLACEHOLDER in own_question:
+            text = f"{IMAGE_PLACEHOLDER}{text}"
         prompt = text
         if own_question in problem.prompt:
             prompt = problem.prompt.replace(own_question, text)

@@ -339,7 +339,7 @@ class ImageBank:
         return list(self._images)
 
 
-_TEMPORARY = "temporary"  # key of a third bank beside those of the modes `train` and `eval`
+_TEMPORARY_BANK = "temporary"  # key of a third bank beside those of the modes `train` and `eval`
 
 
 class ImageBanks:
@@ -386,7 +386,7 @@ class ImageBanks:
 
     def of_training(self) -> ImageBank | None:
         """Return the bank of the training batch, or its stand-in (`temporary`), if there is one."""
-        return self._banks.get(_TEMPORARY, self._banks.get("train"))
+        return self._banks.get(_TEMPORARY_BANK, self._banks.get("train"))
 
     @contextmanager
     def temporary(self) -> Iterator[ImageBank]:
@@ -395,12 +395,12 @@ class ImageBanks:
         A second pass over the batch can then see other images, and the batch's own are untouched.
         The numbers of its patches are not used again after the block.
         """
-        bank = self.new(_TEMPORARY)
+        bank = self.new(_TEMPORARY_BANK)
         try:
             yield bank
         finally:
             self._removed_end = max(self._removed_end, bank.end)
-            del self._banks[_TEMPORARY]
+            del self._banks[_TEMPORARY_BANK]
 
     def of(self, reference: int) -> ImageBank:
         """Return the bank that stores the patch of this number."""

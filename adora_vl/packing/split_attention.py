@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
 LAYOUT_ARGUMENT = "packed_layout"  # of the model's forward, a `PackedLayout`
-_PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
+_IMPLEMENTATION_PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
 # Without a kernel for a causal mask that is aligned to the lower right, queries are computed in
 # blocks that share a mask. Half of each block's square is wasted, but each block is a call, which
 # costs time too. So a block has at least this many queries, and for longer rollouts as many as
@@ -79,13 +79,15 @@ def install_split_attention(model: "PreTrainedModel") -> None:
     """
     decoder = model.get_decoder()
     modules = [layer.self_attn for layer in decoder.layers]
-    is_installed = modules[0].config._attn_implementation.startswith(_PREFIX)
+    is_installed = modules[0].config._attn_implementation.startswith(_IMPLEMENTATION_PREFIX)
     if is_installed:
         return
     implementation = configured_attention(decoder.config)
-    AttentionInterface.register(_PREFIX + implementation, partial(_attention, implementation))
+    AttentionInterface.register(
+        _IMPLEMENTATION_PREFIX + implementation, partial(_attention, implementation)
+    )
     # A copy, so that the model's own configuration still names the user's implementation.
-    attention_config = _config_with(decoder.config, _PREFIX + implementation)
+    attention_config = _config_with(decoder.config, _IMPLEMENTATION_PREFIX + implementation)
     for module in modules:
         module.config = attention_config
     decoder.register_forward_hook(_keep_scored_positions, with_kwargs=True)

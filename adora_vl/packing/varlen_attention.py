@@ -20,7 +20,7 @@ from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
 _MAX_HEAD_SIZE = 256  # of flash attention's kernels, in multiples of 8
 # The largest error that counts as rounding, as a share of the largest value. Rounding to bfloat16
 # makes 0.01 of it; a mask that is aligned to the upper left makes most of it.
-_PROBE_BOUND = 0.05
+_MAX_PROBE_ERROR = 0.05
 # Groups of the compared sequence: with a later rollout, and with no rollout at all.
 _PROBED_GROUPS = (
     GroupLayout(prompt_length=3, rollout_lengths=(4, 2)),
@@ -69,7 +69,7 @@ class VarlenAttention:
         except RuntimeError as error:  # how a kernel says what it does not support
             self.refusal = " ".join(str(error).split())[:200]
         else:
-            if not error_ratio <= _PROBE_BOUND:  # NaN is refused too
+            if not error_ratio <= _MAX_PROBE_ERROR:  # NaN is refused too
                 self.refusal = (
                     f"it differs from plain attention by {error_ratio:.2g} of the largest value"
                 )

@@ -7,7 +7,7 @@ from adora_vl.models.shape import ModelShape
 from adora_vl.training.model_states import ADAM_MOMENTS
 
 # Scheduler, random states, trainer_state.json and manifest, beside the tokenizer of a small model
-_SMALL_FILES = 2 * 2**20
+_SMALL_FILES_BYTES = 2 * 2**20
 
 
 def checkpoint_bytes(
@@ -35,7 +35,7 @@ def checkpoint_bytes(
         bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
         model_bytes = saved_parameters * bytes_per_parameter
         optimizer_bytes = ADAM_MOMENTS * shape.trained_parameters * bytes_per_parameter
-        return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES
+        return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES_BYTES
     bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
     model_bytes = saved_parameters * bytes_per_parameter
     optimizer_bytes = (
@@ -46,7 +46,7 @@ def checkpoint_bytes(
     if sharding.stage >= 3:
         module_parameters -= shape.trained_parameters
     module_bytes = module_parameters * bytes_per_parameter
-    return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES
+    return model_bytes + optimizer_bytes + module_bytes + reference_bytes + _SMALL_FILES_BYTES
 
 
 def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding) -> int:

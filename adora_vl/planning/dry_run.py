@@ -23,7 +23,7 @@ from adora_vl.data.prompts import Message, as_text, conversation_with_images, sh
 from adora_vl.planning import disk, memory, what_fits
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.preflight.check_machine import ANY_LENGTH, is_curve, schedule_of
+from adora_vl.preflight.check_machine import TRIED_UPDATES, is_curve, schedule_of
 from adora_vl.utils.cli import amount, plain, quantile, section, spelled
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
@@ -38,7 +38,7 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
     `updates`: the number of optimizer steps of the run; None if it is not known. Then the rates are
     those of a run of some length, since most schedules have the same shape for every length.
     """
-    step_count = updates or ANY_LENGTH
+    step_count = updates or TRIED_UPDATES
     schedule = schedule_of(config, step_count)
     if not is_curve(schedule):
         return {}

@@ -28,9 +28,11 @@ from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_s
 from adora_vl.utils.files import GIB
 
 # assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
-WORKSPACE = 2 * GIB
-CPU_WORKSPACE = 2**29  # assumed likewise for vLLM's CPU build
-ASLEEP = 3 * 2**29  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
+ENGINE_WORKSPACE_BYTES = 2 * GIB
+CPU_ENGINE_WORKSPACE_BYTES = 2**29  # assumed likewise for vLLM's CPU build
+SLEEPING_ENGINE_BYTES = (
+    3 * 2**29
+)  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
 
 
 @dataclass(frozen=True)
@@ -78,10 +80,10 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
         weights += shape.trained_parameters * engine.dtype_bytes
     if engine.cpu_cache is None:
         # On a GPU the cache gets what is left of the engine's share.
-        workspace = WORKSPACE
+        workspace = ENGINE_WORKSPACE_BYTES
         cache = int(engine.utilization * card_bytes) - weights - workspace
     else:
-        workspace = CPU_WORKSPACE
+        workspace = CPU_ENGINE_WORKSPACE_BYTES
         cache = engine.cpu_cache
     bytes_per_token = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
     cached_tokens = max(cache, 0) // bytes_per_token
@@ -94,9 +96,9 @@ def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineM
     )
 
 
-CONTEXT = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
-FRAGMENTATION = 0.05  # assumed: share of all else that the allocator cannot use
-MOST_IMAGE_TOKENS = 16384  # the largest image that the published processors allow
+CUDA_CONTEXT_BYTES = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
+FRAGMENTED_SHARE = 0.05  # assumed: share of all else that the allocator cannot use
+MAX_IMAGE_TOKENS = 16384  # the largest image that the published processors allow
 # Components of the engine: vLLM stays within its share, so fragmentation adds nothing to them.
 _ENGINE_COMPONENTS = (
     "engine weights",
@@ -341,7 +343,7 @@ def recomputed_layers(setup: Setup, card_bytes: int, held_bytes: int) -> int:
     # With "auto" on a CPU all layers are recomputed: its memory is not for this process alone.
     if setup.recompute == "all" or not setup.on_gpu:
         return layers
-    free_bytes = card_bytes - CONTEXT - held_bytes
+    free_bytes = card_bytes - CUDA_CONTEXT_BYTES - held_bytes
     return setup.activation_memory.fewest_recomputed_layers(
         setup.pass_size, usable_bytes(card_bytes, free_bytes)
     )
@@ -509,7 +511,7 @@ def _engine_while_learning(setup: Setup, engine: EngineMemory | None) -> dict[st
     It is the same as while it samples, unless the engine sleeps. Empty without an engine.
     """
     if setup.engine is not None and setup.engine.sleep:
-        return {"engine asleep": ASLEEP}
+        return {"engine asleep": SLEEPING_ENGINE_BYTES}
     return _engine_awake(engine)
 
 
@@ -525,6 +527,6 @@ def _with_overhead(component_bytes: dict[str, int], setup: Setup) -> dict[str, i
         for name, size in component_bytes.items():
             if name not in _ENGINE_COMPONENTS:
                 allocated_by_torch += size
-        bytes_by_name["CUDA context"] = CONTEXT
-        bytes_by_name["fragmentation"] = int(FRAGMENTATION * allocated_by_torch)
+        bytes_by_name["CUDA context"] = CUDA_CONTEXT_BYTES
+        bytes_by_name["fragmentation"] = int(FRAGMENTED_SHARE * allocated_by_torch)
     return {name: size for name, size in bytes_by_name.items() if size != 0}

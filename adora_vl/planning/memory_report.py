@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from adora_vl.planning.plan import Plan
 
 # Share of the GPU below which the report does not list what takes how much (--json has it).
-_SMALL_SHARE = 0.25
+_SHORT_REPORT_SHARE = 0.25
 
 
 def _gib(size_bytes: int) -> str:
@@ -53,7 +53,7 @@ def memory_lines(plan: Plan) -> list[str]:
         *recomputed_lines(plan),
     ]
     # A run that fits easily has a short report.
-    if prediction.peak < _SMALL_SHARE * plan.card_bytes:
+    if prediction.peak < _SHORT_REPORT_SHARE * plan.card_bytes:
         return section(title, [*lines, *verdict_lines(plan)])
     lines += ["", *_memory_table(prediction.phases)]
     host_optimizer = prediction.states.host_optimizer * setup.sharding.local_processes
@@ -71,7 +71,7 @@ def memory_lines(plan: Plan) -> list[str]:
             f"The base, {base_gib:.3g} GiB, is on the card once: the trainer's leaves while the "
             f"engine is awake. Both take {2 * base_gib:.3g} GiB of pinned host memory."
         )
-    how_exact = _ON_A_GPU if setup.on_gpu else _ON_A_CPU
+    how_exact = _GPU_ACCURACY_NOTE if setup.on_gpu else _CPU_ACCURACY_NOTE
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), how_exact]
     return section(title, lines)
 
@@ -162,8 +162,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     return lines
 
 
-_ON_A_CPU = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
-_ON_A_GPU = (
+_CPU_ACCURACY_NOTE = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
+_GPU_ACCURACY_NOTE = (
     "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU "
     "yet. CUDA's context, fragmentation and the engine's workspace are assumptions: "
     "docs/hardware.md."

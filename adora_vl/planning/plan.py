@@ -19,7 +19,7 @@ from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
-from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Engine, Setup, Sharing
+from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Engine, Setup, Sharing
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
@@ -70,7 +70,7 @@ class Plan:
         Below 1 there is no room for any image.
         """
         if self.limit is None:
-            return MOST_IMAGE_TOKENS
+            return MAX_IMAGE_TOKENS
         return self.limit.tokens - self.limit.tokens_for(self.lengths.longest_text)
 
 

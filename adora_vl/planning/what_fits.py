@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from adora_vl.planning.memory import MOST_IMAGE_TOKENS, Setup, predict
+from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Setup, predict
 
 
 def fits(setup: Setup, card_bytes: int) -> bool:
@@ -22,15 +22,15 @@ def fits(setup: Setup, card_bytes: int) -> bool:
 
 # Share of the GPU's memory that a proposed utilization leaves free, since no GPU has confirmed the
 # prediction.
-HEADROOM = 0.05
+HEADROOM_SHARE = 0.05
 
 
 def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
     """Return the share of the GPU for vLLM (`vllm_gpu_memory_utilization`) that is best for a run.
 
-    With it most rollouts are sampled at once, while every phase of a step leaves `HEADROOM` of the
-    memory free. Of equal ones it is the smallest, in hundredths. None without an engine that shares
-    a GPU with the trainer, and if no share leaves enough memory free.
+    With it most rollouts are sampled at once, while every phase of a step leaves `HEADROOM_SHARE`
+    of the memory free. Of equal ones it is the smallest, in hundredths. None without an engine that
+    shares a GPU with the trainer, and if no share leaves enough memory free.
     """
     engine = setup.engine
     if engine is None or not setup.on_gpu:
@@ -41,7 +41,7 @@ def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
         utilization = hundredths / 100
         candidate = replace(setup, engine=replace(engine, utilization=utilization))
         prediction = predict(candidate, card_bytes)
-        leaves_headroom = prediction.peak <= (1 - HEADROOM) * card_bytes
+        leaves_headroom = prediction.peak <= (1 - HEADROOM_SHARE) * card_bytes
         concurrent = prediction.engine.concurrent_rollouts if prediction.engine else 0
         if leaves_headroom and concurrent > most_concurrent:
             most_concurrent = concurrent
@@ -76,14 +76,14 @@ def largest_batch(setup: Setup, card_bytes: int) -> int:
     return sizes[largest_number - 1] if largest_number > 0 else 0
 
 
-def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MOST_IMAGE_TOKENS) -> int:
+def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TOKENS) -> int:
     """Return the largest number of image tokens per prompt with which a run fits into a GPU.
 
     The text of the prompts stays the same. `room`: the most image tokens that the context has room
     for. 0 if no image fits.
     """
     text_tokens = setup.batch.prompt_tokens - setup.batch.image_tokens
-    limit = min(room, MOST_IMAGE_TOKENS)
+    limit = min(room, MAX_IMAGE_TOKENS)
     if setup.engine is not None:
         # A prompt has to leave the engine room for its completion.
         limit = min(limit, setup.engine.max_length - setup.batch.completion_tokens - text_tokens)

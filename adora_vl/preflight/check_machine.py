@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # Optimizer steps of a schedule whose length is not known yet. Unless its warmup is given in steps,
 # the curve is the same for every length.
-ANY_LENGTH = 1000
+TRIED_UPDATES = 1000
 # Optimizers that cannot be tried without a model.
-_NEED_A_MODEL = (
+_OPTIMIZERS_THAT_NEED_A_MODEL = (
     "galore",
     "apollo",
     "lomo",
@@ -91,7 +91,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
     The schedule is built, and asked for the rate in the middle of the run.
     """
     name = spelled(config.lr_scheduler_type)
-    updates = config.max_steps if config.max_steps > 0 else ANY_LENGTH
+    updates = config.max_steps if config.max_steps > 0 else TRIED_UPDATES
     kwargs = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", kwargs)
     # Transformers ignores them for these schedules.
@@ -130,7 +130,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             f"optim: {name} is not installed ({in_one_line(error)}); use adamw_torch"
         ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        if not name.startswith(_NEED_A_MODEL):
+        if not name.startswith(_OPTIMIZERS_THAT_NEED_A_MODEL):
             raise UserError(
                 f"optim: {name} cannot be used here ({in_one_line(error)}); use adamw_torch"
             ) from error

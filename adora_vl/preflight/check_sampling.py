@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
 
 # vLLM raises lower temperatures to this one, and takes the likeliest token at 0.
-COOLEST = 0.01
+MIN_TEMPERATURE = 0.01
 # The key that sets a parameter of vLLM or Transformers, by the parameter.
-_KEYS = {
+_KEY_BY_PARAMETER = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -29,7 +29,7 @@ _KEYS = {
 }
 # Parameters that the trainer itself sets, because it reads their results, or relies on the way of
 # sampling that they would change.
-_SET_BY_TRAINER = {
+_PARAMETERS_SET_BY_TRAINER = {
     "logprobs",
     "prompt_logprobs",
     "prompt_logprob_token_ids",
@@ -54,7 +54,7 @@ _SET_BY_TRAINER = {
     "disable_compile",
 }
 # Parameters that take tokens away, whose probability the others get.
-_FILTERS = {"allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"}
+_FILTER_PARAMETERS = {"allowed_token_ids", "bad_words", "structured_outputs", "min_tokens"}
 _TRANSFORMERS_DEFAULTS = GenerationConfig()
 
 
@@ -71,10 +71,10 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             "generation_kwargs: structured_outputs contradicts vllm_structured_outputs_regex; "
             "leave out one"
         )
-    if config.use_vllm and config.temperature < COOLEST:
+    if config.use_vllm and config.temperature < MIN_TEMPERATURE:
         raise UserError(
-            f"temperature: {config.temperature:g} is below {COOLEST}: vLLM would sample at "
-            f"another one than the trainer computes with; set {COOLEST} or more"
+            f"temperature: {config.temperature:g} is below {MIN_TEMPERATURE}: vLLM would sample at "
+            f"another one than the trainer computes with; set {MIN_TEMPERATURE} or more"
         )
     mode = config.vllm_importance_sampling_mode
     corrects_by_sequence = config.vllm_importance_sampling_correction and mode.startswith(
@@ -97,12 +97,13 @@ def _check_generation_kwargs(generation_kwargs: Mapping[str, object], *, use_vll
     """
     known_names = [name for name in vars(_TRANSFORMERS_DEFAULTS) if not name.startswith("_")]
     for name, value in generation_kwargs.items():
-        if name in _KEYS:
+        if name in _KEY_BY_PARAMETER:
             raise UserError(
-                f"generation_kwargs: {name}: {value} is what the key {_KEYS[name]} says; set "
+                f"generation_kwargs: {name}: {value} is what the key {_KEY_BY_PARAMETER[name]} "
+                "says; set "
                 "that one"
             )
-        if name in _SET_BY_TRAINER:
+        if name in _PARAMETERS_SET_BY_TRAINER:
             raise UserError(
                 f"generation_kwargs: {name}: {value} is for the trainer to set; leave it out"
             )
@@ -135,7 +136,7 @@ def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
         filters.append(f"min_p: {config.min_p}")
     if config.vllm_structured_outputs_regex:
         filters.append("vllm_structured_outputs_regex")
-    for name in sorted(_FILTERS & generation_kwargs.keys()):
+    for name in sorted(_FILTER_PARAMETERS & generation_kwargs.keys()):
         filters.append(f"generation_kwargs: {name}")
     if not filters:
         return []

@@ -35,7 +35,7 @@ from adora_vl.utils.secrets import masked
 if TYPE_CHECKING:
     from peft import PeftConfig
 
-_ROWS = 1000  # rows that are read at once
+_TABLE_ROWS = 1000  # rows that are read at once
 _IMAGE_COLUMNS = ("images", "image")
 
 
@@ -352,14 +352,14 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
 
 
 def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
-    """Yield the rows of a data set in their order, as they are stored, up to `_ROWS` at once.
+    """Yield the rows of a data set in their order, as they are stored, up to `_TABLE_ROWS` at once.
 
     `columns`: the columns to read, those that the data set has of them; None: all.
     """
     names = [name for name in dataset.column_names if columns is None or name in columns]
     arrow_rows = dataset.select_columns(names).with_format("arrow")
-    for first in range(0, len(arrow_rows), _ROWS):
-        yield arrow_rows[first : first + _ROWS]
+    for first in range(0, len(arrow_rows), _TABLE_ROWS):
+        yield arrow_rows[first : first + _TABLE_ROWS]
 
 
 def is_plain_table(dataset: object) -> bool:

@@ -12,7 +12,7 @@ from filelock import FileLock
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token
 from adora_vl.checkpoint.resume import (
-    LOCK,
+    LOCK_FILE,
     InputFolder,
     StartPoint,
     choose_start,
@@ -91,7 +91,7 @@ class RunFolder:
         def choose_without_lock() -> StartPoint:
             check_folder("output_dir", self.path)
             refuse_users_files(self.path, self.overwrite)
-            if (self.path / LOCK).is_file():
+            if (self.path / LOCK_FILE).is_file():
                 # Fails if another run has locked the folder.
                 lock_output_dir(self.path).release()
             if not data_known:

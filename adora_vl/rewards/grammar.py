@@ -209,7 +209,10 @@ class _Parser:
             if self.peek() == "-":  # 14 + -1
                 sign *= self._sign()
             terms.append((sign, self._product()))
-        return terms[0][1] if len(terms) == 1 and terms[0][0] == 1 else ("sum", *terms)
+        first_sign, first_term = terms[0]
+        if len(terms) == 1 and first_sign == 1:
+            return first_term
+        return ("sum", *terms)
 
     def _sign(self) -> int:
         """Take a sign, and return 1 or -1."""

@@ -29,15 +29,16 @@ from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, ski
 from adora_vl.utils.errors import RolloutError
 
 PROBE_TOKENS = 24  # largest number of tokens of a rollout that the doctor samples
-TOKEN_TYPES = "mm_token_type_ids"  # noqa: S105  # the processor's field that is 1 at image tokens
+# the processor's field that is 1 at image tokens
+TOKEN_TYPES_FIELD = "mm_token_type_ids"  # noqa: S105
 CHECK_ROWS = 2  # prompts of each rank in the check before training
 CHECK_TOKENS = 8  # largest number of tokens of a rollout of that check
 FAR_POSITION = 2000  # about where an answer to a lengthened prompt begins
 FAR_ROWS = 2  # lengthened prompts of each rank
 # Names of checks, as reports show them. A cold engine has sampled nothing yet.
-PROMPTS = "engine reads the trainer's prompts"
-COLD = "agreement, cold"
-DISTANT = "agreement, far from the start"
+PROMPTS_CHECK = "engine reads the trainer's prompts"
+COLD_CHECK = "agreement, cold"
+DISTANT_CHECK = "agreement, far from the start"
 
 # Remedies for a check that fails.
 PIXELS_REMEDY = (
@@ -56,7 +57,7 @@ POSITIONS_REMEDY = (
 
 # The largest mean difference of log-probabilities that passes, in nats per token, by dtype. float32
 # was measured at 1e-6 here; bfloat16 is reported to give 0.01 to 0.05 (see adora_max_drift).
-BOUNDS = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
+MAX_DIFFERENCE_BY_DTYPE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.3}
 
 
 def agreement_bound(pair: EnginePair) -> float:
@@ -71,9 +72,9 @@ def agreement_bound(pair: EnginePair) -> float:
     weight_dtype = dtype_name(pair.policy.dtype)
     engine_dtype = pair.engine.settings.dtype or weight_dtype
     policy_dtype = training_dtype(args) or weight_dtype
-    largest_bound = max(BOUNDS.values())  # for a dtype that is not in the table
-    engine_bound = BOUNDS.get(engine_dtype, largest_bound)
-    policy_bound = BOUNDS.get(policy_dtype, largest_bound)
+    largest_bound = max(MAX_DIFFERENCE_BY_DTYPE.values())  # for a dtype that is not in the table
+    engine_bound = MAX_DIFFERENCE_BY_DTYPE.get(engine_dtype, largest_bound)
+    policy_bound = MAX_DIFFERENCE_BY_DTYPE.get(policy_dtype, largest_bound)
     rounding_bound = max(engine_bound, policy_bound)
     if args.adora_max_drift is None:
         return rounding_bound
@@ -96,7 +97,7 @@ def distant_bound(pair: EnginePair) -> float:
     since two right passes differ by as much as wrong frequencies cause.
     """
     bound = agreement_bound(pair)
-    return bound / 10 if bound <= BOUNDS["float32"] else bound
+    return bound / 10 if bound <= MAX_DIFFERENCE_BY_DTYPE["float32"] else bound
 
 
 def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> Prompts | None:
@@ -132,8 +133,10 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
         text_ids = [token for token in prompt_ids if token not in special_ids]
         ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
     fields = dict(first.fields)
-    if TOKEN_TYPES in fields:
-        fields[TOKEN_TYPES] = [[0] * shift + token_types for token_types in fields[TOKEN_TYPES]]
+    if TOKEN_TYPES_FIELD in fields:
+        fields[TOKEN_TYPES_FIELD] = [
+            [0] * shift + token_types for token_types in fields[TOKEN_TYPES_FIELD]
+        ]
     return replace(first, ids=ids, fields=fields)
 
 
@@ -149,7 +152,7 @@ def first_prompts(prompts: Prompts, count: int) -> Prompts:
         patch_count = int(grids.prod(dim=-1).sum())
         fields["image_grid_thw"] = grids
         fields["pixel_values"] = fields["pixel_values"][:patch_count]
-        fields[TOKEN_TYPES] = fields[TOKEN_TYPES][:count]
+        fields[TOKEN_TYPES_FIELD] = fields[TOKEN_TYPES_FIELD][:count]
     return Prompts(
         messages=prompts.messages[:count],
         ids=prompts.ids[:count],
@@ -250,24 +253,24 @@ class EngineProbe:
     def check_agreement(self) -> list[Check]:
         """Send the weights to the engine, and check that both read and compute the same.
 
-        Returns two checks: that the engine reads the trainer's prompts (`PROMPTS`), and that it
-        agrees with the policy on log-probabilities (`COLD`).
+        Returns two checks: that the engine reads the trainer's prompts (`PROMPTS_CHECK`), and that
+        it agrees with the policy on log-probabilities (`COLD_CHECK`).
         """
         self.pair.sync_weights()
         try:
             result = self.compare("cold")
         except OtherRankError as error:
             return [
-                skipped(PROMPTS, f"on another rank: {error}"),
-                skipped(COLD, "the prompts differ"),
+                skipped(PROMPTS_CHECK, f"on another rank: {error}"),
+                skipped(COLD_CHECK, "the prompts differ"),
             ]
         except PromptMismatchError as error:
             where = f"{self.prompts.names[error.row]}: {error}"
             why = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
-            return [failed(PROMPTS, where, why), skipped(COLD, "the prompts differ")]
+            return [failed(PROMPTS_CHECK, where, why), skipped(COLD_CHECK, "the prompts differ")]
         ids = self.prompts.ids
-        read = passed(PROMPTS, f"{len(ids)} prompts, {sum(map(len, ids))} tokens")
-        return [read, check_drift(COLD, result.drift, self.bound, remedy=DTYPE_REMEDY)]
+        read = passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens")
+        return [read, check_drift(COLD_CHECK, result.drift, self.bound, remedy=DTYPE_REMEDY)]
 
     def check_distant_agreement(self) -> Check:
         """Check that engine and policy agree on tokens at about position 2,000.
@@ -277,12 +280,12 @@ class EngineProbe:
         prompts = lengthened_prompts(self.pair, self.prompts, self.max_tokens)
         if prompts is None:
             return skipped(
-                DISTANT, "model and engine take no longer prompts (vllm_max_model_length)"
+                DISTANT_CHECK, "model and engine take no longer prompts (vllm_max_model_length)"
             )
         result = self.compare("far", prompts)
         begin = min(gather_object([len(ids) for ids in prompts.ids]))
         return check_drift(
-            DISTANT,
+            DISTANT_CHECK,
             result.drift,
             distant_bound(self.pair),
             remedy=POSITIONS_REMEDY,
@@ -344,7 +347,7 @@ class SelfCheck(TrainerCallback):  # type: ignore[misc]  # transformers is untyp
         if pair.accelerator.is_main_process:
             for check in checks:
                 # Only these two have a difference in nats as their detail.
-                has_difference = check.name in (COLD, DISTANT)
+                has_difference = check.name in (COLD_CHECK, DISTANT_CHECK)
                 if has_difference and check.status is Status.PASSED:
                     tqdm.write(f"Self-check: engine and trainer differ by {check.detail}")
         failed_checks = [check for check in checks if check.status is Status.FAILED]

@@ -29,7 +29,7 @@ from adora_vl.rollout.engine_settings import (
     machine_options,
     refuse_on_cpu,
 )
-from adora_vl.rollout.engine_weights import SyncedVLLMGeneration, Timed
+from adora_vl.rollout.engine_weights import CountSeconds, SyncedVLLMGeneration
 from adora_vl.rollout.prompt_tokens import check_prompts, never_sampled_ids
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.rollout.server import AdapterRequirements
@@ -47,7 +47,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     """`trl.generation.VLLMGeneration`, corrected for models with images and vLLM 0.31."""
 
     def __init__(
-        self, *args: Any, settings: EngineSettings, timed: Timed = nullcontext, **kwargs: Any
+        self, *args: Any, settings: EngineSettings, timed: CountSeconds = nullcontext, **kwargs: Any
     ) -> None:
         """Build the engine, or connect to the servers, with TRL's arguments and ours.
 

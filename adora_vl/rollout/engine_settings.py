@@ -14,10 +14,11 @@ from adora_vl.models.load import pixel_limits
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
 
-LOOP_DETECTION = "repetition_detection"  # vLLM's parameter to stop an answer that repeats itself
-_BAN = -100.0  # a bias on a token's logit, with which it is never sampled
+# vLLM's parameter to stop an answer that repeats itself
+LOOP_DETECTION_PARAMETER = "repetition_detection"
+_BAN_BIAS = -100.0  # a bias on a token's logit, with which it is never sampled
 # vLLM's parameters that move probability between tokens, as a temperature does.
-_DISTRIBUTION_CHANGES = {
+_PARAMETERS_THAT_CHANGE_DISTRIBUTION = {
     "presence_penalty",
     "frequency_penalty",
     "logit_bias",
@@ -93,7 +94,7 @@ def engine_scores_raw(
     `generation_kwargs`: vLLM's further sampling parameters, by their names in the config.
     """
     is_unchanged = temperature == 1.0 and repetition_penalty == 1.0
-    return is_unchanged and not _DISTRIBUTION_CHANGES & {*generation_kwargs}
+    return is_unchanged and not _PARAMETERS_THAT_CHANGE_DISTRIBUTION & {*generation_kwargs}
 
 
 def engine_runs_on_cpu() -> bool:
@@ -124,11 +125,11 @@ def complete_generation_kwargs(
     # The trainer reads only token ids. vLLM needs the text only to find strings to stop at.
     if not completed.get("stop"):
         completed.setdefault("detokenize", False)
-    if isinstance(completed.get(LOOP_DETECTION), dict):
+    if isinstance(completed.get(LOOP_DETECTION_PARAMETER), dict):
         # It imports vLLM, which only a colocated engine needs.
         from adora_vl.rollout.llm import loop_detection
 
-        completed[LOOP_DETECTION] = loop_detection(completed[LOOP_DETECTION])
+        completed[LOOP_DETECTION_PARAMETER] = loop_detection(completed[LOOP_DETECTION_PARAMETER])
     return completed
 
 
@@ -148,7 +149,7 @@ def _with_int_keys(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
 
 def ban(token_ids: Iterable[int]) -> dict[int, float]:
     """Return vLLM's `logit_bias` with which these tokens are never sampled."""
-    return dict.fromkeys(token_ids, _BAN)
+    return dict.fromkeys(token_ids, _BAN_BIAS)
 
 
 def machine_options(

@@ -25,7 +25,7 @@ from adora_vl.rollout.weight_sync import (
 from adora_vl.utils.errors import engine_call
 
 # Returns a context that counts the seconds of the action with this name.
-Timed = Callable[[str], AbstractContextManager[Any]]
+CountSeconds = Callable[[str], AbstractContextManager[Any]]
 
 
 class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is untyped to mypy
@@ -36,7 +36,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
 
     settings: EngineSettings
     server_group: ServerGroup  # in server mode
-    _timed: Timed
+    _timed: CountSeconds
     # vLLM's LoRA settings where a weight sync sends only the policy's LoRA adapter; None: it sends
     # weights, with an adapter merged into them
     adapter_settings: Mapping[str, Any] | None = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from adora_vl.types import Batch, StepContext, loss_mask
 from adora_vl.utils.stop_message import stopped_before
 
-CAUSES = (
+DRIFT_CAUSES = (
     "min_pixels/max_pixels differ between the trainer and the model folder that vLLM reads",
     "weights did not reach the engine (sync, sleep and wake, LoRA merging)",
     "stale prefix or encoder caches after a sync",
@@ -86,7 +86,7 @@ def drift_message(drift: Drift, bound: float, step: int, checkpoint: Path | str)
         step: the number of optimizer steps that were made.
         checkpoint: the last checkpoint, from which the run can go on.
     """
-    causes = "\n".join(f"  - {cause}" for cause in CAUSES)
+    causes = "\n".join(f"  - {cause}" for cause in DRIFT_CAUSES)
     line = stopped_before(
         step,
         f"the engine's log-probabilities are {drift.mean:.3g} nats per token from the trainer's on "
@@ -135,7 +135,7 @@ def importance_ratio(
 
 
 # TRL's metrics of the ratio, and the function that combines the values of all ranks
-_RATIO_METRICS: dict[str, Callable[[Sequence[float]], float]] = {
+_COMBINE_BY_RATIO_METRIC: dict[str, Callable[[Sequence[float]], float]] = {
     "sampling/sampling_logp_difference/mean": fmean,
     "sampling/sampling_logp_difference/max": max,
     "sampling/importance_sampling_ratio/min": min,
@@ -145,7 +145,7 @@ _RATIO_METRICS: dict[str, Callable[[Sequence[float]], float]] = {
 
 
 def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
-    """Return this rank's values of the five metrics in `_RATIO_METRICS`, (5,).
+    """Return this rank's values of the five metrics in `_COMBINE_BY_RATIO_METRIC`, (5,).
 
     A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
     of them. As in TRL a token without one has the ratio 1. A metric of nothing is 0.
@@ -222,6 +222,6 @@ class ImportanceRatio:
         )
         figures_R5 = self.accelerator.gather(figures_5[None]).tolist()
         metrics = {}
-        for column, (name, combine) in enumerate(_RATIO_METRICS.items()):
+        for column, (name, combine) in enumerate(_COMBINE_BY_RATIO_METRIC.items()):
             metrics[name] = combine([figures_5[column] for figures_5 in figures_R5])
         return metrics

@@ -41,7 +41,7 @@ from adora_vl.utils import compat
 from adora_vl.utils.errors import UserError, in_one_line
 
 LOAD_WITH_FIRST_SYNC = "adora_later"  # a value of vLLM's `load_format`
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
+_SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108  # where Linux shows the names of shm_open
 
 
 @register_model_loader(LOAD_WITH_FIRST_SYNC)
@@ -124,7 +124,7 @@ def own_shared_memory() -> Iterator[None]:
         with compat.SHARED_MEMORY.replaced_by(staticmethod(make_group_name), on=communicator_class):
             yield
     finally:
-        for file in _SHARED_MEMORY.glob(f"{prefix}-*"):
+        for file in _SHARED_MEMORY_FOLDER.glob(f"{prefix}-*"):
             file.unlink(missing_ok=True)
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # A sampled token of these has no image, so the training's forward pass would raise (trl issue
 # 3847).
-NEVER_SAMPLED = PICTURE_TOKENS
+NEVER_SAMPLED_TOKENS = PICTURE_TOKENS
 
 
 class PromptMismatchError(RolloutError):
@@ -44,9 +44,9 @@ def refuse_prefill(dataset: object) -> None:
 
 
 def never_sampled_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the ids of `NEVER_SAMPLED` that this tokenizer has; empty for a text-only one."""
+    """Return the ids of `NEVER_SAMPLED_TOKENS` that a tokenizer has; a text-only one has none."""
     vocabulary = tokenizer.get_vocab()
-    return [vocabulary[token] for token in NEVER_SAMPLED if token in vocabulary]
+    return [vocabulary[token] for token in NEVER_SAMPLED_TOKENS if token in vocabulary]
 
 
 def never_sample(ids: Sequence[int], settings: dict[str, Any], config: GenerationConfig) -> None:

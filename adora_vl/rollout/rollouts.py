@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from PIL import Image
 
-from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
 from adora_vl.data.shared_images import KeptImage
 from adora_vl.types import Row
 from adora_vl.utils.seeding import rollout_seed
@@ -275,7 +275,7 @@ def groups_of(
         rows_of_group = list(numbered_rows)
         row_in_batch, row = rows_of_group[0]
         columns = dict(row)
-        row_number = columns.pop(ROW_NUMBER, -1)
+        row_number = columns.pop(ROW_NUMBER_COLUMN, -1)
         problem = DrawnProblem(row_number=row_number, key=key, slot=slot)
         groups.append(
             RolloutGroup(

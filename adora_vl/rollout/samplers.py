@@ -22,7 +22,8 @@ from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
-Settings = Mapping[str, Any] | None  # arguments of vLLM's `SamplingParams`; None: those of the run
+# arguments of vLLM's `SamplingParams`; None: those of the run
+SamplingSettings = Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Sampler(Protocol):
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: Settings = None,
+        settings: SamplingSettings = None,
     ) -> list[SamplingResult]:
         """Sample a rollout for each request, with the policy's present weights.
 
@@ -77,7 +78,7 @@ class TransformersSampler:
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: Settings = None,
+        settings: SamplingSettings = None,
     ) -> list[SamplingResult]:
         """Sample a rollout for each of `prompts`, without log-probabilities.
 
@@ -129,7 +130,7 @@ class VLLMSampler:
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: Settings = None,
+        settings: SamplingSettings = None,
     ) -> list[SamplingResult]:
         """Send new weights to the engine, and sample a rollout for each request.
 
@@ -197,7 +198,7 @@ class AsyncServerSampler(VLLMSampler):
             self._remove_weights(folder)
 
     def begin(
-        self, requests: Sequence[SamplingRequest], settings: Settings = None
+        self, requests: Sequence[SamplingRequest], settings: SamplingSettings = None
     ) -> PendingSamples:
         """Queue requests to the servers, and do not wait for their answers. Collective.
 
@@ -232,7 +233,7 @@ class AsyncServerSampler(VLLMSampler):
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: Settings = None,
+        settings: SamplingSettings = None,
     ) -> list[SamplingResult]:
         """Queue new weights and the requests, and wait for the rollouts.
 

@@ -17,9 +17,9 @@ from adora_vl.utils.daemon_threads import set_outcome
 from adora_vl.utils.errors import SpokenError
 
 # vLLM's variable for endpoints that load and unload adapters
-_RUNTIME_LORA = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+_RUNTIME_LORA_VARIABLE = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
 # TRL's message for an HTTP status of the 400s begins so. The server refuses the request itself.
-REFUSED_BY_SERVER = "Request failed: 4"
+REFUSAL_PREFIX = "Request failed: 4"
 # image features that a server has computed for this batch of requests, by the `id`s of the images
 FeaturesByImageIds = dict[tuple[int, ...], Future[Any]]
 # Takes the image features of a prompt and the prompt's ids. Returns the features with the positions
@@ -149,8 +149,8 @@ class Server:
             if self.lora.get(name, 0) < least_value:
                 option = f"--{name.replace('_', '-')}"
                 missing_options.append(option if least_value is True else f"{option} {least_value}")
-        if not self.lora.get(_RUNTIME_LORA):
-            missing_options.append(f"{_RUNTIME_LORA}=1 in its environment")
+        if not self.lora.get(_RUNTIME_LORA_VARIABLE):
+            missing_options.append(f"{_RUNTIME_LORA_VARIABLE}=1 in its environment")
         if self.lora.get("target_modules"):  # vLLM would skip the adapter's other layers
             missing_options.append("no --lora-target-modules")
         if missing_options:
@@ -209,7 +209,7 @@ class Server:
         except Exception as error:
             # A server that was started again refuses too, since it has lost the adapter. The check
             # then raises the reason in place of the refusal.
-            if str(error).startswith(REFUSED_BY_SERVER):
+            if str(error).startswith(REFUSAL_PREFIX):
                 self.check_not_restarted()
             raise
         return self._checked_rollouts(reply, group_request)

@@ -15,13 +15,13 @@ from urllib3.util.retry import Retry
 
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import EngineError, in_one_line
-from adora_vl.utils.openai_client import is_here
+from adora_vl.utils.http_client import is_here
 from adora_vl.utils.secrets import without_login
 
 SERVER_THREAD = "vllm-servers"  # the name of each thread that waits for a server
 # Requests that a server has at a time. This is vLLM's own limit; more would wait in its queue.
 MAX_REQUESTS = 256
-_CONNECT_S = 10.0
+_CONNECT_TIMEOUT_S = 10.0
 # A machine that loses its power closes no connection. With these options the kernel closes it after
 # 2 minutes of silence.
 _KEEPALIVE_OPTIONS = [
@@ -40,7 +40,7 @@ class Timeouts(NamedTuple):
 
 
 # For a short question to a server that samples for the run.
-TIMEOUTS_IN_USE = Timeouts(connect_s=_CONNECT_S, answer_s=60.0)
+TIMEOUTS_IN_USE = Timeouts(connect_s=_CONNECT_TIMEOUT_S, answer_s=60.0)
 # For a server that has failed. It may be switched off, and must not delay every weight sync.
 TIMEOUTS_LEFT_OUT = Timeouts(connect_s=1.0, answer_s=10.0)
 
@@ -73,7 +73,7 @@ class TimeoutAdapter(HTTPAdapter):
             answer_timeout_s: the seconds to wait for an answer, for requests that come without a
                 timeout.
         """
-        self._default_timeouts = Timeouts(connect_s=_CONNECT_S, answer_s=answer_timeout_s)
+        self._default_timeouts = Timeouts(connect_s=_CONNECT_TIMEOUT_S, answer_s=answer_timeout_s)
         retry = _BrokenConnectionRetry(
             total=3,
             backoff_factor=0.2,
@@ -115,7 +115,7 @@ class _Session(requests.Session):
         super().__init__()
         self.auth = login
         self.trust_env = not is_here(address)  # `trust_env` reads the proxy variables
-        mount_timeouts(self, answer_timeout_s=_CONNECT_S)
+        mount_timeouts(self, answer_timeout_s=_CONNECT_TIMEOUT_S)
 
 
 class Client(VLLMClient):  # type: ignore[misc]  # TRL is untyped to mypy

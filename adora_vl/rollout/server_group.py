@@ -32,7 +32,7 @@ class _ErrorKind(NamedTuple):
 
 
 # The first kind that an error is an instance of decides.
-_ERROR_KINDS = [
+_ERRORS_BY_KIND_NUMBER = [
     _ErrorKind(first_rank=NoServerError, other_ranks=NoServerError),
     _ErrorKind(first_rank=UserError, other_ranks=SharedUserError),
     _ErrorKind(first_rank=RolloutError, other_ranks=RolloutError),
@@ -156,7 +156,7 @@ class ServerGroup:
         else:
             on_other_ranks()
         # Not every error can be pickled, so the other ranks get its kind and its text.
-        kind_number = len(_ERROR_KINDS) - 1
+        kind_number = len(_ERRORS_BY_KIND_NUMBER) - 1
         text = ""
         if error is not None:
             kind_number = _kind_number(error)
@@ -167,11 +167,11 @@ class ServerGroup:
             raise error
         result, kind_number, text = message
         if text:
-            raise _ERROR_KINDS[kind_number].other_ranks(text)
+            raise _ERRORS_BY_KIND_NUMBER[kind_number].other_ranks(text)
         return result
 
 
 def _kind_number(error: Exception) -> int:
-    """Return the index in `_ERROR_KINDS` of the first kind that the error is an instance of."""
-    kinds = [isinstance(error, kind.first_rank) for kind in _ERROR_KINDS]
+    """Return the index in `_ERRORS_BY_KIND_NUMBER` of the first kind that fits the error."""
+    kinds = [isinstance(error, kind.first_rank) for kind in _ERRORS_BY_KIND_NUMBER]
     return kinds.index(True)

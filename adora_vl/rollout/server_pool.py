@@ -15,7 +15,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from adora_vl.rollout.rollouts import SamplingResult
 from adora_vl.rollout.server import (
-    REFUSED_BY_SERVER,
+    REFUSAL_PREFIX,
     AdapterRequirements,
     FeaturesByImageIds,
     GroupRequest,
@@ -33,7 +33,7 @@ from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, in_one_line
 
 _RETRY_INTERVAL_S = 2.0
-_STARTED_AGAIN = UnusableServerError(
+_RESTARTED_SERVER_ERROR = UnusableServerError(
     "it was started again, and gets all weights with the next ones"
 )
 
@@ -149,9 +149,9 @@ class ServerPool:
                     f"{server.logprobs_mode}; {self._logprobs_mode} is the trainer's."
                 )
             if sends_only_changes and self._adapter_requirements is None:
-                self._leave_out(server, _STARTED_AGAIN)
+                self._leave_out(server, _RESTARTED_SERVER_ERROR)
         if not self.servers_in_use:
-            raise NoServerError(_no_server_message(_STARTED_AGAIN))
+            raise NoServerError(_no_server_message(_RESTARTED_SERVER_ERROR))
         return bool(restarted_servers)
 
     def read_weights(self, folder: Path) -> None:
@@ -312,7 +312,7 @@ def _problem_of_server(error: BaseException) -> Exception:
     """Return an error after which another server may be asked; raise every other one."""
     if isinstance(error, RolloutError) or not isinstance(error, Exception):
         raise error
-    if str(error).startswith(REFUSED_BY_SERVER):  # every server would refuse this request
+    if str(error).startswith(REFUSAL_PREFIX):  # every server would refuse this request
         raise RolloutError(f"a vLLM server refuses what it is asked: {error}"[:400]) from error
     return error
 

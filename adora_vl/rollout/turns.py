@@ -25,7 +25,7 @@ from adora_vl.rollout.rollouts import (
 )
 from adora_vl.rollout.stopping import StopCriteria
 
-CALL = "<tool_call>"  # begins a call of a tool in the policy's text
+CALL_TAG = "<tool_call>"  # begins a call of a tool in the policy's text
 # A tool's answer has to leave so many tokens of the completion to the policy.
 MIN_TOKENS_LEFT = 16
 
@@ -212,7 +212,7 @@ class ToolLoop:
             ended, if no further answer is allowed or fits.
         """
         text = self.decode(rollout.last_turn_tokens)
-        if CALL not in text:
+        if CALL_TAG not in text:
             return rollout
         # A segment that the policy has not sampled is a tool's answer.
         answer_count = sum(not segment.is_sampled for segment in rollout.segments)

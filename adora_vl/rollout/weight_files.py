@@ -19,8 +19,8 @@ from adora_vl.checkpoint.trl_state import save_tensors
 from adora_vl.models.load import ADAPTER_CONFIG_FILE
 from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
 
-KEY = "adora_weight_transfer"
-_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+WEIGHT_TRANSFER_KEY = "adora_weight_transfer"
+_ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 class WeightFiles:
@@ -78,7 +78,7 @@ class WeightFiles:
                 for file in path.iterdir():
                     file.chmod(permissions & 0o640)  # files are not executable
             except (OSError, SafetensorError) as error:
-                raise unwritable(KEY, self.folder, error) from error
+                raise unwritable(WEIGHT_TRANSFER_KEY, self.folder, error) from error
             finally:
                 for _ in remaining:
                     pass
@@ -96,7 +96,7 @@ def _save_adapter(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, rank: 
     """
     save_file(
         {name: tensor.to("cpu").contiguous() for name, tensor in tensors},
-        folder / _ADAPTER_WEIGHTS,
+        folder / _ADAPTER_WEIGHTS_FILE,
     )
     config = {"r": rank, "lora_alpha": rank, "target_modules": []}
     replace_file(folder / ADAPTER_CONFIG_FILE, json.dumps(config))

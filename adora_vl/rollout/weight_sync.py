@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 ADAPTER_NAME = "default"  # PEFT's name of the adapter that is trained
 # the context in which sharded parameters are whole; entering it is a collective call
-Gather = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
+GatherParameters = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: "LLM") -> Any:
@@ -129,7 +129,7 @@ def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
     }
 
 
-def adapter_tensors(policy: "PeftModel", gather: Gather) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(policy: "PeftModel", gather: GatherParameters) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of the two LoRA factors of each layer of the policy's adapter.
 
     Factor B comes multiplied by the scaling of its layer. vLLM would multiply it by alpha / r, and
@@ -229,7 +229,9 @@ def reset_caches(llm: "LLM") -> None:
     llm.llm_engine.reset_encoder_cache()
 
 
-def can_merge(model: "PeftModel", gather: Gather = lambda parameters: nullcontext()) -> bool:
+def can_merge(
+    model: "PeftModel", gather: GatherParameters = lambda parameters: nullcontext()
+) -> bool:
     """Return whether PEFT can merge everything that this model trains into its weights.
 
     Prompt tuning, for example, adds tokens instead of changing weights. Each kind of layer is tried
@@ -258,10 +260,15 @@ def can_merge(model: "PeftModel", gather: Gather = lambda parameters: nullcontex
                 _merged_copy(layer)
     except (NotImplementedError, ValueError):  # what PEFT raises for an adapter it cannot merge
         return False
+    except RuntimeError as error:
+        # It raises this one for a bias of LoRA (`lora_bias`) on a layer that has none.
+        if "merge" not in str(error):
+            raise
+        return False
     return True
 
 
-def refuse_unmergeable(model: "PeftModel", gather: Gather) -> None:
+def refuse_unmergeable(model: "PeftModel", gather: GatherParameters) -> None:
     """Raise `UserError` where PEFT cannot merge the adapters of this model into its weights.
 
     An engine and a saved model both need the merged weights. `gather` makes sharded parameters
@@ -277,7 +284,10 @@ def refuse_unmergeable(model: "PeftModel", gather: Gather) -> None:
 
 
 def merged_parameters(
-    model: "PeftModel", gather: Gather, includes: Callable[[str], bool], changed_only: bool = False
+    model: "PeftModel",
+    gather: GatherParameters,
+    includes: Callable[[str], bool],
+    changed_only: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and values of a model's parameters, with its active adapters merged in.
 

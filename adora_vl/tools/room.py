@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from PIL import Image
 
 from adora_vl.data.images import model_size
-from adora_vl.rollout.turns import CALL, MIN_TOKENS_LEFT, ToolLoop
+from adora_vl.rollout.turns import CALL_TAG, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_ANSWER_CHARS
 from adora_vl.tools.run import Toolbox
 from adora_vl.utils.errors import UserError
@@ -188,7 +188,7 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
     # Which spelling takes fewest tokens depends on the tokenizer.
     spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
     end_of_turn = 1
-    return min(tool_loop.count(f"{CALL}{text}") for text in spellings) + end_of_turn
+    return min(tool_loop.count(f"{CALL_TAG}{text}") for text in spellings) + end_of_turn
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:

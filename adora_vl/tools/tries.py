@@ -10,7 +10,7 @@ from typing import Any
 
 from PIL import Image
 
-from adora_vl.rollout.turns import CALL, ToolAnswer
+from adora_vl.rollout.turns import CALL_TAG, ToolAnswer
 from adora_vl.tools.ours import BUILT_IN_TOOLS
 from adora_vl.tools.room import shortest_value
 from adora_vl.tools.run import Toolbox
@@ -82,7 +82,7 @@ def _different_answers(
     """
     for arguments in _trial_arguments(function["parameters"]):
         call = json.dumps({"name": function["name"], "arguments": arguments})
-        text = f"{CALL}{call}"
+        text = f"{CALL_TAG}{call}"
         first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
         second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
         assert first is not None, "the text has a call"

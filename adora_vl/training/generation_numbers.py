@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from adora_vl.config.batch_plan import BatchLayout
-from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
 from adora_vl.rollout.rollouts import StepKey
 from adora_vl.training.generation import Generation
 from adora_vl.types import Row, StepContext
@@ -85,7 +85,7 @@ class GenerationNumbers:
         if key.mode != "train" or not self._is_numbered:
             return Generation(key=key, group_size=group_size)
         # A negative number is that of a row outside of the data set.
-        if min(dict[str, Any](row).get(ROW_NUMBER, -1) for row in rows) < 0:
+        if min(dict[str, Any](row).get(ROW_NUMBER_COLUMN, -1) for row in rows) < 0:
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that "
                 "wait are read again (a streamed data set, or a loader of your own); load the "

@@ -18,12 +18,13 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.secrets import masked_text
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
-EXIT_UNREAD = 141  # 128 + SIGPIPE
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
-READING_S = 15  # the seconds that the imports of a training take, of an idle machine with a disk
-_LONGEST_MESSAGE = 300  # characters of a message about a wrong option
-_NO_VALUE = ("none", "null")
-_MOST_YAML_NODES = 100_000  # values of a YAML text whose aliases are written out
+# the seconds that the imports of a training take, of an idle machine with a disk
+USUAL_IMPORT_S = 15
+_MAX_MESSAGE_CHARACTERS = 300  # characters of a message about a wrong option
+_WORDS_FOR_NO_VALUE = ("none", "null")
+_MAX_YAML_NODES = 100_000  # values of a YAML text whose aliases are written out
 
 
 class MistakesError(UserError):
@@ -62,7 +63,7 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
     except BrokenPipeError:
         # Python flushes once more at its end, which would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
+        return EXIT_BROKEN_PIPE
     return 0
 
 
@@ -172,8 +173,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` of one line for what argparse found wrong."""
         # it repeats the user's words, which may be a whole file
-        if len(message) > _LONGEST_MESSAGE:
-            half = _LONGEST_MESSAGE // 2
+        if len(message) > _MAX_MESSAGE_CHARACTERS:
+            half = _MAX_MESSAGE_CHARACTERS // 2
             message = f"{message[:half]}...{message[-half:]}"
         raise UserError(f"{message}; see `{self.prog} --help`")
 
@@ -250,7 +251,7 @@ def is_no_value(word: str) -> bool:
 
     Many write `none` for it.
     """
-    return word.strip().lower() in _NO_VALUE
+    return word.strip().lower() in _WORDS_FOR_NO_VALUE
 
 
 def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -258,11 +259,11 @@ def optional(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda word: None if is_no_value(word) else convert(word)
 
 
-_NULL = ("null", "~")  # as YAML reads them, in any case
-_TRUE = ("true", "yes", "t", "y", "1")
-_FALSE = ("false", "no", "f", "n", "0")
+_NULL_WORDS = ("null", "~")  # as YAML reads them, in any case
+_TRUE_WORDS = ("true", "yes", "t", "y", "1")
+_FALSE_WORDS = ("false", "no", "f", "n", "0")
 # a lone regular expression, as PEFT takes, is no list
-_PLAIN_LIST = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
+_PLAIN_LIST_PATTERN = re.compile(r"[\w./:+=-]+(,[\w./:+=-]+)+")
 
 
 def is_null(text: object) -> bool:
@@ -270,15 +271,15 @@ def is_null(text: object) -> bool:
 
     The word `none` is a value of some keys, so it is not.
     """
-    return text is None or (isinstance(text, str) and text.strip().lower() in _NULL)
+    return text is None or (isinstance(text, str) and text.strip().lower() in _NULL_WORDS)
 
 
 def truth(value: object) -> bool | None:
     """Return `value` as true or false; None where it is neither."""
     word = str(value).strip().lower()
-    if word in _TRUE:
+    if word in _TRUE_WORDS:
         return True
-    if word in _FALSE:
+    if word in _FALSE_WORDS:
         return False
     return None
 
@@ -301,7 +302,7 @@ def split_list(words: Sequence[Any]) -> list[Any]:
         raise ValueError("has an opening bracket only")
     entries = []
     for word in words:
-        is_comma_list = isinstance(word, str) and _PLAIN_LIST.fullmatch(word) is not None
+        is_comma_list = isinstance(word, str) and _PLAIN_LIST_PATTERN.fullmatch(word) is not None
         entries += word.split(",") if is_comma_list else [word]
     return entries
 
@@ -342,7 +343,7 @@ def _loader() -> Any:
                 """Count a node and all below it; a node behind an alias counts each time."""
                 nonlocal visit_count
                 visit_count += 1
-                if visit_count > _MOST_YAML_NODES:
+                if visit_count > _MAX_YAML_NODES:
                     raise yaml.constructor.ConstructorError(
                         None, None, "its aliases make it larger than any config"
                     )

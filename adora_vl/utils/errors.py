@@ -66,7 +66,7 @@ class DiskFullError(RunError):
 
 # What gloo, NCCL and torch's store say in a collective call where a process on the other side is
 # gone. There is no type of its own for it: gloo raises a plain RuntimeError.
-_LOST = re.compile(
+_LOST_CONTACT_PATTERN = re.compile(
     r"closed by peer|reset by peer|broken pipe|connection was likely closed|remote process "
     r"exit|Application timeout|"
     r"Timed out waiting \d+ms|Read (error|timeout) \[|failed to (recv|send)|Socket Timeout",
@@ -79,7 +79,7 @@ def lost_contact(error: BaseException) -> str:
 
     It is empty for any other error.
     """
-    if not isinstance(error, RuntimeError) or _LOST.search(str(error)) is None:
+    if not isinstance(error, RuntimeError) or _LOST_CONTACT_PATTERN.search(str(error)) is None:
         return ""
     why = in_one_line(error)
     return (

@@ -16,23 +16,23 @@ from typing import Any, BinaryIO
 
 from adora_vl.utils.errors import UserError
 
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+_DISK_FULL_CODES = (errno.ENOSPC, errno.EDQUOT)
 # What safetensors and torch say when the disk is full: torch's writer says how far it came, and not
 # why it came no further.
-_FULL_WORDS = re.compile(
+_DISK_FULL_PATTERN = re.compile(
     r"No space left|os error (28|122)\b|quota exceeded|unexpected pos \d+ vs "
     r"\d+|PytorchStreamWriter failed writing",
     re.IGNORECASE,
 )
-_PARTIAL = ".partial-"
+_PARTIAL_MARK = ".partial-"
 GIB = 2**30
 # The hidden name of what is written first: the final name, then 8 random bytes
-_PARTIAL_NAME = re.compile(rf"\.(.+){_PARTIAL}[0-9a-f]{{16}}")
+_PARTIAL_NAME_PATTERN = re.compile(rf"\.(.+){_PARTIAL_MARK}[0-9a-f]{{16}}")
 # What the hidden working folder of `replacing_folder` holds: the new folder, the old one, and the
 # file by whose lock other processes know that the writing process lives
-_NEW = "new"
-_OLD = "old"
-_LOCK = "lock"
+_NEW_NAME = "new"
+_OLD_NAME = "old"
+_LOCK_NAME = "lock"
 # a client of NFS may not see another one's new file for this long (the default of `acdirmax`)
 NFS_DELAY_S = 60.0
 
@@ -194,13 +194,13 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
     # the hidden folder beside `folder` in which both folders stand during the exchange
     working_folder, lock = locked_folder(lambda: _hidden_neighbour(folder))
     try:
-        new_folder = working_folder / _NEW
+        new_folder = working_folder / _NEW_NAME
         new_folder.mkdir()
         yield new_folder
         usual_modes(new_folder)
         for path in (*new_folder.rglob("*"), new_folder):
             flush(path)
-        put_in_place(new_folder, folder, old_path=working_folder / _OLD)
+        put_in_place(new_folder, folder, old_path=working_folder / _OLD_NAME)
     finally:
         _finish_exchange(working_folder, folder)
         if lock is not None:
@@ -247,7 +247,7 @@ def recover_folder(folder: Path) -> None:
 
     What a living process is writing stays.
     """
-    partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL}*"))
+    partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL_MARK}*"))
     working_folders = [path for path in partial_paths if is_partial(path) and path.is_dir()]
     for working_folder in abandoned(working_folders):
         _finish_exchange(working_folder, folder)
@@ -290,7 +290,7 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
         except OSError:
             return folder, None
         # That process may also have been faster, and have removed the folder already.
-        if (folder / _LOCK).exists():
+        if (folder / _LOCK_NAME).exists():
             return folder, lock
         os.close(lock)
 
@@ -308,7 +308,7 @@ def _take_lock(folder: Path, flags: int) -> int:
         BlockingIOError: another process holds the lock.
         OSError: there is no such file, or the file system has no locks.
     """
-    lock = os.open(folder / _LOCK, flags)
+    lock = os.open(folder / _LOCK_NAME, flags)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -322,7 +322,7 @@ def _finish_exchange(working_folder: Path, folder: Path) -> None:
 
     The old folder gets its name back if the new one has not taken it.
     """
-    old_folder = working_folder / _OLD
+    old_folder = working_folder / _OLD_NAME
     if old_folder.exists() and not folder.exists():
         old_folder.rename(folder)
     shutil.rmtree(working_folder, ignore_errors=True)
@@ -331,12 +331,12 @@ def _finish_exchange(working_folder: Path, folder: Path) -> None:
 def _hidden_neighbour(path: Path) -> Path:
     """Return a hidden name beside `path` that no other process has."""
     # not named after the process: two machines that share a disk may have processes of equal number
-    return path.with_name(f".{path.name}{_PARTIAL}{token_hex(8)}")
+    return path.with_name(f".{path.name}{_PARTIAL_MARK}{token_hex(8)}")
 
 
 def is_partial(path: Path) -> bool:
     """Return whether a path has the hidden name under which files and folders are written first."""
-    return _PARTIAL_NAME.fullmatch(path.name) is not None
+    return _PARTIAL_NAME_PATTERN.fullmatch(path.name) is not None
 
 
 def remove_partial(folder: Path) -> None:
@@ -345,8 +345,8 @@ def remove_partial(folder: Path) -> None:
     A folder that such a process was replacing gets its name back. Call this only where nobody else
     writes at the same time: it does not look for living processes.
     """
-    for path in folder.glob(f".*{_PARTIAL}*"):
-        match = _PARTIAL_NAME.fullmatch(path.name)
+    for path in folder.glob(f".*{_PARTIAL_MARK}*"):
+        match = _PARTIAL_NAME_PATTERN.fullmatch(path.name)
         if match is None:
             continue
         if path.is_dir():
@@ -390,8 +390,8 @@ def disk_is_full(error: BaseException | None) -> bool:
     too, and the words of each.
     """
     while error is not None:
-        has_full_code = isinstance(error, OSError) and error.errno in _FULL
-        if has_full_code or _FULL_WORDS.search(str(error)) is not None:
+        has_full_code = isinstance(error, OSError) and error.errno in _DISK_FULL_CODES
+        if has_full_code or _DISK_FULL_PATTERN.search(str(error)) is not None:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -15,13 +15,13 @@ import xxhash
 from adora_vl.utils.files import GIB, KeptAnswers, cache_folder
 
 # A smaller file is read again as fast as it is looked up
-_LEAST_REMEMBERED_BYTES = 2**14
+_MIN_REMEMBERED_BYTES = 2**14
 # A file system's clock may be as coarse as 2 s: a second change within that leaves the time as it is,
 # so only a file that is older than this is known by its time
-_LEAST_AGE_NS = 5 * 10**9
+_MIN_AGE_NS = 5 * 10**9
 # From this on a line says that files are being read, since it takes long
 _ANNOUNCED_BYTES = 4 * GIB
-_HASH = re.compile(r"[0-9a-f]{32}")
+_HASH_PATTERN = re.compile(r"[0-9a-f]{32}")
 
 
 def content_hash(files: Iterable[Path]) -> str:
@@ -65,14 +65,14 @@ def _file_hash(path: Path) -> str:
         # of the open file: a client of NFS asks the server when it opens one
         stat_before = os.fstat(file.fileno())
         remembered_hash = _memory().get(_state(stat_before))
-        if remembered_hash is not None and _HASH.fullmatch(remembered_hash):
+        if remembered_hash is not None and _HASH_PATTERN.fullmatch(remembered_hash):
             return remembered_hash
         begin_ns = time.time_ns()
         file_hash = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
         is_unchanged = _state(os.fstat(file.fileno())) == _state(stat_before)
     last_change_ns = max(stat_before.st_mtime_ns, stat_before.st_ctime_ns)
-    is_old_enough = begin_ns - last_change_ns > _LEAST_AGE_NS
-    is_worth_it = stat_before.st_size >= _LEAST_REMEMBERED_BYTES
+    is_old_enough = begin_ns - last_change_ns > _MIN_AGE_NS
+    is_worth_it = stat_before.st_size >= _MIN_REMEMBERED_BYTES
     if is_old_enough and is_unchanged and is_worth_it:
         with suppress(OSError):  # this process remembers it all the same
             _memory().put(_state(stat_before), file_hash)

@@ -13,7 +13,7 @@ from huggingface_hub import constants, get_session
 
 from adora_vl.utils import compat
 
-_HUB_SECONDS = 5.0
+_HUB_TIMEOUT_S = 5.0
 _SERVER_ERROR = 500
 
 
@@ -36,14 +36,14 @@ def no_hub() -> str:
     def ask() -> None:
         """Ask the hub, and note its answer."""
         try:
-            status = get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS).status_code
+            status = get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).status_code
         except Exception:  # the library has changed its HTTP client before, and with it its errors
             return
         answers.append(status < _SERVER_ERROR)
 
     thread = threading.Thread(target=ask, name="hub-answers", daemon=True)
     thread.start()
-    thread.join(_HUB_SECONDS)
+    thread.join(_HUB_TIMEOUT_S)
     if answers == [True]:
         return ""
     # What `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.

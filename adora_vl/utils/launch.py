@@ -23,7 +23,7 @@ from adora_vl.utils.errors import RunError, UserError
 from adora_vl.utils.versions import installed
 
 # Ports below those that Linux and macOS give to connections
-_PORTS = range(12_000, 32_000)
+_PORT_RANGE = range(12_000, 32_000)
 
 
 def find_cpu_build() -> bool:
@@ -43,13 +43,14 @@ def free_port() -> int:
     Raises:
         RunError: a hundred ports are all in use.
     """
-    for port in random.SystemRandom().sample(_PORTS, 100):
+    for port in random.SystemRandom().sample(_PORT_RANGE, 100):
         # a port that is in use cannot be bound
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
     raise RunError(
-        f"of 100 ports in {_PORTS[0]} to {_PORTS[-1]} none is free; set MASTER_PORT to one that is"
+        f"of 100 ports in {_PORT_RANGE[0]} to {_PORT_RANGE[-1]} none is free; set MASTER_PORT to "
+        "one that is"
     )
 
 
@@ -133,7 +134,7 @@ def segments_expand(environment: Mapping[str, str] = os.environ) -> bool:
 
 # A lock without a builder on this machine may be held on another machine that shares the home
 # folder, or by a build that has not called ninja yet. Either writes to its folder sooner than this.
-PATIENCE_S = 180.0
+FOREIGN_BUILD_PATIENCE_S = 180.0
 
 
 def builds_folder() -> Path:
@@ -179,7 +180,7 @@ def is_left_behind(lock: Path) -> bool | None:
     if not lock.exists() or _has_builder(lock.parent):
         return False
     seconds_since_write = time.time() - max(write_times)
-    return True if seconds_since_write > PATIENCE_S else None
+    return True if seconds_since_write > FOREIGN_BUILD_PATIENCE_S else None
 
 
 def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -213,7 +214,11 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                     f"a build of {lock.parent.name}, which another machine may be making (if "
                     f"none is: rm {lock})"
                 )
-                print(f"waiting up to {PATIENCE_S:.0f} s for {build}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting up to {FOREIGN_BUILD_PATIENCE_S:.0f} s for {build}",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 has_printed = True
             sleep(0.5)
             was_killed = is_left_behind(lock)
@@ -223,7 +228,7 @@ _WATCH_INTERVAL_S = 1.0
 # torchrun's option, which accelerate takes from `deepspeed_config` of its file
 _SHUTDOWN_TIMEOUT = "shutdown_timeout"
 _SHUTDOWN_VARIABLES = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
-TOO_SHORT = (
+SHORT_SHUTDOWN_WARNING = (
     "The launcher kills all processes 30 seconds after SIGTERM, Ctrl-C or SIGHUP, before a "
     "checkpoint is saved: start it as `TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 accelerate launch ...` "
     "(seconds)"
@@ -247,7 +252,9 @@ def under_launcher(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 # What starts several: the shipped files with them, and how accelerate is told without a file.
-SEVERAL = "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml without a GPU)"
+SEVERAL_PROCESSES_HINT = (
+    "take configs/accelerate/zero2.yaml or zero3.yaml (cpu_zero3.yaml without a GPU)"
+)
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
@@ -264,7 +271,7 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
         return ""
     return (
         "accelerate was asked for several processes and has started one, by distributed_type: "
-        f"'NO'; {SEVERAL}"
+        f"'NO'; {SEVERAL_PROCESSES_HINT}"
     )
 
 
@@ -314,7 +321,7 @@ def watch_parent() -> None:
 # stdout and stderr
 _OUTPUT_DESCRIPTORS = (1, 2)
 # What `poll` says of an output whose reader is gone
-_READER_GONE = select.POLLERR | select.POLLHUP
+_READER_GONE_EVENTS = select.POLLERR | select.POLLHUP
 
 
 def mute_lost_outputs() -> None:
@@ -328,7 +335,7 @@ def mute_lost_outputs() -> None:
         # no event is asked for, since errors are reported always
         outputs.register(descriptor, 0)
     for descriptor, events in outputs.poll(0):
-        if events & _READER_GONE:
+        if events & _READER_GONE_EVENTS:
             null_device = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null_device, descriptor)
             os.close(null_device)

@@ -29,17 +29,17 @@ from adora_vl.utils.hashing import content_hash
 LOAD_TIMEOUT_S = 60.0
 # What a deadline may be: below, a call could not even begin; above, the timers of Python and of the
 # system (2^63 nanoseconds, with the time of grace) raise an OverflowError.
-SHORTEST_S = 0.001
-LONGEST_S = 10**9
+MIN_DEADLINE_S = 0.001
+MAX_DEADLINE_S = 10**9
 GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
 _SIGNAL_INTERVAL_S = 1.0  # between signals, for a function that catches the first one
 # The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
 # known by where they lie; `adora_vl` is ours wherever the file lies.
-_OURS = tuple(
+_PROJECT_FOLDERS = tuple(
     Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
 )
 # The folder of the config that this process was started with, as the only entry; empty without one
-_beside: list[Path] = []
+_config_folders: list[Path] = []
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def search_files_beside(config: Path | None) -> None:
 
     `config`: the config file that the process was started with; None without one.
     """
-    _beside[:] = [config.parent] if config else []
+    _config_folders[:] = [config.parent] if config else []
 
 
 def from_file(
@@ -211,7 +211,7 @@ def _find_file(key: str, entry: str, noun: str) -> Path:
             "file"
         )
     # each folder once: the config may lie in the working directory
-    folders = dict.fromkeys(folder.resolve() for folder in (*_beside, Path.cwd()))
+    folders = dict.fromkeys(folder.resolve() for folder in (*_config_folders, Path.cwd()))
     for folder in folders:
         path = (folder / Path(file).expanduser()).resolve()
         if path.is_file():
@@ -235,7 +235,7 @@ def with_neighbours(path: Path) -> set[Path]:
         if file in files or not file.is_file():
             continue
         # this project's own modules have a version, and are no part of the user's code
-        is_of_project = any(file.is_relative_to(folder) for folder in _OURS)
+        is_of_project = any(file.is_relative_to(folder) for folder in _PROJECT_FOLDERS)
         if is_of_project and file != path:
             continue
         files.add(file)

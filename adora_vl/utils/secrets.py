@@ -13,28 +13,33 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
-HIDDEN = "..."
+HIDDEN_MARK = "..."
 # What a key is called whose value is a secret; names of a model's own tokens are not meant
-_NAME = r"(?:token|passw(?:or)?d|secret|api[_-]?key|access[_-]?key|authorization|credentials?)"
-_SECRET_KEY = re.compile(rf"(?:.*[_-])?{_NAME}", re.IGNORECASE)
-_TEXT_KEY = re.compile(
+_KEY_NAME_REGEX = (
+    r"(?:token|passw(?:or)?d|secret|api[_-]?key|access[_-]?key|authorization|credentials?)"
+)
+_SECRET_KEY_PATTERN = re.compile(rf"(?:.*[_-])?{_KEY_NAME_REGEX}", re.IGNORECASE)
+_MODEL_TOKEN_KEY_PATTERN = re.compile(
     r"(?:eos|bos|pad|unk|sep|cls|mask|stop|image|video|vision|control)[_-]token", re.IGNORECASE
 )
-_LOGIN = re.compile(r"(?<=://)[^\s/?#'\"]+@")
-_QUERY = re.compile(rf"([?&](?:[\w-]*[_-])?{_NAME}=)[^&\s'\"]+", re.IGNORECASE)
+_LOGIN_PATTERN = re.compile(r"(?<=://)[^\s/?#'\"]+@")
+_SECRET_IN_QUERY_PATTERN = re.compile(
+    rf"([?&](?:[\w-]*[_-])?{_KEY_NAME_REGEX}=)[^&\s'\"]+", re.IGNORECASE
+)
 # A key and its value in JSON or YAML: in quotes, or a word that is longer than `true` and `null`.
-_ENTRY = re.compile(
-    rf"""(?<![\w-])((?:[\w-]*[_-])?{_NAME})(["']?\s*:\s*)("(?:[^"\\]|\\.)+"|'[^']+'|[^\s,}}"'|<]{{5,}})""",
+_SECRET_ENTRY_PATTERN = re.compile(
+    rf"""(?<![\w-])((?:[\w-]*[_-])?{_KEY_NAME_REGEX})(["']?\s*:\s*)("(?:[^"\\]|\\.)+"|'[^']+'|[^\s,}}"'|<]{{5,}})""",
     re.IGNORECASE,
 )
-_SHORTEST = 8  # characters of a secret that is looked for in all texts; a shorter one may be a word
-_noted: set[str] = set()
+# characters of a secret that is looked for in all texts; a shorter one may be a word
+_MIN_SECRET_CHARACTERS = 8
+_noted_secrets: set[str] = set()
 
 
 def note_secret(value: str) -> None:
     """Hide this value from now on, wherever `masked_text` meets it."""
-    if len(value) >= _SHORTEST:
-        _noted.add(value)
+    if len(value) >= _MIN_SECRET_CHARACTERS:
+        _noted_secrets.add(value)
 
 
 def is_secret(key: object) -> bool:
@@ -44,12 +49,12 @@ def is_secret(key: object) -> bool:
     """
     return (
         isinstance(key, str)
-        and _SECRET_KEY.fullmatch(key) is not None
-        and _TEXT_KEY.fullmatch(key) is None
+        and _SECRET_KEY_PATTERN.fullmatch(key) is not None
+        and _MODEL_TOKEN_KEY_PATTERN.fullmatch(key) is None
     )
 
 
-def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
+def masked(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     """Return a value in which `hidden` stands for each secret, before it is shown or written.
 
     Secrets are looked for in nested mappings, lists and texts. Those that are found are noted
@@ -59,7 +64,7 @@ def masked(value: Any, hidden: str | None = HIDDEN) -> Any:
     """
     if type(value) is str:
         is_json_object = value.lstrip().startswith("{")
-        return masked_text(value) if is_json_object else _LOGIN.sub(_hide_login, value)
+        return masked_text(value) if is_json_object else _LOGIN_PATTERN.sub(_hide_login, value)
     if type(value) in (list, tuple):
         return type(value)(masked(item, hidden) for item in value)
     if not isinstance(value, Mapping):
@@ -83,7 +88,7 @@ def masked_text(text: str, *secrets: str) -> str:
     These are `secrets`, all that was noted by `note_secret`, logins in addresses, and values of keys
     such as `api_key`, in an address or in JSON or YAML.
     """
-    for secret in (*secrets, *_noted):
+    for secret in (*secrets, *_noted_secrets):
         text = _without_secret(text, secret)
 
     def hide_entry(match: re.Match[str]) -> str:
@@ -92,11 +97,11 @@ def masked_text(text: str, *secrets: str) -> str:
         if not is_secret(key):
             return match[0]
         quotation_mark = value[0] if value[0] in "\"'" else ""
-        return f"{key}{separator}{quotation_mark}{HIDDEN}{quotation_mark}"
+        return f"{key}{separator}{quotation_mark}{HIDDEN_MARK}{quotation_mark}"
 
-    text = _LOGIN.sub(_hide_login, text)
-    text = _QUERY.sub(rf"\g<1>{HIDDEN}", text)
-    return _ENTRY.sub(hide_entry, text)
+    text = _LOGIN_PATTERN.sub(_hide_login, text)
+    text = _SECRET_IN_QUERY_PATTERN.sub(rf"\g<1>{HIDDEN_MARK}", text)
+    return _SECRET_ENTRY_PATTERN.sub(hide_entry, text)
 
 
 def masked_words(words: Sequence[str]) -> list[str]:
@@ -112,9 +117,9 @@ def masked_words(words: Sequence[str]) -> list[str]:
         is_secret_option = option.startswith("--") and is_secret(option.removeprefix("--"))
         has_value = equals_sign != ""
         if is_value_secret:
-            shown_words.append(HIDDEN)
+            shown_words.append(HIDDEN_MARK)
         elif is_secret_option and has_value:
-            shown_words.append(f"{option}={HIDDEN}")
+            shown_words.append(f"{option}={HIDDEN_MARK}")
         else:
             shown_words.append(masked_text(word))
         is_value_secret = is_secret_option and not has_value
@@ -142,7 +147,7 @@ def _hide_login(match: re.Match[str]) -> str:
     login = match[0].removesuffix("@")
     _, _, password = login.partition(":")
     note_secret(unquote(password))
-    return f"{HIDDEN}@"
+    return f"{HIDDEN_MARK}@"
 
 
 def _without_secret(text: str, secret: str) -> str:
@@ -168,9 +173,9 @@ def _without_secret(text: str, secret: str) -> str:
     }
     # The longest goes first, as a shorter one may be a part of it.
     patterns = [re.escape(spelling) for spelling in sorted(spellings, key=len, reverse=True)]
-    if len(secret) >= _SHORTEST:
+    if len(secret) >= _MIN_SECRET_CHARACTERS:
         patterns += _base64_patterns(content)
-    return re.sub("|".join(patterns), HIDDEN, text, flags=re.IGNORECASE)
+    return re.sub("|".join(patterns), HIDDEN_MARK, text, flags=re.IGNORECASE)
 
 
 def _base64_patterns(content: bytes) -> list[str]:

@@ -9,8 +9,11 @@ from packaging.specifiers import SpecifierSet
 
 from adora_vl.utils.errors import UserError
 
-SUPPORTED = {"trl": SpecifierSet(">=1.16,<1.17"), "transformers": SpecifierSet(">=5.17,<5.18")}
-VLLM_SUPPORTED = SpecifierSet(">=0.31,<0.32")
+SUPPORTED_VERSIONS = {
+    "trl": SpecifierSet(">=1.16,<1.17"),
+    "transformers": SpecifierSet(">=5.17,<5.18"),
+}
+SUPPORTED_VLLM = SpecifierSet(">=0.31,<0.32")
 # the same import name: the official build, and one for CPU machines
 VLLM_DISTRIBUTIONS = (
     "vllm",
@@ -46,7 +49,7 @@ def _check(name: str, present_version: str | None, supported: SpecifierSet) -> N
 
 def check_versions(use_vllm: bool) -> None:
     """Raise `UserError` for a library that is missing or outside the tested range."""
-    for name, supported in SUPPORTED.items():
+    for name, supported in SUPPORTED_VERSIONS.items():
         _check(name, installed(name), supported)
     if not use_vllm:
         return
@@ -57,4 +60,4 @@ def check_versions(use_vllm: bool) -> None:
         raise UserError(
             f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
         )
-    _check("vllm", present_versions[0], VLLM_SUPPORTED)
+    _check("vllm", present_versions[0], SUPPORTED_VLLM)

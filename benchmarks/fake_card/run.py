@@ -35,7 +35,7 @@ from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import UNQUANTISED_MODULES, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import SHAPES_FOLDER, model_shape
-from adora_vl.planning.memory import CONTEXT, Prediction, Setup, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
@@ -254,7 +254,7 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
             setup = _setup(
                 card_run, config=config, model=model, folder=folder, prompt=result.prompt
             )
-            room = torch.cuda.get_device_properties(CARD).total_memory - CONTEXT
+            room = torch.cuda.get_device_properties(CARD).total_memory - CUDA_CONTEXT_BYTES
             result.parameters = (
                 setup.shape.total_parameters
             )  # of 4 bits a tensor has two in one number

@@ -22,7 +22,7 @@ import torch
 from transformers import AutoProcessor, PretrainedConfig
 
 from adora_vl.config.command import read
-from adora_vl.doctor.engine import FEATURES
+from adora_vl.doctor.engine import FEATURES_CHECK
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.utils.checks import Status
 from adora_vl.utils.files import GIB
@@ -178,7 +178,7 @@ def engine_lines(entries: Sequence[dict[str, Any]], title: str) -> Iterator[Chec
     Those about the machine are the same every time, and become one line, and one for each failure.
     """
     names = [entry["name"] for entry in entries]
-    engine_start = names.index(FEATURES) if FEATURES in names else len(names)
+    engine_start = names.index(FEATURES_CHECK) if FEATURES_CHECK in names else len(names)
     machine_entries = entries[:engine_start]
     failures = [entry for entry in machine_entries if entry["status"] == Status.FAILED]
     passed_count = len(machine_entries) - len(failures)

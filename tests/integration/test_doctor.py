@@ -10,8 +10,15 @@ from typing import Any
 
 import pytest
 
-from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, SLEEP, VISION
-from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
+from adora_vl.doctor.engine import (
+    BANNED_CHECK,
+    BUFFERS_CHECK,
+    FEATURES_CHECK,
+    LANGUAGE_CHECK,
+    SLEEP_CHECK,
+    VISION_CHECK,
+)
+from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
 from tests.support.launch import run
 from tests.support.paths import REPOSITORY
@@ -63,13 +70,27 @@ def only_check(checks: list[dict[str, Any]], name: str) -> dict[str, Any]:
 def test_a_healthy_run_passes_every_line(doctor_results):
     assert [check for check in doctor_results["table"] if check["status"] == "failed"] == []
     status = {check["name"]: check["status"] for check in doctor_results["table"]}
-    checks = (FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, VISION, BANNED)
+    checks = (
+        FEATURES_CHECK,
+        BUFFERS_CHECK,
+        PROMPTS_CHECK,
+        COLD_CHECK,
+        DISTANT_CHECK,
+        LANGUAGE_CHECK,
+        VISION_CHECK,
+        BANNED_CHECK,
+    )
     for name in (*checks, "grader on 8 reference answers", "output folder has room"):
         assert status[name] == "passed", name
-    assert status[SLEEP] == "skipped"
-    assert "vllm_enable_sleep_mode: false" in only_check(doctor_results["table"], SLEEP)["detail"]
-    assert "moved the policy by" in only_check(doctor_results["table"], LANGUAGE)["detail"]
-    assert "answers from position 19" in only_check(doctor_results["table"], DISTANT)["detail"]
+    assert status[SLEEP_CHECK] == "skipped"
+    assert (
+        "vllm_enable_sleep_mode: false"
+        in only_check(doctor_results["table"], SLEEP_CHECK)["detail"]
+    )
+    assert "moved the policy by" in only_check(doctor_results["table"], LANGUAGE_CHECK)["detail"]
+    assert (
+        "answers from position 19" in only_check(doctor_results["table"], DISTANT_CHECK)["detail"]
+    )
     assert "0 failed" in doctor_results["stdout"]
 
 
@@ -85,12 +106,12 @@ def test_nothing_of_the_run_is_changed(doctor_results):
 @pytest.mark.parametrize(
     ("sabotage", "name", "remedy"),
     [
-        ("expanded", PROMPTS, "expanded twice"),
-        ("pixel_limits", PROMPTS, "min_pixels and max_pixels in the config"),
-        ("doubled", FEATURES, "the processor expands images in its own way"),
-        ("no_sync", LANGUAGE, "weights do not reach the engine"),
-        ("stale_encoder_cache", VISION, "both caches have to be reset"),
-        ("unbanned", BANNED, "remove logit_bias"),
+        ("expanded", PROMPTS_CHECK, "expanded twice"),
+        ("pixel_limits", PROMPTS_CHECK, "min_pixels and max_pixels in the config"),
+        ("doubled", FEATURES_CHECK, "the processor expands images in its own way"),
+        ("no_sync", LANGUAGE_CHECK, "weights do not reach the engine"),
+        ("stale_encoder_cache", VISION_CHECK, "both caches have to be reset"),
+        ("unbanned", BANNED_CHECK, "remove logit_bias"),
     ],
 )
 def test_without_a_correction_its_line_fails_with_the_remedy(
@@ -107,14 +128,18 @@ def test_without_a_correction_its_line_fails_with_the_remedy(
 
 
 def test_expanded_prompts_also_show_in_the_log_probabilities(doctor_results):
-    assert only_check(doctor_results["unnoticed"], COLD)["status"] == "failed"
+    assert only_check(doctor_results["unnoticed"], COLD_CHECK)["status"] == "failed"
 
 
 def test_rounded_rotary_frequencies_show_far_from_the_start_and_not_near_it(doctor_results):
     checks = doctor_results["rounded"]
-    assert "inv_freq is bfloat16, not float32" in only_check(checks, BUFFERS)["detail"]
-    assert only_check(checks, PROMPTS)["status"] == only_check(checks, COLD)["status"] == "passed"
-    assert only_check(checks, DISTANT)["status"] == "failed"
+    assert "inv_freq is bfloat16, not float32" in only_check(checks, BUFFERS_CHECK)["detail"]
+    assert (
+        only_check(checks, PROMPTS_CHECK)["status"]
+        == only_check(checks, COLD_CHECK)["status"]
+        == "passed"
+    )
+    assert only_check(checks, DISTANT_CHECK)["status"] == "failed"
 
 
 def test_the_engine_is_healthy_again_after_each(doctor_results):

@@ -16,7 +16,7 @@ from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.predictions import read_predictions
 from adora_vl.evals.records import Prediction
-from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED
+from adora_vl.rollout.prompt_tokens import NEVER_SAMPLED_TOKENS
 from adora_vl.synthetic.generate import generate
 from eval.command import main
 from eval.geometry3k import BENCHMARK
@@ -48,7 +48,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if parameter.ndim >= 2 and "visual" not in name:
                 parameter.mul_(2)  # or the fresh model repeats one token whatever it is shown
         # wanted, if allowed
-        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED)] *= 10
+        model.lm_head.weight[processor.tokenizer.convert_tokens_to_ids(NEVER_SAMPLED_TOKENS)] *= 10
     # Qwen2.5-VL's has 1.05; greedy means greedy for both engines
     model.generation_config.repetition_penalty = 1.3
     model.save_pretrained(folder / "model")

@@ -119,7 +119,7 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
-    monkeypatch.setattr(turns, "CALL", "")
+    monkeypatch.setattr(turns, "CALL_TAG", "")
     monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := DrawnPictureTools())
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
     out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.checkpoint.store import MANIFEST, MARK, checkpoints, problem_of, publish
-from adora_vl.checkpoint.trl_state import REFERENCE
+from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, checkpoints, problem_of, publish
+from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from benchmarks.kill_and_resume import comparable_results
@@ -151,7 +151,7 @@ def test_a_second_start_goes_on_where_the_first_one_ended(resumed_folder):
 
 def load_reference_head(checkpoint: Path) -> torch.Tensor:
     """Load the head's weight of the reference model that a checkpoint has."""
-    return load_file(checkpoint / REFERENCE / "model-00001.safetensors")["lm_head.weight"]
+    return load_file(checkpoint / REFERENCE_FOLDER / "model-00001.safetensors")["lm_head.weight"]
 
 
 @pytest.mark.core
@@ -191,7 +191,7 @@ def test_one_process_goes_on_with_the_steps_of_two(resumed_folder, tmp_path):
 def test_shards_alone_are_gathered_into_the_same_weights(resumed_folder, tmp_path):
     """ZeRO-3 saves no model.safetensors where zero3_save_16bit_model is off; shards suffice."""
     bare = tmp_path / "staged" / "checkpoint-3"
-    ignored = shutil.ignore_patterns(MANIFEST, MARK, "model.safetensors")
+    ignored = shutil.ignore_patterns(MANIFEST_FILE, COMPLETE_FILE, "model.safetensors")
     shutil.copytree(resumed_folder / "checkpoint-3", bare, ignore=ignored)
     publish(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0

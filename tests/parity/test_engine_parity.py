@@ -12,8 +12,16 @@ from safetensors.torch import load_file, save_file
 from adora_vl.advantage import Groups, weigh_groups
 from adora_vl.builtin import WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.doctor.engine import BANNED, BUFFERS, FEATURES, LANGUAGE, RUNNER, SLEEP, VISION
-from adora_vl.rollout.agreement import COLD, DISTANT, PROMPTS
+from adora_vl.doctor.engine import (
+    BANNED_CHECK,
+    BUFFERS_CHECK,
+    FEATURES_CHECK,
+    LANGUAGE_CHECK,
+    RUNNER_CHECK,
+    SLEEP_CHECK,
+    VISION_CHECK,
+)
+from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from tests.support.engine_errors import lost_image_features
 from tests.support.parity import run_parity
 
@@ -128,11 +136,20 @@ def test_another_family_with_any_number_of_images_a_row(qwen3_vl_result):
 def test_the_doctor_on_another_family(qwen3_vl_result):
     """Every check passes on a batch in which some rows have images and some have none."""
     status = {check["name"]: check["status"] for check in qwen3_vl_result["looks"]["doctor"]}
-    assert status.pop(SLEEP) == "skipped"
-    assert status.pop(VISION) != "failed", (
+    assert status.pop(SLEEP_CHECK) == "skipped"
+    assert status.pop(VISION_CHECK) != "failed", (
         "skipped where too little of an answer comes from the image"
     )
-    assert set(status) == {FEATURES, BUFFERS, PROMPTS, COLD, DISTANT, LANGUAGE, BANNED, RUNNER}
+    assert set(status) == {
+        FEATURES_CHECK,
+        BUFFERS_CHECK,
+        PROMPTS_CHECK,
+        COLD_CHECK,
+        DISTANT_CHECK,
+        LANGUAGE_CHECK,
+        BANNED_CHECK,
+        RUNNER_CHECK,
+    }
     assert set(status.values()) == {"passed"}, qwen3_vl_result["looks"]["doctor"]
 
 

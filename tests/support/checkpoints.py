@@ -11,7 +11,7 @@ FINGERPRINT = {"adora_method.adora.factor": "0.1", "dataset": "abc"}
 def write_checkpoint(
     output_dir: Path, step: int, fingerprint: dict[str, str] = FINGERPRINT
 ) -> Path:
-    staged = output_dir / store.STAGING / f"checkpoint-{step}"
+    staged = output_dir / store.STAGING_FOLDER / f"checkpoint-{step}"
     (staged / "global_step").mkdir(parents=True)
     (staged / "model.safetensors").write_bytes(bytes(range(256)) * 20)
     (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)

@@ -151,7 +151,7 @@ class DrawnPictureTools:
 
     @classmethod
     def of_process(cls) -> DrawnPictureTools:
-        mock.patch.object(turns, "CALL", "").start()
+        mock.patch.object(turns, "CALL_TAG", "").start()
         return cls()
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import MISSING, fields
 
-from adora_vl.config.schema import DATACLASSES
+from adora_vl.config.schema import CONFIG_DATACLASSES
 from adora_vl.utils.cli import dotted, plain
 from tests.support.paths import REPOSITORY
 
@@ -31,7 +31,7 @@ ACCELERATE_CONFIG_BY_RECIPE = {
 def key_defaults() -> dict[str, object]:
     """Return the default of every key; a later dataclass does not overrule an earlier one."""
     defaults: dict[str, object] = {}
-    for dataclass in DATACLASSES:
+    for dataclass in CONFIG_DATACLASSES:
         for field in fields(dataclass):
             default = (
                 field.default_factory() if field.default_factory is not MISSING else field.default

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq  # pyarrow ships no types
 from PIL import Image
 
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.data.rows import problem_with_row
 from adora_vl.evals.inference.predictions import (
     describe_missing_fields,
@@ -285,7 +285,7 @@ def find_prompt_fault(prompt: object, *, has_image: bool = True) -> str | None:
     """
     if not isinstance(prompt, str):
         return f"has the question {prompt!r:.60}, expected a text"
-    text = prompt.replace(PLACEHOLDER, " ")
+    text = prompt.replace(IMAGE_PLACEHOLDER, " ")
     if has_image and not text.strip():
         text = "-"
     # The check is that of a row of the training, whose other fields are filled in.

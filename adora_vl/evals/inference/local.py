@@ -138,20 +138,20 @@ class ConversationTurns:
     def sample(self, rollouts: Mapping[int, Rollout]) -> dict[int, Rollout]:
         """Return the conversations with one more turn of the model."""
         tool_loop = self.engine.tool_loop
-        max_turn = tool_loop.turn_tokens if tool_loop else None
+        max_turn_tokens = tool_loop.turn_tokens if tool_loop else None
         requests = [self._request(key, rollout) for key, rollout in rollouts.items()]
         results = self.engine.sample(requests)
-        continued: dict[int, Rollout] = {}
+        longer_rollouts: dict[int, Rollout] = {}
         for key, request, result in zip(rollouts, requests, results, strict=True):
-            continued[key] = append_result(
+            longer_rollouts[key] = append_result(
                 rollouts[key],
                 request,
                 result,
                 step=0,  # there is no training here
-                max_turn=max_turn,
+                max_turn=max_turn_tokens,
                 stop=self.engine.stop,
             )
-        return continued
+        return longer_rollouts
 
     def answer(self, key: int, rollout: Rollout) -> Rollout:
         """Return the conversation with what tools answer to the calls of its last turn."""
@@ -170,7 +170,7 @@ class ConversationTurns:
 
     def has_room(self, key: int, rollout: Rollout) -> bool:
         """Return whether the conversation has room for more tokens."""
-        return self._room(key, rollout) > 0
+        return self._tokens_left(key, rollout) > 0
 
     def any_rank_continues(self, continues: bool) -> bool:
         """Return whether any rank wants another turn; `continues`: whether this one does.
@@ -179,17 +179,18 @@ class ConversationTurns:
         """
         return self.engine.any_rank(continues) if self.engine.tool_loop else continues
 
-    def _room(self, key: int, rollout: Rollout) -> int:
+    def _tokens_left(self, key: int, rollout: Rollout) -> int:
         """Return how many tokens the next turn of a conversation may have.
 
         The bounds are the length of an answer, the model's context, and that of a turn with tools.
         """
         context_left = self.engine.chat.context - len(self.prompts[key])
-        room = min(self.engine.max_length, context_left) - len(rollout.tokens)
+        tokens_left = min(self.engine.max_length, context_left) - len(rollout.tokens)
         tool_loop = self.engine.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens:
-            room = min(room, tool_loop.turn_tokens - len(rollout.last_turn_tokens))
-        return room
+            turn_left = tool_loop.turn_tokens - len(rollout.last_turn_tokens)
+            tokens_left = min(tokens_left, turn_left)
+        return tokens_left
 
     def _request(self, key: int, rollout: Rollout) -> SamplingRequest:
         """Build the request for the next turn of a conversation."""
@@ -205,7 +206,7 @@ class ConversationTurns:
             images=[*request.images, *tool_images],
             group=key,
             seed=seed,
-            max_tokens=self._room(key, rollout),
+            max_tokens=self._tokens_left(key, rollout),
             max_length=self.engine.max_length,
         )
 

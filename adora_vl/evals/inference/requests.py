@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from PIL import Image
 
-from adora_vl.data.images import MAX_PIXELS, UNIT
+from adora_vl.data.images import MAX_PIXELS, SMALLEST_TOKEN_SIDE
 from adora_vl.data.prompts import SYSTEM_PROMPT, Message, with_tools
 from adora_vl.evals.options import PROMPT_OF_TRAINING, option
 from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
@@ -60,7 +60,7 @@ class AnswerEngine(Protocol):
         ...
 
 
-_pixel_limit = optional(whole(UNIT**2, MAX_PIXELS))
+_pixel_limit = optional(whole(SMALLEST_TOKEN_SIDE**2, MAX_PIXELS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from adora_vl.data.prompts import PLACEHOLDER
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.evals.records import Problem
 from adora_vl.utils.errors import UserError
 
@@ -65,8 +65,8 @@ def _prompt_with_facts(problem: Problem, *, without_picture: bool) -> str:
     """
     question = problem.prompt
     if without_picture:
-        question = question.replace(PLACEHOLDER, " ").strip()
-    if PLACEHOLDER in question:
+        question = question.replace(IMAGE_PLACEHOLDER, " ").strip()
+    if IMAGE_PLACEHOLDER in question:
         return f"{question}\nWhat the picture shows: {problem.facts}"
     return f"What the picture shows: {problem.facts}\n{question}"
 

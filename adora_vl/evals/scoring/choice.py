@@ -122,7 +122,7 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     if is_refusal(text):
         return Extraction("", "refusal")
     number = None
-    choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.keys)
+    choices_are_numbers = all(re.match(r"-?[\d.]", key) for key in matcher.choice_keys)
     if choices_are_numbers:
         number = concluding_number(text)
     last_sentence = (split_sentences(text) or [text])[-1]
@@ -138,7 +138,7 @@ def _boxed_value_of_no_choice(matcher: ChoiceMatcher, response: str) -> str:
     if not may_be_value(box):
         return ""
     choices_are_values = all(
-        may_be_value(key) and not _WORD_OF_CHOICE_PATTERN.search(key) for key in matcher.keys
+        may_be_value(key) and not _WORD_OF_CHOICE_PATTERN.search(key) for key in matcher.choice_keys
     )
     if not choices_are_values or matcher.choice_of_short_text(box) is not None:
         return ""
@@ -149,10 +149,10 @@ def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice if the whole text is its text or its letter."""
     key = normalise_choice_text(text)
     # A text of this length may be a sentence.
-    letter = matcher.letter_alone.fullmatch(text) if len(text) < 40 else None
-    if letter and key not in matcher.keys:
+    letter = matcher.letter_alone_pattern.fullmatch(text) if len(text) < 40 else None
+    if letter and key not in matcher.choice_keys:
         return matcher.index_of(letter)
-    return matcher.keys.index(key) if key and key in matcher.keys else None
+    return matcher.choice_keys.index(key) if key and key in matcher.choice_keys else None
 
 
 def _choice_in_last_box(matcher: ChoiceMatcher, response: str) -> int | None:
@@ -169,13 +169,13 @@ def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """
     matches = [
         match
-        for match in matcher.stated_letter.finditer(text)
+        for match in matcher.stated_letter_pattern.finditer(text)
         if not is_called_wrong(text, match) and not matcher.is_one_of_several(text, match)
     ]
     if not matches:
         return None
     last_match = matches[-1]
-    corrected_index = matcher.last_index(matcher.correcting_letter, text, last_match.end())
+    corrected_index = matcher.last_index(matcher.correcting_letter_pattern, text, last_match.end())
     if corrected_index is not None:
         return corrected_index
     from_letter_on = text[last_match.end() - 1 :]
@@ -193,14 +193,14 @@ def _choice_by_stated_text(matcher: ChoiceMatcher, text: str) -> int | None:
         if not statements:
             continue
         statement = sentence[statements[-1].end() :]
-        equal = matcher.choice_of_value(statement.strip(" .:"))
-        if equal is not None:
-            return equal
+        index_of_equal_value = matcher.choice_of_value(statement.strip(" .:"))
+        if index_of_equal_value is not None:
+            return index_of_equal_value
         # `not a circle but a kite` mentions two choices, of which one is denied.
         for count_denied in (True, False):
-            mentioned = set(matcher.mentioned_choices(statement, count_denied=count_denied))
-            if len(mentioned) == 1:
-                return mentioned.pop()
+            indices = set(matcher.mentioned_choices(statement, count_denied=count_denied))
+            if len(indices) == 1:
+                return indices.pop()
     return None
 
 
@@ -210,20 +210,22 @@ def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
     Such a text goes through the choices: `A: no. B: yes. C: no.`
     """
     is_right_by_index: dict[int, bool] = {}
-    for match in matcher.letter_with_verdict.finditer(text):
+    for match in matcher.letter_with_verdict_pattern.finditer(text):
         is_right_by_index[matcher.index_of(match)] = match["yes"] is not None
-    right = [index for index, is_right in is_right_by_index.items() if is_right]
-    return right[0] if len(is_right_by_index) > 1 and len(right) == 1 else None
+    right_indices = [index for index, is_right in is_right_by_index.items() if is_right]
+    if len(is_right_by_index) < 2 or len(right_indices) != 1:
+        return None
+    return right_indices[0]
 
 
 def _choice_by_concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that ends a conclusion, as in `therefore it is B`."""
-    return matcher.last_index(matcher.concluding_letter, text)
+    return matcher.last_index(matcher.concluding_letter_pattern, text)
 
 
 def _choice_by_leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the letter with which the text begins, as in `B. a dam`."""
-    match = matcher.leading_letter.match(text)
+    match = matcher.leading_letter_pattern.match(text)
     if match is None or matcher.is_one_of_several(text, match):
         return None
     return matcher.index_of(match)
@@ -235,7 +237,7 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
     It is C in `a triangle (C), not a square (B)`.
     """
     indices: list[int] = []
-    for match in matcher.bracketed_letter.finditer(text):
+    for match in matcher.bracketed_letter_pattern.finditer(text):
         before = text[max(0, match.start() - 60) : match.start()]
         is_ruled_out = (
             is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(before) is not None
@@ -247,7 +249,7 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
 
 def _choice_by_fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is said to fit, as in `B matches`."""
-    return matcher.last_index(matcher.fitting_letter, text)
+    return matcher.last_index(matcher.fitting_letter_pattern, text)
 
 
 def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
@@ -267,15 +269,15 @@ def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
 
 def _choice_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is named as an option, as in `option B`."""
-    return matcher.last_index(matcher.named_letter, text)
+    return matcher.last_index(matcher.named_letter_pattern, text)
 
 
 def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice `yes` or `no`, where the text begins with that word."""
     match = re.match(r"\W*(yes|no)\b", text, re.IGNORECASE)
-    if match is None or match[1].lower() not in matcher.keys:
+    if match is None or match[1].lower() not in matcher.choice_keys:
         return None
-    return matcher.keys.index(match[1].lower())
+    return matcher.choice_keys.index(match[1].lower())
 
 
 def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
@@ -286,11 +288,12 @@ def _choice_by_mention(matcher: ChoiceMatcher, text: str) -> int | None:
     `a square, since a circle has no sides`.
     """
     for sentence in _sentences_conclusions_first(text):
-        head = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
-        for searched_text, count_denied in ((sentence, True), (sentence, False), (head, True)):
-            mentioned = set(matcher.mentioned_choices(searched_text, count_denied=count_denied))
-            if len(mentioned) == 1:
-                return mentioned.pop()
+        before_reason = _REASON_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
+        searches = ((sentence, True), (sentence, False), (before_reason, True))
+        for text_to_search, count_denied in searches:
+            indices = set(matcher.mentioned_choices(text_to_search, count_denied=count_denied))
+            if len(indices) == 1:
+                return indices.pop()
     return None
 
 
@@ -309,7 +312,7 @@ def _choice_by_all_words(matcher: ChoiceMatcher, text: str) -> int | None:
     for sentence in reversed(split_sentences(text)):
         words = set(re.findall(r"\w+", sentence.lower()))
         indices: list[int] = []
-        for index, key in enumerate(matcher.keys):
+        for index, key in enumerate(matcher.choice_keys):
             words_of_choice = set(re.findall(r"\w+", key))
             if " " in key and words_of_choice <= words:
                 indices.append(index)
@@ -323,14 +326,14 @@ def _choice_by_negation(matcher: ChoiceMatcher, text: str) -> int | None:
 
     The last conclusion decides, or the first sentence of a text without one.
     """
-    if set(matcher.keys) != {"yes", "no"} or is_refusal(text):
+    if set(matcher.choice_keys) != {"yes", "no"} or is_refusal(text):
         return None
     text_sentences = split_sentences(text) or [text]
     conclusions = [
         sentence for sentence in text_sentences if _CONCLUSION_WORDS_PATTERN.search(sentence)
     ]
     decisive_sentence = conclusions[-1] if conclusions else text_sentences[0]
-    return matcher.keys.index("no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes")
+    return matcher.choice_keys.index("no" if _NEGATION_PATTERN.search(decisive_sentence) else "yes")
 
 
 # The rules with the names that an extraction gives them, the surest first.

@@ -61,7 +61,7 @@ _RIGHT_WORDS_REGEX = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
 _WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
 # Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
 _MAX_VALUE_CHARS = 100
-# What every match of `ChoiceMatcher.list_before_letter` ends with. It is tried first, since that
+# What every match of `ChoiceMatcher.list_before_letter_pattern` ends with. It is tried first, since that
 # pattern is slow.
 _END_OF_LIST_PATTERN = re.compile(
     r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
@@ -81,12 +81,14 @@ class ChoiceMatcher:
         self.choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
         # The texts of the choices in one spelling, by which they are looked for. A choice that is
-        # itself one of the letters gets none: a lone `B` is option B, whatever the choices say.
+        # itself one of the letters gets an empty one: a lone `B` is option B, whatever it says.
         keys = [normalise_choice_text(choice) for choice in self.choices]
-        self.keys = ["" if len(key) == 1 and key.upper() in self.letters else key for key in keys]
-        last = self.letters[-1]
-        capital = f"[A-{last}]"
-        any_case = f"[A-{last}a-{last.lower()}]"
+        self.choice_keys = [
+            "" if len(key) == 1 and key.upper() in self.letters else key for key in keys
+        ]
+        last_letter = self.letters[-1]
+        capital = f"[A-{last_letter}]"
+        any_case = f"[A-{last_letter}a-{last_letter.lower()}]"
         bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
         # In brackets a letter may have any case. A lone capital needs an end behind it, because
         # `A` is the article in `A circle`.
@@ -101,44 +103,48 @@ class ChoiceMatcher:
         )
         letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
         # `The answer is (B)`.
-        self.stated_letter = re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}")
+        self.stated_letter_pattern = re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}")
         # `Therefore it is B.`
-        self.concluding_letter = re.compile(f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}")
+        self.concluding_letter_pattern = re.compile(
+            f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}"
+        )
         # `Wait, B.`
-        self.correcting_letter = re.compile(f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}")
+        self.correcting_letter_pattern = re.compile(
+            f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}"
+        )
         # `Option B` as a whole text.
-        self.letter_alone = re.compile(
+        self.letter_alone_pattern = re.compile(
             rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
             re.IGNORECASE,
         )
         # `B. a dam` at the beginning of a text.
-        self.leading_letter = re.compile(
+        self.leading_letter_pattern = re.compile(
             rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"
         )
-        self.bracketed_letter = re.compile(rf"[(（]\s*({any_case})\s*[)）]")
+        self.bracketed_letter_pattern = re.compile(rf"[(（]\s*({any_case})\s*[)）]")
         # `Option B` anywhere.
-        self.named_letter = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
+        self.named_letter_pattern = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
         listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
         # What follows a letter that is one of several, as in `A or C` and `A, B and C.`
-        self.list_behind_letter = re.compile(
+        self.list_behind_letter_pattern = re.compile(
             rf"[)）]?(?:(?:{_AND_REGEX}{listed_letter})*{_OR_REGEX}{listed_letter}|(?:{_AND_REGEX}{listed_letter})+{_LIST_END_REGEX})"
         )
         # What stands before such a letter.
-        self.list_before_letter = re.compile(
+        self.list_before_letter_pattern = re.compile(
             rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR_REGEX}|{_AND_REGEX})(?:(?i:option|choice)\s+)?[(（]?$"
         )
         # `B matches` and `B is correct`.
-        self.fitting_letter = re.compile(
+        self.fitting_letter_pattern = re.compile(
             rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
             r"(?: the)? (?:correct|right|answer|best|only one)\b)"
         )
         # `A: no` and `B is true`, with the group `yes` where the letter is called right.
-        self.letter_with_verdict = re.compile(
+        self.letter_with_verdict_pattern = re.compile(
             rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
             rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_RIGHT_WORDS_REGEX})|({_WRONG_WORDS_REGEX}))(?![A-Za-z])",
             re.IGNORECASE,
         )
-        self._repeated_options = _build_options_pattern(self.choices, self.letters)
+        self._repeated_options_pattern = _build_options_pattern(self.choices, self.letters)
 
     def index_of(self, match: re.Match[str]) -> int:
         """Return the index of the choice whose letter a pattern has matched.
@@ -165,25 +171,29 @@ class ChoiceMatcher:
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
         # The bounds keep the search fast; a list does not need more than its neighbours.
-        if self.list_behind_letter.match(text, end, end + 60) is not None:
+        if self.list_behind_letter_pattern.match(text, end, end + 60) is not None:
             return True
         text_before = text[max(0, start - 30) : start]
         if _END_OF_LIST_PATTERN.search(text_before) is None:
             return False
-        return self.list_before_letter.search(text_before) is not None
+        return self.list_before_letter_pattern.search(text_before) is not None
 
     def states_several_letters(self, text: str) -> bool:
         """Return whether a text begins with several letters, or states several as its answer."""
         matches = [
-            self.leading_letter.match(text),
-            self.bracketed_letter.match(text),
-            *self.stated_letter.finditer(text),
+            self.leading_letter_pattern.match(text),
+            self.bracketed_letter_pattern.match(text),
+            *self.stated_letter_pattern.finditer(text),
         ]
         return any(match is not None and self.is_one_of_several(text, match) for match in matches)
 
     def without_options(self, text: str) -> str:
         """Remove the list of all options, if the text repeats it as the question shows it."""
-        return self._repeated_options.sub(" ", text) if self._repeated_options else text
+        return (
+            self._repeated_options_pattern.sub(" ", text)
+            if self._repeated_options_pattern
+            else text
+        )
 
     def choice_of_short_text(self, text: str) -> int | None:
         """Return the choice that a short text, such as the content of a box, means.
@@ -191,27 +201,27 @@ class ChoiceMatcher:
         It is found by the text of the choice, by a letter, by its value, because the text mentions
         it, or by its number without a unit, in this order. None where a step finds several.
         """
-        stripped = without_markup(text)
-        key = normalise_choice_text(stripped)
-        if key and key in self.keys:
-            return self.keys.index(key)
-        letter = self._letter_of_short_text(stripped)
-        if letter and self.is_one_of_several(stripped, letter):
+        plain_text = without_markup(text)
+        key = normalise_choice_text(plain_text)
+        if key and key in self.choice_keys:
+            return self.choice_keys.index(key)
+        letter = self._letter_of_short_text(plain_text)
+        if letter and self.is_one_of_several(plain_text, letter):
             return None
         if letter:
             return self.index_of(letter)
-        equal = self.choice_of_value(text)
-        if equal is not None:
-            return equal
-        mentioned = self.mentioned_choices(text)
-        if mentioned:
-            return mentioned[0] if len(set(mentioned)) == 1 else None
+        index_of_equal_value = self.choice_of_value(text)
+        if index_of_equal_value is not None:
+            return index_of_equal_value
+        mentioned_indices = self.mentioned_choices(text)
+        if mentioned_indices:
+            return mentioned_indices[0] if len(set(mentioned_indices)) == 1 else None
         number = _without_unit(key)
         if not number:
             return None
         indices = [
             index
-            for index, choice_key in enumerate(self.keys)
+            for index, choice_key in enumerate(self.choice_keys)
             if _without_unit(choice_key) == number
         ]
         return indices[0] if len(indices) == 1 else None
@@ -224,7 +234,7 @@ class ChoiceMatcher:
         )
         if is_letter:
             return is_letter
-        return self.leading_letter.match(text) or re.search(
+        return self.leading_letter_pattern.match(text) or re.search(
             rf"(?<!\w)[(（]([{letters}])[)）]\W*$", text
         )
 
@@ -241,7 +251,7 @@ class ChoiceMatcher:
         indices = []
         for index, choice in enumerate(self.choices):
             if (
-                self.keys[index]
+                self.choice_keys[index]
                 and grade(boxed_text, choice.replace(":", "/")).verdict == "correct"
             ):
                 indices.append(index)
@@ -258,10 +268,10 @@ class ChoiceMatcher:
         first_line = normalise_choice_text(text.split("\n")[0], keep_end=True)
         indices = [
             index
-            for index, key in enumerate(self.keys)
+            for index, key in enumerate(self.choice_keys)
             if key and re.match(rf"(?:a )?{re.escape(key)}(?!\w)", first_line)
         ]
-        return max(indices, key=lambda index: len(self.keys[index]), default=None)
+        return max(indices, key=lambda index: len(self.choice_keys[index]), default=None)
 
     def mentioned_choices(self, text: str, *, count_denied: bool = True) -> list[int]:
         """Return the choices whose text stands in `text`, in the order of their mentions.
@@ -277,10 +287,12 @@ class ChoiceMatcher:
         text = normalise_choice_text(without_markup(text), keep_end=True)
         mentions: list[tuple[int, int]] = []  # the position of each, and the index of its choice
         # A longer choice is taken out of the text before a shorter one is looked for.
-        longest_first = sorted(range(len(self.keys)), key=lambda index: -len(self.keys[index]))
+        longest_first = sorted(
+            range(len(self.choice_keys)), key=lambda index: -len(self.choice_keys[index])
+        )
         for index in longest_first:
-            key = self.keys[index]
-            is_same_as_earlier = key in self.keys[:index]
+            key = self.choice_keys[index]
+            is_same_as_earlier = key in self.choice_keys[:index]
             if not key or is_same_as_earlier:
                 continue
             pattern = rf"(?<![\w.\\^/]){re.escape(key)}(?![\w^/]|\.\d|\\)"

@@ -122,7 +122,7 @@ def score(
     # others.
     content = {
         "benchmark": benchmark.name,
-        **count_right_answers(graded),
+        **summarise_grades(graded),
         **_figures_as_cells(summary),
         **answer_figures(rows, graded),
         **summary.notes,
@@ -334,7 +334,7 @@ def common_groups(row: Prediction) -> dict[str, list[str]]:
     return groups
 
 
-def count_right_answers(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
+def summarise_grades(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Count right answers over all (at least one) and by group, and the verdicts of each kind.
 
     Problems that were not asked are counted too.

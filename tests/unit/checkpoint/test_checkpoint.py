@@ -26,7 +26,7 @@ from adora_vl.checkpoint.universal import (
     without_code,
     write_universal,
 )
-from adora_vl.checkpoint.writer import ASIDE, CheckpointWriter
+from adora_vl.checkpoint.writer import SET_ASIDE_FOLDER, CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
@@ -60,19 +60,19 @@ DAMAGES = {
         "global_step/shard.pt is missing",
     ),
     "missing mark": (
-        lambda c: (c / store.MARK).unlink(),
+        lambda c: (c / store.COMPLETE_FILE).unlink(),
         "it was never finished (complete is missing)",
     ),
     "missing manifest": (
-        lambda c: (c / store.MANIFEST).unlink(),
+        lambda c: (c / store.MANIFEST_FILE).unlink(),
         "it was never finished (manifest.json is missing)",
     ),
     "edited manifest": (
-        lambda c: flip_a_byte(c / store.MANIFEST),
+        lambda c: flip_a_byte(c / store.MANIFEST_FILE),
         "manifest.json is not the one that was finished",
     ),
     "empty mark": (
-        lambda c: (c / store.MARK).write_text(""),
+        lambda c: (c / store.COMPLETE_FILE).write_text(""),
         "manifest.json is not the one that was finished",
     ),
 }
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
 
 
 def test_nothing_but_damaged_ones_is_refused_with_the_remedy(tmp_path):
-    (write_checkpoint(tmp_path, 10) / store.MARK).unlink()
+    (write_checkpoint(tmp_path, 10) / store.COMPLETE_FILE).unlink()
     with pytest.raises(
         UserError, match=r"no checkpoint .* is whole; skipped .*--overwrite_output_dir true"
     ):
@@ -358,7 +358,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         write_checkpoint(tmp_path, step)
-    (tmp_path / "checkpoint-10" / store.MARK).unlink()
+    (tmp_path / "checkpoint-10" / store.COMPLETE_FILE).unlink()
     store.rotate(tmp_path, 2)
     assert [path.name for path in store.checkpoints(tmp_path)] == [
         "checkpoint-20",
@@ -370,14 +370,14 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
 
 
 def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
-    write_checkpoint(tmp_path / ASIDE, 3)  # of the run that this one replaces
+    write_checkpoint(tmp_path / SET_ASIDE_FOLDER, 3)  # of the run that this one replaces
     older = write_checkpoint(tmp_path, 10)
     accelerator: Any = Processes()
     writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
         assert store.problem_of(older) is None
-        assert store.checkpoints(tmp_path / ASIDE)
+        assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
         return {"fingerprint": FINGERPRINT}
@@ -391,21 +391,21 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     ) as full:
         writer.write(20, on_a_full_disk)
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
-    assert list((tmp_path / store.STAGING).iterdir()) == []
+    assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
     assert store.problem_of(older) is None
-    assert store.checkpoints(tmp_path / ASIDE)
+    assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
     assert writer.saved_at is None
     writer.write(20, save)
     assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20"
     assert writer.saved_at == 20
     assert len(store.checkpoints(tmp_path)) == 1
-    assert not (tmp_path / ASIDE).exists()
+    assert not (tmp_path / SET_ASIDE_FOLDER).exists()
 
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
     flip_a_byte(write_checkpoint(tmp_path, 10) / "model.safetensors")
     assert store.problem_of(write_checkpoint(tmp_path, 10)) is None
-    assert list((tmp_path / store.STAGING).iterdir()) == []
+    assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from torch import nn
 
 from adora_vl.checkpoint.store import seal
 from adora_vl.checkpoint.trl_state import (
-    REFERENCE,
+    REFERENCE_FOLDER,
     LossSums,
     MovingReference,
     RestoreLossSums,
@@ -115,7 +115,7 @@ def test_a_checkpoint_without_the_reference_or_with_another_one_is_refused(tmp_p
         reference(nn.Linear(3, 2)).load(tmp_path)
     with pytest.raises(RunError, match="this reference model has no weight"):
         reference(nn.ReLU()).load(tmp_path)
-    for file in (tmp_path / REFERENCE).iterdir():
+    for file in (tmp_path / REFERENCE_FOLDER).iterdir():
         file.unlink()
     with pytest.raises(UserError, match="has no reference model, which sync_ref_model: true"):
         reference(nn.Linear(3, 2)).load(tmp_path)

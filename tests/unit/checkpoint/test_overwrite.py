@@ -18,10 +18,15 @@ from hypothesis import strategies as st
 
 from adora_vl.checkpoint.resume import InputFolder, choose_start, lock_output_dir
 from adora_vl.checkpoint.stop import mark_stopped
-from adora_vl.checkpoint.store import CHECKPOINT, STAGING, checkpoints, newest_valid
+from adora_vl.checkpoint.store import (
+    CHECKPOINT_NAME_PATTERN,
+    STAGING_FOLDER,
+    checkpoints,
+    newest_valid,
+)
 from adora_vl.checkpoint.writer import (
-    ASIDE,
-    WRITTEN,
+    SET_ASIDE_FOLDER,
+    WRITTEN_FILES_NOTE,
     delete_aside,
     list_users_files,
     recording_saved_files,
@@ -88,7 +93,7 @@ def test_choosing_the_start_deletes_nothing(tmp_path):
         )
         assert start.checkpoint is None
         assert start.replaces
-        assert str(tmp_path / ASIDE) in start.notes[-1]
+        assert str(tmp_path / SET_ASIDE_FOLDER) in start.notes[-1]
     assert names_of_files(tmp_path) == before
 
 
@@ -108,7 +113,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     assert start.replaces
     set_aside(run)
     assert elsewhere.is_dir()
-    assert {name.removeprefix(f"{ASIDE}/") for name in names_of_files(run)} == before
+    assert {name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)} == before
 
 
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
@@ -116,14 +121,14 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
     run = write_run(tmp_path / "run", 4, 8)
     set_aside(run)
     write_checkpoint(run, 2)  # of the run after it
-    (run / STAGING).mkdir(exist_ok=True)
+    (run / STAGING_FOLDER).mkdir(exist_ok=True)
     # whole, and killed before it got its place
-    (run / "checkpoint-2").rename(run / STAGING / "checkpoint-2")
+    (run / "checkpoint-2").rename(run / STAGING_FOLDER / "checkpoint-2")
     before = names_of_files(run)
     places = (
-        ASIDE + "/checkpoint-4",
-        f"{ASIDE}/../{ASIDE}/checkpoint-8",
-        STAGING + "/checkpoint-2",
+        SET_ASIDE_FOLDER + "/checkpoint-4",
+        f"{SET_ASIDE_FOLDER}/../{SET_ASIDE_FOLDER}/checkpoint-8",
+        STAGING_FOLDER + "/checkpoint-2",
     )
     for name, overwrite in product(places, (False, True)):
         with pytest.raises(
@@ -136,7 +141,7 @@ def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp
                 current=FINGERPRINT,
             )
     assert names_of_files(run) == before
-    moved = (run / ASIDE / "checkpoint-4").rename(tmp_path / "checkpoint-4")
+    moved = (run / SET_ASIDE_FOLDER / "checkpoint-4").rename(tmp_path / "checkpoint-4")
     assert choose_start(
         run, resume_from_checkpoint=str(moved), overwrite=True, current=FINGERPRINT
     ).checkpoint == str(moved)
@@ -195,7 +200,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     tmp_path,
 ):
     run = write_run(tmp_path, 4, 8)
-    assert set_aside(run) == str(run / ASIDE)
+    assert set_aside(run) == str(run / SET_ASIDE_FOLDER)
     assert checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
@@ -207,10 +212,10 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
         if start.replaces:
             set_aside(run)
             assert not (run / "metrics.jsonl").exists()
-        assert (run / ASIDE / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
-    assert newest_valid(run / ASIDE)[0] == run / ASIDE / "checkpoint-8"
+        assert (run / SET_ASIDE_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
+    assert newest_valid(run / SET_ASIDE_FOLDER)[0] == run / SET_ASIDE_FOLDER / "checkpoint-8"
     delete_aside(run)
-    assert not (run / ASIDE).exists()
+    assert not (run / SET_ASIDE_FOLDER).exists()
 
 
 @settings(max_examples=30)
@@ -225,7 +230,7 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
             write_checkpoint(run, 10 + number)
             assert newest_valid(run)[0] == run / f"checkpoint-{10 + number}"
             delete_aside(run)
-        assert newest_valid(run)[0] or newest_valid(run / ASIDE)[0]
+        assert newest_valid(run)[0] or newest_valid(run / SET_ASIDE_FOLDER)[0]
     shutil.rmtree(run)
 
 
@@ -263,7 +268,7 @@ def test_the_command_keeps_the_old_run_until_the_new_one_has_a_checkpoint(
     )
     assert [path.name for path in checkpoints(run)] == ["checkpoint-2"]
     assert TINY_RUN_STEPS > 2
-    assert not (run / ASIDE).exists()
+    assert not (run / SET_ASIDE_FOLDER).exists()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
@@ -364,9 +369,15 @@ MAKE_USERS_FILE: dict[str, Callable[[Path], object]] = {
     "chat_template.jinja": lambda run: move_and_link(run / "chat_template.jinja"),
     "rollouts": lambda run: replace_by_link(run / "rollouts", make_folder_elsewhere(run)),
     "tokenizer.json": lambda run: replace_by_link(run / "tokenizer.json", run.parent / "nowhere"),
-    f"{ASIDE}/README.md": lambda run: write_users_file(run / ASIDE / "README.md"),
-    f"{ASIDE}/notes.txt": lambda run: write_users_file(run / ASIDE / "notes.txt"),
-    ASIDE: lambda run: replace_by_link(run / ASIDE, make_folder_elsewhere(run)),
+    f"{SET_ASIDE_FOLDER}/README.md": lambda run: write_users_file(
+        run / SET_ASIDE_FOLDER / "README.md"
+    ),
+    f"{SET_ASIDE_FOLDER}/notes.txt": lambda run: write_users_file(
+        run / SET_ASIDE_FOLDER / "notes.txt"
+    ),
+    SET_ASIDE_FOLDER: lambda run: replace_by_link(
+        run / SET_ASIDE_FOLDER, make_folder_elsewhere(run)
+    ),
 }
 
 
@@ -433,7 +444,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
     assert folder_contents(run / "checkpoint-best") == contents
     assert (run / "eval" / "predictions.jsonl").is_file()
     assert not (run / "checkpoint-4").exists()
-    assert not (run / ASIDE).exists()
+    assert not (run / SET_ASIDE_FOLDER).exists()
     assert list_users_files(run) == []
 
 
@@ -441,7 +452,7 @@ def test_the_command_says_what_is_in_its_way_and_what_will_go(run, capsys, monke
 @pytest.mark.core
 def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     """The final model of a resumed run takes the place of the earlier one's, and of nothing else."""
-    notes = json.loads((run / WRITTEN).read_text())
+    notes = json.loads((run / WRITTEN_FILES_NOTE).read_text())
     killed = shutil.copytree(run, tmp_path / "killed")
     for name in ("README.md", "config.json"):
         write_users_file(run / name)
@@ -459,9 +470,9 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     write_users_file(killed / "added_tokens.json")
     with pytest.raises(RuntimeError), recording_saved_files(killed, writes=True):
         write_users_file(killed / "model.safetensors", "half of an")
-        shutil.copy(killed / WRITTEN, tmp_path)
+        shutil.copy(killed / WRITTEN_FILES_NOTE, tmp_path)
         raise RuntimeError
-    shutil.copy(tmp_path / WRITTEN, killed)  # as a kill would leave it
+    shutil.copy(tmp_path / WRITTEN_FILES_NOTE, killed)  # as a kill would leave it
     with pytest.raises(UserError, match="holds 'added_tokens.json', which"):
         refuse_users_files(killed, overwrite=False)
     (killed / "added_tokens.json").unlink()
@@ -473,7 +484,7 @@ def test_a_model_that_is_merged_where_a_run_proposes_it_is_the_runs(run, tmp_pat
     for output in (run / "merged", tmp_path / "merged"):
         assert export([str(run), str(output)]) == 0
     assert list_users_files(run) == []
-    assert not (tmp_path / WRITTEN).exists()
+    assert not (tmp_path / WRITTEN_FILES_NOTE).exists()
 
 
 def test_a_run_that_has_taken_all_its_steps_takes_none_and_counts_as_stopped_no_more(run, capsys):
@@ -534,7 +545,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     assert list_users_files(resumed_run.folder) == []
     mark_stopped(run, 4)
     for path in run_entries(run):
-        if not CHECKPOINT.fullmatch(path.name) and path.name not in (
+        if not CHECKPOINT_NAME_PATTERN.fullmatch(path.name) and path.name not in (
             "metrics.jsonl",
             "manifest.json",
             "rollouts",
@@ -559,13 +570,13 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
         set_aside(run)
-    assert (run / ASIDE / "config.json").is_file()
+    assert (run / SET_ASIDE_FOLDER / "config.json").is_file()
     assert (run / "README.md").is_file()
     refuse_users_files(run, overwrite=True)
 
 
 def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved(run, tmp_path):
-    (run / WRITTEN).unlink()
+    (run / WRITTEN_FILES_NOTE).unlink()
     with pytest.raises(
         UserError,
         match=rf"{ERROR_ABOUT_USERS_FILES.split(' .*')[0]} .* holds 'model.safetensors', .* and \d more, ",
@@ -574,8 +585,8 @@ def test_a_model_without_a_note_of_what_was_written_is_refused_until_it_is_moved
     for name in list_users_files(run):
         shutil.move(run / name, tmp_path)
     refuse_users_files(run, overwrite=True)
-    write_users_file(run / WRITTEN, '{"files": {}}')
-    assert list_users_files(run) == [WRITTEN]
+    write_users_file(run / WRITTEN_FILES_NOTE, '{"files": {}}')
+    assert list_users_files(run) == [WRITTEN_FILES_NOTE]
 
 
 def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
@@ -585,14 +596,15 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     (tmp_path / "link").symlink_to(run)
     refuse_users_files(tmp_path / "link", overwrite=True)
     assert set_aside(tmp_path / "link")
-    assert (run / ASIDE / "checkpoint-4").is_dir()
+    assert (run / SET_ASIDE_FOLDER / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
 
 
 def test_a_hidden_folder_of_somebody_elses_is_not_cleared(tmp_path):
-    write_users_file(tmp_path / STAGING / "mine")
+    write_users_file(tmp_path / STAGING_FOLDER / "mine")
     with pytest.raises(
-        UserError, match=ERROR_ABOUT_USERS_FILES.replace(".* holds .*", f".* holds '{STAGING}'")
+        UserError,
+        match=ERROR_ABOUT_USERS_FILES.replace(".* holds .*", f".* holds '{STAGING_FOLDER}'"),
     ):
         refuse_users_files(tmp_path, overwrite=False)
     # of a run that was killed while it saved
@@ -612,7 +624,7 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
         raise OSError("full")
     with recording_saved_files(tmp_path, writes=False):
         write_users_file(tmp_path / "model.safetensors", "of another process")
-    assert json.loads((tmp_path / WRITTEN).read_text())["files"].keys() == {
+    assert json.loads((tmp_path / WRITTEN_FILES_NOTE).read_text())["files"].keys() == {
         "config.json",
         "README.md",
     }

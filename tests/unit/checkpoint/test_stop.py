@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import TrainerControl
 
 from adora_vl import train
-from adora_vl.checkpoint.stop import REPEAT_S, StopOnSignal
+from adora_vl.checkpoint.stop import REPEATED_SIGNAL_S, StopOnSignal
 from adora_vl.utils import launch as launcher
 from adora_vl.utils.cli import EXIT_INTERRUPTED
 from adora_vl.utils.errors import RunError
@@ -48,7 +48,9 @@ def clock_and_kills() -> Iterator[tuple[SimpleNamespace, list[int]]]:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(SIGNALS), st.floats(0.0, 2 * REPEAT_S)), min_size=1, max_size=8
+        st.tuples(st.sampled_from(SIGNALS), st.floats(0.0, 2 * REPEATED_SIGNAL_S)),
+        min_size=1,
+        max_size=8,
     )
 )
 def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_once(sent):
@@ -60,7 +62,7 @@ def test_repeats_count_as_one_and_only_a_late_one_that_somebody_meant_ends_at_on
         for number, gap in sent:
             clock.now += gap
             run._handle(number, None)
-            is_late = clock.now - first_gap >= REPEAT_S
+            is_late = clock.now - first_gap >= REPEATED_SIGNAL_S
             if is_late and number != signal.SIGHUP:
                 expected_kills.append(number)
     assert run.received == first_number

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from adora_vl.config.help import asks_for_help, help_text
-from adora_vl.config.schema import DATACLASSES
+from adora_vl.config.schema import CONFIG_DATACLASSES
 from adora_vl.config.trl_keys import read_keys
 
 ROOT = Path(__file__).parents[3]
@@ -99,7 +99,9 @@ def test_every_key_stands_once_in_the_long_help_with_what_it_means():
 def test_the_defaults_read_from_the_sources_are_those_of_the_classes():
     found = read_keys()
     wrong = {}
-    for field in (field for dataclass in DATACLASSES for field in fields(dataclass) if field.init):
+    for field in (
+        field for dataclass in CONFIG_DATACLASSES for field in fields(dataclass) if field.init
+    ):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if found[field.name].default not in (default, MISSING):
             wrong[field.name] = (found[field.name].default, default)

@@ -21,8 +21,8 @@ from adora_vl.advantage import METHODS
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
 from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
-from adora_vl.config.schema import DATACLASSES, parse
-from adora_vl.config.trl_ranges import RANGES
+from adora_vl.config.schema import CONFIG_DATACLASSES, parse
+from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert
 from adora_vl.utils.cli import dotted
 from adora_vl.utils.errors import UserError
@@ -31,7 +31,9 @@ from tests.support.recipes import key_defaults
 ROOT = Path(__file__).parents[3]
 CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "nowhere"]
 HINT_BY_KEY: dict[str, Any] = {
-    key: hint for dataclass in DATACLASSES for key, hint in annotations_of_keys(dataclass).items()
+    key: hint
+    for dataclass in CONFIG_DATACLASSES
+    for key, hint in annotations_of_keys(dataclass).items()
 }
 OPTION_CLASSES = {
     "adora_rollouts": RolloutOptions,
@@ -404,7 +406,7 @@ def test_file_command_line_and_python_say_the_same(tmp_path):
 SPELLINGS_IN_YAML = (0, 1, 2, 3.0, 0.5, -1, "1e-3", "4e0", "2", "true", "none", None, True, "auto")
 # Keys of TRL whose values this project converts. Without an `output_dir` Python code gets TRL's.
 KEYS_OF_BOTH_WAYS = sorted(
-    (RANGES.keys() | {"max_tool_calling_iterations", "vllm_server_host"})
+    (TYPE_BY_TRL_KEY.keys() | {"max_tool_calling_iterations", "vllm_server_host"})
     & set(annotations_of_keys(AdoraGRPOConfig)) - {"output_dir"}
 )
 
@@ -482,6 +484,6 @@ def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
 
 
 def test_the_ranges_of_theirs_are_of_keys_that_they_have():
-    assert RANGES.keys() <= set(annotations_of_keys(GRPOConfig)) | set(
+    assert TYPE_BY_TRL_KEY.keys() <= set(annotations_of_keys(GRPOConfig)) | set(
         annotations_of_keys(ModelConfig)
     )

@@ -20,7 +20,7 @@ from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.command import COMMAND_OPTIONS, read
 from adora_vl.config.help import help_text
 from adora_vl.config.methods import build_pipeline
-from adora_vl.config.schema import DATACLASSES, parse
+from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.utils.cli import read_mapping, split_list
 from adora_vl.utils.errors import UserError
 
@@ -278,10 +278,10 @@ def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():
 def test_all_keys_are_known_before_their_classes_are_imported(monkeypatch):
     """From the sources."""
     assert trl_keys.read_keys().keys() == {
-        key.name for each in DATACLASSES for key in fields(each) if key.init
+        key.name for each in CONFIG_DATACLASSES for key in fields(each) if key.init
     }
     for files in (("trainer/grpo_config.py", "trainer/model_config.py"), ("trainer/elsewhere.py",)):
-        monkeypatch.setitem(trl_keys._FILES, "trl", files)
+        monkeypatch.setitem(trl_keys._CONFIG_FILES_BY_LIBRARY, "trl", files)
         trl_keys.read_keys.cache_clear()
         with pytest.raises(
             UserError, match="^the installed TRL or Transformers is another version"

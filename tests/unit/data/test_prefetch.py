@@ -21,7 +21,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.dataloader import (
-    ROW_NUMBER,
+    ROW_NUMBER_COLUMN,
     DistinctRows,
     EpochRepeatSampler,
     ImagePrefetch,
@@ -84,8 +84,8 @@ class Patient(ImagePrefetch):
 def test_a_row_says_its_number_where_that_is_asked_for():
     rows = DistinctRows(Stored(8), numbered=True)
     rows.read_ahead(5)
-    assert [row[ROW_NUMBER] for row in rows.__getitems__([3, 3, 5])] == [3, 3, 5]
-    assert ROW_NUMBER not in DistinctRows(Stored(8))[3]
+    assert [row[ROW_NUMBER_COLUMN] for row in rows.__getitems__([3, 3, 5])] == [3, 3, 5]
+    assert ROW_NUMBER_COLUMN not in DistinctRows(Stored(8))[3]
 
 
 def test_the_loader_finds_the_next_rows_read_and_their_images_processed():

@@ -10,7 +10,7 @@ import pytest
 
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.score_files import read_run
-from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.suite import table_lines
@@ -32,7 +32,7 @@ def write_score_file(path: Path, right: str, benchmark: str = "mathvista", **fie
         )
         graded.append(GradedAnswer(str(index), grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     score |= {"benchmark": benchmark, "rules": {"rules": "vlmevalkit"}, "items": items}
     score |= fields
     path.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from transformers import IntervalStrategy, Trainer
 
 from adora_vl import evaluation
 from adora_vl.config.keys import AdoraKeys
-from adora_vl.data.dataset import MADE_BY, MANIFEST_NAME
+from adora_vl.data.dataset import MANIFEST_NAME, PREPARED_BY
 from adora_vl.evals.benchmark import (
     BENCHMARK_NAMES,
     benchmark_name_for,
@@ -184,7 +184,7 @@ def test_a_data_set_says_which_benchmark_scores_it(tmp_path):
         "synthetic": "problems",
     }
     for source, name in name_by_source.items():
-        manifest = {"made_by": MADE_BY, "source": source}
+        manifest = {"made_by": PREPARED_BY, "source": source}
         (tmp_path / MANIFEST_NAME).write_text(json.dumps(manifest))
         assert benchmark_name_for(tmp_path) == name
 
@@ -277,7 +277,7 @@ def test_a_training_evaluates_with_a_benchmark_beside_its_config(rows_of_the_pag
     folder = Path("beside").resolve()  # where the config of the training lies
     folder.mkdir()
     (folder / "mine.py").write_text(Path("lengths.py").read_text())
-    monkeypatch.setattr(own_files, "_beside", [folder])
+    monkeypatch.setattr(own_files, "_config_folders", [folder])
     config = config_of(
         eval_strategy=IntervalStrategy.STEPS,
         adora_eval=["mine.py:LENGTHS=test.jsonl"],

@@ -24,8 +24,8 @@ from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
 from adora_vl.evals.scoring.score import (
     answer_figures,
-    count_right_answers,
     grade_row,
+    summarise_grades,
     verdict_of,
 )
 from adora_vl.evals.scoring.statistics import (
@@ -139,7 +139,7 @@ def test_avg_and_pass_at_k_by_hand_with_intervals_over_problems() -> None:
         for sample, digit in enumerate(digits):
             grade = RowGrade(verdict=verdict_of(digit == "1"), extracted=None, reason="r")
             graded.append(GradedAnswer(pid, grade, sample=sample))
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     assert score["correct"] == 6
     assert score["total"] == 12
     samples = score["samples"]
@@ -195,7 +195,7 @@ def test_the_aggregated_figures_are_those_counted_by_hand() -> None:
         GradedAnswer("e", RowGrade("failed", None, "broken", angle)),
         GradedAnswer("f", RowGrade("wrong", "1", "gold_not_read")),
     ]
-    score = count_right_answers(graded)
+    score = summarise_grades(graded)
     assert score["correct"] == 2
     assert score["total"] == 6
     assert score["accuracy"] == pytest.approx(1 / 3)

@@ -117,7 +117,7 @@ def test_what_does_not_work_is_one_line(folder, capsys, options, line):
 
 def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     # Later tests must not look for their files beside this config.
-    monkeypatch.setattr("adora_vl.utils.own_files._beside", [])
+    monkeypatch.setattr("adora_vl.utils.own_files._config_folders", [])
     (tmp_path / "own.py").write_text('def two() -> int:\n    """Two."""\n    return 2\n')
     (tmp_path / "c.yaml").write_text("tools: [line, own.py:two]\ntool_options: {images: 3}\n")
     arguments = [

@@ -35,7 +35,7 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
             config = AutoConfig.for_model(kind).vision_config
             assert vision is not None
             assert vision.unit == config.patch_size * config.spatial_merge_size
-            assert pixels.VISIONS[kind] is vision
+            assert pixels.VISION_BY_FAMILY[kind] is vision
             assert vision.min_pixels % vision.unit**2 == vision.max_pixels % vision.unit**2 == 0
             assert (families.DEEPSTACK_FIELD in vision.features) == bool(
                 getattr(config, "deepstack_visual_indexes", None)

@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.score import count_right_answers, verdict_of
+from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import read_metrics
@@ -82,7 +82,7 @@ def write_score(file: Path, digits: str, **fields: Any) -> None:
         graded.append(GradedAnswer(f"mine/{number}", grade))
     items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
     score = {
-        **count_right_answers(graded),
+        **summarise_grades(graded),
         "benchmark": "problems",
         "rules": {},
         "items": items,

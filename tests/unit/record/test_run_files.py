@@ -21,7 +21,7 @@ from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_gro
 from adora_vl.checkpoint.store import problem_of
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
-from adora_vl.data.dataset import MADE_BY
+from adora_vl.data.dataset import PREPARED_BY
 from adora_vl.export import main as export
 from adora_vl.models.load import MERGED_FOLDER
 from adora_vl.record.card import model_card
@@ -501,7 +501,9 @@ def test_the_commands_after_a_run(tmp_path):
         "--max-tokens 40"
     )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words
-    (tmp_path / "manifest.json").write_text(json.dumps({"made_by": MADE_BY, "source": "knights"}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"made_by": PREPARED_BY, "source": "knights"})
+    )
     assert evaluate_command(Path("m"), str(tmp_path), Path("o"), 40) == words.replace(
         "problems", "knights"
     )

@@ -166,7 +166,10 @@ def about_to_train(monkeypatch):
 
 def test_training_starts_where_engine_and_trainer_agree(about_to_train, capsys):
     about_to_train(
-        [passed(agreement.PROMPTS, "2 prompts"), passed(agreement.COLD, "1e-06 nats per token")]
+        [
+            passed(agreement.PROMPTS_CHECK, "2 prompts"),
+            passed(agreement.COLD_CHECK, "1e-06 nats per token"),
+        ]
     )
     assert (
         capsys.readouterr().out == "Self-check: engine and trainer differ by 1e-06 nats per token\n"
@@ -180,12 +183,12 @@ def test_training_is_refused_where_they_do_not(about_to_train):
     ):
         about_to_train(
             [
-                passed(agreement.PROMPTS, "2 prompts"),
-                failed(agreement.COLD, "3 nats per token", "mend it"),
+                passed(agreement.PROMPTS_CHECK, "2 prompts"),
+                failed(agreement.COLD_CHECK, "3 nats per token", "mend it"),
             ]
         )
 
 
 def test_without_an_engine_there_is_nothing_to_check(about_to_train, capsys):
-    about_to_train([failed(agreement.COLD, "not looked at", "x")], engine=None)
+    about_to_train([failed(agreement.COLD_CHECK, "not looked at", "x")], engine=None)
     assert capsys.readouterr().out == ""

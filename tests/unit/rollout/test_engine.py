@@ -99,7 +99,7 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
 
     Others' stays.
     """
-    monkeypatch.setattr(llm_module, "_SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(llm_module, "_SHARED_MEMORY_FOLDER", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
     (tmp_path / "other").touch()
     with llm_module.own_shared_memory():

@@ -79,7 +79,7 @@ def test_the_message_says_how_far_where_and_why():
     assert "2.5 nats" in message
     assert "adora_max_drift is 0.3" in message
     assert "out/checkpoint-6" in message
-    assert all(cause in message for cause in importance.CAUSES)
+    assert all(cause in message for cause in importance.DRIFT_CAUSES)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, None])

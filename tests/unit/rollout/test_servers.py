@@ -436,7 +436,7 @@ def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     with pytest.raises(UserError, match=one_line), files.written(tensors()):
         raise AssertionError("nothing was written")
     assert taken == ["a", "b", "c"], "other ranks gather every tensor"
-    monkeypatch.setattr("adora_vl.checkpoint.trl_state._FILE_BYTES", 8)
+    monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
         assert len(list(folder.glob("*.safetensors"))) == 3

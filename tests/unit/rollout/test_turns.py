@@ -32,7 +32,7 @@ from adora_vl.rollout.rollouts import (
     StepKey,
 )
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.rollout.turns import CALL, ToolLoop, run_turns
+from adora_vl.rollout.turns import CALL_TAG, ToolLoop, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
@@ -47,7 +47,7 @@ TOKENIZER = PROCESSOR.tokenizer
 KEY = StepKey(mode="train", step=0, micro=0)
 END = TOKENIZER.eos_token_id
 IMAGE = PROCESSOR.image_token_id
-CALLED = f"{CALL} 7"
+CALLED = f"{CALL_TAG} 7"
 
 
 def ids_of(text: str) -> list[int]:
@@ -103,7 +103,7 @@ def answered(
 
 PIECES = [
     *(
-        CALL,
+        CALL_TAG,
         "</tool_call>",
         '{"name": "line", "arguments": {',
         '"x1": ',

@@ -22,7 +22,7 @@ from PIL import Image
 from transformers import TrainerState
 
 from adora_vl.config.blocks import RolloutOptions
-from adora_vl.data.dataloader import ROW_NUMBER
+from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
 from adora_vl.data.shared_images import as_kept_image, content_digest
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.rollouts import (
@@ -207,7 +207,7 @@ class EngineAhead(CountingEngine, AsyncServerSampler):
 def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
     """Return the rows of the generation `distance` after the one with these row numbers."""
     later = [number + distance * MAX_GROUPS for number in numbers]
-    rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER: number} for number in later]
+    rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER_COLUMN: number} for number in later]
     return rows
 
 
@@ -432,7 +432,7 @@ class SimulatedRun:
         """Return the next generation, sampled and scored."""
         step = self.engine.step = self.state.global_step
         rows: list[Any] = [
-            {"id": f"{self.rank}/{number}", ROW_NUMBER: number}
+            {"id": f"{self.rank}/{number}", ROW_NUMBER_COLUMN: number}
             for number in range(step * MAX_GROUPS, (step + self.updates) * MAX_GROUPS)
             for _ in range(GROUP_SIZE)
         ]
