@@ -57,7 +57,7 @@ def own_copy(value: object, shared_objects: Sequence[object] = ()) -> Any:
     that occurs twice is copied twice. Objects of any further class are not copied, nor are
     `shared_objects`.
     """
-    if any(value is shared for shared in shared_objects):
+    if any(value is shared_object for shared_object in shared_objects):
         return value
     if isinstance(value, list):
         # A short cut for lists of token ids, which are long.
@@ -170,9 +170,9 @@ class _SafeFunction:
                 deadline(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
-                returned = self.function(**_copy_arguments(arguments))
+                result = self.function(**_copy_arguments(arguments))
                 # Still within the time limit, since reading the user's objects runs their code.
-                return self._read_rewards(returned, len(arguments["completions"]))
+                return self._read_rewards(result, len(arguments["completions"]))
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`.
@@ -202,8 +202,8 @@ class _SafeFunction:
                 in_one_process(f"reward {self.name}"),
             ):
                 async with asyncio.timeout(self.timeout) as time_limit:
-                    returned = await self.function(**_copy_arguments(arguments))
-            return self._read_rewards(returned, len(arguments["completions"]))
+                    result = await self.function(**_copy_arguments(arguments))
+            return self._read_rewards(result, len(arguments["completions"]))
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
