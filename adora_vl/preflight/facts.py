@@ -292,7 +292,7 @@ class ResolvedRun:
         return math.ceil(float(config.num_train_epochs) * steps_per_epoch)
 
     def first_lines(self) -> list[str]:
-        """Return the lines that model_shape the run before it starts."""
+        """Return the lines that describe the run before it starts."""
         problems = "a stream of problems"
         if self.data.rows is not None:
             problems = amount(self.data.rows, "training problem")

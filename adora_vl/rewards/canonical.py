@@ -107,7 +107,7 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
 )
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # what no unit can end is not searched for one
-_MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
+_MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
 _TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.

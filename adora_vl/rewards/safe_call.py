@@ -10,7 +10,8 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -114,6 +115,27 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
+def _counting_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
+    """Return the arguments of one call with a `log_extra` that counts the values of each column.
+
+    Fewer values than completions would move those of all later completions in the table.
+
+    Args:
+        arguments: of the call. Without a `log_extra` they are returned as they are.
+        counts: filled while the function logs, by the column.
+    """
+    log_extra = arguments.get("log_extra")
+    if log_extra is None:
+        return dict(arguments)
+
+    def log_and_count(column: str, values: Iterable[object]) -> None:
+        values = list(values)
+        counts[column] += len(values)
+        log_extra(column, values)
+
+    return {**arguments, "log_extra": log_and_count}
+
+
 def safe_call(
     function: Callable[..., Any],
     name: str,
@@ -170,9 +192,10 @@ class _SafeFunction:
                 deadline(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
-                result = self.function(**_copy_arguments(arguments))
+                counts = Counter[str]()
+                result = self.function(**_copy_arguments(_counting_logged(arguments, counts)))
                 # Still within the time limit, since reading the user's objects runs their code.
-                return self._read_rewards(result, len(arguments["completions"]))
+                return self._read_rewards(result, len(arguments["completions"]), counts)
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`.
@@ -201,9 +224,11 @@ class _SafeFunction:
                 backstop(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
+                counts = Counter[str]()
+                copies = _copy_arguments(_counting_logged(arguments, counts))
                 async with asyncio.timeout(self.timeout) as time_limit:
-                    result = await self.function(**_copy_arguments(arguments))
-            return self._read_rewards(result, len(arguments["completions"]))
+                    result = await self.function(**copies)
+            return self._read_rewards(result, len(arguments["completions"]), counts)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -218,12 +243,26 @@ class _SafeFunction:
                 row = await _first_to_fail_async(self.function, arguments)
             return self._note_failure(error, arguments, row)
 
-    def _read_rewards(self, returned: object, count: int) -> list[float | None]:
+    def _read_rewards(
+        self, returned: object, count: int, logged_counts: Mapping[str, int]
+    ) -> list[float | None]:
         """Return what the function returned as one reward per completion.
 
         A completion with an exception in place of its reward gets None, and its number and the
-        reason go into `unscored`. Raises `RewardValueError` where a reward is no number.
+        reason go into `unscored`. Raises `RewardValueError` where a reward is no number, and where
+        a column that the function has logged has no value for each completion.
+
+        Args:
+            returned: what the function returned.
+            count: the number of completions.
+            logged_counts: how many values the function has logged, by the column.
         """
+        for column, logged_count in logged_counts.items():
+            if logged_count != count:
+                raise RewardValueError(
+                    f"it logged {logged_count} values of {column!r} for {count} completions; log "
+                    "one for each, None where there is none"
+                )
         rewards: list[float | None] = []
         for number, value in enumerate(check_returned_rewards(returned, count)):
             if isinstance(value, BaseException):

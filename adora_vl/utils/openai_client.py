@@ -9,27 +9,24 @@ the wrong form, so that the loop below would stay. It takes a second to import, 
 address what OPENAI_CUSTOM_HEADERS holds.
 """
 
-import asyncio
 import hashlib
-import ipaddress
 import json
 import os
 import re
-import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, written_to
+from adora_vl.utils.http_client import MAX_ERROR_BYTES, HttpClient, ReplyTooLargeError
 from adora_vl.utils.secrets import masked_text, note_secret
 
 # HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
@@ -42,10 +39,7 @@ _PROMPT_TOO_LONG_PATTERN = re.compile(
 )
 _ANSWER_TOO_LONG_PATTERN = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _MAX_WAIT_S = 60.0
-# bytes that are read of what a server says about a refused call, and characters that are shown
-_MAX_ERROR_BYTES = 4096
-_MAX_SHOWN_CHARACTERS = 200
-_MAX_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
+_MAX_SHOWN_CHARACTERS = 200  # of what a server says about a refused call
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -170,6 +164,7 @@ class ChatClient:
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
+        self._http = HttpClient(f"{endpoint.url.rstrip('/')}/chat/completions")
         self.budget = budget
         # how many calls were made; several threads count them under the lock
         self.calls = 0
@@ -342,11 +337,10 @@ class ChatClient:
         key = self._api_key()
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            reply = fetch(
-                address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
-            )
+            reply = self._http.send(self.endpoint.timeout_s, content, headers)
+        except ReplyTooLargeError as error:
+            raise EndpointError(str(error), again=False) from error
         # no connection, a reply that came too late, or one that is no HTTP
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -360,7 +354,7 @@ class ChatClient:
         server_words = "" if may_succeed_later else _error_words(reply.body, key)
         if reply.status == httpx.codes.NOT_FOUND:
             # the user may have named an address that goes on too far, or not far enough
-            server_words = f" at {address}{server_words}"
+            server_words = f" at {self._http.address}{server_words}"
         # Servers refuse an answer that may become too long in similar words.
         names_prompt = _PROMPT_TOO_LONG_PATTERN.search(server_words) is not None
         names_answer = _ANSWER_TOO_LONG_PATTERN.search(server_words) is not None
@@ -390,96 +384,6 @@ class ChatClient:
         if key:
             note_secret(key)
         return key
-
-
-Headers = Mapping[str, str]
-
-
-class HttpReply(NamedTuple):
-    """What a server has replied."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-def fetch(
-    address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
-) -> HttpReply:
-    """Send one HTTP request and return the reply.
-
-    The proxy of the environment is used, but not for this machine itself. No redirect is followed,
-    so that the key in a header goes nowhere but to the address that the user named.
-
-    Args:
-        address: where the request goes.
-        timeout_s: the limit of all of it, to the reply's last byte.
-        content: the body of a POST request; None for a GET request.
-        headers: of the request.
-
-    Raises:
-        EndpointError: the reply is too large.
-        OSError: there is no connection, or `timeout_s` is over (`TimeoutError`).
-        httpx.HTTPError: the reply is no HTTP.
-    """
-    exchange = partial(
-        asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
-    )
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return exchange()
-    # An event loop runs in this thread, as in a notebook, and a thread can run one at a time.
-    with ThreadPool(1) as threads:
-        return threads.apply(exchange)
-
-
-async def _exchange(
-    address: str, timeout_s: float, content: bytes | None, headers: Headers | None
-) -> HttpReply:
-    """Send one HTTP request and return the reply, as `fetch` says.
-
-    The body of an error is read only as far as it is shown.
-    """
-    received = bytearray()
-    # without a timeout of its own, since that would be for each part of the reply
-    client = httpx.AsyncClient(
-        verify=_certificates(),
-        trust_env=not is_here(address),
-        timeout=None,  # noqa: S113
-    )
-    method = "GET" if content is None else "POST"
-    try:
-        stream = client.stream(method, address, content=content, headers=headers)
-        async with asyncio.timeout(timeout_s), client, stream as reply:
-            async for part in reply.aiter_bytes():
-                received += part
-                if not reply.is_success and len(received) > _MAX_ERROR_BYTES:
-                    break
-                if len(received) > _MAX_REPLY_BYTES:
-                    raise EndpointError(
-                        f"the reply is larger than {_MAX_REPLY_BYTES / 2**20:g} MiB",
-                        again=False,
-                    )
-    except TimeoutError:
-        raise TimeoutError("the call took too long") from None
-    return HttpReply(status=reply.status_code, headers=reply.headers, body=bytes(received))
-
-
-@cache
-def _certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
-    return ssl.create_default_context()
-
-
-def is_here(address: str) -> bool:
-    """Return whether an address leads to this machine itself, which no proxy can reach."""
-    host = (urllib.parse.urlsplit(address).hostname or "").lower()
-    try:
-        ip_address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return ip_address.is_loopback or ip_address.is_unspecified
 
 
 def _text_of(choice: Mapping[str, Any]) -> str:
@@ -516,7 +420,7 @@ def _error_words(body: bytes, key: str) -> str:
         body: the body of the reply; empty gives an empty text.
         key: the key of the call, which the server may have repeated, and which is hidden.
     """
-    text = body[:_MAX_ERROR_BYTES].decode(errors="replace")
+    text = body[:MAX_ERROR_BYTES].decode(errors="replace")
     printable_text = "".join(char if char.isprintable() else " " for char in text)
     one_line = " ".join(printable_text.split())
     one_line = masked_text(one_line, key)

@@ -22,7 +22,7 @@ TWO_STEPS = WarmStart(
 )
 
 
-def parameters(size: ModelSize, family: str = "qwen2_5_vl") -> int:
+def count_parameters(size: ModelSize, family: str = "qwen2_5_vl") -> int:
     """The number of parameters, counted without memory."""
     config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family, size)
     with torch.device("meta"):
@@ -36,11 +36,11 @@ def test_the_shipped_model_has_the_default_size():
     assert config.text_config.num_hidden_layers == SHIPPED_SIZE.layers
     assert config.vision_config.depth == SHIPPED_SIZE.layers
     recorded = json.loads((PRETRAINED_FOLDER / "build.json").read_text())
-    assert parameters(SHIPPED_SIZE) == recorded["parameters"]
+    assert count_parameters(SHIPPED_SIZE) == recorded["parameters"]
 
 
 def test_sixty_million_parameters_are_reached():
-    assert 55e6 < parameters(ModelSize(width=640, layers=7)) < 65e6
+    assert 55e6 < count_parameters(ModelSize(width=640, layers=7)) < 65e6
 
 
 @pytest.mark.parametrize("family", TINY_FAMILIES)
@@ -50,7 +50,9 @@ def test_every_family_has_any_depth(family, layers):
     config = build_config(AutoTokenizer.from_pretrained(PRETRAINED_FOLDER), family, size)
     assert config.text_config.num_hidden_layers == layers
     assert config.vision_config.depth == layers
-    assert parameters(size, family) < parameters(ModelSize(width=64, layers=layers + 1), family)
+    assert count_parameters(size, family) < count_parameters(
+        ModelSize(width=64, layers=layers + 1), family
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -67,14 +69,14 @@ def test_a_model_is_saved_in_its_dtype_after_training_in_it(dtype, tmp_path):
 def test_training_in_bfloat16_keeps_weights_that_bfloat16_would_round():
     """At the end of a cycle the rate is so low that a bfloat16 weight would stay where it is."""
     size = ModelSize(width=64, layers=1, dtype="bfloat16")
-    model = begun_and_taught(replace(TWO_STEPS, learning_rate=1e-6), size)
-    start = begun_and_taught(replace(TWO_STEPS, steps=0), size)
+    model = train_both_starts(replace(TWO_STEPS, learning_rate=1e-6), size)
+    start = train_both_starts(replace(TWO_STEPS, steps=0), size)
     moved = model["lm_head.weight"] - start["lm_head.weight"]
     assert model["lm_head.weight"].dtype == torch.float32
     assert 0 < moved.abs().max() < 1e-5
 
 
-def begun_and_taught(plan: WarmStart, size: ModelSize) -> dict[str, torch.Tensor]:
+def train_both_starts(plan: WarmStart, size: ModelSize) -> dict[str, torch.Tensor]:
     """The weights of a model after its stages, before they are saved."""
     from adora_vl.builtin.small_model import fit
     from adora_vl.builtin.tiny_vl import begin_tiny

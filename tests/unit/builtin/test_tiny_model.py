@@ -20,7 +20,7 @@ from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.families import FAMILIES
 from adora_vl.synthetic.generate import generate
 
-SHORT = {  # plans of the starts that take no time
+SHORT_PLAN_BY_START = {  # plans of the starts that take no time
     "tiny": WarmStart(steps=3, short_prompt_steps=1, batch_size=4, rows=16),
     "tiny_perimeter": PerimeterStart(
         steps=2, short_prompt_steps=1, teacher_steps=1, batch_size=4, rows=12
@@ -43,7 +43,7 @@ def test_the_shipped_model_is_small_untied_and_tells_how_it_was_made():
 @pytest.mark.parametrize("start", STARTS)
 def test_building_twice_gives_the_same_bytes(start, tmp_path):
     for name in ("a", "b"):
-        build_start(tmp_path / name, SHORT[start], STARTS[start].begin)
+        build_start(tmp_path / name, SHORT_PLAN_BY_START[start], STARTS[start].begin)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json", "build.json"} <= set(files)
     for file in files:
@@ -85,7 +85,7 @@ def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_p
     name = "tiny_perimeter"
     monkeypatch.setitem(FOLDER_BY_TINY_MODEL, name, tmp_path / "nowhere")
     monkeypatch.setitem(
-        builtin_data.STARTS, name, builtin_data.Start(SHORT[name], STARTS[name].begin)
+        builtin_data.STARTS, name, builtin_data.Start(SHORT_PLAN_BY_START[name], STARTS[name].begin)
     )
     assert builtin_data.resolve_model(name) == str(tmp_path / name)
     written = (tmp_path / name / "model.safetensors").stat().st_mtime_ns

@@ -24,9 +24,9 @@ from adora_vl.rewards import grade
 from adora_vl.synthetic.generate import generate
 
 # the demo's rollouts per prompt
-ROWS = 600
-GROUP = 8
-SUBTYPES = {
+NUM_ROWS = 600
+GROUP_SIZE = 8
+EXPECTED_SUBTYPES = {
     "isosceles",
     "polygon",
     "right_triangle",
@@ -38,11 +38,11 @@ SUBTYPES = {
 # The mean weight of a subtype's mixed groups is 1 - 0.9 * share, so up to this share the first
 # updates count every subtype at 0.91 to 1 of any other. A criterion that is a subtype's label has a
 # share of 1 there.
-MOST_ATTENUATED = 0.1
+MOST_ATTENUATED_SHARE = 0.1
 
 
 @dataclass
-class Subtype:
+class SubtypeFigures:
     """Tokens of the right workings and of the slips, and whether each mixed group is attenuated."""
 
     right: list[int] = field(default_factory=list)
@@ -54,14 +54,14 @@ class Subtype:
         return fmean(self.attenuated)
 
 
-def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
+def measure_subtypes(tokenizer: Any, rows: list[Row]) -> dict[str, SubtypeFigures]:
     """Measure how groups of each subtype look to the demo's criterion.
 
     A group has `GROUP` answers by the teacher, whose wordings are drawn from all workings of its
     subtype.
     """
-    subtypes: dict[str, Subtype] = defaultdict(Subtype)
-    judged: list[tuple[Subtype, float, tuple[float, float]]] = []
+    subtypes: dict[str, SubtypeFigures] = defaultdict(SubtypeFigures)
+    judged: list[tuple[SubtypeFigures, float, tuple[float, float]]] = []
     for row in rows:
         meta = row["meta"]
         subtype = subtypes[", ".join(filter(None, (meta["family"], meta["kind"])))]
@@ -76,7 +76,7 @@ def measure(tokenizer: Any, rows: list[Row]) -> dict[str, Subtype]:
         judged.append((subtype, SLIPS[meta["family"]], (rewards[0], rewards[1])))
     rng = random.Random(0)
     for subtype, share, rewards_of in judged:
-        slips = [rng.random() < share for _ in range(GROUP)]
+        slips = [rng.random() < share for _ in range(GROUP_SIZE)]
         lengths_PG = torch.tensor(
             [[rng.choice(subtype.slip if slip else subtype.right) for slip in slips]]
         )
@@ -95,16 +95,16 @@ def tokenizer() -> Any:
 
 
 @pytest.fixture(scope="module")
-def rows() -> list[Row]:
-    return list(generate(ROWS, seed=1000))
+def drawn_rows() -> list[Row]:
+    return list(generate(NUM_ROWS, seed=1000))
 
 
-def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[Row]) -> None:
-    subtypes = measure(tokenizer, rows)
-    assert subtypes.keys() == SUBTYPES
+def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, drawn_rows: list[Row]) -> None:
+    subtypes = measure_subtypes(tokenizer, drawn_rows)
+    assert subtypes.keys() == EXPECTED_SUBTYPES
     for name, subtype in subtypes.items():
         assert len(subtype.attenuated) >= 20, name  # mixed groups: the share means something
-        assert subtype.tds_share <= MOST_ATTENUATED, name
+        assert subtype.tds_share <= MOST_ATTENUATED_SHARE, name
         # Two answers differ by a token at least. More than one apart in the mean is no accident of
         # the digits.
         assert fmean(subtype.right) > fmean(subtype.slip) + 1, name
@@ -115,9 +115,9 @@ def test_the_criterion_marks_no_subtype_at_the_start(tokenizer: Any, rows: list[
     )
 
 
-def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(rows: list[Row]) -> None:
+def test_the_slip_of_crossing_lines_is_the_answer_of_the_other_case(drawn_rows: list[Row]) -> None:
     """The picture decides: the teacher works out both cases alike, with the same numbers."""
-    crossing = [row for row in rows if row["meta"]["family"] == "crossing"]
+    crossing = [row for row in drawn_rows if row["meta"]["family"] == "crossing"]
     assert {row["meta"]["kind"] for row in crossing} == {"vertical", "supplementary"}
     for row in crossing:
         assert grade(row["meta"]["slip"], str(180 - int(row["answer"]))).verdict == "correct", row[

@@ -17,11 +17,11 @@ from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 
-SIZE = 448  # pixels of a picture's side
+PICTURE_SIZE = 448  # pixels of a picture's side
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory):
+def built_model(tmp_path_factory):
     """Build a model with one step in each stage of training; return its facts and its processor."""
     folder = tmp_path_factory.mktemp("zoom") / "model"
     plan = ZoomStart(steps=1, teacher_steps=1, batch_size=2)
@@ -48,8 +48,8 @@ def tool_loop(toolbox: Toolbox, processor: Any) -> ToolLoop:
     return ToolLoop(toolbox, processor, {}, tokens_of_image, 2, decode)
 
 
-def test_what_follows_a_call_is_what_the_start_was_taught(built, toolbox):
-    facts, processor = built
+def test_what_follows_a_call_is_what_the_start_was_taught(built_model, toolbox):
+    facts, processor = built_model
     assert facts["parameters"] < 1_000_000
     teacher = _Teacher(processor, toolbox, ZoomStart(calls=1))
     parts, images = teacher.conversation()
@@ -76,17 +76,17 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built, toolbox):
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
-    picture, _ = drawn(random.Random(0), SIZE)
+    picture, _ = drawn(random.Random(0), PICTURE_SIZE)
     reply = toolbox.answer(call_for(corner), [picture], seed="0", last=False)
     view: Any = reply.parts[2]
-    left_edge = 0 if "left" in corner else SIZE - SEEN
-    top_edge = 0 if "top" in corner else SIZE - SEEN
+    left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN
+    top_edge = 0 if "top" in corner else PICTURE_SIZE - SEEN
     expected = picture.crop((left_edge, top_edge, left_edge + SEEN, top_edge + SEEN))
     assert view.tobytes() == expected.tobytes()
 
 
 def test_problems_ask_for_the_number_in_a_corner():
-    rows = list(generate(8, size=SIZE, families=("corners",)))
+    rows = list(generate(8, size=PICTURE_SIZE, families=("corners",)))
     for row in rows:
         corner = row["meta"]["kind"]
         assert corner in CORNERS

@@ -45,7 +45,7 @@ from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
 from adora_vl.utils.versions import installed
 
-IMAGE = 12
+IMAGE_TOKEN = 12
 
 
 def test_the_installed_stack_is_healthy():
@@ -179,7 +179,7 @@ def test_a_driver_that_is_too_old_for_torch(subtests):
             assert check_driver(cuda=cuda, driver=driver).status is status
 
 
-def row(answer: object, choices: list[str] | None = None) -> dict[str, object]:
+def gold_row(answer: object, choices: list[str] | None = None) -> dict[str, object]:
     return {"id": "geometry/7", "answer": answer, "choices": choices}
 
 
@@ -187,10 +187,10 @@ def test_golds_that_can_be_graded_and_broken_ones(subtests):
     for answer in ["60", "2\\sqrt{221}", "\\frac{39}{4}", "100\\pi", "A"]:
         with subtests.test(answer):
             choices = ["30", "60", "90", "120"] if answer == "A" else None
-            assert check_golds([row(answer, choices)] * 8).status is Status.PASSED
+            assert check_golds([gold_row(answer, choices)] * 8).status is Status.PASSED
     for broken in ["\\frac{", "", None, "x = ", "see the figure \\sqrt{"]:
         with subtests.test(f"{broken!r:.80}"):
-            check = check_golds([row("60"), row(broken)])
+            check = check_golds([gold_row("60"), gold_row(broken)])
             assert check.status is Status.FAILED
             assert "geometry/7" in check.detail
             assert "python -m data_prep" in check.remedy
@@ -201,7 +201,7 @@ def test_a_grader_that_accepts_anything(monkeypatch):
         "adora_vl.doctor.checks.grade",
         lambda *_, **__: SimpleNamespace(verdict="correct", reason="same_number"),
     )
-    check = check_golds([row("60")])
+    check = check_golds([gold_row("60")])
     assert check.status is Status.FAILED
     assert "918273.645 is accepted" in check.detail
 
@@ -217,14 +217,16 @@ def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
     ]
     for presets, weights, above, status in cases:
         with subtests.test(f"{presets!r:.80} {weights!r:.80} {above}"):
-            check = check_rewards([row("60"), row("5")], reward_functions(presets), weights, above)
+            check = check_rewards(
+                [gold_row("60"), gold_row("5")], reward_functions(presets), weights, above
+            )
             assert check.status is status
             assert status is Status.PASSED or "adora_correct_above" in check.remedy
 
 
 def test_a_reward_that_does_not_apply_to_a_row_adds_nothing_to_its_sum():
     """True steps are measured where a row has a figure; an answer in a box has none."""
-    rows = [{**row("60"), "figure": None}, {**row("5"), "figure": None}]
+    rows = [{**gold_row("60"), "figure": None}, {**gold_row("5"), "figure": None}]
     functions = choose_rewards(["accuracy", "steps"]).functions
     assert check_rewards(rows, functions, [1.0, 0.2], 0.5).status is Status.PASSED
 
@@ -246,7 +248,7 @@ def test_a_disk_without_room_fails_with_the_remedy(tmp_path):
     assert "2 checkpoints" in check.detail
 
 
-def prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
+def read_prompts(*ids: list[int], grids: list[list[int]] | None = None) -> Prompts:
     grid = torch.tensor(grids or [[1, 4, 4]] * len(ids))
     names = [f"row {n}" for n in range(len(ids))]
     images = [[None]] * len(ids)
@@ -258,15 +260,20 @@ def examination_of(engine: object, *, vllm_mode: str = "colocate") -> Examinatio
     pair: Any = SimpleNamespace(
         engine=engine,
         config=SimpleNamespace(vllm_mode=vllm_mode),
-        processor=SimpleNamespace(image_token_id=IMAGE),
+        processor=SimpleNamespace(image_token_id=IMAGE_TOKEN),
     )
-    models = {"policy": Small(), "reference": None}
-    return Examination(pair, prompts([1, *[IMAGE] * 4, 2]), models=models)
+    models = {"policy": SmallEngine(), "reference": None}
+    return Examination(pair, read_prompts([1, *[IMAGE_TOKEN] * 4, 2]), models=models)
 
 
 def test_a_row_whose_image_tokens_are_not_as_many_as_its_features_fails():
-    assert check_features(prompts([1, *[IMAGE] * 4, 2]), IMAGE, merge=2).status is Status.PASSED
-    check = check_features(prompts([1, *[IMAGE] * 4, 2], [1, IMAGE, 2]), IMAGE, merge=2)
+    assert (
+        check_features(read_prompts([1, *[IMAGE_TOKEN] * 4, 2]), IMAGE_TOKEN, merge=2).status
+        is Status.PASSED
+    )
+    check = check_features(
+        read_prompts([1, *[IMAGE_TOKEN] * 4, 2], [1, IMAGE_TOKEN, 2]), IMAGE_TOKEN, merge=2
+    )
     assert check.status is Status.FAILED
     assert check.name == FEATURES_CHECK
     assert "row 1: 1 image tokens in the prompt, 4 features" in check.detail
@@ -334,7 +341,7 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
         assert status is Status.PASSED or "vllm_enable_sleep_mode: false" in check.remedy
 
 
-class Small(torch.nn.Module):
+class SmallEngine(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.visual = torch.nn.ModuleDict({"merger": torch.nn.Linear(4, 4)})
@@ -344,7 +351,7 @@ class Small(torch.nn.Module):
 
 
 def test_a_changed_weight_comes_back_to_the_bit():
-    model = Small()
+    model = SmallEngine()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
     assert name == "model.layers.1.weight"
@@ -380,7 +387,7 @@ def test_what_sees_is_changed_where_its_embeddings_come_from(subtests):
             assert choose_parameter(model, vision=True)[0] == f"model.visual.merger.{last}.weight"
             freeze(model, ["projector"])
             assert choose_parameter(model, vision=True)[0].startswith("model.visual.blocks.2.")
-    model = Small()
+    model = SmallEngine()
     model.visual.requires_grad_(False)
     assert choose_parameter(model, vision=True) is None
 

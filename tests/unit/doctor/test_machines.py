@@ -43,7 +43,7 @@ from adora_vl.utils.launch import fewer_than_asked, free_port, put_own_programs_
 
 REPOSITORY = Path(__file__).parents[3]
 CONFIGS = REPOSITORY / "configs"
-NODES = CONFIGS / "accelerate" / "zero3_nodes.yaml"
+TWO_MACHINES_CONFIG = CONFIGS / "accelerate" / "zero3_nodes.yaml"
 
 
 # ---------------------------------------------------------------------------- the accelerate config
@@ -85,7 +85,7 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
     ]
     for options, expected in cases:
         with subtests.test(f"{options!r:.80}"):
-            assert from_file(NODES, **options) == expected
+            assert from_file(TWO_MACHINES_CONFIG, **options) == expected
 
 
 def test_what_several_machines_could_not_start_from_is_refused(case):
@@ -108,13 +108,13 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
     ]
     for before, after, message in cases:
         with case(before) as folder:
-            content = NODES.read_text()
+            content = TWO_MACHINES_CONFIG.read_text()
             assert before in content
             (folder / "a.yaml").write_text(content.replace(before, after))
             with pytest.raises(UserError, match=message):
                 from_file(folder / "a.yaml")
     with pytest.raises(UserError, match="16 processes cannot be spread evenly over 3 machines"):
-        from_file(NODES, processes=16, machines=3)
+        from_file(TWO_MACHINES_CONFIG, processes=16, machines=3)
 
 
 def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
@@ -132,8 +132,15 @@ def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
             context()
 
 
-ONE_MACHINE = ["--num_machines", "2", "--num_processes", "16", "--main_process_port", "29500"]
-ONE_MACHINE += ["--deepspeed_multinode_launcher", "standard"]
+OPTIONS_FOR_TWO_MACHINES = [
+    "--num_machines",
+    "2",
+    "--num_processes",
+    "16",
+    "--main_process_port",
+    "29500",
+]
+OPTIONS_FOR_TWO_MACHINES += ["--deepspeed_multinode_launcher", "standard"]
 
 
 def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
@@ -141,7 +148,7 @@ def test_accelerate_itself_reads_the_config_as_it_is_meant(subtests):
 
     With the options of the scripts in `setup/`, a config of one machine serves as well.
     """
-    for file, options in (("zero3_nodes", []), ("zero3_offload", ONE_MACHINE)):
+    for file, options in (("zero3_nodes", []), ("zero3_offload", OPTIONS_FOR_TWO_MACHINES)):
         with subtests.test(file):
             words = [
                 "--config_file",
@@ -187,12 +194,12 @@ def test_a_dry_run_for_four_machines(capsys):
     assert "output_dir must be on a disk that all of them share" in output
 
 
-def config_with(*words):
+def parse_config(*words):
     return parse(["--use_cpu", "true", "--bf16", "false", *words])[1]
 
 
 def test_an_engine_lies_on_one_machine_and_one_machine_saves():
-    config = config_with(
+    config = parse_config(
         "--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4"
     )
     check_machines(config, processes=16, machines=4)
@@ -201,7 +208,7 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
         match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine",
     ):
         check_machines(config, processes=8, machines=4)
-    config = config_with("--save_on_each_node", "true")
+    config = parse_config("--save_on_each_node", "true")
     check_machines(config, processes=2, machines=1)
     with pytest.raises(UserError, match="save_on_each_node: true is not supported"):
         check_machines(config, processes=2, machines=2)
@@ -211,12 +218,12 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
 
 
 @pytest.fixture
-def alone(monkeypatch):
+def single_rank(monkeypatch):
     """The only rank: what is gathered from all ranks is what this one has."""
     monkeypatch.setattr(ranks, "gather_object", lambda mine: mine)
 
 
-def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alone):
+def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
     (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
     token = leave_token(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
@@ -224,7 +231,7 @@ def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, alo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_rank_with_another_disk_is_refused(tmp_path, alone):
+def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     """Also where that disk has such a file from a start of its own."""
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
@@ -237,7 +244,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, alone):
         check_ranks(theirs, token, first={}, mine={}, patience_s=0)
 
 
-def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
+def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
     token = leave_token(tmp_path)
     (tmp_path / token).unlink()
     late = threading.Timer(0.3, (tmp_path / token).touch)
@@ -246,7 +253,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, alone):
     late.join()
 
 
-def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, alone):
+def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, single_rank):
     token = leave_token(tmp_path)
     named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
     with pytest.raises(UserError, match=named):
@@ -337,7 +344,7 @@ def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, 
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def staged_checkpoint(folder: Path) -> Path:
+def stage_checkpoint(folder: Path) -> Path:
     """Write a checkpoint that is not published yet, with the file `mine` of this machine."""
     checkpoint = folder / ".saving" / "checkpoint-3"
     checkpoint.mkdir(parents=True)
@@ -347,7 +354,7 @@ def staged_checkpoint(folder: Path) -> Path:
 
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
-    checkpoint = staged_checkpoint(tmp_path)
+    checkpoint = stage_checkpoint(tmp_path)
     monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
     late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
@@ -362,7 +369,7 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
     monkeypatch.setattr(store, "appears", lambda path: path.exists())
     with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
         publish(
-            staged_checkpoint(tmp_path),
+            stage_checkpoint(tmp_path),
             final=tmp_path / "checkpoint-3",
             facts={"step": 3},
             written={"mine", "theirs"},
@@ -372,19 +379,19 @@ def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path
 
 # --------------------------------------------------------------------------- a machine that is lost
 
-GLOO = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
-RESET = (
+GLOO_CLOSED = "[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:39113"
+GLOO_RESET = (
     "[/gloo/transport/tcp/pair.cc:537] Read error [10.77.0.2]:62169: Connection reset by peer. "
     "This is typically"
 )
-NCCL = (
+NCCL_EXITED = (
     "NCCL error in: ProcessGroupNCCL.cpp:77: remote process exited or there was a network error, "
     "NCCL version 2"
 )
 
 
 def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path, subtests):
-    for number, words in enumerate((GLOO, RESET, NCCL)):
+    for number, words in enumerate((GLOO_CLOSED, GLOO_RESET, NCCL_EXITED)):
         with subtests.test(words):
 
             def lose(*_: object, words: str = words) -> Any:
@@ -450,7 +457,7 @@ def launch_words(host: str, port: int) -> str:
     )
 
 
-SLURM = {
+SLURM_VARIABLES = {
     "SLURM_JOB_NODELIST": "n[1-2]",
     "SLURM_JOB_ID": "12345",
     "SLURM_NNODES": "2",
@@ -459,7 +466,7 @@ SLURM = {
 
 
 @pytest.fixture
-def slurm(tmp_path):
+def run_slurm(tmp_path):
     """A folder with Slurm's commands: `srun` starts one task for each node, one after the other.
 
     `scontrol requeue` writes the job's number into a file.
@@ -474,42 +481,49 @@ def slurm(tmp_path):
     return tmp_path
 
 
-def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(slurm):
+def test_a_slurm_job_starts_each_node_and_queues_itself_again_when_it_was_stopped(run_slurm):
     write_program(
-        slurm, "launch", 'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1'
+        run_slurm,
+        "launch",
+        'printf "%s|" "$@"; echo; mkdir -p out; echo {} >out/stopped.json; exit 1',
     )
     words = ["--config", "a b.yaml", "--output_dir", "out"]
     process = run_script(
         "slurm/train.sbatch",
         *words,
-        folder=slurm,
-        SLURM_SUBMIT_DIR=str(slurm),
+        folder=run_slurm,
+        SLURM_SUBMIT_DIR=str(run_slurm),
         LAUNCH="./launch",
-        **SLURM,
+        **SLURM_VARIABLES,
     )
     first, second, *_ = process.stdout.splitlines()
     assert first == launch_words("n1", 22345)
     assert second == first.replace("--machine_rank|0", "--machine_rank|1")
     assert process.returncode == 75
-    assert (slurm / "requeued").read_text() == "12345\n"
+    assert (run_slurm / "requeued").read_text() == "12345\n"
 
 
-def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
+def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(run_slurm):
     """An optimizer in host memory would work on the one thread that accelerate gives."""
-    write_program(slurm, "launch", "echo threads $OMP_NUM_THREADS")
+    write_program(run_slurm, "launch", "echo threads $OMP_NUM_THREADS")
     omp = "OMP_NUM_THREADS"
-    variables = {"SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch", **SLURM}
+    variables = {"SLURM_SUBMIT_DIR": str(run_slurm), "LAUNCH": "./launch", **SLURM_VARIABLES}
     for name, cores, threads in (
         ("SLURM_CPUS_ON_NODE", "96", 12),
         ("SLURM_CPUS_ON_NODE", "4", 1),
         (omp, "5", 5),
     ):
         process = run_script(
-            "slurm/train.sbatch", "--output_dir", "out", folder=slurm, **variables, **{name: cores}
+            "slurm/train.sbatch",
+            "--output_dir",
+            "out",
+            folder=run_slurm,
+            **variables,
+            **{name: cores},
         )
         assert process.stdout.split() == ["threads", str(threads)] * 2, process.stderr
-    write_program(slurm, "ssh", 'shift 3; eval "$*"')
-    write_program(slurm, "nproc", "echo 64")
+    write_program(run_slurm, "ssh", 'shift 3; eval "$*"')
+    write_program(run_slurm, "nproc", "echo 64")
     for changed, threads in (
         ({}, 16),
         ({"ENVIRONMENT": "OMP_NUM_THREADS=3"}, 3),
@@ -519,26 +533,26 @@ def test_both_scripts_divide_the_cores_among_the_processes_of_a_machine(slurm):
             "ssh/train.sh",
             "--output_dir",
             "out",
-            folder=slurm,
+            folder=run_slurm,
             **environment,
         )
         assert process.stdout.split() == ["one:", "threads", str(threads)], process.stderr
 
 
-def test_a_slurm_job_that_fails_is_not_queued_again(slurm):
+def test_a_slurm_job_that_fails_is_not_queued_again(run_slurm):
     """Nor where an earlier stop has left its note, or the job would be queued for ever."""
-    (slurm / "out").mkdir()
-    (slurm / "out" / "stopped.json").touch()
-    write_program(slurm, "launch", "exit 1")
-    environment = {**SLURM, "SLURM_SUBMIT_DIR": str(slurm), "LAUNCH": "./launch"}
-    process = run_script("slurm/train.sbatch", "--output_dir=out", folder=slurm, **environment)
+    (run_slurm / "out").mkdir()
+    (run_slurm / "out" / "stopped.json").touch()
+    write_program(run_slurm, "launch", "exit 1")
+    environment = {**SLURM_VARIABLES, "SLURM_SUBMIT_DIR": str(run_slurm), "LAUNCH": "./launch"}
+    process = run_script("slurm/train.sbatch", "--output_dir=out", folder=run_slurm, **environment)
     assert process.returncode == 1
-    assert not (slurm / "requeued").exists()
+    assert not (run_slurm / "requeued").exists()
     process = run_script(
         "slurm/train.sbatch",
         "--config",
         "a.yaml",
-        folder=slurm,
+        folder=run_slurm,
         **environment,
     )
     assert process.returncode == 2
@@ -559,21 +573,21 @@ def test_port_0_is_refused_for_machines_that_meet_over_ssh(tmp_path):
 
 
 @pytest.fixture
-def ssh(tmp_path):
+def run_ssh(tmp_path):
     """A folder with a program `ssh` that runs the command for each host on this machine."""
     write_program(tmp_path, "ssh", 'shift 2; export HOST="$1"; exec bash -c "$2"')
     return tmp_path
 
 
-def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
-    write_program(ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
+def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(run_ssh):
+    write_program(run_ssh, "launch", 'printf "%s|" "$HOST" "$NCCL_SOCKET_IFNAME" "$@"; echo')
     environment = {
         "HOSTS": "one two",
         "LAUNCH": "./launch",
         "ENVIRONMENT": "NCCL_SOCKET_IFNAME=eth1",
     }
     process = run_script(
-        "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=ssh, **environment
+        "ssh/train.sh", "--config", "a b.yaml", "--output_dir", "out", folder=run_ssh, **environment
     )
     first, second = sorted(process.stdout.splitlines())
     assert process.returncode == 0, process.stderr
@@ -583,43 +597,43 @@ def test_over_ssh_each_machine_gets_its_rank_and_what_the_processes_need(ssh):
     )
 
 
-def test_over_ssh_a_machine_that_fails_ends_the_others(ssh):
+def test_over_ssh_a_machine_that_fails_ends_the_others(run_ssh):
     """The others would wait for its processes; they are given GRACE seconds, and then killed."""
-    write_program(ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
+    write_program(run_ssh, "launch", 'if [ "$HOST" = two ]; then exit 3; fi; sleep 55 & wait')
     environment = {"HOSTS": "one two", "LAUNCH": "./launch", "GRACE": "0"}
     process = run_script(
         "ssh/train.sh",
         "--output_dir",
         "out",
-        folder=ssh,
+        folder=run_ssh,
         **environment,
     )
     assert process.returncode == 3
     assert "two ended with 3; the others have 0 seconds to end" in process.stderr
 
 
-def test_over_ssh_a_stopped_run_ends_with_75(ssh):
-    write_program(ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
+def test_over_ssh_a_stopped_run_ends_with_75(run_ssh):
+    write_program(run_ssh, "launch", "mkdir -p out; touch out/stopped.json; exit 1")
     process = run_script(
-        "ssh/train.sh", "--output_dir", "out", folder=ssh, HOSTS="one two", LAUNCH="./launch"
+        "ssh/train.sh", "--output_dir", "out", folder=run_ssh, HOSTS="one two", LAUNCH="./launch"
     )
     assert process.returncode == 75
 
 
-def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(ssh):
+def test_over_ssh_a_stop_in_the_first_moment_is_not_lost(run_ssh):
     """The launcher has not left its number yet when the script is told to stop."""
-    write_program(ssh, "launch", "exec sleep 300")
+    write_program(run_ssh, "launch", "exec sleep 300")
     write_program(
-        ssh,
+        run_ssh,
         "ssh",
         'shift 2; case "$2" in *launch*) touch starting; sleep 1 ;; esac; exec bash -c "$2"',
     )
     script = subprocess.Popen(
         ["bash", str(REPOSITORY / "setup" / "ssh" / "train.sh"), "--output_dir", "out"],
-        cwd=ssh,
-        env={"PATH": f"{ssh}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
+        cwd=run_ssh,
+        env={"PATH": f"{run_ssh}:{os.environ['PATH']}", "HOSTS": "one", "LAUNCH": "./launch"},
     )
-    while not (ssh / "starting").exists():
+    while not (run_ssh / "starting").exists():
         assert script.poll() is None
         time.sleep(0.02)
     script.terminate()

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_weights")]
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
+def data_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data") / "synthetic"
     words = [
         "synthetic",
@@ -56,7 +56,7 @@ def data(tmp_path_factory):
 
 
 # they train on drawn problems, which the fixture makes
-DRAWN = (
+RECIPES_WITH_DRAWN_DATA = (
     "smoke_cpu",
     "demo_cpu",
     "annotated",
@@ -64,13 +64,13 @@ DRAWN = (
 
 
 def test_every_shipped_config_has_a_dry_run_on_a_machine_without_a_gpu(
-    tmp_path, capsys, data, subtests
+    tmp_path, capsys, data_folder, subtests
 ):
     """A user runs it on a machine without a GPU, a hub or (but for the demo) the dataset."""
     for name in ACCELERATE_CONFIG_BY_RECIPE:
         with subtests.test(name):
             (tmp_path / name).mkdir()
-            _check_config(name, tmp_path / name, capsys, data)
+            _check_config(name, tmp_path / name, capsys, data_folder)
 
 
 def _check_config(name, tmp_path, capsys, data):
@@ -87,7 +87,7 @@ def _check_config(name, tmp_path, capsys, data):
     ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(tmp_path / "runs")]
-    if name in DRAWN:
+    if name in RECIPES_WITH_DRAWN_DATA:
         words += ["--dataset_name", str(data)]
     if name == "tiny_zoom":  # where the user has not made them yet
         words += ["--dataset_name", str(tmp_path / "zoom")]
@@ -107,7 +107,7 @@ def _check_config(name, tmp_path, capsys, data):
     assert ("Largest max_pixels that fits" in text) == has_images, (
         "only a policy that sees has images"
     )
-    if name in DRAWN:
+    if name in RECIPES_WITH_DRAWN_DATA:
         assert "Not known here" not in text
         assert "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
         assert "no GPU" not in text
@@ -147,7 +147,7 @@ def _check_recipe(processes, generation, update):
     )
 
 
-def curve(**changed):
+def peak_by_length(**changed):
     config = parse(
         [
             "--use_cpu",
@@ -161,27 +161,27 @@ def curve(**changed):
 
 
 def test_the_learning_rates_are_those_of_transformers_schedules():
-    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in curve(
+    assert "constant, 1e-06 at the first update, 1e-06 half-way, 1e-06 at the " in peak_by_length(
         lr_scheduler_type="constant"
     )
-    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in curve(
+    assert "linear, 0.001 at the first update, 0.0005 half-way, 1e-05 at" in peak_by_length(
         learning_rate="1e-3"
     )
-    assert "linear, 0 at the first update, 0.000556 half" in curve(
+    assert "linear, 0 at the first update, 0.000556 half" in peak_by_length(
         learning_rate="1e-3", warmup_steps="10"
     )
-    plateau = curve(
+    plateau = peak_by_length(
         lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="steps", eval_steps="10"
     )
     assert plateau.endswith("1e-06 on, as the training goes.")
 
 
-def test_the_parts_of_the_memory_are_listed_where_they_matter(data, capsys):
+def test_the_parts_of_the_memory_are_listed_where_they_matter(data_folder, capsys):
     words = [
         "--config",
         str(CONFIGS / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
-        str(data),
+        str(data_folder),
         "--dry-run",
     ]
     for gib, listed in ((1000, False), (4, True)):
@@ -212,10 +212,15 @@ def test_wrong_input_is_refused_as_a_run_would(capsys):
     assert "--card_gib/--card-gib: '-4' is not a number from 0.1 to" in capsys.readouterr().err
 
 
-def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data):
+def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data_folder):
     model = shutil.copytree(PRETRAINED_FOLDER, tmp_path / "model")
     (model / "processor_config.json").write_text("{")
-    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
+    words = [
+        "--config",
+        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        "--dataset_name",
+        str(data_folder),
+    ]
     with pytest.raises(
         UserError,
         match=r"^model_name_or_path: the processor of .* cannot be loaded \(.*_config.json",
@@ -224,13 +229,13 @@ def test_a_damaged_processor_is_not_taken_for_a_hub_that_is_away(tmp_path, data)
 
 
 @pytest.mark.core
-def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
+def test_the_written_config_is_the_run_again(tmp_path, data_folder, capsys):
     file = tmp_path / "all.yaml"
     source = [
         "--config",
         str(CONFIGS / "train" / "smoke_cpu.yaml"),
         "--dataset_name",
-        str(data),
+        str(data_folder),
         "--beta",
         "0.02",
     ]
@@ -252,10 +257,10 @@ def test_the_written_config_is_the_run_again(tmp_path, data, capsys):
     )
 
 
-def test_lengths_are_those_of_the_trainers_processor(data, subtests):
+def test_lengths_are_those_of_the_trainers_processor(data_folder, subtests):
     for family in TINY_FAMILIES:
         with subtests.test(family):
-            _check_lengths(data, family)
+            _check_lengths(data_folder, family)
 
 
 def _check_lengths(data, family):
@@ -285,8 +290,13 @@ def _check_lengths(data, family):
         assert lengths.image_tokens[number] == list(ids).count(processor.image_token_id)
 
 
-def test_rows_above_the_prefill_budget_are_counted(data):
-    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dataset_name", str(data)]
+def test_rows_above_the_prefill_budget_are_counted(data_folder):
+    words = [
+        "--config",
+        str(CONFIGS / "train" / "smoke_cpu.yaml"),
+        "--dataset_name",
+        str(data_folder),
+    ]
     plan = make_plan(read([*words, "--adora_vllm_max_num_batched_tokens", "90"]), DryRunOptions())
     plan = replace(plan, lengths=PromptLengths(["a", "b", "c", "d"], [50, 90, 91, 130], [4] * 4))
     assert (
@@ -308,11 +318,11 @@ def test_both_spellings_and_what_is_left_for_trl():
         take_options(["--processes", "0"])
 
 
-SMOKE = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml")]
+SMOKE_CONFIG = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml")]
 
 
-def test_the_verdict_stands_last_with_the_command_that_comes_next(data, tmp_path, capsys):
-    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+def test_the_verdict_stands_last_with_the_command_that_comes_next(data_folder, tmp_path, capsys):
+    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     assert main([*words, "--dry-run"]) == 0
     verdict, following = capsys.readouterr().out.splitlines()[-2:]
     assert verdict.startswith("It fits: ")
@@ -326,8 +336,10 @@ def test_the_verdict_stands_last_with_the_command_that_comes_next(data, tmp_path
     assert capsys.readouterr().out.splitlines()[-1].startswith("It does NOT fit: ")
 
 
-def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(data, tmp_path, capsys):
-    words = [*SMOKE, "--use_vllm", "false", "--dataset_name", str(data)]
+def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(
+    data_folder, tmp_path, capsys
+):
+    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--dataset_name", str(data_folder)]
     words += ["--output_dir", str(tmp_path / "run"), "--steps_per_generation", "64"]
     written = tmp_path / "ours.yaml"
     assert main([*words, "--dry-run", "--write-config", str(written)]) == 2
@@ -344,7 +356,7 @@ def test_memory_is_shown_also_where_the_rows_do_not_fill_a_generation(data, tmp_
 
 
 def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divide(tmp_path, capsys):
-    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
     words += ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1"]
     words += ["--steps_per_generation", "1", "--num_generations", "8", "--dry-run"]
     assert main([*words, "--processes", "8"]) == 0
@@ -355,11 +367,18 @@ def test_a_generation_of_all_processes_is_planned_where_one_alone_does_not_divid
     assert "do not divide into groups of num_generations: 8" in capsys.readouterr().err
 
 
-def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data, tmp_path, capsys):
-    words = [*SMOKE, "--use_vllm", "false", "--output_dir", str(tmp_path / "run"), "--dry-run"]
+def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, tmp_path, capsys):
+    words = [
+        *SMOKE_CONFIG,
+        "--use_vllm",
+        "false",
+        "--output_dir",
+        str(tmp_path / "run"),
+        "--dry-run",
+    ]
     assert main(words) == 0
     assert "knows the drawn problems alone" not in capsys.readouterr().out
-    own_rows = shutil.copytree(data, tmp_path / "own")
+    own_rows = shutil.copytree(data_folder, tmp_path / "own")
     manifest = json.loads((own_rows / "manifest.json").read_text())
     (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
     assert main([*words, "--dataset_name", str(own_rows)]) == 0

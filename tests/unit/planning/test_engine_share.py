@@ -18,7 +18,7 @@ from tests.support.recipes import CONFIGS
 from tests.support.tiny_run import arguments
 
 # recipe -> the accelerate config and the GPU, in GB as it is sold, that the recipe is for
-CARDS = {
+ACCELERATE_CONFIG_AND_GB_BY_RECIPE = {
     "adora_3b_12gb": ("gpu1", 12),
     "adora_7b_16gb_4bit": ("gpu1", 16),
     "adora_7b_24gb_4bit": ("gpu1", 24),
@@ -35,7 +35,7 @@ CARDS = {
 @cache
 def plan_for_recipe(name: str, *words: str) -> Plan:
     """Plan a recipe on the card that it is for; a plan takes a second and nothing changes it."""
-    launcher, gigabytes = CARDS[name]
+    launcher, gigabytes = ACCELERATE_CONFIG_AND_GB_BY_RECIPE[name]
     card = gigabytes * 1e9 / GIB
     accelerate = CONFIGS / "accelerate" / f"{launcher}.yaml"
     command = ["--config", str(CONFIGS / "train" / f"{name}.yaml"), *words]
@@ -89,7 +89,7 @@ def with_utilization(setup: Setup, utilization: float) -> Setup:
     return replace(setup, engine=replace(setup.engine, utilization=utilization))
 
 
-@pytest.mark.parametrize("name", CARDS)
+@pytest.mark.parametrize("name", ACCELERATE_CONFIG_AND_GB_BY_RECIPE)
 def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     plan = plan_for_recipe(name)
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
@@ -103,7 +103,9 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
 def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     """Adam at 1e-6 moves a weight of 0.02 by less than half of what bfloat16 can tell apart there."""
     assert not [
-        name for name in CARDS if LOST_UPDATES_WARNING in memory_lines(plan_for_recipe(name))
+        name
+        for name in ACCELERATE_CONFIG_AND_GB_BY_RECIPE
+        if LOST_UPDATES_WARNING in memory_lines(plan_for_recipe(name))
     ]
     assert LOST_UPDATES_WARNING in memory_lines(
         plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")

@@ -40,15 +40,15 @@ from benchmarks.gpu.setting import Setting
 from benchmarks.measure import peak_bytes
 from tests.support.stand_ins import config_of
 
-ACCELERATE = Path(__file__).parents[3] / "configs" / "accelerate"
-SHARED = Sharing(images=True, vision=True, prompts=True)
-SEVEN = "Qwen/Qwen2.5-VL-7B-Instruct"
+ACCELERATE_CONFIGS = Path(__file__).parents[3] / "configs" / "accelerate"
+SHARING_ALL = Sharing(images=True, vision=True, prompts=True)
+NAME_OF_7B = "Qwen/Qwen2.5-VL-7B-Instruct"
 NAME_OF_3B = "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 @pytest.fixture(scope="module")
 def shape_of_7b() -> ModelShape:
-    return model_shape(config_for_planning(SEVEN)[0])
+    return model_shape(config_for_planning(NAME_OF_7B)[0])
 
 
 # Published: for Qwen2.5-VL the total_size of model.safetensors.index.json is 16,584,333,312 and
@@ -56,7 +56,7 @@ def shape_of_7b() -> ModelShape:
 # of the 72B is not from a source.
 def test_the_shipped_shapes_have_the_published_number_of_parameters(subtests):
     cases = [
-        (SEVEN, 8_292_166_656, False, 28),
+        (NAME_OF_7B, 8_292_166_656, False, 28),
         (NAME_OF_3B, 3_754_622_976, True, 28),
         ("Qwen/Qwen2.5-VL-32B-Instruct", 33_452_718_336, False, 28),
         ("Qwen/Qwen2.5-VL-72B-Instruct", 73_410_777_344, False, 28),
@@ -136,17 +136,17 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 
 def test_sharding_is_read_from_the_shipped_files():
-    shardings = {path.stem: from_file(path) for path in ACCELERATE.glob("*.yaml")}
+    shardings = {path.stem: from_file(path) for path in ACCELERATE_CONFIGS.glob("*.yaml")}
     assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
     assert shardings["zero2"] == Sharding(processes=8, stage=2)
     assert shardings["zero3"] == Sharding(processes=8, stage=3)
     assert shardings["zero3_offload"] == Sharding(processes=8, stage=3, offload_optimizer=True)
-    assert from_file(ACCELERATE / "zero3.yaml", processes=4).processes == 4
+    assert from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
         UserError,
         match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
     ):
-        from_file(ACCELERATE / "cpu.yaml", processes=2)
+        from_file(ACCELERATE_CONFIGS / "cpu.yaml", processes=2)
     assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
@@ -311,7 +311,7 @@ def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):
 
 
 @pytest.fixture(scope="module")
-def recipe(shape_of_7b) -> Setup:
+def plan_recipe(shape_of_7b) -> Setup:
     """adora_7b_geo3k.yaml on configs/accelerate/zero3_offload.yaml with prompts of 1,580 tokens."""
     engine = Engine(utilization=0.4, dtype_bytes=2, max_length=8192, max_sequences=128, sleep=True)
     return Setup(
@@ -326,7 +326,7 @@ def recipe(shape_of_7b) -> Setup:
     )
 
 
-def test_what_saves_memory_saves_memory(recipe, subtests):
+def test_what_saves_memory_saves_memory(plan_recipe, subtests):
     cases: list[Any] = [
         {"checkpointing": False},
         {"sharding": Sharding(processes=8, stage=2)},
@@ -341,24 +341,24 @@ def test_what_saves_memory_saves_memory(recipe, subtests):
     ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
-            before = predict(recipe, 80 * GIB).phases["forward and backward"]
-            after = predict(replace(recipe, **dearer), 80 * GIB).phases["forward and backward"]
+            before = predict(plan_recipe, 80 * GIB).phases["forward and backward"]
+            after = predict(replace(plan_recipe, **dearer), 80 * GIB).phases["forward and backward"]
             assert sum(after.values()) > sum(before.values())
 
 
-def test_an_engine_that_stays_awake_takes_its_share_while_learning(recipe):
-    awake = replace(recipe, engine=replace(recipe.engine, sleep=False))
-    gained = predict(awake, 80 * GIB).peak - predict(recipe, 80 * GIB).peak
+def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
+    awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
+    gained = predict(awake, 80 * GIB).peak - predict(plan_recipe, 80 * GIB).peak
     assert gained > 0
     assert "KV cache" in predict(awake, 80 * GIB).phases["optimizer step"]
 
 
 def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(
-    recipe, subtests
+    plan_recipe, subtests
 ):
-    for sharing, card in product([Sharing(), SHARED], [48, 60, 80, 140]):
+    for sharing, card in product([Sharing(), SHARING_ALL], [48, 60, 80, 140]):
         with subtests.test(f"{sharing!r:.80} {card}"):
-            setup = replace(recipe, group_size=8, sharing=sharing)
+            setup = replace(plan_recipe, group_size=8, sharing=sharing)
             sizes = batch_sizes(setup)
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
             largest = largest_batch(setup, card * GIB)
@@ -388,12 +388,12 @@ def test_no_batch_that_is_advised_breaks_groups_up_more_than_it_must(group, grou
         assert (group * groups) % size == 0
 
 
-def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
+def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
     """Pixels of 16 problems are held instead of those of 128 rollouts, and as many images looked at
     as units.
     """
-    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), group_size=8)
-    shared = replace(alone, sharing=SHARED)
+    alone = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
+    shared = replace(alone, sharing=SHARING_ALL)
     before = predict(alone, 80 * GIB).phases["forward and backward"]
     after = predict(shared, 80 * GIB).phases["forward and backward"]
     # an eighth of the images, each in bytes with one of two frames in place of float32 numbers
@@ -411,12 +411,17 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(recipe):
         assert batch.patches(2) == images * 1280 * 4
 
 
-def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(recipe):
+def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_recipe):
     """16 images of 1,280 tokens are 81,920 patches, in passes of three images.
 
     A trained tower has none such.
     """
-    alone = replace(recipe, batch=replace(recipe.batch, sequences=8), group_size=8, sharing=SHARED)
+    alone = replace(
+        plan_recipe,
+        batch=replace(plan_recipe.batch, sequences=8),
+        group_size=8,
+        sharing=SHARING_ALL,
+    )
     assert "frozen vision tower" not in predict(alone, 80 * GIB).phases
     still = replace(
         alone.shape,
@@ -458,21 +463,21 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
         Sharding(),
         PlannedMicroBatch(sequences=1, prompt_tokens=300, completion_tokens=10, image_tokens=256),
         1,
-        sharing=SHARED,
+        sharing=SHARING_ALL,
     )
     predicted = frozen_tower(setup).pass_bytes
     assert measured <= predicted <= 1.7 * measured
 
 
-def test_a_packed_group_has_its_prompt_once(recipe):
+def test_a_packed_group_has_its_prompt_once(plan_recipe):
     short = replace(
-        recipe,
+        plan_recipe,
         batch=PlannedMicroBatch(
             sequences=8, prompt_tokens=1580, completion_tokens=200, image_tokens=1280
         ),
         group_size=8,
     )
-    packed = replace(short, sharing=SHARED)
+    packed = replace(short, sharing=SHARING_ALL)
     assert packed.micro_batch.packed
     assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens
     before = predict(short, 80 * GIB).phases["forward and backward"]
@@ -482,33 +487,33 @@ def test_a_packed_group_has_its_prompt_once(recipe):
     assert "attention mask" not in after, "attention in two parts stores no mask"
 
 
-def test_the_largest_image_leaves_the_engine_room_for_the_completion(recipe):
-    tokens = largest_image_tokens(recipe, 80 * GIB)
+def test_the_largest_image_leaves_the_engine_room_for_the_completion(plan_recipe):
+    tokens = largest_image_tokens(plan_recipe, 80 * GIB)
     assert tokens == 8192 - 4096 - 300  # the engine's length is the limit here
-    tight = largest_image_tokens(replace(recipe, engine=None, checkpointing=False), 80 * GIB)
+    tight = largest_image_tokens(replace(plan_recipe, engine=None, checkpointing=False), 80 * GIB)
     assert 0 < tight < 16384
 
 
-def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(recipe, subtests):
+def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(plan_recipe, subtests):
     """It never makes a run too large that fits with all layers recomputed."""
-    chosen = replace(recipe, recompute="auto")
-    layers = recipe.shape.text.layers
+    chosen = replace(plan_recipe, recompute="auto")
+    layers = plan_recipe.shape.text.layers
     numbers = []
     for gigabytes in range(20, 400, 20):
         card = gigabytes * GIB
         fewest = predict(chosen, card)
-        every = predict(recipe, card)
+        every = predict(plan_recipe, card)
         numbers.append(fewest.recomputed)
         with subtests.test(gigabytes):
             assert every.recomputed == layers
             learning = fewest.phases["forward and backward"]
             if fewest.recomputed < layers:
                 assert sum(learning.values()) - learning["fragmentation"] <= 0.9 * card
-            assert fits(chosen, card) == fits(recipe, card)
+            assert fits(chosen, card) == fits(plan_recipe, card)
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] == layers
     assert numbers[-1] == 0
-    assert predict(replace(recipe, recompute=5), 80 * GIB).recomputed == 5
-    assert predict(replace(recipe, recompute=99), 80 * GIB).recomputed == layers
+    assert predict(replace(plan_recipe, recompute=5), 80 * GIB).recomputed == 5
+    assert predict(replace(plan_recipe, recompute=99), 80 * GIB).recomputed == layers
     assert predict(replace(chosen, on_gpu=False), 400 * GIB).recomputed == layers
     assert predict(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0

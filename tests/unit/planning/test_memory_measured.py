@@ -30,19 +30,19 @@ from adora_vl.models.shape import model_shape
 
 pytestmark = pytest.mark.slow
 
-SMALL = PlannedMicroBatch(
+SMALL_BATCH = PlannedMicroBatch(
     sequences=4,
     prompt_tokens=76,
     completion_tokens=40,
     image_tokens=16,
 )
-LONG = PlannedMicroBatch(
+LONG_BATCH = PlannedMicroBatch(
     sequences=3,
     prompt_tokens=264,
     completion_tokens=300,
     image_tokens=64,
 )
-WIDE = PlannedMicroBatch(
+WIDE_BATCH = PlannedMicroBatch(
     sequences=1,
     prompt_tokens=656,
     completion_tokens=300,
@@ -50,7 +50,7 @@ WIDE = PlannedMicroBatch(
 )
 
 
-class Policy:
+class TinyPolicy:
     """The tiny model as TRL trains it, with one micro-batch of `size`, and the formulas' inputs for
     it.
     """
@@ -151,40 +151,49 @@ class Policy:
         return sum(size for pointer, size in sizes.items() if pointer not in input_pointers)
 
 
-CASES: dict[str, tuple[dict[str, Any], float]] = {
-    "small": ({"size": SMALL}, 0.02),
-    "long": ({"size": LONG}, 0.02),
-    "wide images": ({"size": WIDE}, 0.02),
-    "checkpointing": ({"size": LONG, "checkpointing": True}, 0.02),
-    "three heads of keys": ({"size": LONG, "kv_heads": 3}, 0.02),
-    "without padding": ({"size": LONG, "padded": False}, 0.02),
-    "bfloat16": ({"size": LONG, "dtype": torch.bfloat16}, 0.03),
+POLICY_AND_TOLERANCE_BY_CASE: dict[str, tuple[dict[str, Any], float]] = {
+    "small": ({"size": SMALL_BATCH}, 0.02),
+    "long": ({"size": LONG_BATCH}, 0.02),
+    "wide images": ({"size": WIDE_BATCH}, 0.02),
+    "checkpointing": ({"size": LONG_BATCH, "checkpointing": True}, 0.02),
+    "three heads of keys": ({"size": LONG_BATCH, "kv_heads": 3}, 0.02),
+    "without padding": ({"size": LONG_BATCH, "padded": False}, 0.02),
+    "bfloat16": ({"size": LONG_BATCH, "dtype": torch.bfloat16}, 0.03),
     "bfloat16 and checkpointing": (
-        {"size": LONG, "dtype": torch.bfloat16, "checkpointing": True},
+        {"size": LONG_BATCH, "dtype": torch.bfloat16, "checkpointing": True},
         0.03,
     ),
-    "LoRA": ({"size": LONG, "lora": True, "frozen": ("vision_tower",)}, 0.2),
-    "frozen tower": ({"size": LONG, "frozen": ("vision_tower",)}, 0.02),
+    "LoRA": ({"size": LONG_BATCH, "lora": True, "frozen": ("vision_tower",)}, 0.2),
+    "frozen tower": ({"size": LONG_BATCH, "frozen": ("vision_tower",)}, 0.02),
     "frozen tower and projector": (
-        {"size": LONG, "frozen": ("vision_tower", "projector"), "checkpointing": True},
+        {"size": LONG_BATCH, "frozen": ("vision_tower", "projector"), "checkpointing": True},
         0.03,
     ),
-    "Qwen3-VL": ({"size": LONG, "family": "qwen3_vl"}, 0.02),
-    "Qwen3-VL, wide images": ({"size": WIDE, "family": "qwen3_vl"}, 0.02),
-    "Qwen3-VL, three heads of keys": ({"size": LONG, "kv_heads": 3, "family": "qwen3_vl"}, 0.02),
-    "Qwen3-VL, bfloat16": ({"size": LONG, "dtype": torch.bfloat16, "family": "qwen3_vl"}, 0.03),
-    "Qwen3-VL, checkpointing": ({"size": LONG, "checkpointing": True, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL": ({"size": LONG_BATCH, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, wide images": ({"size": WIDE_BATCH, "family": "qwen3_vl"}, 0.02),
+    "Qwen3-VL, three heads of keys": (
+        {"size": LONG_BATCH, "kv_heads": 3, "family": "qwen3_vl"},
+        0.02,
+    ),
+    "Qwen3-VL, bfloat16": (
+        {"size": LONG_BATCH, "dtype": torch.bfloat16, "family": "qwen3_vl"},
+        0.03,
+    ),
+    "Qwen3-VL, checkpointing": (
+        {"size": LONG_BATCH, "checkpointing": True, "family": "qwen3_vl"},
+        0.02,
+    ),
     "Qwen3-VL, frozen tower": (
-        {"size": WIDE, "frozen": ("vision_tower",), "family": "qwen3_vl"},
+        {"size": WIDE_BATCH, "frozen": ("vision_tower",), "family": "qwen3_vl"},
         0.02,
     ),
 }
 
 
 def test_what_autograd_keeps_is_what_the_formulas_say(subtests):
-    for name, (settings, tolerance) in CASES.items():
+    for name, (settings, tolerance) in POLICY_AND_TOLERANCE_BY_CASE.items():
         with subtests.test(name):
-            policy = Policy(**settings)
+            policy = TinyPolicy(**settings)
             off = policy.kept() / policy.measured_kept() - 1
             print(f"{name}: {off:+.1%}")
             assert abs(off) <= tolerance, f"{off:+.1%}"
@@ -201,21 +210,21 @@ def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
 
 
 # By the width of the tile the LM head is the peak, or a layer is.
-PEAKS = list(product((SMALL, WIDE), (False, True), (32768, 64)))
+PEAK_CASES = list(product((SMALL_BATCH, WIDE_BATCH), (False, True), (32768, 64)))
 
 
 def test_the_peak_of_a_forward_and_backward_pass(monkeypatch, subtests):
     """The tracker sees every allocation of torch, so this is the whole peak: weights, inputs, kept
     and passing.
     """
-    for size, checkpointing, tile in PEAKS:
+    for size, checkpointing, tile in PEAK_CASES:
         with subtests.test(f"{size} {checkpointing=} {tile=}"):
             _check_peak(size, checkpointing, tile, monkeypatch)
 
 
 def _check_peak(size, checkpointing, tile, monkeypatch):
     with head_tile(monkeypatch, tile):
-        policy = Policy(size, checkpointing=checkpointing)
+        policy = TinyPolicy(size, checkpointing=checkpointing)
         tracker = MemTracker()
         tracker.track_external(policy.model, *policy.inputs.values())
         with tracker:

@@ -34,31 +34,40 @@ from adora_vl.prepare import prepare_on_paper
 from data_prep.cli import main as data_prep
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS
 
-STORED = Path(__file__).with_name("fingerprints.json")
+STORED_FINGERPRINTS = Path(__file__).with_name("fingerprints.json")
 # As many rows as one generation of the largest recipe has prompts.
 NUMBER_OF_ROWS = 128
 # The models with few weights in the place of those that a recipe names; the others take `tiny`.
-TINY = {"adora_llm_kk": "tiny_text", "smoke_text_cpu": "tiny_text", "tiny_zoom": "tiny_zoom"}
+TINY_MODEL_BY_RECIPE = {
+    "adora_llm_kk": "tiny_text",
+    "smoke_text_cpu": "tiny_text",
+    "tiny_zoom": "tiny_zoom",
+}
 # What depends on the files of this machine and not on the settings.
-FILES = ("dataset", "model")
+HASHED_FILES = ("dataset", "model")
 
 
-def settings_of(run: ResolvedRun) -> dict[str, str]:
+def write_settings(run: ResolvedRun) -> dict[str, str]:
     fingerprint = fingerprint_of(
         run.request, run.model, run.data, run.user_code_hashes, run.context
     )
-    return {key: value for key, value in fingerprint.items() if key not in FILES}
+    return {key: value for key, value in fingerprint.items() if key not in HASHED_FILES}
 
 
 def of_config(name: str, data: Path) -> dict[str, str]:
     """The fingerprint of a shipped config as a dry run on this machine resolves it."""
     words = ["--config", str(CONFIGS / "train" / f"{name}.yaml")]
-    words += ["--model_name_or_path", TINY.get(name, "tiny"), "--dataset_name", str(data)]
+    words += [
+        "--model_name_or_path",
+        TINY_MODEL_BY_RECIPE.get(name, "tiny"),
+        "--dataset_name",
+        str(data),
+    ]
     # The recipe's own folder holds a finished run where somebody has tried it here.
     words += ["--output_dir", str(data.parent / "runs")]
     launcher = CONFIGS / "accelerate" / f"{ACCELERATE_CONFIG_BY_RECIPE[name]}.yaml"
     run = prepare_on_paper(read(words), DryRunOptions(accelerate_config=launcher))
-    return settings_of(run)
+    return write_settings(run)
 
 
 def of_python(**options: Any) -> dict[str, str]:
@@ -94,10 +103,10 @@ def of_python(**options: Any) -> dict[str, str]:
         rewards=rewards,
     )
     run = run_checks(request, RunContext.of_launch("leave"))
-    return settings_of(run)
+    return write_settings(run)
 
 
-PYTHON: dict[str, dict[str, Any]] = {
+ARGUMENTS_BY_PYTHON_CASE: dict[str, dict[str, Any]] = {
     "Python, defaults": {},
     "Python, many keys": {
         "rewards": ["easyr1", {"accuracy": {"rounding": True}}],
@@ -131,12 +140,14 @@ def fingerprints() -> dict[str, dict[str, str]]:
             assert data_prep([kind, "--output", str(Path(folder, kind)), *words]) == 0
         by_name = {}
         for name in ACCELERATE_CONFIG_BY_RECIPE:
-            kind = "knights" if TINY.get(name) == "tiny_text" else "synthetic"
+            kind = "knights" if TINY_MODEL_BY_RECIPE.get(name) == "tiny_text" else "synthetic"
             by_name[name] = of_config(name, Path(folder, kind))
-    return by_name | {name: of_python(**options) for name, options in PYTHON.items()}
+    return by_name | {
+        name: of_python(**options) for name, options in ARGUMENTS_BY_PYTHON_CASE.items()
+    }
 
 
-def written(by_name: dict[str, dict[str, str]]) -> str:
+def write_fingerprints(by_name: dict[str, dict[str, str]]) -> str:
     """The content of the file: what all have in common once, and of each the rest."""
     common = dict(set.intersection(*(set(settings.items()) for settings in by_name.values())))
     rest = {
@@ -149,7 +160,7 @@ def written(by_name: dict[str, dict[str, str]]) -> str:
 # It plans every shipped config, which takes most of a minute.
 @pytest.mark.slow
 def test_fingerprints_of_shipped_configs_and_of_python_are_the_stored_ones(no_weights):
-    assert written(fingerprints()) == STORED.read_text()
+    assert write_fingerprints(fingerprints()) == STORED_FINGERPRINTS.read_text()
 
 
 def brevity(completions: list[object], target: int = 10, **columns: object) -> list[float]:
@@ -208,5 +219,5 @@ def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
 
 
 if __name__ == "__main__":
-    STORED.write_text(written(fingerprints()))
+    STORED_FINGERPRINTS.write_text(write_fingerprints(fingerprints()))
     sys.exit()

@@ -20,8 +20,8 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
 from tests.support.recipes import CONFIGS
 
-CPU: dict[str, Any] = {"use_cpu": True, "bf16": False}
-KEYS: dict[str, Any] = {
+CPU_KEYS: dict[str, Any] = {"use_cpu": True, "bf16": False}
+CHANGED_KEYS: dict[str, Any] = {
     "learning_rate": 1e-4,
     "temperature": 0.9,
     "num_generations": 4,
@@ -36,7 +36,7 @@ KEYS: dict[str, Any] = {
 }
 
 
-class Counted:
+class CountedCalls:
     """How often the value of each key was converted, and how often methods were built."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,10 +66,10 @@ class Counted:
         return self._build_methods(value, functions)
 
 
-def words_of(output_dir: Path, **keys: object) -> list[str]:
+def words_of_keys(output_dir: Path, **keys: object) -> list[str]:
     named = {
-        **CPU,
-        **KEYS,
+        **CPU_KEYS,
+        **CHANGED_KEYS,
         **keys,
         "model_name_or_path": "tiny",
         "dataset_name": "synthetic",
@@ -79,13 +79,13 @@ def words_of(output_dir: Path, **keys: object) -> list[str]:
     return [f"--{key}={value}" for key, value in named.items()]
 
 
-def from_python(output_dir: Path) -> None:
+def start_from_python(output_dir: Path) -> None:
     row = {
         "prompt": [{"role": "user", "content": "Find x."}],
         "images": [Image.new("RGB", (56, 56))],
         "answer": "1",
     }
-    config = AdoraGRPOConfig(output_dir=str(output_dir), **CPU, **KEYS)
+    config = AdoraGRPOConfig(output_dir=str(output_dir), **CPU_KEYS, **CHANGED_KEYS)
     request = RunRequest(
         config=config,
         model=ModelSource(keys=model_keys("tiny", config, None)),
@@ -106,13 +106,15 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
     launcher = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml")
     ways: dict[str, Callable[[], object]] = {
-        "command": lambda: prepare(read(words_of(tmp_path / "command"))),
-        "dry run": lambda: prepare_on_paper(read(words_of(tmp_path / "paper")), DryRunOptions()),
+        "command": lambda: prepare(read(words_of_keys(tmp_path / "command"))),
+        "dry run": lambda: prepare_on_paper(
+            read(words_of_keys(tmp_path / "paper")), DryRunOptions()
+        ),
         "dry run for another machine": lambda: prepare_on_paper(read(gpu), launcher),
-        "doctor": lambda: doctor.diagnose(read(words_of(tmp_path / "doctor"))),
-        "Python": lambda: from_python(tmp_path / "python"),
+        "doctor": lambda: doctor.diagnose(read(words_of_keys(tmp_path / "doctor"))),
+        "Python": lambda: start_from_python(tmp_path / "python"),
     }
-    counted = Counted(monkeypatch)
+    counted = CountedCalls(monkeypatch)
     for name, way in ways.items():
         with subtests.test(name):
             counted.conversions.clear()

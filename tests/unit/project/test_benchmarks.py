@@ -120,11 +120,11 @@ def test_the_tests_of_a_difference_know_its_unit():
     assert scanned.interval([1.0]) == "-"
 
 
-def trial(settings: task.Settings, arm: str = "adora") -> task.Trial:
+def first_trial(settings: task.Settings, arm: str = "adora") -> task.Trial:
     return task.Trial("R2", next(iter(settings.recipes)), 0, arm, engine=False)
 
 
-PLAN = task.Teaching(
+TINY_TEACHING = task.Teaching(
     arithmetic_steps=3,
     steps=3,
     batch_size=2,
@@ -139,14 +139,14 @@ PLAN = task.Teaching(
 def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
     settings = replace(
         task.read_settings(),
-        start=PLAN,
+        start=TINY_TEACHING,
         steps=2,
         prompts=2,
         generations=2,
         eval_problems=4,
         eval_every=2,
     )
-    job = trial(settings)
+    job = first_trial(settings)
     result = train(settings, job, tmp_path)
     assert [point["step"] for point in result["held_out"]] == [0, 2]
     assert len(result["steps"]) == 2
@@ -159,13 +159,13 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
     assert train(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
 
 
-def are_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+def are_equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     """Tell whether two models have the same weights."""
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
-    plan = PLAN
+    plan = TINY_TEACHING
     arithmetic = tmp_path / "arithmetic"
     starts = [tmp_path / str(seed) for seed in (0, 1)]
     build_arithmetic(arithmetic, plan)
@@ -175,8 +175,8 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     base = load_file(arithmetic / "model.safetensors")
     taught = load_file(starts[0] / "model.safetensors")
     untaught = load_file(starts[1] / "model.safetensors")
-    assert are_equal(base, untaught)
-    assert not are_equal(base, taught)
+    assert are_equal_weights(base, untaught)
+    assert not are_equal_weights(base, taught)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
     build_arithmetic(tmp_path / "another", plan, 1)
     assert fingerprint(tmp_path / "another") != fingerprint(arithmetic)
@@ -185,18 +185,18 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"
     build_start(starts[0], arithmetic, replace(plan, steps=4), 0)
     longer = load_file(starts[0] / "model.safetensors")
-    assert not are_equal(longer, taught), "of another plan it is made anew"
+    assert not are_equal_weights(longer, taught), "of another plan it is made anew"
 
 
-STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
-FACTS = {
-    "steps": STEPS,
+TWO_STEPS = {1: {"loss": 0.5, "reward": 0.1}, 2: {"loss": 0.4}}
+RESULTS_OF_RUN = {
+    "steps": TWO_STEPS,
     "rollouts": {"step 1": "ab"},
     "tables": {"completions_00001": "ab"},
     "weights": "w",
 }
 
-CHANGES: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+CHANGE_AND_DIFFERENCE: list[tuple[Callable[[dict[str, Any]], object], str]] = [
     (
         lambda f: f["steps"][1].update(loss=0.5000001),
         "step 1: loss is 0.5 and 0.5000001 (1 figures differ)",
@@ -234,20 +234,20 @@ def test_a_killed_run_with_tools_is_compared_by_what_is_recorded_of_its_rollouts
     assert list(facts) == ["step 1"]
     assert digest(0.6, "7") == facts, "how long a tool takes depends on the machine"
     assert digest(0.5, "8") != facts
-    nothing = {**FACTS, "rollouts": {}}
+    nothing = {**RESULTS_OF_RUN, "rollouts": {}}
     assert describe_differences(nothing, nothing)[0].startswith(
         "no rollouts, because none were recorded"
     )
 
 
 def test_a_killed_run_is_compared_figure_by_figure():
-    assert describe_differences(FACTS, copy.deepcopy(FACTS)) == []
+    assert describe_differences(RESULTS_OF_RUN, copy.deepcopy(RESULTS_OF_RUN)) == []
     differences = []
-    for change, _ in CHANGES:
-        changed: dict[str, Any] = copy.deepcopy(FACTS)
+    for change, _ in CHANGE_AND_DIFFERENCE:
+        changed: dict[str, Any] = copy.deepcopy(RESULTS_OF_RUN)
         change(changed)
-        differences.append(describe_differences(FACTS, changed))
-    assert differences == [[line] for _, line in CHANGES]
+        differences.append(describe_differences(RESULTS_OF_RUN, changed))
+    assert differences == [[line] for _, line in CHANGE_AND_DIFFERENCE]
     for _, owner, name in map(patched_place_of_phase, KILL_PHASES):
         assert callable(getattr(owner, name)), "every phase has a place to be killed in"
 

@@ -12,8 +12,8 @@ PAGES = sorted(
     for folder in (".", "docs", "benchmarks", "adora_vl/models/shapes")
     for page in (ROOT / folder).glob("*.md")
 )
-EARLIER_COMMIT = re.compile(r"(git checkout|at commit) [0-9a-f]{8}\b")
-OURS = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
+EARLIER_COMMIT_PATTERN = re.compile(r"(git checkout|at commit) [0-9a-f]{8}\b")
+OUR_FOLDERS_PATTERN = "adora_vl|benchmarks|configs|data_prep|docs|eval|notebooks|setup|tests"
 
 
 @cache
@@ -45,9 +45,13 @@ def _missing_names(text: str) -> list[str]:
     """Paths below our top folders and modules behind `python -m` that are nowhere; `NAME.yaml` is
     any name. A paragraph that names a commit speaks of the files of that commit.
     """
-    text = "\n\n".join(part for part in text.split("\n\n") if not EARLIER_COMMIT.search(part))
-    paths = re.findall(rf"(?<![\w./-])((?:{OURS})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text)
-    modules = re.findall(rf"-m ((?:{OURS})(?:\.\w+)*)", text)
+    text = "\n\n".join(
+        part for part in text.split("\n\n") if not EARLIER_COMMIT_PATTERN.search(part)
+    )
+    paths = re.findall(
+        rf"(?<![\w./-])((?:{OUR_FOLDERS_PATTERN})/[\w./-]*\.(?:py|yaml|md|ipynb|sh|json))\b", text
+    )
+    modules = re.findall(rf"-m ((?:{OUR_FOLDERS_PATTERN})(?:\.\w+)*)", text)
     places = {module: ROOT / module.replace(".", "/") for module in modules}
     return [
         path for path in paths if not (ROOT / path).exists() and not Path(path).stem.isupper()

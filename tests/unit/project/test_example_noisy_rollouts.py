@@ -20,7 +20,7 @@ from tests.support.examples import EXAMPLES, generation_of_step, load_example, s
 from tests.support.pictures import noise_picture
 from tests.support.step_context import step_context
 
-SIZE = (56, 28)
+PICTURE_SIZE = (56, 28)
 
 
 def noisy_at(progress: float, log: dict[str, float] | None = None, **options: Any) -> Any:
@@ -31,7 +31,7 @@ def noisy_at(progress: float, log: dict[str, float] | None = None, **options: An
     return started_extension("noisy_rollouts.py:NoisyRollouts", log, keys=keys, **options)
 
 
-def part(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
+def extension_of_step(number: int, members: int = 8, first: int = 0, step: int = 0) -> RolloutGroup:
     """Return a group, or the part of it that a rank has."""
     drawn = DrawnProblem(row_number=5, key=StepKey(mode="train", step=step, micro=0), slot=number)
     return RolloutGroup(
@@ -75,16 +75,16 @@ def test_noise_has_the_share_of_a_picture_that_its_level_says():
 def test_the_last_rollouts_of_a_group_see_one_image_of_the_same_patches():
     """A group may lie over two ranks; another problem and another step see another image."""
     noisy = noisy_at(0)
-    images = [noise_picture(0, SIZE)]
-    group = noisy.images_of(part(3), images)
+    images = [noise_picture(0, PICTURE_SIZE)]
+    group = noisy.images_of(extension_of_step(3), images)
     assert group[:4] == [None] * 4
     assert None not in group[4:]
     assert len({id(rollout_images) for rollout_images in group[4:]}) == 1, "they stay one request"
-    on_first_rank = noisy.images_of(part(3, 5), images)
-    on_second_rank = noisy.images_of(part(3, 3, first=5), images)
+    on_first_rank = noisy.images_of(extension_of_step(3, 5), images)
+    on_second_rank = noisy.images_of(extension_of_step(3, 3, first=5), images)
     assert pixels_of([*on_first_rank, *on_second_rank]) == pixels_of(group)
-    of_another_problem = noisy.images_of(part(4), images)
-    of_another_step = noisy.images_of(part(3, step=60), images)
+    of_another_problem = noisy.images_of(extension_of_step(4), images)
+    of_another_step = noisy.images_of(extension_of_step(3, step=60), images)
     last_rollouts = pixels_of([group[7], of_another_problem[7], of_another_step[7]])
     assert len(set(last_rollouts)) == 3
 
@@ -95,9 +95,9 @@ def pixels_of(images_of_rollouts: list[Any]) -> list[bytes | None]:
 
 
 def test_without_a_share_or_strength_no_rollout_sees_noise():
-    images = [noise_picture(0, SIZE)]
+    images = [noise_picture(0, PICTURE_SIZE)]
     for noisy in (noisy_at(0, share=0.0), noisy_at(0, strength=0.0)):
-        assert noisy.images_of(part(0), images) == [None] * 8
+        assert noisy.images_of(extension_of_step(0), images) == [None] * 8
 
 
 def test_the_level_of_the_noise_is_logged():

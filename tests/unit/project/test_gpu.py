@@ -47,12 +47,26 @@ from benchmarks.gpu.table import (
 
 slow = pytest.mark.slow  # starts processes, or computes: `make test` has what judges their figures
 
-SMALL = Setting(full=False, device=torch.device("cpu"))
+SMALL_ON_CPU = Setting(full=False, device=torch.device("cpu"))
 # In a process of its own: what needs a process group or an engine.
-APART = ["cards", "zero3", "offload", "engine", "recipe", "drift", "server", "step", "tools"]
-ON_A_CARD = ["recipe_v1", "four_bit"]
-HERE = [check.name for check in CHECKS if check.name not in {*APART, *ON_A_CARD, "deepspeed"}]
-BROKEN = "tests.unit.project.gpu_checks"
+CHECKS_IN_OWN_PROCESS = [
+    "cards",
+    "zero3",
+    "offload",
+    "engine",
+    "recipe",
+    "drift",
+    "server",
+    "step",
+    "tools",
+]
+CHECKS_FOR_A_GPU_ENGINE = ["recipe_v1", "four_bit"]
+CHECKS_IN_THIS_PROCESS = [
+    check.name
+    for check in CHECKS
+    if check.name not in {*CHECKS_IN_OWN_PROCESS, *CHECKS_FOR_A_GPU_ENGINE, "deepspeed"}
+]
+BROKEN_CHECKS_MODULE = "tests.unit.project.gpu_checks"
 
 
 def check_named(name: str) -> GPUCheck:
@@ -60,49 +74,49 @@ def check_named(name: str) -> GPUCheck:
     return check
 
 
-def lines_of(name: str) -> list[CheckLine]:
-    return list(checks.lines_until_error(check_named(name), SMALL))
+def run_check_on_cpu(name: str) -> list[CheckLine]:
+    return list(checks.lines_until_error(check_named(name), SMALL_ON_CPU))
 
 
-def failures(lines: list[CheckLine]) -> list[CheckLine]:
+def failed_lines(lines: list[CheckLine]) -> list[CheckLine]:
     return [line for line in lines if line.verdict is CheckResult.FAIL]
 
 
-def nothing_wrong(lines: list[CheckLine]) -> None:
+def assert_no_failure(lines: list[CheckLine]) -> None:
     print(table(lines))
-    assert failures(lines) == []
+    assert failed_lines(lines) == []
     assert any(line.verdict is CheckResult.OK for line in lines)
 
 
 @slow
-@pytest.mark.parametrize("name", HERE)
+@pytest.mark.parametrize("name", CHECKS_IN_THIS_PROCESS)
 def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
-    lines = lines_of(name)
+    lines = run_check_on_cpu(name)
     if name == "attention":  # its one line has seconds, and nothing else
         assert [(line.verdict, line.note) for line in lines] == [
             (CheckResult.SKIPPED, "seconds are judged on a GPU only")
         ]
     else:
-        nothing_wrong(lines)
+        assert_no_failure(lines)
     assert all(line.note for line in lines), (
         "each line says where its bound comes from, or why it was skipped"
     )
 
 
 @slow
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize("name", CHECKS_IN_OWN_PROCESS)
 def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
     """What DeepSpeed has compiled for other tests is used, which would take most of a minute."""
-    nothing_wrong(
+    assert_no_failure(
         checks.run(
             replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
         )
     )
 
 
-@pytest.mark.parametrize("name", ON_A_CARD)
+@pytest.mark.parametrize("name", CHECKS_FOR_A_GPU_ENGINE)
 def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
-    (line,) = lines_of(name)
+    (line,) = run_check_on_cpu(name)
     assert line.verdict is CheckResult.SKIPPED
     assert line.note.startswith("a CPU engine has ")
 
@@ -116,7 +130,7 @@ def test_limits_that_add_up_to_more_than_the_time_are_named():
     assert "surely done are none" in limits(checks_of, 4)
 
 
-STEPS = [
+LOGGED_STEPS = [
     {
         "grad_norm": 0.5,
         "adora/drift": 0.02,
@@ -131,22 +145,24 @@ STEPS = [
 
 def test_a_step_of_a_recipe_is_laid_beside_its_prediction():
     card = Setting(full=True, device=torch.device("cuda"))
-    by_name = {line.what: line for line in step.step_lines(STEPS, {"peak_bytes": 62.3 * GIB}, card)}
-    assert failures(list(by_name.values())) == []
+    by_name = {
+        line.what: line for line in step.step_lines(LOGGED_STEPS, {"peak_bytes": 62.3 * GIB}, card)
+    }
+    assert failed_lines(list(by_name.values())) == []
     assert by_name["seconds by phase"].figure == "rollout 40.0, policy 55.0"
     assert by_name["memory, engine awake"].figure == "61 GiB"
     assert by_name["memory, policy step"].figure == "20 GiB"
-    over = list(step.step_lines(STEPS, {"peak_bytes": 60 * GIB}, card))
-    assert [line.what for line in failures(over)] == ["memory, engine awake"]
-    blind = [{**entry, "memory/rollout": None, "grad_norm": 0.0} for entry in STEPS]
+    over = list(step.step_lines(LOGGED_STEPS, {"peak_bytes": 60 * GIB}, card))
+    assert [line.what for line in failed_lines(over)] == ["memory, engine awake"]
+    blind = [{**entry, "memory/rollout": None, "grad_norm": 0.0} for entry in LOGGED_STEPS]
     wrong = list(step.step_lines(blind, {"peak_bytes": 62.3 * GIB}, card))
-    assert [line.what for line in failures(wrong)] == ["gradient norms", "memory, engine awake"]
+    assert [line.what for line in failed_lines(wrong)] == ["gradient norms", "memory, engine awake"]
 
 
 @slow
 def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
     monkeypatch.setattr(precision, "restore_buffers", lambda model: [])
-    checks = {line.what for line in failures(lines_of("rounding"))}
+    checks = {line.what for line in failed_lines(run_check_on_cpu("rounding"))}
     assert "rotary frequencies" in checks
     assert "from float32 at token 1000" in checks
 
@@ -154,7 +170,7 @@ def test_frequencies_that_a_cast_has_rounded_fail(monkeypatch):
 @slow
 def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
     monkeypatch.setattr(precision, "round_rotary_frequencies", lambda model: model)
-    assert [line.what for line in failures(lines_of("rounding"))] == [
+    assert [line.what for line in failed_lines(run_check_on_cpu("rounding"))] == [
         "rounded frequencies, seen at token 1000"
     ]
 
@@ -163,12 +179,12 @@ def test_a_check_that_would_not_notice_rounding_fails(monkeypatch):
 def test_a_head_that_is_off_by_a_hundredth_fails(monkeypatch):
     right = lm_head.fused_head
     monkeypatch.setattr(lm_head, "fused_head", lambda *inputs: 1.01 * right(*inputs))
-    assert len(failures(lines_of("lm_head"))) == 3
+    assert len(failed_lines(run_check_on_cpu("lm_head"))) == 3
 
 
 def test_a_card_without_room_for_a_plain_head_is_told_so(monkeypatch):
     monkeypatch.setattr(lm_head, "free_bytes", lambda setting: 2**20)
-    (line,) = lm_head.run(replace(SMALL, full=True))
+    (line,) = lm_head.run(replace(SMALL_ON_CPU, full=True))
     assert line.verdict is CheckResult.SKIPPED
     assert "does not fit" in line.note
 
@@ -200,7 +216,9 @@ def test_weights_sent_without_their_adapters_fail(monkeypatch):
                 )
 
     monkeypatch.setattr(streaming, "merged_parameters", unmerged)
-    assert [line.what for line in failures(lines_of("lora_sync"))] == ["sent weights, from float64"]
+    assert [line.what for line in failed_lines(run_check_on_cpu("lora_sync"))] == [
+        "sent weights, from float64"
+    ]
 
 
 @slow
@@ -213,19 +231,19 @@ def test_a_policy_merged_in_place_fails(monkeypatch):
 
     monkeypatch.setattr(streaming, "send", in_place)
     assert "weights that a sync leaves alone" in {
-        line.what for line in failures(lines_of("lora_sync"))
+        line.what for line in failed_lines(run_check_on_cpu("lora_sync"))
     }
 
 
 @pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckLine]]:
+def lines_of_broken_checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckLine]]:
     """Run checks of which all but one go wrong; return their lines by name."""
     wrong = [
-        GPUCheck("killed", f"{BROKEN}:killed", 300),
-        GPUCheck("memory", f"{BROKEN}:out_of_memory", 300),
-        GPUCheck("hangs", f"{BROKEN}:hangs", 1),
-        GPUCheck("absent", f"{BROKEN}:fine", 300, ("no_such_package",)),
-        GPUCheck("fine", f"{BROKEN}:fine", 300),
+        GPUCheck("killed", f"{BROKEN_CHECKS_MODULE}:killed", 300),
+        GPUCheck("memory", f"{BROKEN_CHECKS_MODULE}:out_of_memory", 300),
+        GPUCheck("hangs", f"{BROKEN_CHECKS_MODULE}:hangs", 1),
+        GPUCheck("absent", f"{BROKEN_CHECKS_MODULE}:fine", 300, ("no_such_package",)),
+        GPUCheck("fine", f"{BROKEN_CHECKS_MODULE}:fine", 300),
     ]
     output = tmp_path_factory.mktemp("gpu") / "result.json"
     assert main(["--size", "small", "--json", str(output)], wrong) == 1
@@ -236,24 +254,24 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[CheckLine
 
 
 @slow
-def test_the_others_go_on_after_one_that_breaks(broken):
-    assert [line.verdict for line in broken["fine"]] == [CheckResult.OK]
+def test_the_others_go_on_after_one_that_breaks(lines_of_broken_checks):
+    assert [line.verdict for line in lines_of_broken_checks["fine"]] == [CheckResult.OK]
 
 
 @slow
-def test_what_was_found_stays_and_the_end_has_its_reason(broken):
+def test_what_was_found_stays_and_the_end_has_its_reason(lines_of_broken_checks):
     for name, reason in {
         "killed": "SIGKILL",
         "memory": "OutOfMemoryError: tried to allocate 80 GiB",
     }.items():
-        result, end = broken[name]
+        result, end = lines_of_broken_checks[name]
         assert result.verdict is CheckResult.OK
         assert result.figure == "1 s"
         assert end.verdict is CheckResult.FAIL
         assert reason in end.note
         assert "\n" not in end.note
-    assert "not done after 1 s" in broken["hangs"][-1].note
-    (line,) = broken["absent"]
+    assert "not done after 1 s" in lines_of_broken_checks["hangs"][-1].note
+    (line,) = lines_of_broken_checks["absent"]
     assert line.verdict is CheckResult.SKIPPED
     assert "no_such_package not installed" in line.note
 
@@ -262,9 +280,9 @@ def test_what_was_found_stays_and_the_end_has_its_reason(broken):
 def test_what_the_time_cuts_off_is_named_with_its_reason(monkeypatch, capsys):
     monkeypatch.setattr(checks, "LEAST_SECONDS", 0.5)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    late = GPUCheck("late", f"{BROKEN}:fine", 300)
-    cut = GPUCheck("cut", f"{BROKEN}:hangs", 300)
-    first = GPUCheck("first", f"{BROKEN}:absent", 300, ("no_such_package",))
+    late = GPUCheck("late", f"{BROKEN_CHECKS_MODULE}:fine", 300)
+    cut = GPUCheck("cut", f"{BROKEN_CHECKS_MODULE}:hangs", 300)
+    first = GPUCheck("first", f"{BROKEN_CHECKS_MODULE}:absent", 300, ("no_such_package",))
     after = late
     assert main(["--size", "small", "--minutes", "0.05"], [first, cut, after]) == 0, (
         "time is no failure"
@@ -283,7 +301,7 @@ def test_what_one_check_has_compiled_serves_the_next_unless_it_is_half_done(caps
     without end.
     """
     two = [
-        GPUCheck(name, f"{BROKEN}:{name}", 300)
+        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:{name}", 300)
         for name in ("killed_while_it_compiles", "finds_compiled")
     ]
     assert main(["--size", "small"], two) == 1
@@ -315,13 +333,18 @@ def test_a_check_for_two_cards_sees_both(monkeypatch, subtests):
 @slow
 def test_the_process_of_a_check_knows_for_how_many_cards_it_is(monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
-    (line,) = checks.run(GPUCheck("two", f"{BROKEN}:visible", 300, cards=2), "small", tmp_path)
+    (line,) = checks.run(
+        GPUCheck("two", f"{BROKEN_CHECKS_MODULE}:visible", 300, cards=2), "small", tmp_path
+    )
     assert line.note == "3,5"
 
 
 def test_a_run_without_a_gpu_says_so_and_ends_well(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    two = [GPUCheck(name, f"{BROKEN}:fine", 300, ("no_such_package",)) for name in ("one", "two")]
+    two = [
+        GPUCheck(name, f"{BROKEN_CHECKS_MODULE}:fine", 300, ("no_such_package",))
+        for name in ("one", "two")
+    ]
     assert main(["--only", "one"], two) == 0
     printed = capsys.readouterr()
     assert "accepts no GPU" in printed.out
@@ -378,7 +401,7 @@ def test_what_a_smaller_card_has_no_room_for_is_left_out_and_the_next_goes_on(
 
     results = list(
         setting.lines_while_memory_lasts(
-            replace(SMALL, device=torch.device("cuda", 0)), "7B", lines()
+            replace(SMALL_ON_CPU, device=torch.device("cuda", 0)), "7B", lines()
         )
     )
     assert [line.verdict for line in results] == [CheckResult.OK, verdict]
@@ -394,12 +417,12 @@ def test_the_reference_of_the_vision_tower_has_the_frequencies_of_its_config(mon
         yield skipped_line(name, "a test")
 
     monkeypatch.setattr(vision, "_image", noted)
-    assert len(list(vision.run(SMALL))) == 3
+    assert len(list(vision.run(SMALL_ON_CPU))) == 3
     assert len(towers) == 6
     assert [describe_wrong_buffers(tower) for tower in towers] == [[]] * 6
 
 
-HEALTHY = """
+HEALTHY_SERVER = """
 import sys, http.server
 class Answers(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
@@ -410,7 +433,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answers).serve_forever()
 
 
 def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, monkeypatch):
-    (tmp_path / "healthy.py").write_text(HEALTHY)
+    (tmp_path / "healthy.py").write_text(HEALTHY_SERVER)
     (tmp_path / "dies.py").write_text("raise SystemExit('no NCCL here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     port = free_port()
@@ -449,7 +472,7 @@ def test_the_server_is_started_as_the_page_says():
     assert server.cards({}, 1) == ("0", "0")
 
 
-def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
+def pretend_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
     """Return a card that has so many GiB free, one after the other."""
     free_gib = iter(free)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
@@ -464,10 +487,10 @@ def on_a_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
 )
 def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     slept: list[int] = []
-    setting = on_a_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
+    setting = pretend_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
     assert engine.sleep_memory_line(setting, lambda: slept.append(1)).verdict is verdict
     assert len(slept) == engine.SLEEPS
-    assert engine.sleep_memory_line(SMALL, lambda: None).verdict is CheckResult.SKIPPED
+    assert engine.sleep_memory_line(SMALL_ON_CPU, lambda: None).verdict is CheckResult.SKIPPED
 
 
 def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
@@ -475,7 +498,7 @@ def test_one_cold_engine_that_hangs_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert engine.run_module(["stuck"], {}, seconds=1) == "not done after 1 s; stopped"
     monkeypatch.setattr(engine, "run_module", lambda *_: "not done after 1 s; stopped")
-    (line,) = engine.doctor_lines(SMALL, "float32", tmp_path)
+    (line,) = engine.doctor_lines(SMALL_ON_CPU, "float32", tmp_path)
     assert line.verdict is CheckResult.FAIL
     assert "not done after 1 s" in line.note
 
@@ -503,7 +526,7 @@ def test_a_package_that_is_not_here_is_named_and_no_failure(tmp_path, monkeypatc
     (tmp_path / "needs_it.py").write_text(f"import {module}")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "needs_it", raising=False)
-    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL)
+    (line,) = checks.lines_until_error(GPUCheck("x", "needs_it:run", 300), SMALL_ON_CPU)
     assert line.verdict is verdict
     assert module.split(".")[0] in line.note
     assert verdict is CheckResult.FAIL or line.note == "no_such_package not installed"

@@ -5,13 +5,13 @@ import pytest
 from tests.support.examples import load_module
 from tests.support.paths import REPOSITORY
 
-check = load_module(REPOSITORY / "setup" / "check_gpu_pins.py")
-PINNED = check.pins(check.CONSTRAINTS.read_text())
+check_gpu_pins = load_module(REPOSITORY / "setup" / "check_gpu_pins.py")
+PINNED_VERSIONS = check_gpu_pins.pins(check_gpu_pins.CONSTRAINTS.read_text())
 
 
-def report(**needs: list[str]) -> dict[str, object]:
+def pip_report(**needs: list[str]) -> dict[str, object]:
     """Return a report of pip's with every pin, and what some of the packages need."""
-    packages = {**PINNED, "cuda-toolkit": "13.0.3"}
+    packages = {**PINNED_VERSIONS, "cuda-toolkit": "13.0.3"}
     requires = {"torch": ["cuda-toolkit==13.0.3; platform_system == 'Linux'"], **needs}
     items = [
         {
@@ -27,59 +27,62 @@ def report(**needs: list[str]) -> dict[str, object]:
     return {"install": items}
 
 
-def faults(content: dict[str, object]) -> list[str]:
-    lines: list[str] = check.broken(check.read_report(content), "3.12")
+def find_faults(content: dict[str, object]) -> list[str]:
+    lines: list[str] = check_gpu_pins.broken(check_gpu_pins.read_report(content), "3.12")
     return lines
 
 
 def test_pins_that_agree_have_no_fault():
-    assert faults(report()) == []
-    assert PINNED["vllm"]
-    assert PINNED["torch"]
+    assert find_faults(pip_report()) == []
+    assert PINNED_VERSIONS["vllm"]
+    assert PINNED_VERSIONS["torch"]
 
 
 @pytest.mark.parametrize(
     ("need", "fault"),
     [
-        ("trl>=99", f"peft {PINNED['peft']} needs trl>=99, and {PINNED['trl']} is there"),
-        ("nowhere", f"peft {PINNED['peft']} needs nowhere, and it is not there"),
+        (
+            "trl>=99",
+            f"peft {PINNED_VERSIONS['peft']} needs trl>=99, and {PINNED_VERSIONS['trl']} is there",
+        ),
+        ("nowhere", f"peft {PINNED_VERSIONS['peft']} needs nowhere, and it is not there"),
         ("nowhere; python_version < '3.12'", None),
         ("nowhere; extra == 'dev'", None),
         ("Import_Linter", None),
     ],
 )
 def test_a_need_that_is_not_met_is_named(need, fault):
-    assert faults(report(peft=[need])) == ([] if fault is None else [fault])
+    assert find_faults(pip_report(peft=[need])) == ([] if fault is None else [fault])
 
 
 def test_a_torch_for_cpus_is_no_torch_for_a_card():
-    (fault,) = faults(report(torch=[]))
-    assert fault.startswith(f"torch-{PINNED['torch']}.whl needs no CUDA")
+    (fault,) = find_faults(pip_report(torch=[]))
+    assert fault.startswith(f"torch-{PINNED_VERSIONS['torch']}.whl needs no CUDA")
 
 
 def test_a_pin_that_is_missed_or_needed_by_nothing_is_named():
-    content = report()
+    content = pip_report()
     items = content["install"]
     assert isinstance(items, list)
     items[0]["metadata"]["version"] = "0.0.1"
     del items[-2]
-    changed, missing = sorted(faults(content), key=lambda line: "nothing" in line)
+    changed, missing = sorted(find_faults(content), key=lambda line: "nothing" in line)
     assert " is 0.0.1, and " in changed
     assert missing.endswith("is pinned, and nothing needs it")
 
 
 def test_a_python_that_is_not_here_is_none(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    programs = check.interpreters(("3.99",))
+    programs = check_gpu_pins.interpreters(("3.99",))
     assert programs == {"3.99": None}
 
 
 def test_what_is_asked_of_pip_is_what_the_setup_installs():
     """A `+cpu` build of the same version is left alone by `===`."""
-    requirements = check.requirements()
-    assert f"torch==={PINNED['torch']}" in requirements
+    requirements = check_gpu_pins.requirements()
+    assert f"torch==={PINNED_VERSIONS['torch']}" in requirements
     script = (REPOSITORY / "setup" / "install.sh").read_text()
     assert '".[$device,lora,dev]"' in script
-    assert check.PROJECT == ".[gpu,lora,dev]"
-    for name in check.BESIDE:
+    assert check_gpu_pins.PROJECT == ".[gpu,lora,dev]"
+    for name in check_gpu_pins.BESIDE:
         assert name in script

@@ -10,14 +10,14 @@ import pytest
 
 from tests.support.paths import REPOSITORY
 
-PROGRAMS = ("bash", "dirname", "c++", "sed", "head")
+PROGRAMS_ON_PATH = ("bash", "dirname", "c++", "sed", "head")
 # Stands for a Python without headers: its answer to the question for the file is no.
-WITHOUT_HEADERS = """#!/bin/sh
+PYTHON_WITHOUT_HEADERS = """#!/bin/sh
 case "$*" in *Python.h*) exit 1 ;; esac
 exec {python} "$@"
 """
 # Makes an environment whose pip does all it is asked for, and whose torch is a build for CPUs.
-CPU_BUILD = """#!/bin/sh
+PYTHON_WITH_CPU_TORCH = """#!/bin/sh
 case "$*" in *"-m venv"*)
   /bin/mkdir -p .venv/bin
   printf '#!/bin/sh\\necho "$@" >>pip.log\\ncase "$*" in *version.cuda*) exit 1 ;; esac\\n' \
@@ -27,13 +27,13 @@ case "$*" in *"-m venv"*)
 esac
 exec {python} "$@"
 """
-CHECKS = """#!/bin/sh
+PYTHON_THAT_STOPS_AT_VENV = """#!/bin/sh
 case "$*" in *"-m venv"*) echo "makes the environment" >&2; exit 7 ;; esac
 exec {python} "$@"
 """
 
 
-def install(
+def run_installer(
     folder: Path, device: str, python: str, *programs: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Return the script in its own folder, with these programs alone on PATH, and this Python."""
@@ -42,7 +42,7 @@ def install(
         shutil.copy(REPOSITORY / "setup" / file, folder / "setup")
     program_folder = folder / "bin"
     program_folder.mkdir()
-    for program in (*PROGRAMS, "sleep", "rm", "grep", "tail", "cut"):
+    for program in (*PROGRAMS_ON_PATH, "sleep", "rm", "grep", "tail", "cut"):
         path = shutil.which(program)
         assert path is not None, program
         (program_folder / program).symlink_to(path)
@@ -71,11 +71,23 @@ def install(
 def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     cases = [
-        ("gcc", CHECKS, [], {}, "Triton needs a C compiler on a GPU, and 'gcc' was not found"),
-        ("CC", CHECKS, ["gcc"], {"CC": "othercc"}, "and 'othercc' was not found"),
+        (
+            "gcc",
+            PYTHON_THAT_STOPS_AT_VENV,
+            [],
+            {},
+            "Triton needs a C compiler on a GPU, and 'gcc' was not found",
+        ),
+        (
+            "CC",
+            PYTHON_THAT_STOPS_AT_VENV,
+            ["gcc"],
+            {"CC": "othercc"},
+            "and 'othercc' was not found",
+        ),
         (
             "header",
-            WITHOUT_HEADERS,
+            PYTHON_WITHOUT_HEADERS,
             ["gcc"],
             {},
             f"Python.h of Python {version} on a GPU (Debian: apt-get install python",
@@ -83,7 +95,7 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
     ]
     for name, python, programs, environment, words in cases:
         with case(name) as folder:
-            done = install(folder, "gpu", python, *programs, **environment)
+            done = run_installer(folder, "gpu", python, *programs, **environment)
             assert done.returncode == 2, done.stderr
             assert words in done.stderr, done.stderr
             assert not (folder / ".venv").exists()
@@ -94,14 +106,14 @@ def test_a_missing_compiler_or_header_is_named_before_anything_is_made(case):
 )
 def test_with_what_it_needs_it_goes_on(device, programs, tmp_path):
     """The script goes on as far as the environment, which a stand-in refuses to make."""
-    done = install(tmp_path, device, CHECKS, *programs)
+    done = run_installer(tmp_path, device, PYTHON_THAT_STOPS_AT_VENV, *programs)
     assert "Triton needs" not in done.stderr
     assert "1/4 environment" in done.stdout + done.stderr
 
 
 def test_a_torch_for_cpus_is_refused_for_a_gpu_and_taken_back(tmp_path):
     """Where pip knows an index of CPU builds, their `+cpu` is the newer of two equal versions."""
-    done = install(tmp_path, "gpu", CPU_BUILD, "gcc")
+    done = run_installer(tmp_path, "gpu", PYTHON_WITH_CPU_TORCH, "gcc")
     assert done.returncode == 1
     assert "the torch that pip chose has no CUDA; set TORCH_INDEX" in done.stderr
     assert "uninstall -y torch torchvision" in (tmp_path / "pip.log").read_text()

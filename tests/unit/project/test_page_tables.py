@@ -21,12 +21,14 @@ PAGES = [
     REPOSITORY / "benchmarks" / "README.md",
     *(REPOSITORY / "docs").glob("*.md"),
 ]
-TEXT = "\n".join(page.read_text() for page in PAGES)
-TABLES = {}  # rows by the first column's title, where two rows or more have two figures or more
-for title, body in re.findall(r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT, re.MULTILINE):
+TEXT_OF_PAGES = "\n".join(page.read_text() for page in PAGES)
+ROWS_BY_TABLE = {}  # rows by the first column's title, where two rows or more have two figures or more
+for title, body in re.findall(
+    r"^\| (.+?) \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", TEXT_OF_PAGES, re.MULTILINE
+):
     rows = [[cell.strip(" *") for cell in line[1:-1].split(" | ")] for line in body.splitlines()]
     if sum(sum(bool(re.match(r"[-+]?\d", cell)) for cell in row) > 1 for row in rows) > 1:
-        TABLES[title] = rows
+        ROWS_BY_TABLE[title] = rows
 
 
 def dry_run(folder, words):
@@ -45,8 +47,12 @@ def dry_run(folder, words):
     ], f"{result['peak_bytes'] / 2**30:.1f}"
 
 
-def predictions(folder, recipes, larger_models):
-    four = TEXT.split("**Four GPUs.**")[1].split("adora_7b_geo3k.yaml ")[1].split(" --vllm")[0]
+def prediction_tables(folder, recipes, larger_models):
+    four = (
+        TEXT_OF_PAGES.split("**Four GPUs.**")[1]
+        .split("adora_7b_geo3k.yaml ")[1]
+        .split(" --vllm")[0]
+    )
     names = {"7B": "7b_geo3k", "3B, LoRA (1)": "3b_24gb", "3B, LoRA": "3b_1gpu_lora"}
     for gpus, model, launcher, card, share, *gib, _, batch, _ in recipes:
         words = (
@@ -59,7 +65,9 @@ def predictions(folder, recipes, larger_models):
         )
         words += (four if gpus == "4" else "") + (" --beta 0" if "beta" in launcher else "")
         assert dry_run(folder, words)[0] == [*(cell.split()[0] for cell in gib), batch], words
-    (command,) = re.findall(r"python -m adora_vl.train ((?:.*\\\n)*.*--machines 4.*)\n", TEXT)
+    (command,) = re.findall(
+        r"python -m adora_vl.train ((?:.*\\\n)*.*--machines 4.*)\n", TEXT_OF_PAGES
+    )
     for model, machines, _, parallel, *printed in larger_models:
         words = (
             command.replace("\\\n", "")
@@ -104,13 +112,13 @@ def ranks_in_lockstep(folder, rows):
         assert row[1:] == [f"{figure:.2f}" for figure in figures]
 
 
-def graders(folder, rows):
+def grader_tables(folder, rows):
     right = [grading.ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
     assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
     assert {sum(row) for row in counts} == {len(right)}
-    assert f"right in all {len(right):,} of our labelled cases" in TEXT
-    assert f"is right in {rows[3][1]},\n  and hung in {rows[4][5]} (" in TEXT
+    assert f"right in all {len(right):,} of our labelled cases" in TEXT_OF_PAGES
+    assert f"is right in {rows[3][1]},\n  and hung in {rows[4][5]} (" in TEXT_OF_PAGES
 
 
 def rows_that_lack(tables_text, tables):
@@ -119,7 +127,7 @@ def rows_that_lack(tables_text, tables):
     return [row for rows in tables for row in rows if f"| {' | '.join(row)} |" not in printed]
 
 
-def digits(folder, *tables):
+def scanned_digits_tables(folder, *tables):
     plan = yaml.safe_load(scanned.PLAN.read_text())
     tables_text = scanned.tables(plan, scanned.read_runs(scanned.RUNS))
     assert rows_that_lack(tables_text, tables) == []
@@ -132,7 +140,7 @@ def work_or_length(folder, *tables):
     tables_text = working.tables(plan, runs)
     assert rows_that_lack(tables_text, tables) == []
     verdict = working.verdict_of(working.whole_runs(plan, runs))
-    assert f"By the plan's rule: **{verdict}**" in TEXT
+    assert f"By the plan's rule: **{verdict}**" in TEXT_OF_PAGES
 
 
 def before_training(folder, plain, demo, budget):
@@ -167,12 +175,12 @@ def before_training(folder, plain, demo, budget):
         assert [float(cell) for cell in cells] == pytest.approx([right, right], abs=1), model
 
 
-def small_cards(folder, rows):
+def small_card_table(folder, rows):
     printed = [*what_fits.rows((12, 24))][2:]
     assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
 
 
-def rented_cards(folder, rows):
+def rented_card_table(folder, rows):
     """Hours and cost follow from the seconds and the price, which are estimates."""
     for _, _, seconds, rollouts, hours, price, cost in rows:
         exact = float(seconds) * int(rollouts.replace(",", "")) / 256 / 3600
@@ -180,19 +188,19 @@ def rented_cards(folder, rows):
         assert int(cost) == pytest.approx(exact * float(price), abs=0.6)
 
 
-CHECKS = {
-    rented_cards: ["recipe, on a rented card"],
-    small_cards: ["card, GB"],
-    predictions: ["GPUs", "model"],
+TABLE_HEADS_BY_CHECK = {
+    rented_card_table: ["recipe, on a rented card"],
+    small_card_table: ["card, GB"],
+    prediction_tables: ["GPUs", "model"],
     policy_step: ["prompt, tokens"],
     pretended_card: ["prompt", "recipe, on a pretended card"],
     ranks_in_lockstep: ["prompt, mean answer, longest"],
-    graders: ["grader"],
+    grader_tables: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
     work_or_length: [
         f"work or length: {title}" for title in ("arm", "difference in points [95 %]")
     ],
-    digits: [
+    scanned_digits_tables: [
         f"{case}: {title}"
         for case in ("long is better", "short is as good")
         for title in ("arm", "difference in points [95 %]")
@@ -201,7 +209,7 @@ CHECKS = {
 # The tests of the rewards hold the presets; the others are read, take an engine for half an hour or
 # a card, are seconds of one machine, or are of experiments whose pages name the commit at which
 # their commands run.
-UNCOMPARED = {
+TABLES_NOT_COMPARED = {
     "R2, recipe and arm",
     "accuracy, end (seeds)",
     "texts",  # first readings, which cannot be made again
@@ -236,10 +244,12 @@ UNCOMPARED = {
 
 
 def test_every_table_of_figures_is_compared():
-    assert TABLES.keys() - UNCOMPARED == {title for titles in CHECKS.values() for title in titles}
+    assert ROWS_BY_TABLE.keys() - TABLES_NOT_COMPARED == {
+        title for titles in TABLE_HEADS_BY_CHECK.values() for title in titles
+    }
 
 
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("check", TABLE_HEADS_BY_CHECK)
 def test_a_cheap_part_is_what_the_command_prints(check, tmp_path, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    check(tmp_path, *(TABLES[title] for title in CHECKS[check]))
+    check(tmp_path, *(ROWS_BY_TABLE[title] for title in TABLE_HEADS_BY_CHECK[check]))

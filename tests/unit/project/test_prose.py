@@ -13,21 +13,21 @@ import pytest
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 # The appendix of the experiments is what a reader of a table goes to for how it came about.
-LAB_BOOKS = ("experiments_appendix",)
-MOST_WORDS = 16  # of a sentence, on average
-MOST_FIGURES = 2  # for every hundred words
+PAGES_WITHOUT_LIMIT = ("experiments_appendix",)
+MOST_WORDS_A_SENTENCE = 16  # of a sentence, on average
+MOST_FIGURES_A_SENTENCE = 2  # for every hundred words
 
-_NOT_PROSE = ("|", "#", "!", "<", "    ")
-_LIST_ENTRY = re.compile(r"^(?:[-*]|\d+\.) ")
-_LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
-_CODE = re.compile(r"`[^`]*`")
-_SENTENCE_END = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[A-Z\"(]|vLLM)")
+_BEGINNINGS_OF_NO_PROSE = ("|", "#", "!", "<", "    ")
+_LIST_ENTRY_PATTERN = re.compile(r"^(?:[-*]|\d+\.) ")
+_LINK_PATTERN = re.compile(r"\[([^\]]*)\]\([^)]*\)")
+_CODE_PATTERN = re.compile(r"`[^`]*`")
+_SENTENCE_END_PATTERN = re.compile(r"(?<=[.!?])[\"')]*\s+(?=[A-Z\"(]|vLLM)")
 # A version, a year and the number of a paper or thread are names, and so are 7B and H200.
-_NAME = re.compile(
+_NAME_WITH_NUMBER_PATTERN = re.compile(
     r"\b(?:TRL|vLLM|Python|Transformers|torch|DeepSpeed|R) ?\d[\d.]*(?:(?: to| and|,) 3\.\d+)?"
     r"|\b(?:19|20)\d\d\b(?![,.]\d)|arXiv \d[\d.]*|#\d+"
 )
-_FIGURE = re.compile(r"(?<![\w.,/-])[-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w]*[A-Za-z])")
+_FIGURE_PATTERN = re.compile(r"(?<![\w.,/-])[-+]?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?(?![\w]*[A-Za-z])")
 
 
 @dataclass(frozen=True)
@@ -54,21 +54,24 @@ def sentences_of(text: str) -> list[str]:
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     paragraphs: list[str] = [""]
     for line in text.splitlines():
-        entry = _LIST_ENTRY.match(line.lstrip())
-        is_prose = bool(line.strip()) and not line.startswith(_NOT_PROSE)
+        entry = _LIST_ENTRY_PATTERN.match(line.lstrip())
+        is_prose = bool(line.strip()) and not line.startswith(_BEGINNINGS_OF_NO_PROSE)
         if not is_prose or entry is not None:
             paragraphs.append("")
         if is_prose:
-            paragraphs[-1] += " " + _LIST_ENTRY.sub("", line.strip())
-    whole = [_CODE.sub("Code", _LINK.sub(r"\1", text)) for text in paragraphs]
-    split = [_SENTENCE_END.split(text.replace("*", "").strip()) for text in whole]
+            paragraphs[-1] += " " + _LIST_ENTRY_PATTERN.sub("", line.strip())
+    whole = [_CODE_PATTERN.sub("Code", _LINK_PATTERN.sub(r"\1", text)) for text in paragraphs]
+    split = [_SENTENCE_END_PATTERN.split(text.replace("*", "").strip()) for text in whole]
     return [sentence for group in split for sentence in group if sentence]
 
 
 def count_of(text: str) -> Count:
     """Count what a page has."""
     sentences = sentences_of(text)
-    figures = [_FIGURE.findall(_NAME.sub("", sentence)) for sentence in sentences]
+    figures = [
+        _FIGURE_PATTERN.findall(_NAME_WITH_NUMBER_PATTERN.sub("", sentence))
+        for sentence in sentences
+    ]
     return Count(
         words=sum(len(sentence.split()) for sentence in sentences),
         sentences=len(sentences),
@@ -93,6 +96,6 @@ def test_a_page_is_counted_without_its_tables_and_code():
 def test_a_page_is_short_to_read(page):
     """A longer sentence is divided, and a figure goes into a table or into benchmarks/README.md."""
     count = count_of(page.read_text())
-    assert count.words_in_a_sentence <= MOST_WORDS
-    if page.stem not in LAB_BOOKS:
-        assert count.figures_in_a_hundred_words <= MOST_FIGURES
+    assert count.words_in_a_sentence <= MOST_WORDS_A_SENTENCE
+    if page.stem not in PAGES_WITHOUT_LIMIT:
+        assert count.figures_in_a_hundred_words <= MOST_FIGURES_A_SENTENCE

@@ -13,7 +13,7 @@ from tests.support.paths import REPOSITORY
 
 readable = load_module(REPOSITORY / "setup" / "readable.py")
 # What a kind is, and what is close to it.
-KINDS: dict[str, tuple[str, str]] = {
+CODE_WITH_AND_WITHOUT_BY_KIND: dict[str, tuple[str, str]] = {
     "tuple_assign": ("a, b = x, y", "a, b = b, a"),
     "unpacked_generator": ("a, b = (x for x in y)", "a, b = y"),
     "bool_arithmetic": ("a = 'x' * (b > 1)", "a = 'x' * b"),
@@ -33,43 +33,45 @@ KINDS: dict[str, tuple[str, str]] = {
 
 
 def test_each_kind_is_told_from_what_is_close_to_it():
-    assert KINDS.keys() == readable.KINDS.keys()
-    for kind, sources in KINDS.items():
+    assert CODE_WITH_AND_WITHOUT_BY_KIND.keys() == readable.KINDS.keys()
+    for kind, sources in CODE_WITH_AND_WITHOUT_BY_KIND.items():
         counts = [sum(map(readable.KINDS[kind], ast.walk(ast.parse(source)))) for source in sources]
         assert counts == [1, 0], kind
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project_folder(tmp_path: Path) -> Path:
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     (tmp_path / "adora_vl" / "room").mkdir(parents=True)
     (tmp_path / "adora_vl" / "room" / "one.py").write_text("a, b = 1, 2\nfound = 3\n")
     return tmp_path
 
 
-def test_a_count_that_rises_fails_with_its_room_and_place_and_none_is_written_down(project, capsys):
-    limits = project / "limits.json"
+def test_a_count_that_rises_fails_with_its_room_and_place_and_none_is_written_down(
+    project_folder, capsys
+):
+    limits = project_folder / "limits.json"
 
     def run(*words: str) -> tuple[int, list[str], Any]:
-        code = readable.main(list(words), project, limits)
+        code = readable.main(list(words), project_folder, limits)
         return code, capsys.readouterr().err.splitlines(), json.loads(limits.read_text())
 
     code, faults, before = run("--update")
     assert (code, faults) == (0, []), "a new room begins as it is"
     assert before == {"adora_vl/room": {"tuple_assign": 1, "vague_name": 1, "crowding": 50}}
-    (project / "adora_vl" / "room" / "two.py").write_text("groups = 3\nc, d = 1, 2\n")
+    (project_folder / "adora_vl" / "room" / "two.py").write_text("groups = 3\nc, d = 1, 2\n")
     for words in ((), ("--update",)):
         code, faults, now = run(*words)
         assert code == 1, "a limit does not rise"
         assert now == before, "a limit does not rise"
         assert "readable: adora_vl/room: tuple_assign is 2, at most 1" in faults[0]
         assert "adora_vl/room/two.py:2" in faults[0]
-    (project / "adora_vl" / "room" / "one.py").write_text("groups = 3\n\n\n")
-    (project / "adora_vl" / "room" / "two.py").write_text("c, d = 1, 2\n\n\n")
+    (project_folder / "adora_vl" / "room" / "one.py").write_text("groups = 3\n\n\n")
+    (project_folder / "adora_vl" / "room" / "two.py").write_text("c, d = 1, 2\n\n\n")
     code, faults, now = run("--update")
     assert code == 0
     assert faults == []
     assert now["adora_vl/room"].get("vague_name", 0) == 0
-    (project / "adora_vl" / "room" / "one.py").write_text("found = 3\n\n\n")
+    (project_folder / "adora_vl" / "room" / "one.py").write_text("found = 3\n\n\n")
     assert run()[0] == 1
     assert run("--allow", "adora_vl/room")[0] == 0

@@ -11,8 +11,8 @@ from adora_vl.builtin import SHIPPED_SIZE, ModelSize
 from adora_vl.utils.errors import UserError
 from benchmarks import scanned
 
-PLAN = yaml.safe_load(scanned.CARD_PLAN.read_text())
-(CASE,) = PLAN["cases"]
+CARD_PLAN = yaml.safe_load(scanned.CARD_PLAN.read_text())
+(CASE,) = CARD_PLAN["cases"]
 
 
 def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
@@ -35,7 +35,7 @@ def finished_run(seed, arm, *, accuracy, worked, loss=0.08):
     }
 
 
-def pair(seed, *, ahead, workings, loss=0.08):
+def pair_of_runs(seed, *, ahead, workings, loss=0.08):
     """Both arms of a seed, with ADORA so far ahead."""
     grpo = finished_run(
         seed,
@@ -55,19 +55,21 @@ def pair(seed, *, ahead, workings, loss=0.08):
 
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
-    order = scanned.places(PLAN, pilot=False)
+    order = scanned.places(CARD_PLAN, pilot=False)
     assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
-    assert not set(PLAN["pilot"]["seeds"]) & set(PLAN["seeds"])
+    assert not set(CARD_PLAN["pilot"]["seeds"]) & set(CARD_PLAN["seeds"])
 
 
 def test_both_plans_differ_in_what_the_size_asks_for_alone():
     """The task, the arms and the number of rollouts are those of a million parameters."""
     small = yaml.safe_load(scanned.PLAN.read_text())
     for key in ("pixels", "rows"):
-        assert PLAN[key] == small[key]
-    assert PLAN["cases"][CASE]["one_digit"] == small["cases"][CASE]["one_digit"]
-    assert {arm: small["arms"][arm] for arm in PLAN["arms"]} == PLAN["arms"]
-    changed = {key for key in PLAN["train"] if PLAN["train"][key] != small["train"].get(key)}
+        assert CARD_PLAN[key] == small[key]
+    assert CARD_PLAN["cases"][CASE]["one_digit"] == small["cases"][CASE]["one_digit"]
+    assert {arm: small["arms"][arm] for arm in CARD_PLAN["arms"]} == CARD_PLAN["arms"]
+    changed = {
+        key for key in CARD_PLAN["train"] if CARD_PLAN["train"][key] != small["train"].get(key)
+    }
     assert changed == {"learning_rate", "adora_vllm_enforce_eager"}
 
 
@@ -81,22 +83,22 @@ def test_both_plans_differ_in_what_the_size_asks_for_alone():
     ],
 )
 def test_a_gain_is_accuracy_and_workings(ahead, workings, begins):
-    runs = [run for seed in (0, 1) for run in pair(seed, ahead=ahead, workings=workings)]
-    assert scanned.verdict(PLAN, runs).startswith(begins)
-    assert scanned.verdict(PLAN, runs).endswith("in 2 seeds")
+    runs = [run for seed in (0, 1) for run in pair_of_runs(seed, ahead=ahead, workings=workings)]
+    assert scanned.verdict(CARD_PLAN, runs).startswith(begins)
+    assert scanned.verdict(CARD_PLAN, runs).endswith("in 2 seeds")
 
 
 def test_a_start_that_cannot_read_answers_nothing():
-    runs = pair(0, ahead=0.3, workings=0.8, loss=0.2)
-    assert scanned.verdict(PLAN, runs).startswith("no answer: the start's loss")
+    runs = pair_of_runs(0, ahead=0.3, workings=0.8, loss=0.2)
+    assert scanned.verdict(CARD_PLAN, runs).startswith("no answer: the start's loss")
 
 
 def test_half_a_seed_does_not_count():
-    whole_seed = pair(0, ahead=0.2, workings=0.7)
+    whole_seed = pair_of_runs(0, ahead=0.2, workings=0.7)
     half = finished_run(1, "grpo", accuracy=0.9, worked=0.9)
-    assert scanned.verdict(PLAN, [*whole_seed, half]) == scanned.verdict(PLAN, whole_seed)
-    assert scanned.verdict(PLAN, [half]) == "no answer: no seed is whole"
-    assert "1 of 3 seeds are whole" in scanned.tables(PLAN, [*whole_seed, half])
+    assert scanned.verdict(CARD_PLAN, [*whole_seed, half]) == scanned.verdict(CARD_PLAN, whole_seed)
+    assert scanned.verdict(CARD_PLAN, [half]) == "no answer: no seed is whole"
+    assert "1 of 3 seeds are whole" in scanned.tables(CARD_PLAN, [*whole_seed, half])
 
 
 def test_a_size_of_the_command_goes_before_that_of_the_plan():
@@ -104,15 +106,19 @@ def test_a_size_of_the_command_goes_before_that_of_the_plan():
     assert scanned.size_of(small) is None
     assert scanned.resized(small, {"width": None}) == small
     assert scanned.size_of(scanned.resized(small, {"layers": 5})) == ModelSize(layers=5)
-    wider = scanned.resized(PLAN, {"width": 512, "dtype": "float32"})
+    wider = scanned.resized(CARD_PLAN, {"width": 512, "dtype": "float32"})
     assert scanned.size_of(wider) == ModelSize(width=512, layers=7, dtype="float32")
-    assert scanned.size_of(PLAN) == ModelSize(width=640, layers=7, dtype="bfloat16")
+    assert scanned.size_of(CARD_PLAN) == ModelSize(width=640, layers=7, dtype="bfloat16")
     with pytest.raises(UserError, match="width: 100 is no multiple of 32"):
-        scanned.resized(PLAN, {"width": 100})
+        scanned.resized(CARD_PLAN, {"width": 100})
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
-    plans: list[dict[str, Any]] = [PLAN, scanned.resized(PLAN, {"width": 512}), {"arms": {}}]
+    plans: list[dict[str, Any]] = [
+        CARD_PLAN,
+        scanned.resized(CARD_PLAN, {"width": 512}),
+        {"arms": {}},
+    ]
     folders = {scanned.start_folder(tmp_path, plan, 1).name for plan in plans}
     assert folders == {"1_640x7_bfloat16", "1_512x7_bfloat16", "1"}
 
@@ -130,11 +136,11 @@ def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device
 
 
 def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
-    before = copy.deepcopy(PLAN)
-    plan = scanned.rehearsed(PLAN, tmp_path)
-    assert before == PLAN
-    assert plan["model"] == PLAN["model"]
-    assert scanned.places(plan, pilot=False) == scanned.places(PLAN, pilot=False)[:2]
+    before = copy.deepcopy(CARD_PLAN)
+    plan = scanned.rehearsed(CARD_PLAN, tmp_path)
+    assert before == CARD_PLAN
+    assert plan["model"] == CARD_PLAN["model"]
+    assert scanned.places(plan, pilot=False) == scanned.places(CARD_PLAN, pilot=False)[:2]
     assert plan["train"]["max_steps"] == 2
     assert len(plan["train"]["adora_reward"]) == len(plan["train"]["reward_weights"])
     assert "def varied(" in (tmp_path / "rewards.py").read_text()
@@ -170,7 +176,7 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     drawn = list(generate(8, seed=1, families=("perimeter",)))
     monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
-    plan = scanned.rehearsed(scanned.resized(PLAN, {"width": 64, "layers": 1}), tmp_path)
+    plan = scanned.rehearsed(scanned.resized(CARD_PLAN, {"width": 64, "layers": 1}), tmp_path)
     folder = scanned.start_folder(tmp_path, plan, 1)
     folder.parent.mkdir()
     scanned.build_start(folder, plan, 1)

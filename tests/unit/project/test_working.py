@@ -21,10 +21,10 @@ from benchmarks.angles import (
     task_tokenizer,
 )
 
-PLAN = yaml.safe_load(working.PLAN.read_text())
+WORKING_PLAN = yaml.safe_load(working.PLAN.read_text())
 
 
-def problems_of(kind_name, *, for_testing=False):
+def draw_problems(kind_name, *, for_testing=False):
     rng = random.Random(kind_name)
     while True:
         problem = draw(rng, for_testing=for_testing)
@@ -36,7 +36,7 @@ def problems_of(kind_name, *, for_testing=False):
 def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
     """The figure of each row comes from the solver, and the teacher's numbers do not."""
     rng = random.Random(0)
-    for problem in islice(problems_of(kind_name), 3):
+    for problem in islice(draw_problems(kind_name), 3):
         figure = solved_row(problem, "angles/0", "train")["figure"]
         right = check_claims(right_working(rng, problem), figure)
         assert right.new >= 1
@@ -95,7 +95,7 @@ def test_a_slip_that_goes_on_reaches_the_answer():
     assert problem.values(slip=2, error=-10) == {"ACB": 50, "BAC": 80, "CAD": 40}
 
 
-def run_of(seed, arm, accuracy):
+def finished_run(seed, arm, accuracy):
     point = dict.fromkeys(("lucky", "new", "false", *(kind.name for kind in KINDS)), 0.5)
     point |= {"step": 60, "accuracy": accuracy, "tokens": 20.0}
     start = {**point, "step": 0, "accuracy": 0.3}
@@ -108,52 +108,58 @@ def run_of(seed, arm, accuracy):
     return {"seed": seed, "arm": arm, "held_out": held_out, **facts}
 
 
-def runs_with(gain, seeds, *, over=()):
+def finished_runs(gain, seeds, *, over=()):
     runs = []
     for seed in seeds:
-        for arm in PLAN["arms"]:
+        for arm in WORKING_PLAN["arms"]:
             is_ahead = arm == "working" or arm in over
             accuracy = 0.5 + seed / 100 + (gain + seed / 1000 if is_ahead else 0)
-            runs.append(run_of(seed, arm, accuracy))
+            runs.append(finished_run(seed, arm, accuracy))
     return runs
 
 
-SEEDS = PLAN["seeds"][0]
+FIRST_SEEDS = WORKING_PLAN["seeds"][0]
 
 
 def test_working_wins_only_against_length_and_its_random_control():
-    assert working.verdict_of(runs_with(0.1, SEEDS)) == "gain"
-    assert working.verdict_of(runs_with(0.1, SEEDS, over=("random",))) == "no gain"
-    assert working.verdict_of(runs_with(0.1, SEEDS, over=("length",))) == "no gain"
-    assert working.verdict_of(runs_with(0.0005, SEEDS)) == "no gain", "within the interval"
-    assert working.verdict_of(runs_with(0.1, SEEDS[:1])) == "no gain", "one seed shows nothing"
+    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS)) == "gain"
+    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS, over=("random",))) == "no gain"
+    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS, over=("length",))) == "no gain"
+    assert working.verdict_of(finished_runs(0.0005, FIRST_SEEDS)) == "no gain", (
+        "within the interval"
+    )
+    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS[:1])) == "no gain", (
+        "one seed shows nothing"
+    )
 
 
 def test_a_seed_of_a_block_counts_if_it_is_whole():
-    runs = runs_with(0.1, SEEDS[:2])
-    (seed,) = SEEDS[2:]
-    begun = [run_of(seed, arm, 0.0) for arm in ("grpo", "length", "steps alone", "gate")]
-    counted = working.whole_runs(PLAN, [*runs, *begun])
+    runs = finished_runs(0.1, FIRST_SEEDS[:2])
+    (seed,) = FIRST_SEEDS[2:]
+    begun = [finished_run(seed, arm, 0.0) for arm in ("grpo", "length", "steps alone", "gate")]
+    counted = working.whole_runs(WORKING_PLAN, [*runs, *begun])
     assert [run["arm"] for run in counted if run["seed"] == seed] == ["steps alone"]
-    tables = working.tables(PLAN, [*runs, *begun])
-    assert tables.startswith(f"{2 * len(PLAN['arms']) + 1} runs of commit abc; ")
+    tables = working.tables(WORKING_PLAN, [*runs, *begun])
+    assert tables.startswith(f"{2 * len(WORKING_PLAN['arms']) + 1} runs of commit abc; ")
     assert " 30.0 % before training, 50.0 % of these lucky." in tables
     assert "| ADORA, `working` | 2 | 60.5 (60.0 to 61.1) |" in tables
     assert "| GRPO, `steps` alone, 100 steps | 3 |" in tables
 
 
 def test_every_run_has_its_place_once():
-    order = working.places(PLAN)
-    seeds = [seed for group in PLAN["seeds"] for seed in group]
-    assert len(order) == len(set(order)) == len(seeds) * len(PLAN["arms"])
-    assert {arm for _, arm in order} == PLAN["arms"].keys()
-    assert not {seed for seed, _ in working.places(PLAN, pilot=True)} & set(seeds)
+    order = working.places(WORKING_PLAN)
+    seeds = [seed for group in WORKING_PLAN["seeds"] for seed in group]
+    assert len(order) == len(set(order)) == len(seeds) * len(WORKING_PLAN["arms"])
+    assert {arm for _, arm in order} == WORKING_PLAN["arms"].keys()
+    assert not {seed for seed, _ in working.places(WORKING_PLAN, pilot=True)} & set(seeds)
 
 
 def test_the_arms_are_one_key_apart():
     """Arms that name what is rewarded have two, as the plan says."""
-    for arm, keys in PLAN["arms"].items():
+    for arm, keys in WORKING_PLAN["arms"].items():
         apart = {
-            key for key in keys if keys[key] != {**PLAN["train"], **PLAN["arms"]["grpo"]}.get(key)
+            key
+            for key in keys
+            if keys[key] != {**WORKING_PLAN["train"], **WORKING_PLAN["arms"]["grpo"]}.get(key)
         }
         assert len(apart) <= (2 if arm in ("gate", "steps alone") else 1), arm

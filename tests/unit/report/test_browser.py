@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page_of_two_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     return write_page(
         folder / "page.html",
@@ -36,14 +36,14 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def attacked_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_attacked_page(tmp_path_factory.mktemp("attacked"))
 
 
-def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
+def test_texts_of_a_model_do_nothing(browser, attacked_page, tmp_path):
     """A page that would run them says so in its title, and a plain page with the same text does."""
     assert_attack_runs_unescaped(ATTACKING_HTML, browser, tmp_path)
-    browser.open(attacked)
+    browser.open(attacked_page)
     assert (
         browser.text(".rollout .text")
         == ATTACKING_HTML
@@ -65,10 +65,12 @@ def test_texts_of_a_model_do_nothing(browser, attacked, tmp_path):
     ] == []
 
 
-def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp_path):
+def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked_page, tmp_path):
     forgotten = tmp_path / "forgotten.html"
     forgotten.write_text(
-        attacked.read_text().replace("</h1>", f"</h1>{ATTACKING_HTML.replace('{{SCRIPT}}', '')}", 1)
+        attacked_page.read_text().replace(
+            "</h1>", f"</h1>{ATTACKING_HTML.replace('{{SCRIPT}}', '')}", 1
+        )
     )
     browser.open(forgotten)
     browser.wait_for_error("Content Security Policy")
@@ -80,13 +82,13 @@ def test_the_policy_alone_stops_what_would_not_be_escaped(browser, attacked, tmp
     assert browser.js(refused) == "TypeError"
 
 
-def test_a_person_finds_a_group(browser, page):
+def test_a_person_finds_a_group(browser, page_of_two_runs):
     """Every filter works with the mouse.
 
     The counts are those of `write_run`: 12 steps x 2 groups and 60 x 1.
     """
     browser.look()
-    browser.open(page)
+    browser.open(page_of_two_runs)
     count = lambda: browser.text("#count").split(" groups")[0]  # noqa: E731
     assert count() == "84 of 84"
     assert len(browser.texts("#list button")) == 50
@@ -139,8 +141,8 @@ def test_a_person_finds_a_group(browser, page):
     assert browser.errors == []
 
 
-def test_the_keyboard_is_enough(browser, page):
-    browser.open(page)
+def test_the_keyboard_is_enough(browser, page_of_two_runs):
+    browser.open(page_of_two_runs)
     browser.put("#filter-run", "0")
     browser.press("j")
     browser.press("j")
@@ -201,7 +203,7 @@ def test_the_result_comes_first_and_the_usual_curves_need_no_menu(browser, tmp_p
 
 
 def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
-    views = {f"eval_geometry3k_{view}_accuracy": share for view, share in VIEWS.items()}
+    views = {f"eval_geometry3k_{view}_accuracy": share for view, share in ACCURACY_BY_VIEW.items()}
     run = write_run(tmp_path / "adora", 3)
     other_run = write_run(tmp_path / "other", 3)
     for folder in (run, other_run):
@@ -218,7 +220,9 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     browser.js(f"document.querySelector('{chart} .plot').focus()")
     browser.press("ArrowLeft")
     reading = browser.text(f"{chart} .reading")
-    assert all(f"{view} {100 * share:.0f} %" in reading for view, share in VIEWS.items()), reading
+    assert all(
+        f"{view} {100 * share:.0f} %" in reading for view, share in ACCURACY_BY_VIEW.items()
+    ), reading
     colours = (
         f"new Set([...document.querySelectorAll('{chart} svg path')].map(n => "
         "n.getAttribute('class'))).size"
@@ -230,7 +234,7 @@ def test_the_four_views_of_a_benchmark_stand_in_one_chart(browser, tmp_path):
     ), "one of each view"
 
 
-VIEWS = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
+ACCURACY_BY_VIEW = {"image": 0.6, "text": 0.7, "both": 0.8, "blank": 0.1}
 
 
 def test_a_run_one_step_ahead_shows_how_old_its_rollouts_are_and_who_waited(browser, tmp_path):
@@ -347,8 +351,8 @@ def test_formulas_of_a_model_do_nothing(browser, tmp_path):
     assert browser.text(".problem .text") == text == browser.text(".rollout .text")
 
 
-def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
-    browser.open(page, "#run=0&step=11&id=problem%2F1")
+def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page_of_two_runs):
+    browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     size = "document.querySelector('{} img').getBoundingClientRect().width"
     small = browser.js(size.format(".diagram"))
     browser.click(".diagram")
@@ -361,7 +365,7 @@ def test_a_click_enlarges_a_diagram_and_escape_closes_it(browser, page):
     assert browser.errors == []
 
 
-def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
+def test_the_first_screen_says_what_a_run_did_and_why(browser, page_of_two_runs, tmp_path):
     """The rollouts come before the curves, and a name is not repeated."""
     run = write_run(tmp_path / "lonely", 20)
     browser.look(width=1400, height=900)
@@ -381,7 +385,7 @@ def test_the_first_screen_says_what_a_run_did_and_why(browser, page, tmp_path):
     assert browser.js(f"{top_of.format('#groups')} < {top_of.format('#curves')}")
     assert "temporarily disadvantageous" in browser.text("#groups .hint")
     assert not browser.js("document.querySelector('#filter-run').getClientRects().length")
-    browser.open(page)
+    browser.open(page_of_two_runs)
     assert browser.text("h1") == "2 runs"
     assert browser.texts("#runs h2") == ["adora", "grpo"]
 
@@ -467,19 +471,19 @@ def test_a_call_is_drawn_on_the_picture_and_spelled_as_a_person_would(browser, t
     assert not browser.js("document.querySelector('#filter-calls').getClientRects().length")
 
 
-def test_an_address_leads_back_to_its_group(browser, page):
-    browser.open(page, "#run=0&step=11&id=problem%2F1")
+def test_an_address_leads_back_to_its_group(browser, page_of_two_runs):
+    browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     assert browser.text("#detail h3") == "Step 11, adora problem/1"
     browser.press("j")
     assert browser.js("location.hash") == "#run=1&step=11&id=problem%2F0"
 
 
 def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
-    browser, page, tmp_path
+    browser, page_of_two_runs, tmp_path
 ):
     browser.open(write_page(tmp_path / "short.html", write_run(tmp_path / "short", 2)))
     assert browser.js("document.querySelector('#table').open"), "no curve has anything to see"
-    browser.open(page)
+    browser.open(page_of_two_runs)
     browser.page.emulate_media(media="print")
     browser.js("dispatchEvent(new Event('beforeprint'))")
     hidden = (
@@ -505,12 +509,12 @@ def test_a_print_has_the_groups_of_the_filter_and_the_figures_and_no_buttons(
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page, dark):
+def test_it_is_legible_on_a_phone_and_in_the_dark(browser, page_of_two_runs, dark):
     """No sideways scrolling at 360 pixels, every field has a label, and contrasts of 4.5 and more
     (WCAG AA).
     """
     browser.look(width=360, height=740, dark=dark)
-    browser.open(page, "#run=0&step=11&id=problem%2F1")
+    browser.open(page_of_two_runs, "#run=0&step=11&id=problem%2F1")
     assert browser.js("document.documentElement.scrollWidth <= innerWidth")
     assert browser.js(
         "[...document.querySelectorAll('input, select')].every(n => n.labels.length === 1)"

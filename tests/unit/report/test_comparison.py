@@ -21,7 +21,7 @@ from adora_vl.report.compare_runs import at_budget, between_seeds
 from adora_vl.report.comparison_sides import PASS_RATE, read_compared, rollouts_per_step
 from eval.geometry3k import BENCHMARK
 
-CONFIG = {
+RUN_CONFIG = {
     "seed": 0,
     "adora_method": {"grpo": {}},
     "generation_batch_size": 32,
@@ -31,10 +31,10 @@ CONFIG = {
     "learning_rate": 1e-4,
     "output_dir": "x",
 }
-ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
+ADORA_METHOD = {"adora": {"mode": "attenuation", "factor": 0.1}}
 
 
-def run(
+def write_run(
     folder: Path,
     rates: list[float],
     right: int | None = None,
@@ -48,7 +48,7 @@ def run(
     folder.mkdir(parents=True)
     manifest = {
         "made_by": "adora_vl.train",
-        "config": CONFIG | config,
+        "config": RUN_CONFIG | config,
         "data": {"folder": "d", "rows": 9, "fingerprint": "f"},
         "model": {"name": "m", "fingerprint": "g"},
         "batches": "",
@@ -80,7 +80,7 @@ def run(
     return str(folder)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def print_comparison(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     assert main(list(words)) == 0
     return capsys.readouterr().out.splitlines()
 
@@ -148,7 +148,7 @@ def test_the_rollouts_of_a_step_follow_from_the_sizes_of_its_batches():
 
 def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path):
     """`logging_steps: 5` writes the mean seconds of a step."""
-    folder = Path(run(tmp_path / "a", [0.1]))
+    folder = Path(write_run(tmp_path / "a", [0.1]))
     lines = [
         {
             "step": step,
@@ -165,15 +165,15 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
 
 
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
-    a = run(tmp_path / "a", [0.1] * 10, 5)
-    b = run(
+    a = write_run(tmp_path / "a", [0.1] * 10, 5)
+    b = write_run(
         tmp_path / "b",
         [0.1, 0.3] + [0.5] * 8,
         16,
         seconds=2.0,
-        adora_method=ADORA,
+        adora_method=ADORA_METHOD,
     )
-    lines = said(capsys, a, b, "--compare")
+    lines = print_comparison(capsys, a, b, "--compare")
     text = lines[0]
     assert text.startswith(
         "B (ADORA attenuation, factor 0.1, 1 seed) is better than A (GRPO, 1 seed): +55.0 points on"
@@ -189,11 +189,11 @@ def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
 
 
 def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
-    a = run(tmp_path / "a", [0.2] * 10, 5)
-    b = run(
+    a = write_run(tmp_path / "a", [0.2] * 10, 5)
+    b = write_run(
         tmp_path / "b", [0.1 * step for step in range(1, 11)], 5, seconds=2.0, learning_rate=1e-3
     )
-    lines = said(capsys, a, b, "--compare")
+    lines = print_comparison(capsys, a, b, "--compare")
     assert any("160 rollouts" in line and "+80.0" in line for line in lines)
     assert any("training, 10 s" in line and "+30.0" in line for line in lines)
     explained = lines[
@@ -207,7 +207,7 @@ def test_equal_seconds_are_not_equal_rollouts(tmp_path, capsys):
 def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
     """It covers many problems already; the pass rate in training is a mean over the last tenth."""
     for name, offset in (("a", 0.0), ("b", 0.4)):
-        folder = Path(run(tmp_path / name, [0.1], adora_method={name: {}}))
+        folder = Path(write_run(tmp_path / name, [0.1], adora_method={name: {}}))
         shares = {95: 0.5, 100: 0.5 + offset}
         evaluated = {
             step: {"step": step, "kind": "eval", "eval_drawn_accuracy": share}
@@ -225,7 +225,7 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
         (folder / "metrics.jsonl").write_text(
             "\n".join(map(json.dumps, [*trained, *evaluated.values()]))
         )
-    lines = said(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
+    lines = print_comparison(capsys, str(tmp_path / "a"), str(tmp_path / "b"), "--compare")
     assert "+40.0" in next(
         line for line in lines if line.startswith("drawn on the way, 1,600 rollouts")
     )
@@ -236,10 +236,13 @@ def test_an_evaluation_on_the_way_is_taken_as_it_is(tmp_path, capsys):
 
 def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, capsys):
     seeds = range(3)
-    a = [run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
-    b = [run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_method=ADORA) for s in seeds]
-    mixed = said(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
-    assert mixed == said(capsys, *a, "--compare", *b)
+    a = [write_run(tmp_path / f"a{s}", [0.5], 5 + s, seed=s) for s in seeds]
+    b = [
+        write_run(tmp_path / f"b{s}", [0.5], 12 + s, seed=s, adora_method=ADORA_METHOD)
+        for s in seeds
+    ]
+    mixed = print_comparison(capsys, a[0], b[0], b[1], a[1], a[2], b[2], "--compare")
+    assert mixed == print_comparison(capsys, *a, "--compare", *b)
     assert "A (GRPO, 3 seeds): +35.0 points" in mixed[0]
     assert "over 3 pairs of seeds" in mixed[0]
     assert (
@@ -248,38 +251,40 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
 
 
 def test_worse_is_called_worse(tmp_path, capsys):
-    a = run(tmp_path / "a", [0.5], 16)
-    b = run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
-    assert "is worse than A" in said(capsys, a, b, "--compare")[0]
+    a = write_run(tmp_path / "a", [0.5], 16)
+    b = write_run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)
+    assert "is worse than A" in print_comparison(capsys, a, b, "--compare")[0]
 
 
 def test_without_held_out_scores_nothing_is_claimed(tmp_path, capsys):
-    lines = said(capsys, run(tmp_path / "a", [0.1], 3), run(tmp_path / "b", [0.9]), "--compare")
+    lines = print_comparison(
+        capsys, write_run(tmp_path / "a", [0.1], 3), write_run(tmp_path / "b", [0.9]), "--compare"
+    )
     assert "is not known" in lines[0]
     assert "eval.problems run" in lines[0]
     assert any("pass rate in training" in line and "+80.0" in line for line in lines)
 
 
 def test_warnings_name_a_run_that_is_not_finished_and_unlike_seeds(tmp_path, capsys):
-    a = run(tmp_path / "a", [0.5], 5)
-    b = run(tmp_path / "b", [0.5], 5, seed=1)
+    a = write_run(tmp_path / "a", [0.5], 5)
+    b = write_run(tmp_path / "b", [0.5], 5, seed=1)
     manifest = json.loads((tmp_path / "b" / "manifest.json").read_text())
     (tmp_path / "b" / "manifest.json").write_text(json.dumps(manifest | {"status": "failed"}))
-    lines = said(capsys, a, b, "--compare")
+    lines = print_comparison(capsys, a, b, "--compare")
     assert f"warning: {b}: the run is failed" in lines
     assert any("different seeds" in line for line in lines)
     assert "The configs are the same but for the seed." in lines[0]
-    c = run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
+    c = write_run(tmp_path / "c", [0.5], 5, adora_rollouts={"budget": 9})
     fewer = (
         f"warning: {c}: some generations of adora_rollouts.budget have fewer rollouts than are "
         "counted"
     )
-    assert fewer in said(capsys, a, c, "--compare")
+    assert fewer in print_comparison(capsys, a, c, "--compare")
 
 
 def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
-    runs = [run(tmp_path / f"r{n}", [0.5], learning_rate=n) for n in range(3)]
-    twice = [run(tmp_path / f"t{n}", [0.5]) for n in range(2)]
+    runs = [write_run(tmp_path / f"r{n}", [0.5], learning_rate=n) for n in range(3)]
+    twice = [write_run(tmp_path / f"t{n}", [0.5]) for n in range(2)]
     for words, message in [
         ([runs[0], "--compare"], "--compare: one run is named"),
         ([*runs, "--compare"], "the 3 runs have 3 different configs"),
@@ -292,7 +297,7 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         assert error.count("\n") == 1
 
 
-def score_file(path: Path, right: str, **fields: Any) -> str:
+def write_score(path: Path, right: str, **fields: Any) -> str:
     """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
     answer.
     """
@@ -328,9 +333,9 @@ def interval(correct: int, total: int) -> str:
 
 
 def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp_path, capsys):
-    before = score_file(tmp_path / "before.json", "0" * 20)
-    after = score_file(tmp_path / "after.json", "10" * 10)  # supplementary kept, vertical lost
-    grpo = score_file(tmp_path / "grpo.json", "11" * 9 + "00")
+    before = write_score(tmp_path / "before.json", "0" * 20)
+    after = write_score(tmp_path / "after.json", "10" * 10)  # supplementary kept, vertical lost
+    grpo = write_score(tmp_path / "grpo.json", "11" * 9 + "00")
     assert gain([before, after, "--beside", f"GRPO={grpo}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("GRPO [95 %]")
@@ -353,8 +358,8 @@ def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp
 
 
 def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    before = score_file(tmp_path / "b", "1" * 30 + "0" * 70)
-    after = score_file(tmp_path / "a", "1" * 60 + "0" * 40)
+    before = write_score(tmp_path / "b", "1" * 30 + "0" * 70)
+    after = write_score(tmp_path / "a", "1" * 60 + "0" * 40)
     assert gain([before, after]) == 0
     printed = capsys.readouterr().out
     assert interval(30, 100) in printed
@@ -368,14 +373,16 @@ def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
 
 
 def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before = score_file(tmp_path / "b", "0011")
-    after = score_file(tmp_path / "a", "0111")
-    assert gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111')}"]) == 0
+    before = write_score(tmp_path / "b", "0011")
+    after = write_score(tmp_path / "a", "0111")
+    assert gain([before, after, "--beside", f"GRPO={write_score(tmp_path / 'g', '1111')}"]) == 0
     printed = capsys.readouterr().out
     assert "after - GRPO: -25.0 points" in printed
     items = [{"pid": f"other/{number}", "verdict": "correct"} for number in range(4)]
     assert (
-        gain([before, after, "--beside", f"GRPO={score_file(tmp_path / 'g', '1111', items=items)}"])
+        gain(
+            [before, after, "--beside", f"GRPO={write_score(tmp_path / 'g', '1111', items=items)}"]
+        )
         == 0
     )
     printed = capsys.readouterr().out
@@ -385,9 +392,9 @@ def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
 
 
 def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
-    before = score_file(tmp_path / "b", "0011")
-    short = score_file(tmp_path / "s", "01")
-    mmstar_score = score_file(tmp_path / "o", "0011", benchmark="mmstar")
+    before = write_score(tmp_path / "b", "0011")
+    short = write_score(tmp_path / "s", "01")
+    mmstar_score = write_score(tmp_path / "o", "0011", benchmark="mmstar")
     mistakes = [
         ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
         ("=score.json", "is not NAME=FILE"),

@@ -28,7 +28,7 @@ from tests.support.recorded_runs import (
     write_run,
 )
 
-GROUP = {
+ATTENUATED_GROUP = {
     "step": 6,
     "weight": 0.1,
     "tds": True,
@@ -41,7 +41,7 @@ GROUP = {
 }
 
 
-REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+CHANGED_GROUP_AND_REASON: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
         {},
@@ -175,10 +175,10 @@ REASONS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 def test_why_a_group_has_its_weight():
     sentences = [
-        weight_reason({**GROUP, **group}, {**ADORA_SETTINGS, **settings})
-        for group, settings, _ in REASONS
+        weight_reason({**ATTENUATED_GROUP, **group}, {**ADORA_SETTINGS, **settings})
+        for group, settings, _ in CHANGED_GROUP_AND_REASON
     ]
-    assert sentences == [sentence for _, _, sentence in REASONS]
+    assert sentences == [sentence for _, _, sentence in CHANGED_GROUP_AND_REASON]
 
 
 def test_what_is_no_run_is_said_in_one_line(tmp_path, capsys):
@@ -287,6 +287,12 @@ def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
     assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
+def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
+    runs = [write_run(tmp_path / seed / "run", 1) for seed in ("first", "second")]
+    page = write_page(tmp_path / "page.html", *runs)
+    assert [run["name"] for run in unpack_data(page)["runs"]] == [str(run) for run in runs]
+
+
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     run = write_run(tmp_path / "run", 1)
     write_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))
@@ -294,7 +300,7 @@ def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     (tmp_path / "secret.png").write_bytes(b"secret")
     stranger = write_run(tmp_path / "stranger", 1, images=["../../../secret.png"])
     assert base64.b64encode(b"secret").decode() not in json.dumps(
-        unpacked(write_page(tmp_path / "s.html", stranger))
+        unpack_data(write_page(tmp_path / "s.html", stranger))
     )
 
 
@@ -308,23 +314,23 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
     picture.unlink()
     picture.symlink_to(tmp_path / "secret.png")
     page = write_page(tmp_path / "page.html", run)
-    assert secret not in json.dumps(unpacked(page))
+    assert secret not in json.dumps(unpack_data(page))
     assert "1 diagram left out: a link leads out of the run's folder." in capsys.readouterr().out
     picture.unlink()
     (run / "kept.png").write_bytes(stored)
     picture.symlink_to(run / "kept.png")
     page = write_page(tmp_path / "within.html", run)
-    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link within it"
+    assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link within it"
     (tmp_path / "alias").symlink_to(run)
     page = write_page(tmp_path / "alias.html", tmp_path / "alias")
-    assert base64.b64encode(stored).decode() in json.dumps(unpacked(page)), "a link to the run"
+    assert base64.b64encode(stored).decode() in json.dumps(unpack_data(page)), "a link to the run"
     picture.unlink()
     picture.write_bytes(stored)
     images = run / "rollouts" / "_images"
     images.rename(tmp_path / "moved")
     images.symlink_to(tmp_path / "moved")
     assert base64.b64encode(stored).decode() not in json.dumps(
-        unpacked(write_page(tmp_path / "folder.html", run))
+        unpack_data(write_page(tmp_path / "folder.html", run))
     )
     for name in ("metrics.jsonl", "manifest.json", "rollouts"):
         stranger = write_run(tmp_path / name.partition(".")[0], 1)
@@ -339,25 +345,25 @@ def test_the_page_of_a_strangers_run_has_no_file_from_outside_of_its_folder(tmp_
         assert not (tmp_path / "none.html").exists()
 
 
-def unpacked(page: Path) -> dict[str, Any]:
+def unpack_data(page: Path) -> dict[str, Any]:
     """Return both blocks of data of a page."""
     blocks = re.findall(r'id="(?:data|texts)">([^<]*)<', page.read_text())
     both = [json.loads(gzip.decompress(base64.b64decode(block))) for block in blocks]
     return {**both[0], **both[1]}
 
 
-EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
+EXAMPLE_PAGE = Path(__file__).parents[3] / "docs" / "examples" / "report.html"
 
 
 def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_today(tmp_path):
     """People who have installed nothing open it, so it is small and fetches nothing."""
-    page = (EXAMPLE.parents[1] / "report.md").read_text()
+    page = (EXAMPLE_PAGE.parents[1] / "report.md").read_text()
     (options,) = re.findall(r"report adora grpo --output docs/examples/report.html (.+?)`", page)
     runs = [write_run(tmp_path / name, 3) for name in ("adora", "grpo")]
     made_today = write_page(tmp_path / "page.html", *runs, words=tuple(options.split()))
-    assert EXAMPLE.stat().st_size < 1_500_000
-    example = unpacked(EXAMPLE)
-    today = unpacked(made_today)
+    assert EXAMPLE_PAGE.stat().st_size < 1_500_000
+    example = unpack_data(EXAMPLE_PAGE)
+    today = unpack_data(made_today)
     assert example.keys() == today.keys()
     assert example["rollout"] == today["rollout"]
     for part in ("runs", "groups"):
@@ -366,7 +372,7 @@ def test_the_finished_report_of_the_pages_has_the_form_that_its_command_makes_to
         assert example.keys() == today.keys(), part
     assert len(example["story"]) == 3
     assert "held-out accuracy" in example["result"]
-    text = EXAMPLE.read_text() + json.dumps(example)
+    text = EXAMPLE_PAGE.read_text() + json.dumps(example)
     assert not re.search(r"/(home|root|tmp|work)/", text), "no path of a machine"
 
 
@@ -386,7 +392,7 @@ def test_the_page_is_self_contained(tmp_path):
         "http://www.w3.org/1998/Math/MathML",
     }
     assert set(re.findall(r"https?://[^\s\"']*", text)) <= namespaces
-    assert unpacked(attacked)["runs"][0]["groups"][0]["id"] == ATTACKING_HTML
+    assert unpack_data(attacked)["runs"][0]["groups"][0]["id"] == ATTACKING_HTML
     for name in _SCRIPTS:
         script = (_VIEWER / name).read_text()
         assert not re.search(
@@ -407,7 +413,7 @@ def test_every_phase_of_the_clock_has_a_place_and_a_colour_in_the_chart():
         assert styles.count(f"--{phase}: #") == 2, "for light and dark screens"
 
 
-FORMULAS: dict[str, list[str]] = {
+FORMULAS_BY_TEXT: dict[str, list[str]] = {
     "Find $x$. Is it $x < 5$?": ["$x$", "$x < 5$"],
     r"so \(a\), \[b\] and $$c$$": [r"\(a\)", r"\[b\]", "$$c$$"],
     r"Answer: \boxed{\frac{\sqrt{3}}{2}}.": [r"\boxed{\frac{\sqrt{3}}{2}}"],
@@ -425,7 +431,7 @@ FORMULAS: dict[str, list[str]] = {
 
 
 def test_a_formula_is_found_where_it_is_one():
-    assert {text: list(formulas([text])) for text in FORMULAS} == FORMULAS
+    assert {text: list(formulas([text])) for text in FORMULAS_BY_TEXT} == FORMULAS_BY_TEXT
     # An answer is a formula altogether where it is LaTeX.
     assert list(formulas([None], [r"2 \sqrt { 221 }", "x^2", "7", "Rome", None])) == [
         r"2 \sqrt { 221 }",
@@ -441,7 +447,7 @@ def test_the_tree_says_what_the_formula_does():
     assert mathml("$$x$$") == ["math", {"display": "block"}, ["mrow", {}, ["mi", {}, "x"]]]
 
 
-MARKUP = [
+REFUSED_MARKUP = [
     r"\href{javascript:document.title='owned'}{x}",
     r"\style{color:red}{x}",
     r"\class{result}{x}",
@@ -458,14 +464,16 @@ MARKUP = [
 
 
 def test_no_link_style_or_markup_gets_into_a_tree():
-    trees = {latex: mathml(f"${latex}$") for latex in MARKUP}
+    trees = {latex: mathml(f"${latex}$") for latex in REFUSED_MARKUP}
     assert {
-        latex: tree for latex, tree in trees.items() if tree is not None and not allowed(tree[2:])
+        latex: tree
+        for latex, tree in trees.items()
+        if tree is not None and not allowed_tags(tree[2:])
     } == {}
     assert any(trees.values())
 
 
-def allowed(children) -> bool:
+def allowed_tags(children) -> bool:
     """Nothing but texts, and the elements and attributes that layout needs."""
     names = {
         "display",
@@ -496,7 +504,7 @@ def allowed(children) -> bool:
             or not attributes.keys() <= names
         ):
             return False
-        if not allowed(rest):
+        if not allowed_tags(rest):
             return False
     return True
 
@@ -506,11 +514,11 @@ def allowed(children) -> bool:
 def test_whatever_is_written_the_tree_is_small_and_plain(text):
     for tree in formulas([f"${text}$", text], [text]).values():
         assert tree[0] == "math"
-        assert allowed(tree[2:])
+        assert allowed_tags(tree[2:])
         assert len(json.dumps(tree)) < 60_000
 
 
-GROWING = [
+GROWING_FORMULAS = [
     r"$\def\a{\a\a}\a$",
     r"$\newcommand{\b}{\c\c}\newcommand{\c}{xx}\b$",
     r"$\renewcommand{\a}{\a\a}\a$",
@@ -530,7 +538,7 @@ GROWING = [
 
 
 def test_no_short_text_grows_in_the_page():
-    sizes = {text[:12]: len(json.dumps(formulas([text]))) for text in GROWING}
+    sizes = {text[:12]: len(json.dumps(formulas([text]))) for text in GROWING_FORMULAS}
     assert {text: size for text, size in sizes.items() if size >= 60_000} == {}
 
 

@@ -43,7 +43,7 @@ def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, An
     return row
 
 
-def pair(
+def rollout_pair(
     *,
     rewards: tuple[float, float],
     weight: float = 1.0,
@@ -63,9 +63,9 @@ def pair(
 
 
 def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_path: Path) -> None:
-    no_signal = pair(rewards=(1.0, 1.0), weight=0.1)
-    full_weight = pair(rewards=(1.0, 0.0))
-    tenth_weight = pair(rewards=(1.0, 0.0), weight=0.1)
+    no_signal = rollout_pair(rewards=(1.0, 1.0), weight=0.1)
+    full_weight = rollout_pair(rewards=(1.0, 0.0))
+    tenth_weight = rollout_pair(rewards=(1.0, 0.0), weight=0.1)
     step = [no_signal, full_weight, full_weight, tenth_weight]
     signal, weights = story_from(tmp_path, [step])
     assert signal.startswith("Signal: 3 of 4 recorded groups (75 %) ")
@@ -77,15 +77,15 @@ def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_pat
 
 
 def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
-    no_signal = pair(rewards=(1.0, 1.0))
+    no_signal = rollout_pair(rewards=(1.0, 1.0))
     [signal] = story_from(tmp_path / "none", [[no_signal]])
     assert signal.startswith("Signal: none of 1 recorded group has rewards that differ")
-    full_weight = pair(rewards=(1.0, 0.0))
+    full_weight = rollout_pair(rewards=(1.0, 0.0))
     [_, weights] = story_from(tmp_path / "plain", [[full_weight]])
     assert weights == "Weights: all are 1. ADORA's criteria would mark 0 of these groups (0 %)."
     assert story_of([]) == []
-    amplified = pair(rewards=(1.0, 0.0), weight=2.0)
-    attenuated = pair(rewards=(1.0, 0.0), weight=0.5)
+    amplified = rollout_pair(rewards=(1.0, 0.0), weight=2.0)
+    attenuated = rollout_pair(rewards=(1.0, 0.0), weight=0.5)
     [_, weights] = story_from(tmp_path / "both", [[amplified, attenuated]])
     assert "1 of these groups (50 %) were attenuated" in weights
     assert "1 of these groups (50 %) were amplified" in weights
@@ -93,12 +93,12 @@ def test_a_run_without_signal_or_weights_says_so(tmp_path: Path) -> None:
 
 def test_a_length_changes_only_where_the_groups_agree(tmp_path: Path) -> None:
     early = [
-        pair(rewards=(1.0, 0.0), lengths=(10, 10)),
-        pair(rewards=(1.0, 0.0), lengths=(12, 90)),
+        rollout_pair(rewards=(1.0, 0.0), lengths=(10, 10)),
+        rollout_pair(rewards=(1.0, 0.0), lengths=(12, 90)),
     ]
     late = [
-        pair(rewards=(1.0, 0.0), lengths=(40, 20)),
-        pair(rewards=(1.0, 0.0), lengths=(42, 95)),
+        rollout_pair(rewards=(1.0, 0.0), lengths=(40, 20)),
+        rollout_pair(rewards=(1.0, 0.0), lengths=(42, 95)),
     ]
     *_, lengths = story_from(tmp_path, [early, late])
     assert lengths == (

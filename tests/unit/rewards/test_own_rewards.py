@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,6 +321,43 @@ def test_nonsense_is_a_failure_with_row_and_reason(subtests):
             assert failure.function == "mine"
             assert failure.row.startswith(row)
             assert failure.reason.startswith(reason)
+
+
+@pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])
+def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logged(parts):
+    logged: list[object] = []
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        for count in parts:
+            log_extra("words", range(count))
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a", "b", "c"], log_extra=lambda _, values: logged.extend(values))
+    assert not failures
+    assert len(logged) == 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
+def test_a_column_with_too_few_or_too_many_values_is_a_failure(count):
+    """The values of all later completions, also those of other ranks, would stand in other rows."""
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        log_extra("words", ["x"] * count)
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a", "b", "c"], log_extra=lambda *_: None)
+    assert [failure.reason for failure in failures] == [
+        f"it logged {count} values of 'words' for 3 completions; log one for each, None where "
+        "there is none"
+    ]
 
 
 def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:

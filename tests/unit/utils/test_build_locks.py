@@ -9,11 +9,11 @@ import pytest
 
 from adora_vl.utils import launch
 
-LONG_AGO = time.time() - 2 * launch.FOREIGN_BUILD_PATIENCE_S
+TIME_LONG_AGO = time.time() - 2 * launch.FOREIGN_BUILD_PATIENCE_S
 
 
 @pytest.fixture
-def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def make_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The lock of a build that was killed long ago, where torch would leave it."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -21,8 +21,8 @@ def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     build.mkdir()
     for file in (build / "build.ninja", build / "lock"):
         file.touch()
-        os.utime(file, (LONG_AGO, LONG_AGO))
-    os.utime(build, (LONG_AGO, LONG_AGO))
+        os.utime(file, (TIME_LONG_AGO, TIME_LONG_AGO))
+    os.utime(build, (TIME_LONG_AGO, TIME_LONG_AGO))
     return build / "lock"
 
 
@@ -40,56 +40,56 @@ def test_the_folder_is_the_one_in_which_torch_builds(
 
 
 def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
-    lock: Path, capfd: pytest.CaptureFixture[str]
+    make_lock: Path, capfd: pytest.CaptureFixture[str]
 ):
     launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
-    assert not lock.exists()
-    assert lock.with_name("build.ninja").exists()
-    assert capfd.readouterr().err == f"removed {lock}: the build that it guarded was killed\n"
+    assert not make_lock.exists()
+    assert make_lock.with_name("build.ninja").exists()
+    assert capfd.readouterr().err == f"removed {make_lock}: the build that it guarded was killed\n"
 
 
-def test_the_lock_of_a_build_that_goes_on_stays(lock: Path):
+def test_the_lock_of_a_build_that_goes_on_stays(make_lock: Path):
     """However long one file takes to compile: ninja works in the folder."""
-    with subprocess.Popen(["sleep", "60"], cwd=lock.parent) as builder:
-        assert launch.is_left_behind(lock) is False
+    with subprocess.Popen(["sleep", "60"], cwd=make_lock.parent) as builder:
+        assert launch.is_left_behind(make_lock) is False
         launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
         builder.kill()
-    assert lock.exists()
-    assert launch.is_left_behind(lock) is True
+    assert make_lock.exists()
+    assert launch.is_left_behind(make_lock) is True
 
 
 @pytest.mark.parametrize("written", ["lock", "operator.o"])
 def test_a_build_elsewhere_is_waited_for_while_it_writes(
-    lock: Path, capfd: pytest.CaptureFixture[str], written: str
+    make_lock: Path, capfd: pytest.CaptureFixture[str], written: str
 ):
     """A lock without a builder here may be another machine's, which shares the home folder."""
-    new = lock.with_name(written)
+    new = make_lock.with_name(written)
     new.touch()
     os.utime(new)
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        for file in (new, lock, lock.parent):
-            os.utime(file, (LONG_AGO, LONG_AGO))
+        for file in (new, make_lock, make_lock.parent):
+            os.utime(file, (TIME_LONG_AGO, TIME_LONG_AGO))
 
     launch.release_killed_builds(sleep=sleep)
     assert len(waits) == 1
-    assert not lock.exists()
+    assert not make_lock.exists()
     first, second = capfd.readouterr().err.splitlines()
     assert first.startswith("waiting up to 180 s for a build of shm_comm")
-    assert f"rm {lock}" in first
+    assert f"rm {make_lock}" in first
     assert second.startswith("removed")
 
 
-def test_a_lock_that_its_owner_gives_back_is_waited_for(lock: Path):
-    os.utime(lock)
-    launch.release_killed_builds(sleep=lambda _: lock.unlink())
-    assert not lock.exists()
+def test_a_lock_that_its_owner_gives_back_is_waited_for(make_lock: Path):
+    os.utime(make_lock)
+    launch.release_killed_builds(sleep=lambda _: make_lock.unlink())
+    assert not make_lock.exists()
 
 
 def test_the_other_ranks_leave_the_removal_to_the_first(
-    lock: Path, monkeypatch: pytest.MonkeyPatch, capfd
+    make_lock: Path, monkeypatch: pytest.MonkeyPatch, capfd
 ):
     """A lock that vanished before the first rank holds its own would tell them that the build is
     done.
@@ -99,16 +99,16 @@ def test_the_other_ranks_leave_the_removal_to_the_first(
 
     def sleep(seconds: float) -> None:
         waits.append(seconds)
-        assert lock.exists()
+        assert make_lock.exists()
         if len(waits) == 3:
-            lock.unlink()
+            make_lock.unlink()
 
     launch.release_killed_builds(sleep=sleep)
     assert len(waits) == 3
     assert not capfd.readouterr().err
 
 
-def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_a_run_with_deepspeed_looks(make_lock: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED", raising=False)
     for under_deepspeed, stays in (
         (None, True),
@@ -118,4 +118,4 @@ def test_only_a_run_with_deepspeed_looks(lock: Path, monkeypatch: pytest.MonkeyP
         if under_deepspeed:
             monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", under_deepspeed)
         launch.prepare_engine_environment()
-        assert lock.exists() is stays
+        assert make_lock.exists() is stays

@@ -19,17 +19,19 @@ from adora_vl.utils.launch import prepare_engine_environment
 prepare_engine_environment()
 
 ROOT = Path(__file__).parents[3]
-PATCHES = {name: value for name, value in vars(compat).items() if isinstance(value, compat.Patch)}
+PATCH_BY_NAME = {
+    name: value for name, value in vars(compat).items() if isinstance(value, compat.Patch)
+}
 
 # setattr with a key of a dataclass of settings
-SETS_KEYS = {
+FILES_THAT_SET_KEYS = {
     "adora_vl/config/methods.py",
     "adora_vl/config/values.py",
     "adora_vl/config/schema.py",
     "adora_vl/rewards/safe_call.py",  # the copy of a record that a function is handed
 }
-IMAGES = "adora_vl/data/shared_images.py"  # gives pictures a class of ours
-SETTERS = ("setattr", "delattr", "__setattr__")
+SHARED_IMAGES_FILE = "adora_vl/data/shared_images.py"  # gives pictures a class of ours
+ATTRIBUTE_SETTERS = ("setattr", "delattr", "__setattr__")
 
 
 @cache
@@ -40,7 +42,7 @@ def _sources() -> list[tuple[str, ast.Module]]:
     ]
 
 
-def _set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
+def _attributes_set_in(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
     """List the targets and the values that an assignment sets."""
     for target in node.targets:
         if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -60,7 +62,7 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
     code = {node.name for node in ast.walk(tree) if isinstance(node, definitions)} - values
     for node in ast.walk(tree):
         assigned: Iterable[tuple[ast.expr, ast.expr]] = (
-            _set_in(node) if isinstance(node, ast.Assign) else []
+            _attributes_set_in(node) if isinstance(node, ast.Assign) else []
         )
         for target, value in assigned:
             is_code = isinstance(value, ast.Lambda) or (
@@ -72,7 +74,10 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
                 and ast.unparse(target.value) != "self"
             ):
                 yield target.attr
-        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in SETTERS:
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).split(".")[-1] in ATTRIBUTE_SETTERS
+        ):
             yield "setattr"
         if isinstance(node, ast.Import | ast.ImportFrom) and "mock" in ast.unparse(node):
             yield "mock"
@@ -80,7 +85,9 @@ def _changes_of_others(tree: ast.Module) -> Iterator[str]:
 
 def test_no_library_is_changed_anywhere_else():
     changes = {path: {*_changes_of_others(tree)} for path, tree in _sources()}
-    allowed = {IMAGES: {"__class__"}} | {path: {"setattr"} for path in SETS_KEYS}
+    allowed = {SHARED_IMAGES_FILE: {"__class__"}} | {
+        path: {"setattr"} for path in FILES_THAT_SET_KEYS
+    }
     past = {path: names for path, names in changes.items() if names - allowed.get(path, set())}
     assert past == {}, "make it a Patch in adora_vl/utils/compat.py"
     assert any(changes.values())
@@ -105,12 +112,12 @@ def test_no_function_of_ours_is_patched():
     """Our own code takes parameters."""
     assert [
         patch
-        for patch in PATCHES.values()
+        for patch in PATCH_BY_NAME.values()
         if patch.owner.split(".")[0] in ("adora_vl", "eval", "data_prep")
     ] == []
 
 
-def _is_there(patch):
+def _exists_in_library(patch):
     owner = pydoc.locate(patch.owner)
     if owner is None or hasattr(owner, patch.name) or not inspect.isclass(owner):
         return hasattr(owner, patch.name)
@@ -120,7 +127,9 @@ def _is_there(patch):
 
 def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhere():
     assert [
-        f"{patch.owner}.{patch.name}" for patch in PATCHES.values() if not _is_there(patch)
+        f"{patch.owner}.{patch.name}"
+        for patch in PATCH_BY_NAME.values()
+        if not _exists_in_library(patch)
     ] == []
     used = {
         ast.unparse(node)
@@ -128,14 +137,14 @@ def test_what_is_replaced_is_there_in_the_installed_version_and_replaced_somewhe
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
     }
-    assert [name for name in PATCHES if f"compat.{name}" not in used] == [], (
+    assert [name for name in PATCH_BY_NAME if f"compat.{name}" not in used] == [], (
         "nothing uses it: remove it"
     )
 
 
 def test_every_patch_is_in_the_table_of_what_a_new_version_makes_superfluous():
     page = (ROOT / "CONTRIBUTING.md").read_text()
-    for name, patch in PATCHES.items():
+    for name, patch in PATCH_BY_NAME.items():
         row = rf"^\| `{name}`: `{patch.name}` of `{re.escape(patch.owner)}` \| .+ \| .+ \|$"
         assert re.search(row, page, re.MULTILINE), name
 

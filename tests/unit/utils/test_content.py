@@ -15,7 +15,7 @@ from adora_vl.utils import hashing
 from adora_vl.utils.files import KeptAnswers
 from adora_vl.utils.hashing import content_hash
 
-SIZE = 3 * 2**20
+THREE_MIB = 3 * 2**20
 
 
 @pytest.fixture
@@ -40,9 +40,9 @@ def read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(tmp_path, read):
     file = tmp_path / "model.safetensors"
-    content = bytearray(SIZE)
+    content = bytearray(THREE_MIB)
     hashes = set()
-    for position in (None, 0, SIZE // 2 - 1, SIZE - 1):
+    for position in (None, 0, THREE_MIB // 2 - 1, THREE_MIB - 1):
         if position is not None:
             content[position] ^= 1
         file.write_bytes(content)  # the same inode
@@ -56,7 +56,7 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
 
 
 def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
-    (tmp_path / "a").write_bytes(bytes(SIZE))
+    (tmp_path / "a").write_bytes(bytes(THREE_MIB))
     first = content_hash([tmp_path / "a"])
     hashing._kept.cache_clear()  # as a new process
     assert content_hash([(tmp_path / "a")]) == first
@@ -71,7 +71,7 @@ def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
 def test_a_file_that_was_just_written_is_read_again(tmp_path, read, monkeypatch):
     """Within the grain of a clock, a second change would leave its time as it is."""
     monkeypatch.setattr(hashing, "time", time)
-    (tmp_path / "a").write_bytes(bytes(SIZE))
+    (tmp_path / "a").write_bytes(bytes(THREE_MIB))
     assert content_hash([tmp_path / "a"]) == content_hash([tmp_path / "a"])
     assert read == ["a", "a"]
 

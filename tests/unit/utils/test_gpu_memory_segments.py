@@ -9,8 +9,8 @@ import pytest
 
 from adora_vl.utils.launch import segments_expand
 
-NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-PREPARE = """
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+PREPARE_BY_COMMAND = """
     import sys
     from adora_vl.config.command import read
     from adora_vl.prepare import prepare
@@ -28,32 +28,40 @@ PREPARE = """
     else:
         raise AssertionError("it was never asked for")
 """
-FROM_PYTHON = """
+PREPARE_BY_PYTHON = """
     import sys
     import adora_vl
     assert "torch" not in sys.modules
     adora_vl.AdoraGRPOConfig
 """
-SHOW = """
+SHOW_ALLOCATOR_SETTINGS = """
     import torch
     print("torch has", torch._C._accelerator_getAllocatorSettings())
 """
 
 
-OURS = "expandable_segments:True"
-THEIRS = "max_split_size_mb:64"
+OUR_ALLOCATOR_SETTING = "expandable_segments:True"
+USERS_ALLOCATOR_SETTING = "max_split_size_mb:64"
 
 
 @pytest.mark.parametrize(
     ("way", "variables", "expected"),
-    [(PREPARE, {}, OURS), (PREPARE, {NAMES[0]: THEIRS}, THEIRS), (FROM_PYTHON, {}, OURS)],
+    [
+        (PREPARE_BY_COMMAND, {}, OUR_ALLOCATOR_SETTING),
+        (
+            PREPARE_BY_COMMAND,
+            {ALLOCATOR_VARIABLES[0]: USERS_ALLOCATOR_SETTING},
+            USERS_ALLOCATOR_SETTING,
+        ),
+        (PREPARE_BY_PYTHON, {}, OUR_ALLOCATOR_SETTING),
+    ],
     ids=["command", "command, set by the user", "Python"],
 )
 def test_torch_reads_it_unless_the_user_has_set_another(way, variables, expected):
     environment = {
-        name: value for name, value in os.environ.items() if name not in NAMES
+        name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES
     } | variables
-    script = textwrap.dedent(way) + textwrap.dedent(SHOW)
+    script = textwrap.dedent(way) + textwrap.dedent(SHOW_ALLOCATOR_SETTINGS)
     done = subprocess.run(
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
@@ -62,9 +70,14 @@ def test_torch_reads_it_unless_the_user_has_set_another(way, variables, expected
 
 
 def test_what_the_environment_says_of_it():
-    assert segments_expand({NAMES[1]: "max_split_size_mb:64, expandable_segments: True"})
+    assert segments_expand(
+        {ALLOCATOR_VARIABLES[1]: "max_split_size_mb:64, expandable_segments: True"}
+    )
     assert not segments_expand({})
-    assert not segments_expand({NAMES[0]: "expandable_segments:False"})
+    assert not segments_expand({ALLOCATOR_VARIABLES[0]: "expandable_segments:False"})
     assert not segments_expand(
-        {NAMES[0]: "max_split_size_mb:64", NAMES[1]: "expandable_segments:True"}
+        {
+            ALLOCATOR_VARIABLES[0]: "max_split_size_mb:64",
+            ALLOCATOR_VARIABLES[1]: "expandable_segments:True",
+        }
     ), "its order"

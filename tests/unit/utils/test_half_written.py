@@ -25,16 +25,24 @@ from tests.support.pictures import draw_figure, encode_picture
 Write = Callable[[Path], int | None]
 
 
-def row(pid: str) -> dict[str, str]:
+def prediction_row(pid: str) -> dict[str, str]:
     return {"pid": pid, "answer": "5", "response": "so \\boxed{5} " + "because " * 20}
 
 
-def draw(folder: Path) -> int:
-    words = ["--rows", "3", "--test-rows", "0", "--output", str(folder / "out"), "--overwrite"]
+def write_drawn_data(folder: Path) -> int:
+    words = [
+        "--rows",
+        "3",
+        "--test-rows",
+        "0",
+        "--output",
+        str(folder / "out"),
+        "--overwrite",
+    ]
     return data_prep(["synthetic", *words])
 
 
-def clean(folder: Path) -> int:
+def write_cleaned_data(folder: Path) -> int:
     """Run `data_prep geometry3k` on the raw data in a folder, and return its exit code."""
     words = [
         "--source",
@@ -48,34 +56,40 @@ def clean(folder: Path) -> int:
     return data_prep(["geometry3k", *words])
 
 
-def look(folder: Path) -> int:
+def write_page_of_data(folder: Path) -> int:
     return data_prep(["inspect", str(folder / "data"), "--html", str(folder / "page.html")])
 
 
-def score(folder: Path) -> int:
+def write_score(folder: Path) -> int:
     return evaluate(
         BENCHMARK,
-        ["score", "--predictions", str(folder / "p.jsonl"), "--output", str(folder / "s.json")],
+        [
+            "score",
+            "--predictions",
+            str(folder / "p.jsonl"),
+            "--output",
+            str(folder / "s.json"),
+        ],
     )
 
 
-def append(folder: Path) -> None:
+def append_prediction(folder: Path) -> None:
     with PredictionLog(folder / "p.jsonl") as log:
-        log.append([row("3"), row("4")])
+        log.append([prediction_row("3"), prediction_row("4")])
 
 
-def sort(folder: Path) -> None:
+def sort_predictions(folder: Path) -> None:
     sort_rows(folder / "p.jsonl", [("2", 0), ("1", 0)])
 
 
 @pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def prepared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Something old at every name that is written, and what is needed to write it again."""
     folder = tmp_path_factory.mktemp("prepared")
     write_problem_folder(folder / "raw", number=1)
     # What cannot be used goes into the quarantine with its bytes: that is a write too.
     write_problem_folder(folder / "raw", number=2, image=encode_picture(draw_figure(2, 300))[:-9])
-    (folder / "p.jsonl").write_text("".join(json.dumps(row(pid)) + "\n" for pid in "12"))
+    (folder / "p.jsonl").write_text("".join(json.dumps(prediction_row(pid)) + "\n" for pid in "12"))
     assert (
         data_prep(["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "out")])
         == 0
@@ -84,26 +98,35 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["synthetic", "--rows", "2", "--test-rows", "1", "--output", str(folder / "data")]
     )
     assert code == 0
-    assert look(folder) == score(folder) == 0
+    assert write_page_of_data(folder) == write_score(folder) == 0
     return folder
 
 
 @pytest.fixture
-def folder(prepared: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(prepared, tmp_path / "place"))
+def copied_folder(prepared_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(prepared_folder, tmp_path / "place"))
 
 
 @pytest.mark.parametrize(
-    "write", [draw, clean, look, score, append, sort], ids=lambda write: write.__name__
+    "write",
+    [
+        write_drawn_data,
+        write_cleaned_data,
+        write_page_of_data,
+        write_score,
+        append_prediction,
+        sort_predictions,
+    ],
+    ids=lambda write: write.__name__,
 )
 @pytest.mark.parametrize("size", [0, 700])
-def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, capsys):
-    before = folder_contents(folder)
-    size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append else size
-    size = min(size, 300) if write is sort else size
+def test_what_was_there_stays_and_nothing_is_left_over(write, size, copied_folder, capsys):
+    before = folder_contents(copied_folder)
+    size = max(size, len(before["p.jsonl"] or b"") + 50) if write is append_prediction else size
+    size = min(size, 300) if write is sort_predictions else size
     with limit_file_size(size):
         try:
-            code = write(folder)
+            code = write(copied_folder)
             stderr = capsys.readouterr().err
         except UserError as error:
             code = 2
@@ -113,27 +136,29 @@ def test_what_was_there_stays_and_nothing_is_left_over(write, size, folder, caps
     assert len(errors) == 1, stderr
     assert errors[0].startswith("error: "), stderr
     assert "cannot be written" in errors[0], stderr
-    assert folder_contents(folder) == before
+    assert folder_contents(copied_folder) == before
 
 
-def test_a_full_disk_under_the_cache_of_datasets_is_one_line(prepared, tmp_path, monkeypatch):
+def test_a_full_disk_under_the_cache_of_datasets_is_one_line(
+    prepared_folder, tmp_path, monkeypatch
+):
     """Training and evaluation read a prepared folder through it."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    before = folder_contents(prepared)
+    before = folder_contents(prepared_folder)
     full = pytest.raises(UserError, match="^dataset: .* cache of `datasets`, .*; make room there")
     with limit_file_size(200), full as caught:
-        load_split(prepared / "data", "train")
+        load_split(prepared_folder / "data", "train")
     assert len(str(caught.value).splitlines()) == 1
-    assert folder_contents(prepared) == before
-    assert load_split(prepared / "data", "train").num_rows == 2
+    assert folder_contents(prepared_folder) == before
+    assert load_split(prepared_folder / "data", "train").num_rows == 2
 
 
 def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
-    prepared, tmp_path, monkeypatch
+    prepared_folder, tmp_path, monkeypatch
 ):
     """The end of the file is whole, so its columns and the number of its rows can be read."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    shutil.copytree(prepared / "data", tmp_path / "data")
+    shutil.copytree(prepared_folder / "data", tmp_path / "data")
     (file,) = (tmp_path / "data" / "data").glob("train-*.parquet")
     content = bytearray(file.read_bytes())
     content[4:400] = bytes(396)
@@ -148,20 +173,29 @@ def test_a_file_that_is_damaged_inside_is_not_taken_for_a_full_disk(
 @pytest.mark.parametrize(
     "output", ["file", "file/below", "", "x" * 300], ids=["file", "below a file", "empty", "long"]
 )
-def test_an_output_that_cannot_be_is_one_line(output, folder, capsys):
-    (folder / "file").write_text("mine")
-    before = folder_contents(folder)
-    path = str(folder / output) if output else ""
+def test_an_output_that_cannot_be_is_one_line(output, copied_folder, capsys):
+    (copied_folder / "file").write_text("mine")
+    before = folder_contents(copied_folder)
+    path = str(copied_folder / output) if output else ""
     commands = [
         lambda: data_prep(["synthetic", "--rows", "1", "--test-rows", "0", "--output", path]),
         lambda: data_prep(
-            ["geometry3k", "--source", "intergps", "--input", str(folder / "raw"), "--output", path]
+            [
+                "geometry3k",
+                "--source",
+                "intergps",
+                "--input",
+                str(copied_folder / "raw"),
+                "--output",
+                path,
+            ]
         ),
         lambda: evaluate(
-            BENCHMARK, ["score", "--predictions", str(folder / "p.jsonl"), "--output", path]
+            BENCHMARK, ["score", "--predictions", str(copied_folder / "p.jsonl"), "--output", path]
         ),
         lambda: evaluate(
-            BENCHMARK, ["run", "--model", "tiny", "--data", str(folder / "data"), "--output", path]
+            BENCHMARK,
+            ["run", "--model", "tiny", "--data", str(copied_folder / "data"), "--output", path],
         ),
     ]
     for command in commands:
@@ -170,18 +204,21 @@ def test_an_output_that_cannot_be_is_one_line(output, folder, capsys):
         stderr = capsys.readouterr().err
         assert stderr.count("\n") == 1, stderr
         assert "output" in stderr, stderr
-        assert folder_contents(folder) == before
+        assert folder_contents(copied_folder) == before
 
 
-def test_a_score_replaces_nothing_but_a_score(folder, capsys):
-    words = ["score", "--predictions", str(folder / "p.jsonl"), "--output"]
-    (folder / "notes.json").write_text('{"years": "of work"}')
-    before = folder_contents(folder)
+def test_a_score_replaces_nothing_but_a_score(copied_folder, capsys):
+    words = ["score", "--predictions", str(copied_folder / "p.jsonl"), "--output"]
+    (copied_folder / "notes.json").write_text('{"years": "of work"}')
+    before = folder_contents(copied_folder)
     for name in ("notes.json", "p.jsonl"):
-        assert evaluate(BENCHMARK, [*words, str(folder / name)]) == 2
-        assert folder_contents(folder) == before
+        assert evaluate(BENCHMARK, [*words, str(copied_folder / name)]) == 2
+        assert folder_contents(copied_folder) == before
     capsys.readouterr()
-    assert evaluate(BENCHMARK, [*words, str(folder / "new")]) == 0
-    assert json.loads((folder / "new" / "score.json").read_text())["total"] == 2
-    assert evaluate(BENCHMARK, [*words, str(folder / "new" / "other.json")]) == 0
-    assert sorted(path.name for path in (folder / "new").iterdir()) == ["other.json", "score.json"]
+    assert evaluate(BENCHMARK, [*words, str(copied_folder / "new")]) == 0
+    assert json.loads((copied_folder / "new" / "score.json").read_text())["total"] == 2
+    assert evaluate(BENCHMARK, [*words, str(copied_folder / "new" / "other.json")]) == 0
+    assert sorted(path.name for path in (copied_folder / "new").iterdir()) == [
+        "other.json",
+        "score.json",
+    ]

@@ -36,7 +36,7 @@ from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.tiny_run import arguments
 
-CPU = [
+CPU_RUN_WITHOUT_DATA = [
     "--use_cpu",
     "true",
     "--bf16",
@@ -47,28 +47,28 @@ CPU = [
     "nowhere",
 ]
 Answer = Callable[[socket.socket], None]
-dripped: list[int] = []  # an entry for each byte
+dripped_bytes: list[int] = []  # an entry for each byte
 
 
-def hangs(connection: socket.socket) -> None:
+def hang(connection: socket.socket) -> None:
     connection.recv(1)
     while connection.recv(4096):
         pass
 
 
-def drips(connection: socket.socket) -> None:
+def drip_bytes(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         while True:
             connection.sendall(b"H")
-            dripped.append(1)
+            dripped_bytes.append(1)
             time.sleep(0.02)
 
 
-def closes(connection: socket.socket) -> None:
+def close_at_once(connection: socket.socket) -> None:
     connection.close()
 
 
-def is_broken(connection: socket.socket) -> None:
+def answer_unavailable(connection: socket.socket) -> None:
     connection.recv(4096)
     connection.sendall(
         b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
@@ -76,14 +76,14 @@ def is_broken(connection: socket.socket) -> None:
     connection.close()
 
 
-def works(connection: socket.socket) -> None:
+def answer_well(connection: socket.socket) -> None:
     connection.recv(4096)
     connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
     connection.close()
 
 
 @contextlib.contextmanager
-def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
+def serve_as(answer: Answer) -> Iterator[tuple[str, list[object]]]:
     """A server on loopback: its address, and a list that gets an entry for each connection."""
     connections: list[object] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -100,7 +100,7 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[object]]]:
 
 
 @pytest.fixture
-def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """A function that makes an address the model hub, as for a process that has just started.
 
     The hub is waited for one second instead of five.
@@ -124,11 +124,11 @@ def endpoint(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
     hub.no_hub.cache_clear()
 
 
-def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None]) -> None:
-    for answer in (hangs, drips, closes, is_broken):
-        dripped.clear()
-        with serving(answer) as (address, connections):
-            endpoint(address)
+def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[str], None]) -> None:
+    for answer in (hang, drip_bytes, close_at_once, answer_unavailable):
+        dripped_bytes.clear()
+        with serve_as(answer) as (address, connections):
+            use_address_as_hub(address)
             for _ in range(3):
                 with pytest.raises(
                     UserError,
@@ -137,20 +137,20 @@ def test_a_hub_that_does_not_work_is_asked_once(endpoint: Callable[[str], None])
                     load.load_config("nobody/nothing")
             assert len(connections) <= 1, answer
             # about 50 bytes come in the second that the hub is waited for
-            assert len(dripped) < 500, "an HTTP client's time limit is for each byte"
+            assert len(dripped_bytes) < 500, "an HTTP client's time limit is for each byte"
 
 
-def test_a_hub_that_works_is_used(endpoint: Callable[[str], None]) -> None:
-    with serving(works) as (address, _):
-        endpoint(address)
+def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> None:
+    with serve_as(answer_well) as (address, _):
+        use_address_as_hub(address)
         assert not hub.no_hub()
         assert not hub.only_here("nobody/nothing")
         assert not hub.notes_on("nobody/nothing")
 
 
-def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_path):
-    with serving(works) as (address, connections):
-        endpoint(address)
+def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypatch, tmp_path):
+    with serve_as(answer_well) as (address, connections):
+        use_address_as_hub(address)
         assert hub.only_here(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
         assert hub.only_here("nobody/nothing")
@@ -158,14 +158,21 @@ def test_a_folder_and_an_offline_machine_ask_nobody(endpoint, monkeypatch, tmp_p
 
 
 def test_a_dry_run_of_a_model_on_a_hub_that_hangs(
-    endpoint: Callable[[str], None], capsys: object
+    use_address_as_hub: Callable[[str], None], capsys: object
 ) -> None:
     """One question for config, processor and tokenizer together; what ships here stands in for the
     config.
     """
-    with serving(hangs) as (address, connections):
-        endpoint(address)
-        assert main([*CPU, "--dry-run", "--model_name_or_path", "Qwen/Qwen2.5-VL-3B-Instruct"]) in (
+    with serve_as(hang) as (address, connections):
+        use_address_as_hub(address)
+        assert main(
+            [
+                *CPU_RUN_WITHOUT_DATA,
+                "--dry-run",
+                "--model_name_or_path",
+                "Qwen/Qwen2.5-VL-3B-Instruct",
+            ]
+        ) in (
             0,
             1,
         )
@@ -218,17 +225,17 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
     assert revisions == ["v1"] * 3
 
 
-@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", [hang, answer_unavailable], ids=lambda answer: answer.__name__)
 def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
     answer: Answer,
-    endpoint: Callable[[str], None],
+    use_address_as_hub: Callable[[str], None],
     cached_model: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """TRL, PEFT and the engines load it by its name on the hub, and would each ask for every file."""
-    with serving(answer) as (address, connections):
-        endpoint(address)
+    with serve_as(answer) as (address, connections):
+        use_address_as_hub(address)
         run = prepare(read(arguments(tmp_path / "run", model_name_or_path=cached_model)))
         assert (
             f"{cached_model}: {address} does not answer; its copy on this machine is used"
@@ -241,10 +248,10 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
         assert len(connections) <= 1
 
 
-@pytest.mark.parametrize("answer", [hangs, is_broken], ids=lambda answer: answer.__name__)
+@pytest.mark.parametrize("answer", [hang, answer_unavailable], ids=lambda answer: answer.__name__)
 def test_data_of_a_hub_that_does_not_work_is_one_line(
     answer: Answer,
-    endpoint: Callable[[str], None],
+    use_address_as_hub: Callable[[str], None],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -267,9 +274,9 @@ def test_data_of_a_hub_that_does_not_work_is_one_line(
             ["infer", "--model", str(PRETRAINED_FOLDER), "--data", "somebody/mathvista", *output],
         ),
     ]
-    with serving(answer) as (address, connections):
+    with serve_as(answer) as (address, connections):
         for command in commands:
-            endpoint(address)
+            use_address_as_hub(address)
             assert command() == 2
             stderr = capsys.readouterr().err
             assert stderr.startswith("error: ")

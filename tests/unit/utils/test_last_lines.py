@@ -28,7 +28,7 @@ from adora_vl.utils.errors import RunError, UserError
 from eval.__main__ import main as evaluate
 
 ROOT = Path(__file__).parents[3]
-NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+NO_SPACE_ERROR = OSError(errno.ENOSPC, "No space left on device")
 
 
 @given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="/\0"), min_size=1))
@@ -125,7 +125,7 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
 
 
 def no_room(*args: object, **kwargs: object) -> None:
-    raise NO_ROOM
+    raise NO_SPACE_ERROR
 
 
 def test_a_full_disk_ends_in_one_line_and_leaves_nothing_half_written(

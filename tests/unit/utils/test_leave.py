@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-_SCRIPT = """
+_LEAVING_SCRIPT = """
 import atexit, os, sys, threading, time
 import {library}
 from adora_vl.utils.launch import leave
@@ -26,16 +26,16 @@ said.set()
 """
 
 
-def said_by(ending: str, library: str = "torch") -> tuple[int, list[str]]:
-    words = [sys.executable, "-c", _SCRIPT.format(ending=ending, library=library)]
+def output_of_script(ending: str, library: str = "torch") -> tuple[int, list[str]]:
+    words = [sys.executable, "-c", _LEAVING_SCRIPT.format(ending=ending, library=library)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout.splitlines()
 
 
 def test_everything_of_an_exit_but_finalization_happens():
-    usual = said_by("sys.exit")
+    usual = output_of_script("sys.exit")
     assert usual == (3, ["last words", "thread ended", "exit function ran", "finalized"])
-    assert said_by("leave") == (3, usual[1][:-1])
-    assert said_by("leave", library="json") == usual, (
+    assert output_of_script("leave") == (3, usual[1][:-1])
+    assert output_of_script("leave", library="json") == usual, (
         "without torch, as where only the help was asked for"
     )

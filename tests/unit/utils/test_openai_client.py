@@ -31,8 +31,10 @@ from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, read_score
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
+from adora_vl.utils.cli import flow_mapping
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url, is_here
+from adora_vl.utils.http_client import is_here
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -40,22 +42,22 @@ from tests.support.endpoint_server import Answer, Reply, Server, completion_repl
 
 ROOT = Path(__file__).parents[3]
 Serve = Callable[[Answer], Server]
-KEY = "sk-a-secret-of-somebody"
+KEY_OF_SOMEBODY = "sk-a-secret-of-somebody"
 
 
-def client(server: Server, **options: Any) -> ChatClient:
+def build_client(server: Server, **options: Any) -> ChatClient:
     arguments = {name: options.pop(name) for name in ("cache", "budget") if name in options}
     return ChatClient(
         Endpoint(server.url, "m", **({"wait_s": 0.001, "timeout_s": 5.0} | options)), **arguments
     )
 
 
-def in_turn(*replies: Reply) -> Answer:
+def reply_in_turn(*replies: Reply) -> Answer:
     """Let a server say one thing to the first call, another to the second, and so on."""
     return lambda body, call: replies[call - 1]
 
 
-HELLO = [{"role": "user", "content": "hello"}]
+HELLO_MESSAGES = [{"role": "user", "content": "hello"}]
 
 
 def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
@@ -64,35 +66,35 @@ def test_waits_grow_and_what_the_server_asks_for_is_waited(serve, monkeypatch):
     clock = SimpleNamespace(sleep=waits.append, monotonic=time.monotonic)
     monkeypatch.setattr("adora_vl.utils.openai_client.time", clock)
     server = serve(lambda body, call: (503, b"") if call < 4 else completion_reply("hi"))
-    assert client(server, wait_s=1.0).chat(HELLO).text == "hi"
+    assert build_client(server, wait_s=1.0).chat(HELLO_MESSAGES).text == "hi"
     assert waits == [1.0, 2.0, 4.0]
 
 
 def test_a_budget_counts_attempts_and_what_is_over_it_is_a_failure(serve):
     server = serve(lambda body, call: (500, b"") if call == 1 else completion_reply("hi"))
-    asking = client(server, budget=2)
-    assert asking.chat(HELLO).text == "hi"
+    asking = build_client(server, budget=2)
+    assert asking.chat(HELLO_MESSAGES).text == "hi"
     with pytest.raises(EndpointError, match="the budget of 2 calls is used up"):
-        asking.chat(HELLO)
+        asking.chat(HELLO_MESSAGES)
     assert len(server.requests) == 2
 
 
 def test_the_key_is_sent_to_the_address_alone_and_never_shown(serve, monkeypatch):
-    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    monkeypatch.setenv("OPENAI_API_KEY", KEY_OF_SOMEBODY)
     for status in (400, 401, 302):
-        server = serve(in_turn((status, f"no model for {KEY}\nat all".encode())))
+        server = serve(reply_in_turn((status, f"no model for {KEY_OF_SOMEBODY}\nat all".encode())))
         with pytest.raises(EndpointError) as error:
-            client(server).chat(HELLO)
-        assert [request["key"] for request in server.requests] == [f"Bearer {KEY}"]
-        assert KEY not in str(error.value)
+            build_client(server).chat(HELLO_MESSAGES)
+        assert [request["key"] for request in server.requests] == [f"Bearer {KEY_OF_SOMEBODY}"]
+        assert KEY_OF_SOMEBODY not in str(error.value)
         assert f"HTTP {status}" in str(error.value)
         assert "\n" not in str(error.value)
     with pytest.raises(UserError) as refused:
-        check_url("base_url", f"http://me:{KEY}@localhost:8000/v1")
-    assert KEY not in str(refused.value)
+        check_url("base_url", f"http://me:{KEY_OF_SOMEBODY}@localhost:8000/v1")
+    assert KEY_OF_SOMEBODY not in str(refused.value)
 
 
-def _spellings(key: str) -> dict[str, str]:
+def _texts_with_key(key: str) -> dict[str, str]:
     """Texts of a server that have the key in them, by how it is encoded there."""
 
     def in_base64(text: str) -> str:
@@ -118,10 +120,10 @@ def _spellings(key: str) -> dict[str, str]:
 def test_a_key_that_the_server_repeats_in_another_spelling_is_not_shown(serve, monkeypatch):
     key = 'sk-Q/a+b"c&?>~9z7Kf0'
     monkeypatch.setenv("OPENAI_API_KEY", key)
-    for name, spelling in _spellings(key).items():
-        server = serve(in_turn((401, f"no model for {spelling} here".encode())))
+    for name, spelling in _texts_with_key(key).items():
+        server = serve(reply_in_turn((401, f"no model for {spelling} here".encode())))
         with pytest.raises(EndpointError) as error:
-            client(server).chat(HELLO)
+            build_client(server).chat(HELLO_MESSAGES)
         message = str(error.value)
         assert "no model for" in message, name
         assert " here" in message, name
@@ -139,10 +141,10 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
     for url in (judge.url, judge.url.replace("127.0.0.1", "localhost")):
-        assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO).text == "hi"
+        assert ChatClient(Endpoint(url, "m", attempts=1)).chat(HELLO_MESSAGES).text == "hi"
     assert proxy.requests == []
     assert (
-        ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO).text
+        ChatClient(Endpoint("http://judge.invalid/v1", "m", attempts=1)).chat(HELLO_MESSAGES).text
         == "of the proxy"
     )
     local_urls = (
@@ -159,7 +161,7 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
 def test_an_address_that_the_server_does_not_know_is_shown(serve):
     server = serve(lambda body, call: (404, b"Not Found"))
     with pytest.raises(EndpointError) as error:
-        ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO)
+        ChatClient(Endpoint(f"{server.url}/chat/completions", "m", attempts=1)).chat(HELLO_MESSAGES)
     assert f"HTTP 404 at {server.url}/chat/completions/chat/completions: Not Found" in str(
         error.value
     )
@@ -168,37 +170,37 @@ def test_an_address_that_the_server_does_not_know_is_shown(serve):
 def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeypatch):
     """A file with two lines makes such a key; a line break at its end is no part of it."""
     server = serve(lambda body, call: completion_reply("hi"))
-    for key in (f"{KEY}\nmore", f"{KEY}\rmore", "ключ"):
+    for key in (f"{KEY_OF_SOMEBODY}\nmore", f"{KEY_OF_SOMEBODY}\rmore", "ключ"):
         monkeypatch.setenv("OPENAI_API_KEY", key)
         with pytest.raises(
             EndpointError, match=r"the key in OPENAI_API_KEY has a character .* \(attempt 1\)"
         ) as error:
-            client(server).chat(HELLO)
+            build_client(server).chat(HELLO_MESSAGES)
         assert key not in str(error.value)
         assert error.value.refused
         assert server.requests == []
-    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY}\r\n")
-    assert client(server).chat(HELLO).text == "hi"
-    assert server.requests[0]["key"] == f"Bearer {KEY}"
+    monkeypatch.setenv("OPENAI_API_KEY", f"{KEY_OF_SOMEBODY}\r\n")
+    assert build_client(server).chat(HELLO_MESSAGES).text == "hi"
+    assert server.requests[0]["key"] == f"Bearer {KEY_OF_SOMEBODY}"
 
 
 def test_a_reply_that_no_reader_can_read_is_a_failure_and_ends_nothing(serve):
     deep = b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     with pytest.raises(EndpointError, match="is not a chat completion"):
-        client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO)
+        build_client(serve(lambda body, call: (200, deep)), attempts=1).chat(HELLO_MESSAGES)
     for tokens in (math.inf, math.nan, -7, 1e300, "many", [3], None):
         reply = completion_reply("hi", usage={"completion_tokens": tokens, "prompt_tokens": 9})
-        chat_reply = client(serve(lambda body, call, reply=reply: reply)).chat(HELLO)
+        chat_reply = build_client(serve(lambda body, call, reply=reply: reply)).chat(HELLO_MESSAGES)
         assert (chat_reply.text, chat_reply.n_tokens, chat_reply.n_prompt_tokens) == ("hi", 0, 9), (
             tokens
         )
 
 
-HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
+REPLY_HEAD = b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n"
 
 
 @pytest.fixture
-def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
+def start_slow_server() -> Iterator[Callable[[bytes, bytes], str]]:
     """A function that starts a slow server and returns its address."""
     listeners: list[socket.socket] = []
 
@@ -228,42 +230,50 @@ def dribble() -> Iterator[Callable[[bytes, bytes], str]]:
         listener.close()
 
 
-def test_the_time_out_bounds_the_whole_call(dribble):
+def test_the_time_out_bounds_the_whole_call(start_slow_server):
     """A byte every 50 ms never meets a time-out of the socket's own: the whole reply would take 5 s
     and more.
     """
     body = completion_reply("hi" + 100 * " ")[1]
     for at_once, slowly in (
-        (HEAD, body),
-        (b"", HEAD + body),
+        (REPLY_HEAD, body),
+        (b"", REPLY_HEAD + body),
         (b"HTTP/1.0 400 no\r\n\r\n", body),
     ):
         began = time.monotonic()
         with pytest.raises(EndpointError, match=r"TimeoutError|HTTP 400 \("):
-            ChatClient(Endpoint(dribble(at_once, slowly), "m", timeout_s=0.4, attempts=1)).chat(
-                HELLO
-            )
+            ChatClient(
+                Endpoint(start_slow_server(at_once, slowly), "m", timeout_s=0.4, attempts=1)
+            ).chat(HELLO_MESSAGES)
         assert 0.3 < time.monotonic() - began < 2
     slow_but_in_time = ChatClient(
-        Endpoint(dribble(HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1)
+        Endpoint(
+            start_slow_server(REPLY_HEAD + body[:-4], body[-4:]), "m", timeout_s=20, attempts=1
+        )
     )
-    assert slow_but_in_time.chat(HELLO).text.strip() == "hi"
+    assert slow_but_in_time.chat(HELLO_MESSAGES).text.strip() == "hi"
 
 
-def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, dribble, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.openai_client._MAX_REPLY_BYTES", 2**20)
-    url = dribble(HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000)
+def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, start_slow_server, monkeypatch):
+    monkeypatch.setattr("adora_vl.utils.http_client._MAX_REPLY_BYTES", 2**20)
+    url = start_slow_server(
+        REPLY_HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000
+    )
     began = time.monotonic()
     with pytest.raises(EndpointError, match=r"the reply is larger than 1 MiB \(attempt 1\)"):
-        ChatClient(Endpoint(url, "m", timeout_s=20, attempts=4, wait_s=0.001)).chat(HELLO)
+        ChatClient(Endpoint(url, "m", timeout_s=20, attempts=4, wait_s=0.001)).chat(HELLO_MESSAGES)
     assert time.monotonic() - began < 5, "it goes when the limit is reached, not at the end"
     assert (
-        len(client(serve(lambda body, call: completion_reply("a" * 2**19))).chat(HELLO).text)
+        len(
+            build_client(serve(lambda body, call: completion_reply("a" * 2**19)))
+            .chat(HELLO_MESSAGES)
+            .text
+        )
         == 2**19
     )
 
 
-def without_text(reason: str, **message: Any) -> Reply:
+def reply_without_text(reason: str, **message: Any) -> Reply:
     choice = {"message": {"content": None, **message}, "finish_reason": reason}
     return 200, json.dumps({"choices": [choice], "usage": {"completion_tokens": 9}}).encode()
 
@@ -278,14 +288,16 @@ def without_text(reason: str, **message: Any) -> Reply:
     ],
 )
 def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve, reason, message):
-    nothing = without_text(reason, **message)
+    nothing = reply_without_text(reason, **message)
     server = serve(lambda body, call: nothing if call < 3 else completion_reply(""))
     with pytest.raises(
         EndpointError,
         match=rf"the reply has no text \(its finish_reason is '{reason}'\) \(attempt 2\)",
     ):
-        client(server, attempts=2).chat(HELLO)
-    assert client(server).chat(HELLO).text == "", "a model may say nothing, and that is an answer"
+        build_client(server, attempts=2).chat(HELLO_MESSAGES)
+    assert build_client(server).chat(HELLO_MESSAGES).text == "", (
+        "a model may say nothing, and that is an answer"
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,8 +311,8 @@ def test_a_reply_without_text_is_asked_again_and_never_taken_for_an_answer(serve
 )
 def test_thinking_without_an_answer_behind_it_is_an_empty_answer(serve, reason, message):
     """A server with a reasoning parser sends it so; the same model would think as long again."""
-    server = serve(lambda body, call: without_text(reason, **message))
-    reply = client(server, attempts=4).chat(HELLO)
+    server = serve(lambda body, call: reply_without_text(reason, **message))
+    reply = build_client(server, attempts=4).chat(HELLO_MESSAGES)
     assert reply.text == ""
     assert reply.finish_reason == reason
     assert reply.n_tokens == 9
@@ -311,20 +323,22 @@ def test_a_form_that_was_cut_off_is_not_asked_for_again(serve):
     def read(text: str) -> str:
         raise EndpointError("no form")
 
-    server = serve(lambda body, call: without_text("length"))
+    server = serve(lambda body, call: reply_without_text("length"))
     with pytest.raises(EndpointError, match=r"no form; it was cut off at the limit .*attempt 1"):
-        client(server, attempts=4).ask(HELLO, read)
+        build_client(server, attempts=4).ask(HELLO_MESSAGES, read)
     server = serve(lambda body, call: completion_reply("no form"))
     with pytest.raises(EndpointError, match=r"no form \(attempt 2\)"):
-        client(server, attempts=2).ask(HELLO, read)
+        build_client(server, attempts=2).ask(HELLO_MESSAGES, read)
 
 
-def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(data, tmp_path, serve):
+def test_a_server_with_a_reasoning_parser_is_scored_on_all_problems(six_problems, tmp_path, serve):
     """An answer whose thinking was cut off is empty, truncated and wrong."""
     server = serve(
-        lambda body, call: without_text("length") if call < 3 else completion_reply(r"\boxed{0}")
+        lambda body, call: (
+            reply_without_text("length") if call < 3 else completion_reply(r"\boxed{0}")
+        )
     )
-    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
+    assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 0
     score = json.loads((tmp_path / "a" / "score.json").read_text())
     assert score["total"] == 6
     assert len(server.requests) == 6
@@ -344,20 +358,20 @@ def test_what_is_no_http_address_is_refused():
         with pytest.raises(UserError, match="is no http address"):
             check_url("base_url", url)
     with pytest.raises(UserError, match="'x y/v1' is no http address"):
-        check_url("base_url", f"http://me:{KEY}@x y/v1")
+        check_url("base_url", f"http://me:{KEY_OF_SOMEBODY}@x y/v1")
 
 
 # --------------------------------------------------------------------------------------- the engine
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def six_problems(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     write_split(generate(6, seed=3, split="test"), folder, "test")
     return folder
 
 
-def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
+def run_evaluation(data: Path, output: Path, url: str, *words: str, verb: str = "run") -> int:
     """Evaluate the model behind an address on a data set, and return the command's exit code."""
     options = [
         "--data",
@@ -374,14 +388,14 @@ def infer(data: Path, output: Path, url: str, *words: str, verb: str = "run") ->
     return main(BENCHMARK, [verb, *options, *words])
 
 
-def picture(body: dict[str, Any]) -> Image.Image:
+def image_of_request(body: dict[str, Any]) -> Image.Image:
     """The image of a request."""
     (part,) = [part for part in body["messages"][-1]["content"] if part["type"] == "image_url"]
     return Image.open(io.BytesIO(base64.b64decode(part["image_url"]["url"].partition(",")[2])))
 
 
 def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
-    data, tmp_path, serve, capsys
+    six_problems, tmp_path, serve, capsys
 ):
     refused: list[str] = []
 
@@ -395,7 +409,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         )
 
     server = serve(answer)
-    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 2
+    assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 2
     error = capsys.readouterr().err.splitlines()
     assert error[-1] == (
         "error: base_url: 1 answer of 6 could not be had; start the same command again, which "
@@ -410,12 +424,12 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
     ]
     assert len(rows) == 5
     assert {(row["n_tokens"], row["finish_reason"]) for row in rows} == {(7, "length")}
-    assert picture(server.requests[0]).size == tuple(rows[0]["image_size"])
+    assert image_of_request(server.requests[0]).size == tuple(rows[0]["image_size"])
     assert server.requests[0]["messages"][0]["role"] == "system"
     assert server.requests[0]["temperature"] == 0
     before = len(server.requests)
     refused += ["", ""]
-    assert infer(data, tmp_path / "a", server.url) == 0
+    assert run_evaluation(six_problems, tmp_path / "a", server.url) == 0
     assert len(server.requests) == before + 1
     score = json.loads((tmp_path / "a" / "score.json").read_text())
     assert score["coverage"] == {"answers": 6, "asked": 6, "in_data": 6}
@@ -424,7 +438,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
         for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
     other_server = serve(lambda body, call: completion_reply(r"\boxed{6}"))
-    assert infer(data, tmp_path / "b", other_server.url) == 0
+    assert run_evaluation(six_problems, tmp_path / "b", other_server.url) == 0
     assert pids == [
         json.loads(line)["pid"]
         for line in (tmp_path / "b" / "predictions.jsonl").read_text().splitlines()
@@ -435,7 +449,7 @@ def test_a_served_model_is_asked_with_its_images_scored_resumed_and_compared(
 
 
 def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_for_ever(
-    data, tmp_path, serve, capsys
+    six_problems, tmp_path, serve, capsys
 ):
     """But a limit that leaves no room for the answer is the command's, and ends the run."""
     long = (
@@ -447,7 +461,7 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
         b'tokens"}'
     )
     server = serve(lambda body, call: (400, long) if call == 1 else completion_reply(r"\boxed{5}"))
-    assert infer(data, tmp_path / "a", server.url, "--concurrency", "1") == 0
+    assert run_evaluation(six_problems, tmp_path / "a", server.url, "--concurrency", "1") == 0
     stderr = capsys.readouterr().err
     assert "is not asked: HTTP 400: " in stderr
     assert "6 answered" in stderr
@@ -456,17 +470,21 @@ def test_a_prompt_that_is_too_long_for_the_server_is_recorded_and_not_asked_for_
         json.loads(line) for line in (tmp_path / "a" / "predictions.jsonl").read_text().splitlines()
     ]
     assert [row["finish_reason"] for row in rows] == ["prompt_too_long", *["stop"] * 5]
-    assert infer(data, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
+    assert (
+        run_evaluation(six_problems, tmp_path / "b", serve(lambda body, call: (400, wide)).url) == 2
+    )
     assert "gave none of 6 answers: HTTP 400: " in capsys.readouterr().err
 
 
-def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, tmp_path, serve):
+def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
+    six_problems, tmp_path, serve
+):
     """Each call may take its time-out four times, and `--timeout` is 600 s by default."""
     was_asked = threading.Event()
     server = serve(lambda body, call: was_asked.set())
     options = [
         "--data",
-        data,
+        six_problems,
         "--output",
         tmp_path / "a",
         "--engine",
@@ -489,27 +507,37 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(data, t
     assert stderr.splitlines()[-1].startswith("interrupted; what was answered is kept")
 
 
-def test_a_server_that_gives_nothing_ends_the_run_at_once(data, tmp_path, serve, capsys):
+def test_a_server_that_gives_nothing_ends_the_run_at_once(six_problems, tmp_path, serve, capsys):
     server = serve(lambda body, call: (404, b"the model `m` does not exist"))
-    assert infer(data, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1") == 2
+    assert (
+        run_evaluation(
+            six_problems, tmp_path / "a", server.url, "--batch-size", "2", "--concurrency", "1"
+        )
+        == 2
+    )
     assert len(server.requests) == 2
     stderr = capsys.readouterr().err
     assert "gave none of 2 answers: HTTP 404 at" in stderr
     assert "the model `m` does not exist" in stderr
 
 
-def test_a_key_that_the_evaluated_model_refuses_is_named(data, tmp_path, serve, capsys):
+def test_a_key_that_the_evaluated_model_refuses_is_named(six_problems, tmp_path, serve, capsys):
     server = serve(lambda body, call: (401, b"no"))
-    assert infer(data, tmp_path / "a", server.url) == 2
+    assert run_evaluation(six_problems, tmp_path / "a", server.url) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: base_url: {server.url} refuses the key in OPENAI_API_KEY for the model 'm' "
         "(HTTP 401: no (attempt 1)); set OPENAI_API_KEY to one that it takes"
     )
     assert not (tmp_path / "a").exists()
-    assert infer(data, tmp_path / "a", serve(lambda body, call: completion_reply("5")).url) == 0
+    assert (
+        run_evaluation(
+            six_problems, tmp_path / "a", serve(lambda body, call: completion_reply("5")).url
+        )
+        == 0
+    )
 
 
-WRONG_OPTIONS = {
+MESSAGE_BY_WRONG_WORDS = {
     "--engine openai": "--base-url is missing",
     "--engine openai --base-url localhost:8000": "is no http address",
     "--engine transformers --base-url http://x/v1": "only --engine openai asks a server",
@@ -518,9 +546,9 @@ WRONG_OPTIONS = {
 }
 
 
-def test_options_that_do_not_fit_are_one_line(data, tmp_path, capsys):
-    command = ["run", "--model", "tiny", "--data", str(data), "--output", str(tmp_path)]
-    for words, message in WRONG_OPTIONS.items():
+def test_options_that_do_not_fit_are_one_line(six_problems, tmp_path, capsys):
+    command = ["run", "--model", "tiny", "--data", str(six_problems), "--output", str(tmp_path)]
+    for words, message in MESSAGE_BY_WRONG_WORDS.items():
         assert main(BENCHMARK, [*command, *words.split()]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
@@ -528,19 +556,19 @@ def test_options_that_do_not_fit_are_one_line(data, tmp_path, capsys):
 
 # ---------------------------------------------------------------------------- the judge as a reward
 
-ASKED = ["five", "six", "seven"]
+THREE_ANSWERS = ["five", "six", "seven"]
 
 
-def judge(tmp_path: Path, url: str, **options: Any) -> Any:
+def build_judge(tmp_path: Path, url: str, **options: Any) -> Any:
     judge_options = {"base_url": url, "model": "j", "wait": 0.001, "attempts": 2} | options
     return choose_rewards([{"judge": judge_options}], output_dir=tmp_path).functions[0]
 
 
-def rewards(
+def call_reward(
     function: Any, metrics: dict[str, float], unscored: dict[int, str] | None = None
 ) -> list[float | None]:
     """Call a reward as the trainer calls it."""
-    completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in ASKED]
+    completions = [[{"role": "assistant", "content": f"It is {word}."}] for word in THREE_ANSWERS]
     failures: list[RewardFailure] = []
     values: list[float | None] = safe_call(function, "judge", None, failures, unscored)(
         prompts=[[{"role": "user", "content": "?"}]] * 3,
@@ -554,7 +582,7 @@ def rewards(
     return values
 
 
-def reads(body: dict[str, Any], _: int) -> Reply:
+def score_two_of_three(body: dict[str, Any], _: int) -> Reply:
     text = body["messages"][1]["content"]
     if "seven" in text:
         return 500, b""
@@ -562,16 +590,16 @@ def reads(body: dict[str, Any], _: int) -> Reply:
 
 
 def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, monkeypatch, capsys):
-    monkeypatch.setenv(KEY_VARIABLE, KEY)
-    server = serve(reads)
+    monkeypatch.setenv(KEY_VARIABLE, KEY_OF_SOMEBODY)
+    server = serve(score_two_of_three)
     metrics = dict[str, float]()
-    function = judge(tmp_path, server.url)
+    function = build_judge(tmp_path, server.url)
     unscored: dict[int, str] = {}
-    assert rewards(function, metrics, unscored) == [1.0, 0.25, None]
+    assert call_reward(function, metrics, unscored) == [1.0, 0.25, None]
     assert unscored == {2: "EndpointError: HTTP 500 (attempt 2)"}
     assert metrics == {"judge/failed": pytest.approx(1 / 3), "judge/cached": 0.0}
     assert len(server.requests) == 4  # the failed one twice
-    rewards(function, metrics)
+    call_reward(function, metrics)
     assert len(server.requests) == 6
     assert metrics["judge/cached"] == pytest.approx(2 / 3)
     assert (
@@ -582,21 +610,21 @@ def test_a_failed_call_is_not_scored_counted_and_never_a_zero(tmp_path, serve, m
     )
     cache = (tmp_path / "judge_cache.jsonl").read_text()
     assert len(cache.splitlines()) == 2
-    assert KEY not in cache
-    again = judge(tmp_path, server.url)  # as a resumed run has it
-    assert rewards(again, metrics)[:2] == [1.0, 0.25]
+    assert KEY_OF_SOMEBODY not in cache
+    again = build_judge(tmp_path, server.url)  # as a resumed run has it
+    assert call_reward(again, metrics)[:2] == [1.0, 0.25]
     assert len(server.requests) == 8
 
 
 @pytest.mark.parametrize("stored", ["nan", "5.0", "-3", "abc", "1e400", "", "0.25"])
 def test_what_is_no_score_in_the_cache_is_asked_for_anew(tmp_path, serve, stored):
     server = serve(lambda body, call: completion_reply("<score>1</score>"))
-    assert rewards(judge(tmp_path, server.url), {}) == [1.0] * 3
+    assert call_reward(build_judge(tmp_path, server.url), {}) == [1.0] * 3
     cache = tmp_path / "judge_cache.jsonl"
     cache.write_text(cache.read_text().replace('"answer": "1"', f'"answer": "{stored}"'))
     metrics = dict[str, float]()
     fits = stored == "0.25"
-    assert rewards(judge(tmp_path, server.url), metrics) == [0.25 if fits else 1.0] * 3
+    assert call_reward(build_judge(tmp_path, server.url), metrics) == [0.25 if fits else 1.0] * 3
     assert (len(server.requests), metrics["judge/cached"]) == ((3, 1.0) if fits else (6, 0.0))
 
 
@@ -611,16 +639,23 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     ]
     for options in ({}, *changes):
         for again in (False, True):
-            rewards(judge(tmp_path, **{"url": server.url, **options}), {})
+            call_reward(build_judge(tmp_path, **{"url": server.url, **options}), {})
             calls += 0 if again else 3
             assert len(server.requests) == calls, options
-    rewards(judge(tmp_path, moved_server.url), {})
+    call_reward(build_judge(tmp_path, moved_server.url), {})
     assert not moved_server.requests, "the same judge at another address gives the same scores"
+
+
+def test_options_of_a_judge_are_numbers_and_nulls_as_yaml_reads_them(tmp_path, serve):
+    """YAML reads `1e-3` as a text. No budget is the default, and may be written."""
+    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+    options = flow_mapping("{budget: null, wait: 1e-3, timeout: 2e1, concurrency: 2.0}")
+    assert call_reward(build_judge(tmp_path, server.url, **options), {}) == [1.0] * 3
 
 
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
     server = serve(lambda body, call: completion_reply("<score>1</score>"))
-    scores = rewards(judge(tmp_path, server.url, budget=2, concurrency=1), {})
+    scores = call_reward(build_judge(tmp_path, server.url, budget=2, concurrency=1), {})
     assert scores == [1.0, 1.0, None]
     assert len(server.requests) == 2
 
@@ -632,13 +667,13 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
     """
     for code in (401, 403):
         replies: list[Reply] = [completion_reply("<score>1</score>"), (code, b"ended")]
-        server = serve(in_turn(*replies))
+        server = serve(reply_in_turn(*replies))
         expected = re.escape(
             f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
             f"'j' (HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
         )
         with pytest.raises(UserError, match=f"^{expected}$"):
-            rewards(judge(tmp_path / str(code), server.url, concurrency=1), {})
+            call_reward(build_judge(tmp_path / str(code), server.url, concurrency=1), {})
         assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
 
 
@@ -661,7 +696,7 @@ def test_the_judge_is_tried_before_the_run(tmp_path, serve):
     assert not list(tmp_path.iterdir())
 
 
-def tried(folder: Path, url: str, **options: Any) -> None:
+def try_judge(folder: Path, url: str, **options: Any) -> None:
     """The judge's trial before a run."""
     judge_options = {"base_url": url, "model": "j", "wait": 0.001, **options}
     try_rewards(choose_rewards([{"judge": judge_options}], output_dir=folder), [], None, None)
@@ -673,13 +708,13 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
             f"<score>{1 if 'is 5' in body['messages'][1]['content'] else 0}</score>"
         )
     )
-    tried(tmp_path, server.url)
+    try_judge(tmp_path, server.url)
     assert len(server.requests) == 2
     assert not capsys.readouterr().err
-    tried(tmp_path, server.url, budget=1)
+    try_judge(tmp_path, server.url, budget=1)
     assert len(server.requests) == 3
     same = serve(lambda body, call: completion_reply("<score>0.5</score>"))
-    tried(tmp_path, same.url)
+    try_judge(tmp_path, same.url)
     assert "gives 0.5 for a right and for a wrong answer" in capsys.readouterr().err
 
 
@@ -692,14 +727,14 @@ def test_the_trial_reads_a_right_and_a_wrong_answers_score(tmp_path, serve, caps
         ),
         (completion_reply("<score>5</score>"), "the score 5 is not from 0 to 1"),
         (completion_reply("x" * 200), f"'{'x' * 80}'"),
-        (without_text("length"), "it was cut off at max_tokens, 512: raise it"),
+        (reply_without_text("length"), "it was cut off at max_tokens, 512: raise it"),
         (completion_reply("<think>Hm", finish_reason="length"), "cut off at max_tokens"),
     ],
 )
 def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply, message):
     server = serve(lambda body, call: reply)
     with pytest.raises(UserError, match=message) as error:
-        tried(tmp_path, server.url)
+        try_judge(tmp_path, server.url)
     assert "\n" not in str(error.value)
     assert len(server.requests) == 1
 
@@ -708,22 +743,26 @@ def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
     server = serve(lambda body, call: completion_reply(""))
     server.close()
     with pytest.raises(UserError, match=r"ConnectError.*; is a server there\?$"):
-        tried(tmp_path, server.url, attempts=1)
+        try_judge(tmp_path, server.url, attempts=1)
 
 
-WHERE = {"base_url": "http://x/v1", "model": "j"}
-WRONG_JUDGES: list[tuple[Any, str]] = [
+JUDGE_OPTIONS = {"base_url": "http://x/v1", "model": "j"}
+WRONG_OPTIONS_AND_MESSAGE: list[tuple[Any, str]] = [
     (None, "judge: no base_url"),
     ({"base_url": "http://x/v1"}, "judge: no model"),
-    ({**WHERE, "base_url": "x"}, "is no http address"),
-    ({**WHERE, "modle": 1}, "unknown option 'modle'; did you mean 'model'"),
-    ({**WHERE, "budget": 1.5}, "budget: 1.5 is not a whole number"),
-    ({**WHERE, "attempts": 0}, "attempts: 0 is not a whole number of at"),
-    ({**WHERE, "timeout": "a"}, "timeout: 'a' is not a number"),
+    ({**JUDGE_OPTIONS, "base_url": "x"}, "is no http address"),
+    ({**JUDGE_OPTIONS, "modle": 1}, "unknown option 'modle'; did you mean 'model'"),
+    ({**JUDGE_OPTIONS, "budget": 1.5}, "budget: 1.5 is not a whole number"),
+    ({**JUDGE_OPTIONS, "attempts": 0}, "attempts: 0 is not a whole number of at"),
+    ({**JUDGE_OPTIONS, "timeout": "a"}, "timeout: 'a' is not a number"),
+    ({**JUDGE_OPTIONS, "timeout": math.inf}, "timeout: inf is not a number"),
+    ({**JUDGE_OPTIONS, "budget": math.inf}, "budget: inf is not a whole number"),
+    ({**JUDGE_OPTIONS, "budget": "nan"}, "budget: 'nan' is not a whole number"),
+    ({**JUDGE_OPTIONS, "attempts": True}, "attempts: True is not a whole number"),
 ]
 
 
 def test_options_of_a_judge_that_do_not_fit_are_one_line():
-    for options, message in WRONG_JUDGES:
+    for options, message in WRONG_OPTIONS_AND_MESSAGE:
         with pytest.raises(UserError, match=message):
             choose_rewards([{"judge": options}])

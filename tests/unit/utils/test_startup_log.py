@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-CODE = """
+LOADING_CODE = """
 import logging, os, sys
 from pathlib import Path
 from adora_vl.utils.errors import UserError
@@ -25,12 +25,12 @@ with log:
 print("ours after")
 logging.warning("logged after")
 """
-THEIRS = {"theirs, printed", "WARNING:root:theirs, logged", "theirs, of compiled code"}
+LINES_OF_LIBRARIES = {"theirs, printed", "WARNING:root:theirs, logged", "theirs, of compiled code"}
 
 
-def loading(log: Path, inside: str) -> tuple[str, list[str]]:
+def run_loading_code(log: Path, inside: str) -> tuple[str, list[str]]:
     """The outputs of a process that loads something: the first, and the lines of the second."""
-    words = [sys.executable, "-c", CODE.replace("{inside}", inside), str(log)]
+    words = [sys.executable, "-c", LOADING_CODE.replace("{inside}", inside), str(log)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout, done.stderr.splitlines()
 
@@ -38,17 +38,17 @@ def loading(log: Path, inside: str) -> tuple[str, list[str]]:
 def test_the_screen_has_our_lines_and_the_file_has_theirs(tmp_path):
     log = tmp_path / "log"
     log.write_text("of an earlier start\n")
-    output, errors = loading(log, "pass")
+    output, errors = run_loading_code(log, "pass")
     assert output == "ours before\nours after\n"
     assert errors == ["WARNING:root:logged after"]
     lines = log.read_text().splitlines()
-    assert set(lines) >= THEIRS
+    assert set(lines) >= LINES_OF_LIBRARIES
     assert "line 29" in lines
     assert "of an earlier start" not in lines
 
 
 def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
-    output, errors = loading(tmp_path / "log", "raise RuntimeError('no engine')")
+    output, errors = run_loading_code(tmp_path / "log", "raise RuntimeError('no engine')")
     assert output == "ours before\n"
     assert errors[0].startswith("The last of what the libraries have said (")
     assert str(tmp_path / "log") in errors[0]
@@ -60,12 +60,12 @@ def test_the_last_of_theirs_stand_on_the_screen_where_loading_fails(tmp_path):
     "inside", ["raise UserError('a wrong key')", "log.release(); raise RuntimeError('later')"]
 )
 def test_a_mistake_and_an_error_after_the_start_stand_alone(inside, tmp_path):
-    _, errors = loading(tmp_path / "log", inside)
+    _, errors = run_loading_code(tmp_path / "log", inside)
     assert errors[0] == "Traceback (most recent call last):"
     assert not any("line 2" in line for line in errors[-1:])
 
 
 def test_a_file_that_cannot_be_opened_leaves_everything_on_the_screen(tmp_path):
-    output, errors = loading(tmp_path / "nowhere" / "log", "pass")
+    output, errors = run_loading_code(tmp_path / "nowhere" / "log", "pass")
     assert "theirs, printed" in output
     assert "theirs, of compiled code" in errors

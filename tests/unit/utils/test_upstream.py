@@ -13,10 +13,10 @@ from adora_vl.utils.launch import prepare_engine_environment
 
 prepare_engine_environment()
 
-ANY = ["self", "args", "kwargs"]  # an override that hands everything on
+ANY_PARAMETERS = ["self", "args", "kwargs"]  # an override that hands everything on
 
 
-def parameters(function):
+def parameter_names(function):
     return list(inspect.signature(function).parameters)
 
 
@@ -33,13 +33,13 @@ def test_every_override_has_stocks_parameters_and_says_what_stock_does():
             if inspect.isfunction(function) and hasattr(theirs, name) and name != "__init__"
         }
         moved = {
-            f.__qualname__: parameters(stock)
+            f.__qualname__: parameter_names(stock)
             for f, stock in overrides.items()
-            if parameters(f) != ANY
+            if parameter_names(f) != ANY_PARAMETERS
         }
         assert overrides
         assert moved == {
-            f.__qualname__: parameters(f) for f in overrides if f.__qualname__ in moved
+            f.__qualname__: parameter_names(f) for f in overrides if f.__qualname__ in moved
         }
         assert [f.__qualname__ for f in overrides if "Stock TRL" not in (f.__doc__ or "")] == []
 
@@ -80,15 +80,15 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    from adora_vl.config import states
     from adora_vl.models import activations
+    from adora_vl.training import model_states
 
     assert chunked_logprob.TOKEN_CHUNK_SIZE == activations.HEAD_TILE_TOKENS
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.HEAD_TILE_VOCABULARY
     zero = DeepSpeedZeroConfig()
-    assert zero.reduce_bucket_size == states.REDUCE_BUCKET_PARAMETERS
-    assert zero.max_live_parameters == states.MAX_LIVE_PARAMETERS
-    assert zero.sub_group_size == states.SUB_GROUP_PARAMETERS
+    assert zero.reduce_bucket_size == model_states.REDUCE_BUCKET_PARAMETERS
+    assert zero.max_live_parameters == model_states.MAX_LIVE_PARAMETERS
+    assert zero.sub_group_size == model_states.SUB_GROUP_PARAMETERS
     plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
     assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
@@ -116,8 +116,8 @@ def test_the_engine_has_the_entry_points_that_only_a_gpu_uses():
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    assert "reset_running_requests" in parameters(LLM.reset_prefix_cache)
-    assert parameters(LLMEngine.reset_encoder_cache) == ["self"]
+    assert "reset_running_requests" in parameter_names(LLM.reset_prefix_cache)
+    assert parameter_names(LLMEngine.reset_encoder_cache) == ["self"]
     assert callable(InprocClient.shutdown)
     assert callable(LLM.wake_up)
     assert callable(LLM.sleep)

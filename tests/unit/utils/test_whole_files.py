@@ -32,7 +32,7 @@ from adora_vl.utils.files import make_folder, replace_file, replacing_folder
 from tests.support.disk import folder_contents, limit_file_size
 
 ROOT = Path(__file__).parents[3]
-WRITES = {
+WRITING_METHODS = {
     "write_text",
     "write_bytes",
     "save_pretrained",
@@ -43,7 +43,7 @@ WRITES = {
 }
 # Who may write without `adora_vl.utils.files`: inside its `replacing_folder` or
 # `complete_or_absent`, or appending.
-OTHERWISE = {
+FILES_THAT_WRITE_OTHERWISE = {
     "adora_vl/utils/files.py",
     "adora_vl/checkpoint/universal.py",
     "adora_vl/record/metrics.py",
@@ -57,7 +57,7 @@ OTHERWISE = {
 }
 
 
-def writes_by_itself(call: ast.Call) -> bool:
+def writes_a_file_directly(call: ast.Call) -> bool:
     """Whether a call in the source writes a file directly: `open` for writing, or one of `WRITES`."""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     arguments = [*call.args, *[keyword.value for keyword in call.keywords]]
@@ -67,7 +67,7 @@ def writes_by_itself(call: ast.Call) -> bool:
         if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
     ]
     has_write_mode = any(set(text) & set("wax") for text in texts)
-    return (name == "open" and has_write_mode) or name in WRITES
+    return (name == "open" and has_write_mode) or name in WRITING_METHODS
 
 
 def test_whole_files_are_written_in_one_way():
@@ -76,32 +76,32 @@ def test_whole_files_are_written_in_one_way():
         for top in ("adora_vl", "data_prep", "eval")
         for path in (ROOT / top).rglob("*.py")
         if any(
-            isinstance(node, ast.Call) and writes_by_itself(node)
+            isinstance(node, ast.Call) and writes_a_file_directly(node)
             for node in ast.walk(ast.parse(path.read_text()))
         )
     }
-    assert writers == OTHERWISE
+    assert writers == FILES_THAT_WRITE_OTHERWISE
 
 
-def manifest(folder: Path) -> None:
+def write_manifest_file(folder: Path) -> None:
     from adora_vl.record.manifest import write_manifest
 
     write_manifest({"status": "finished", "notes": "x" * 2000}, folder)
 
 
-def stopped(folder: Path) -> None:
+def write_stopped_file(folder: Path) -> None:
     from adora_vl.checkpoint.stop import mark_stopped
 
     mark_stopped(folder, 4)
 
 
-def page(folder: Path) -> None:
+def write_report_file(folder: Path) -> None:
     from adora_vl.report.page import GENERATOR, write_page
 
     write_page(GENERATOR + "x" * 2000, folder / "report.html")
 
 
-def metrics(folder: Path) -> None:
+def write_metrics_file(folder: Path) -> None:
     from adora_vl.record.metrics import MetricsFile
 
     state: Any = SimpleNamespace(is_world_process_zero=True, global_step=9, log_history=[])
@@ -109,7 +109,7 @@ def metrics(folder: Path) -> None:
     MetricsFile().on_train_begin(SimpleNamespace(output_dir=str(folder)), state, None)
 
 
-def rollouts(folder: Path) -> None:
+def write_rollouts_file(folder: Path) -> None:
     import pyarrow as pa
 
     from adora_vl.record.rollouts import write_part
@@ -117,13 +117,13 @@ def rollouts(folder: Path) -> None:
     write_part(folder, pa.table({"step": list(range(500))}), 1, 1)
 
 
-def diagram(folder: Path) -> None:
+def write_diagram_file(folder: Path) -> None:
     from adora_vl.record.rollouts import DiagramStore
 
     DiagramStore(folder, 1e9).store("row", [Image.effect_noise((60, 60), 90)])
 
 
-def card(folder: Path) -> None:
+def write_card_file(folder: Path) -> None:
     from transformers import TrainerState
 
     from adora_vl.record.card import write_card
@@ -131,13 +131,13 @@ def card(folder: Path) -> None:
     write_card({"versions": {"torch": "x" * 2000}}, folder, TrainerState())
 
 
-class Saves:
+class SavesTwoFiles:
     """A model, or a processor: writes `name` in two files, the second of which does not fit."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def merge_and_unload(self) -> Saves:
+    def merge_and_unload(self) -> SavesTwoFiles:
         return self
 
     def parameters(self) -> tuple[()]:
@@ -148,7 +148,7 @@ class Saves:
         (folder / f"{self.name}.bin").write_text("x" * 2000)
 
 
-def merged(folder: Path) -> None:
+def write_merged_model(folder: Path) -> None:
     """Write a merged model into a folder, without merging anything."""
     from accelerate import Accelerator
 
@@ -156,46 +156,54 @@ def merged(folder: Path) -> None:
 
     with mock.patch("accelerate.utils.is_peft_model", lambda model: True):
         assert module.save_merged(
-            Saves("config"), Saves("processor"), folder / "merged", Accelerator(cpu=True)
+            SavesTwoFiles("config"),
+            SavesTwoFiles("processor"),
+            folder / "merged",
+            Accelerator(cpu=True),
         )
 
 
-def tiny(folder: Path) -> None:
+def write_tiny_model(folder: Path) -> None:
     from adora_vl.builtin import WarmStart
     from adora_vl.builtin.small_model import save_built
 
-    save_built(folder / "tiny", Saves("config"), Saves("processor"), WarmStart())
+    save_built(
+        folder / "tiny",
+        SavesTwoFiles("config"),
+        SavesTwoFiles("processor"),
+        WarmStart(),
+    )
 
 
-def plan(folder: Path) -> None:
+def write_plan_file(folder: Path) -> None:
     from adora_vl.planning.dry_run import _write
 
     _write("--json", folder / "plan.json", "x" * 2000)
 
 
-def finished_again(folder: Path) -> None:
+def copy_checkpoint_again(folder: Path) -> None:
     from adora_vl.export import copy_model
 
     copy_model(folder / "checkpoint", folder)
 
 
-WRITERS = [
-    manifest,
-    stopped,
-    page,
-    metrics,
-    rollouts,
-    diagram,
-    card,
-    merged,
-    tiny,
-    plan,
-    finished_again,
+WRITE_FUNCTIONS = [
+    write_manifest_file,
+    write_stopped_file,
+    write_report_file,
+    write_metrics_file,
+    write_rollouts_file,
+    write_diagram_file,
+    write_card_file,
+    write_merged_model,
+    write_tiny_model,
+    write_plan_file,
+    copy_checkpoint_again,
 ]
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder_with_old_files(tmp_path: Path) -> Path:
     """Something old at every name that is written."""
     from adora_vl.report.page import GENERATOR
 
@@ -217,29 +225,29 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", WRITE_FUNCTIONS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("size", [0, 60])
-def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder):
-    before = folder_contents(folder)
+def test_a_full_disk_leaves_what_was_there_and_nothing_else(write, size, folder_with_old_files):
+    before = folder_contents(folder_with_old_files)
     with (
-        limit_file_size(0 if write is stopped else size),
+        limit_file_size(0 if write is write_stopped_file else size),
         pytest.raises((OSError, RunError, UserError)),
     ):
-        write(folder)
-    after = folder_contents(folder)
-    if write is finished_again:
+        write(folder_with_old_files)
+    after = folder_contents(folder_with_old_files)
+    if write is copy_checkpoint_again:
         after["config.json"] = before["config.json"] = b""  # a file that is whole by itself
     assert after == before
-    write(folder)
-    assert folder_contents(folder) != before
+    write(folder_with_old_files)
+    assert folder_contents(folder_with_old_files) != before
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_what_cannot_take_its_place_is_taken_away(error, folder, monkeypatch):
+def test_what_cannot_take_its_place_is_taken_away(error, folder_with_old_files, monkeypatch):
     """A file, also where there was none; and a folder, whose old one is back whichever of the two
     renames fails.
     """
-    before = folder_contents(folder)
+    before = folder_contents(folder_with_old_files)
     real = Path.rename
     for fails in ("merged", "new"):
 
@@ -250,16 +258,16 @@ def test_what_cannot_take_its_place_is_taken_away(error, folder, monkeypatch):
 
         with monkeypatch.context() as patch, pytest.raises(error):
             patch.setattr(Path, "rename", rename)
-            merged(folder)
-        assert folder_contents(folder) == before
+            write_merged_model(folder_with_old_files)
+        assert folder_contents(folder_with_old_files) == before
     monkeypatch.setattr(Path, "replace", mock.Mock(side_effect=error))
     for name in ("manifest.json", "new.json"):
         with pytest.raises(error):
-            replace_file(folder / name, "new")
-        assert folder_contents(folder) == before
+            replace_file(folder_with_old_files / name, "new")
+        assert folder_contents(folder_with_old_files) == before
 
 
-KILLED = """
+WRITE_UNTIL_KILLED = """
 import os, signal, sys
 from pathlib import Path
 from adora_vl.utils.files import replacing, replacing_folder
@@ -271,23 +279,25 @@ with replacing(folder / "manifest.json") as file, replacing_folder(folder / "mer
 """
 
 
-def test_the_next_start_removes_what_a_killed_run_has_left(folder):
-    before = folder_contents(folder)
-    (folder / ".mine.partial").write_text("the user's")
-    (folder / ".mine.partial-download").write_text("the user's")
+def test_the_next_start_removes_what_a_killed_run_has_left(folder_with_old_files):
+    before = folder_contents(folder_with_old_files)
+    (folder_with_old_files / ".mine.partial").write_text("the user's")
+    (folder_with_old_files / ".mine.partial-download").write_text("the user's")
     subprocess.run(
-        [sys.executable, "-c", KILLED, str(folder)], env={"PYTHONPATH": str(ROOT)}, check=False
+        [sys.executable, "-c", WRITE_UNTIL_KILLED, str(folder_with_old_files)],
+        env={"PYTHONPATH": str(ROOT)},
+        check=False,
     )
-    assert len(folder_contents(folder)) > len(before) + 1
-    clear_staging(folder)
-    assert folder_contents(folder) == {
+    assert len(folder_contents(folder_with_old_files)) > len(before) + 1
+    clear_staging(folder_with_old_files)
+    assert folder_contents(folder_with_old_files) == {
         **before,
         ".mine.partial": b"the user's",
         ".mine.partial-download": b"the user's",
     }
 
 
-BETWEEN = """
+DIE_BETWEEN_RENAMES = """
 import os, signal, sys
 from pathlib import Path
 from adora_vl.utils.files import replacing_folder
@@ -301,22 +311,26 @@ with replacing_folder(Path(sys.argv[1]) / "merged") as staged:
 """
 
 
-def prepared(folder: Path) -> None:
+def prepare_over_merged(folder: Path) -> None:
     """It is not ours to replace; whatever becomes of the preparation, it first puts things right."""
     with pytest.raises(UserError), complete_or_absent(folder / "merged"):
         pass
 
 
-def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(folder):
+def test_a_folder_whose_replacement_was_killed_between_two_renames_comes_back(
+    folder_with_old_files,
+):
     """The next start of the run brings it back, and so does the next writing of the folder."""
-    before = folder_contents(folder)
-    for recover in (clear_staging, prepared):
+    before = folder_contents(folder_with_old_files)
+    for recover in (clear_staging, prepare_over_merged):
         subprocess.run(
-            [sys.executable, "-c", BETWEEN, str(folder)], env={"PYTHONPATH": str(ROOT)}, check=False
+            [sys.executable, "-c", DIE_BETWEEN_RENAMES, str(folder_with_old_files)],
+            env={"PYTHONPATH": str(ROOT)},
+            check=False,
         )
-        assert not (folder / "merged").exists()
-        recover(folder)
-        assert folder_contents(folder) == before
+        assert not (folder_with_old_files / "merged").exists()
+        recover(folder_with_old_files)
+        assert folder_contents(folder_with_old_files) == before
 
 
 def test_the_bytes_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
@@ -405,7 +419,7 @@ def test_a_link_to_nothing_says_what_it_is(tmp_path):
     assert list(tmp_path.iterdir()) == [tmp_path / "link"]
 
 
-def mode_of(path: Path) -> int:
+def permission_bits(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
@@ -422,7 +436,7 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
                 (folder / "config.json").write_text("{}")
         finally:
             os.umask(before)
-        modes = {path.name: mode_of(path) for path in (tmp_path / "model").iterdir()}
+        modes = {path.name: permission_bits(path) for path in (tmp_path / "model").iterdir()}
         assert modes == {"model.safetensors": expected_mode, "config.json": expected_mode}
 
 
@@ -430,4 +444,6 @@ def test_others_may_read_saved_weights_as_the_umask_says(tmp_path):
 def test_a_run_leaves_no_weights_that_its_owner_alone_may_read(adora_run):
     weights = list(adora_run.rglob("*.safetensors"))
     assert len(weights) > 1
-    assert {mode_of(path) for path in weights} == {mode_of(adora_run / "config.json")}
+    assert {permission_bits(path) for path in weights} == {
+        permission_bits(adora_run / "config.json")
+    }
