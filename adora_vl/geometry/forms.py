@@ -163,18 +163,20 @@ class LogicForm:
     @cached_property
     def points_by_circle(self) -> dict[tuple[str, str], list[str]]:
         """The circles, by centre and by the name of the radius, with the points on each."""
-        on_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
+        points_by_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
         for term in self.facts_with_head("PointLiesOnCircle"):
             if len(term.arguments) != 2 or not term.arguments[1].names:
                 continue
-            circle = term.arguments[1].names
-            radius = circle[1] if len(circle) > 1 else ""
-            on_circle[circle[0], radius].append(term.arguments[0].head)
-        centres = {centre for centre, _ in on_circle}
-        empty: dict[tuple[str, str], list[str]] = {
-            (name, ""): [] for name in self.circles if name and name not in centres
-        }
-        return dict(on_circle) | empty
+            point, circle = term.arguments
+            centre = circle.names[0]
+            radius = circle.names[1] if len(circle.names) > 1 else ""
+            points_by_circle[centre, radius].append(point.head)
+        # A circle of which no fact has a point is listed by its centre alone.
+        known_centres = {centre for centre, _ in points_by_circle}
+        for centre in self.circles:
+            if centre and centre not in known_centres:
+                points_by_circle[centre, ""] = []
+        return dict(points_by_circle)
 
 
 def read_form_from_record(record: Mapping[str, object]) -> LogicForm:

@@ -302,12 +302,15 @@ class Judgement:
         """Yield the names in an equation that matter for it, and that are not known themselves."""
         _, gradient = self.system.atoms.evaluate(self.figure.state, slopes=True)
         assert gradient is not None, "slopes were asked for"
-        partials = self._arithmetic_row(relation)
+        changes_by_name = self._arithmetic_row(relation)
         for atom, number in self.system.atoms.row_by_atom.items():
-            if abs(partials[self.column_by_name[signature(atom)]]) > _MIN_GRADIENT_LENGTH:
-                row = self._unit_row(gradient[number])
-                if not is_in_span(row, self.known_rows):
-                    yield atom
+            column = self.column_by_name[signature(atom)]
+            # A name that cancels out, as x in `OA + x = 5 + x`, changes nothing.
+            if abs(changes_by_name[column]) <= _MIN_GRADIENT_LENGTH:
+                continue
+            row = self._unit_row(gradient[number])
+            if not is_in_span(row, self.known_rows):
+                yield atom
 
     def _arithmetic_row(self, relation: Equal) -> Vector:
         """Return how the difference of an equation's sides changes with each name, shape (names,).

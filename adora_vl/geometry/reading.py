@@ -136,11 +136,13 @@ def _add_orders(reading: Reading, skipped: set[int]) -> None:
         if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
             continue
         names = [term.arguments[0].head, *term.arguments[1].names]
-        is_segment = len(set(names)) == len(names) == 3 and set(names) <= set(
-            reading.drawing.points
-        )
-        if is_segment and not set(names) <= places.keys():
-            reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
+        are_three_points = len(set(names)) == len(names) == 3
+        if not are_three_points or not set(names) <= set(reading.drawing.points):
+            continue
+        # Where all three have places, the picture shows their order.
+        if not set(names) <= places.keys():
+            point, start, end = names
+            reading.relations.append(Between(point=point, start=start, end=end))
             reading.fact_numbers.append(number)
 
 
