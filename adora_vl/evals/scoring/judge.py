@@ -259,7 +259,7 @@ def ask_judge(
 
     A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
     extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning. Raises
-    `UserError` where the judge refuses the key, since it would answer no other call.
+    `UserError` where the judge would answer no other call: it refuses the key, or is not there.
 
     Args:
         conversations: The messages to the judge; None where there is nothing to ask, and so nothing
@@ -289,7 +289,7 @@ def ask_judge(
             return report
 
         reports: list[Extraction | None] = judge.each(report_on, conversations)
-    judge.check_key("judge_url")
+    judge.check_server("judge_url")
     if failures:
         rows = amount(len(failures), "row")
         print(
