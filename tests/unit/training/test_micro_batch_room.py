@@ -17,7 +17,7 @@ from adora_vl.training.micro_batch_room import (
     unit_sizes,
 )
 from adora_vl.types import HostRows, RowImages
-from benchmarks.lockstep import REAL, simulate_filled
+from benchmarks.lockstep import MEASURED_CASES, simulate_filled
 from tests.support.micro_batch_room import (
     ACTIVATION_MEMORY_BY_CASE,
     LONGEST_ANSWER,
@@ -104,7 +104,7 @@ def test_ranks_cut_at_the_same_places():
 def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
     """Real lengths have the limits of the 3B and of the 7B recipe, whose weights are sharded."""
     bounds = {2048: 0.4, 4096: 0.2}
-    for case in REAL:
+    for case in MEASURED_CASES:
         generation = simulate_filled(case, trials=5)
         assert generation.micro_batches <= bounds[case.longest]
         assert generation.lockstep_ratio <= 1.1

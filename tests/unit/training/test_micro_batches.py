@@ -30,7 +30,7 @@ from adora_vl.training.rank_balance import UnitMove, carry_out_moves, plan_moves
 from adora_vl.training.schedule import fill_slots
 from adora_vl.types import Batch
 from benchmarks.lockstep import (
-    CASES,
+    DRAWN_CASES,
     lockstep_ratio,
     move_groups,
     order_by_length,
@@ -522,7 +522,7 @@ def test_beside_the_longest_unit_goes_the_longest_that_is_left_on_any_rank():
     ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", DRAWN_CASES)
 def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
     """8 ranks, 16 groups of 8 on each, and where groups cannot move."""
     assert simulate(case, move_groups, trials=20) <= 1.16
