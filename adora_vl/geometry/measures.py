@@ -35,7 +35,7 @@ from adora_vl.geometry.quantities import (
     over,
     plus,
     power,
-    quantity_of,
+    quantity_of_expression,
     times,
 )
 from adora_vl.geometry.shapes import (
@@ -135,7 +135,7 @@ class Measures:
         if text == "Radius":
             return self.radius(self.drawing.circle())
         try:
-            return quantity_of(parse_expression(text))
+            return quantity_of_expression(parse_expression(text))
         except ExpressionError as error:
             raise UnreadError(str(error)) from error
 
@@ -173,14 +173,18 @@ class Measures:
         The length of an arc is its angle at the centre, in radians, times the radius.
         """
         inner = term.arguments[0]
+        # `LengthOf(A, B)` names the two ends themselves.
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
         if not inner.arguments:
             return self.quantity(inner)
-        arc = inner.arguments[0] if inner.head in ("Minor", "Major") and inner.arguments else inner
+        arc = inner
+        if inner.head in ("Minor", "Major"):
+            arc = inner.arguments[0]
         if arc.head == "Arc":
             radius = self.radius(self.drawing.circle_of_arc(arc.names))
-            return times(self.quantity(inner), radius, Constant(math.pi / 180))
+            radians_per_degree = Constant(math.pi / 180)
+            return times(self.quantity(inner), radius, radians_per_degree)
         return self.quantity(inner)
 
     def circle_measure(self, head: str, circle: Circle) -> Quantity:

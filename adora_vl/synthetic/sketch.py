@@ -16,10 +16,10 @@ _POINT_RANGE = (0.15, 0.85)  # where the points may lie; letters stand outside o
 class _LabelBox(NamedTuple):
     """A rectangle around a label, in shares of the picture, with y downwards."""
 
-    left: float
-    top: float
-    right: float
-    bottom: float
+    min_x: float
+    min_y: float
+    max_x: float
+    max_y: float
 
 
 class ClutteredError(Exception):
@@ -129,10 +129,10 @@ class Sketch:
         half_width = 0.28 * len(text) * self._font
         half_height = 0.5 * self._font
         box = _LabelBox(
-            left=x - half_width,
-            top=y - half_height,
-            right=x + half_width,
-            bottom=y + half_height,
+            min_x=x - half_width,
+            min_y=y - half_height,
+            max_x=x + half_width,
+            max_y=y + half_height,
         )
         touches = any(_overlap(box, label) for label in self._label_boxes)
         if touches or min(box) < 0 or max(box) > 1:
@@ -143,8 +143,8 @@ class Sketch:
 
 def _overlap(first: _LabelBox, second: _LabelBox) -> bool:
     """Return whether two boxes have a point in common."""
-    overlap_in_x = first.left < second.right and second.left < first.right
-    overlap_in_y = first.top < second.bottom and second.top < first.bottom
+    overlap_in_x = first.min_x < second.max_x and second.min_x < first.max_x
+    overlap_in_y = first.min_y < second.max_y and second.min_y < first.max_y
     return overlap_in_x and overlap_in_y
 
 
