@@ -1,8 +1,8 @@
 """Draws the diagram of a Geometry3K problem anew from its logic form.
 
-It serves machines without the original pictures. Values stand beside their segment, in their angle or at
-their arc; a fact for which a drawing has no mark is written below it. Points are complex numbers,
-in shares of the picture, y downwards.
+It serves machines without the original pictures. Values stand beside their segment, in their angle
+or at their arc; a fact for which a drawing has no mark is written below it. Points are complex
+numbers, in shares of the picture, y downwards.
 """
 
 from __future__ import annotations

@@ -100,9 +100,9 @@ class AngleChase:
     def value(self) -> float | None:
         """Return the goal where angles alone fix it and do not contradict each other; else None.
 
-        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a sum
-        of rows of M, whatever else stays open; the equations are consistent where some x fulfils
-        all of them. Both are asked by least squares, since M has no full rank as a rule.
+        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a
+        sum of rows of M, whatever else stays open; the equations are consistent where some x
+        fulfils all of them. Both are asked by least squares, since M has no full rank as a rule.
         """
         if self.goal is None:
             return None

@@ -214,12 +214,15 @@ class _ExpressionReader:
             elif sign == "/":
                 self.take()
                 expression = Operation(operator="/", left=expression, right=self.signed())
-            elif sign is not None and (
-                sign in _FIRST_SIGNS_OF_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
-            ):
+            elif sign is not None and self._begins_factor(sign):
                 expression = Operation(operator="*", left=expression, right=self.power())
             else:
                 return expression
+
+    def _begins_factor(self, sign: str) -> bool:
+        """Tell whether a factor without a sign before it may begin with this one."""
+        is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", sign) is not None
+        return sign in _FIRST_SIGNS_OF_FACTOR or is_letter_or_number
 
     def signed(self) -> Expression:
         """Read a power with any number of plus and minus signs before it."""

@@ -211,7 +211,7 @@ def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
 
 
 def form_as_record(form: LogicForm) -> dict[str, object]:
-    """Return the form as an object that `read_form_from_record` reads back: plain lists and texts, for JSON."""
+    """Return the form as plain lists and texts for JSON, which `read_form_from_record` reads back."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from cmath import phase
 from collections.abc import Callable, Sequence
 
 from adora_vl.geometry.areas import area_or_perimeter
@@ -370,10 +371,7 @@ class Measures:
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.corners_of_shape(shape)
-        return sorted(
-            corners,
-            key=lambda name: math.atan2(*_imaginary_and_real(self.drawing.places[name] - centre)),
-        )
+        return sorted(corners, key=lambda name: phase(self.drawing.places[name] - centre))
 
     def arc_angle(self, term: Term) -> Quantity:
         """Return the angle of an arc at the centre, in degrees.
@@ -418,7 +416,7 @@ class Measures:
     # Areas and perimeters
 
     def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon for the head `PerimeterOf`, its area for any other head.
+        """Return the perimeter of a polygon for the head `PerimeterOf`, else its area.
 
         `names` are the corners in the order round the polygon.
         """
@@ -500,11 +498,6 @@ class Measures:
             *self.drawing.points_of_angle(Term(head="Angle", arguments=(inner,)))
         )
         return Arithmetic(function=names[term.head], parts=(angle,))
-
-
-def _imaginary_and_real(location: complex) -> tuple[float, float]:
-    """Return the coordinates y and x of a place, in the order in which `math.atan2` takes them."""
-    return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]

@@ -89,7 +89,8 @@ class Arithmetic:
     """Arithmetic on quantities.
 
     A power of a negative number is that of its absolute value, since a search for a figure may pass
-    through negative lengths on its way. Only an odd whole exponent keeps the sign (`sign_of_power`).
+    through negative lengths on its way. Only an odd whole exponent keeps the sign
+    (`sign_of_power`).
     """
 
     function: Function

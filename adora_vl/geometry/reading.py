@@ -50,9 +50,9 @@ _HEADS_READ_AS_WHOLE = (
 class Reading:
     """What a form says.
 
-    `relations` hold in the figure; `fact_numbers` has for each the number of the fact that it comes of,
-    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
-    words. `unread` has the facts that could not be read, with the reason.
+    `relations` hold in the figure; `fact_numbers` has for each the number of the fact that it comes
+    of, in the order of the drawing's terms, or None where the picture shows it. `assumed` says
+    these in words. `unread` has the facts that could not be read, with the reason.
     """
 
     drawing: Drawing
