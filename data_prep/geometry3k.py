@@ -45,9 +45,8 @@ from data_prep.solved_rows import (
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
-_SOURCE_OF_REDRAWN_ROWS = (
-    "geometry3k, redrawn"  # the source of rows whose diagram is drawn from a logic form
-)
+# the source of rows whose diagram is drawn from a logic form
+_SOURCE_OF_REDRAWN_ROWS = "geometry3k, redrawn"
 
 
 def problems_of_facts(path: Path, question_table: Path | None) -> dict[str, SplitRows]:

@@ -50,9 +50,8 @@ from adora_vl.geometry.shapes import (
 )
 from adora_vl.geometry.vectors import cross, dot, sine
 
-_MIN_SINE_OF_TURN = (
-    0.06  # below, a corner is too flat for the picture to show on which side it turns
-)
+# below, a corner is too flat for the picture to show on which side it turns
+_MIN_SINE_OF_TURN = 0.06
 _UNIT_BY_HEAD: dict[str, Unit] = {
     "AreaOf": "area",
     "MeasureOf": "degrees",

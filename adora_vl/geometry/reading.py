@@ -31,9 +31,8 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import term_in_words
 
-_MIN_RADII_OUTSIDE = (
-    1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
-)
+# of a drawn radius; a point farther from the centre is seen to lie outside
+_MIN_RADII_OUTSIDE = 1.1
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
 _HEADS_READ_AS_WHOLE = (

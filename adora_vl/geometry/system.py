@@ -33,9 +33,8 @@ from adora_vl.geometry.quantities import (
 )
 
 _END_MARGIN = 0.001  # of a segment; a point nearer to an end than this does not lie between
-_MAX_PLAIN_DIFFERENCE = (
-    300.0  # degrees; angles that differ by more are compared the other way round
-)
+# degrees; angles that differ by more are compared the other way round
+_MAX_PLAIN_DIFFERENCE = 300.0
 
 
 class _Residuals(NamedTuple):
