@@ -307,5 +307,5 @@ def is_collapsed(solution: Solution) -> bool:
 
 
 def is_goal_free(solution: Solution) -> bool:
-    """Tell whether the facts let the goal move in this figure."""
+    """Tell whether the facts let the goal move in this figure, and so leave it open."""
     return solution.freedom > _MAX_FREE_SHARE
