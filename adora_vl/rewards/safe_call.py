@@ -115,17 +115,25 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
-def _counting_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
-    """Return the arguments of one call with a `log_extra` that counts the values of each column.
+# Figures of a step that every log has, and that other parts of a run read there.
+_LOGGED_BY_TRAINER = frozenset(
+    {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "reward", "reward_std"}
+)
 
-    Fewer values than completions would move those of all later completions in the table.
+
+def _checking_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
+    """Return the arguments of one call with logging hooks that check what the function logs.
+
+    Fewer values than completions would move those of all later completions in the table, and a
+    metric with the name of one of the trainer's would replace it in the log.
 
     Args:
-        arguments: of the call. Without a `log_extra` they are returned as they are.
-        counts: filled while the function logs, by the column.
+        arguments: of the call. Without the hooks they are returned as they are.
+        counts: filled while the function logs: the number of values of each column.
     """
     log_extra = arguments.get("log_extra")
-    if log_extra is None:
+    log_metric = arguments.get("log_metric")
+    if log_extra is None or log_metric is None:
         return dict(arguments)
 
     def log_and_count(column: str, values: Iterable[object]) -> None:
@@ -133,7 +141,20 @@ def _counting_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict
         counts[column] += len(values)
         log_extra(column, values)
 
-    return {**arguments, "log_extra": log_and_count}
+    def log_number(name: str, value: object) -> None:
+        if name in _LOGGED_BY_TRAINER:
+            raise RewardValueError(
+                f"it logged the metric {name!r}, which the trainer logs itself; give it another "
+                "name"
+            )
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, numbers.Real):
+            raise RewardValueError(
+                f"it logged {_short_repr(value)} as the metric {name!r}, which is no number"
+            )
+        log_metric(name, float(number))
+
+    return {**arguments, "log_extra": log_and_count, "log_metric": log_number}
 
 
 def safe_call(
@@ -193,7 +214,7 @@ class _SafeFunction:
                 in_one_process(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
-                returned = self.function(**_copy_arguments(_counting_logged(arguments, counts)))
+                returned = self.function(**_copy_arguments(_checking_logged(arguments, counts)))
                 # Still within the time limit, since reading the user's objects runs their code.
                 return self._read_rewards(returned, len(arguments["completions"]), counts)
         except KeyboardInterrupt:
@@ -225,7 +246,7 @@ class _SafeFunction:
                 in_one_process(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
-                copies = _copy_arguments(_counting_logged(arguments, counts))
+                copies = _copy_arguments(_checking_logged(arguments, counts))
                 async with asyncio.timeout(self.timeout) as time_limit:
                     returned = await self.function(**copies)
             return self._read_rewards(returned, len(arguments["completions"]), counts)
