@@ -168,7 +168,7 @@ def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
     """No text has more new claims than its figure can move in: that bounds every way to farm."""
     checked_figure = checked_figure_from(ISOSCELES_FACTS)
     names = checked_figure.system.points
-    at = checked_figure.figure.at
+    at = checked_figure.figure.coordinates
     random.seed(3)
     lines = []
     for _ in range(200):
