@@ -96,7 +96,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
     A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
-    one a sentence. The names are the keys of the JSON, or the name of the file for a single problem.
+    one a sentence. The names are the keys of the JSON, or the name of the file for a single
+    problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """

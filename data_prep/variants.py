@@ -1,8 +1,8 @@
 """`python -m data_prep variants`: problems of a prepared folder with other numbers, to scale.
 
 A variant depends on the seed, on the id of its original and on its own number alone, so that
-`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its figure
-is of the same kind as before, and its picture can be read.
+`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its
+figure is of the same kind as before, and its picture can be read.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def _return_finished(variant: RawProblem) -> RawProblem:
 def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
     """Make up to `per` variants of a stored problem.
 
-    A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most; after that it is
-    left out.
+    A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most;
+    after that it is left out.
 
     Raises `UserError` where the stored figure cannot be read.
     """
@@ -224,7 +224,8 @@ def _try_variant(
 ) -> RawProblem | None:
     """Make a geometry problem with other numbers: change its facts, solve them, draw the diagram.
 
-    `figure` has the facts of the original problem, and the coordinates of the points in its diagram.
+    `figure` has the facts of the original problem, and the coordinates of the points in its
+    diagram.
 
     Returns None where the new numbers fit no diagram, or where a reader could not make it out.
     """
@@ -360,8 +361,8 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    # An answer at a double root is known to four digits only. `faults` counts differences in kind from the
-    # old diagram, such as a point that has moved to the other side of a line.
+    # An answer at a double root is known to four digits only. `faults` counts differences in kind
+    # from the old diagram, such as a point that has moved to the other side of a line.
     if result.at_double_root or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of_solution(problem, result.solution, form)

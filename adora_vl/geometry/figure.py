@@ -44,11 +44,11 @@ class Verdict:
     `collapsed` where it does so only with points that fall together; `unread` where the form or
     its question cannot be read.
 
-    `value` is also there for other statuses where something is known: with the `basis` `looks` it needs
-    what is `assumed` by the picture, with `without a fact` that `left_out` does not hold, with
-    `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it has no
-    short form. `unread`: facts that could not be read, each with its place and the reason. `why`:
-    one line for a person.
+    `value` is also there for other statuses where something is known: with the `basis` `looks` it
+    needs what is `assumed` by the picture, with `without a fact` that `left_out` does not hold,
+    with `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it
+    has no short form. `unread`: facts that could not be read, each with its place and the reason.
+    `why`: one line for a person.
     """
 
     status: Status
