@@ -1,9 +1,9 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
 Problems that a model always or never solves have groups of equal rewards, which teach nothing. The
-source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
-is the cheap version that it compares with, the pass rate of plain samples. The answers are sampled
-as for an evaluation, which samples nothing twice.
+source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search;
+this is the cheap version that it compares with, the pass rate of plain samples. The answers are
+sampled as for an evaluation, which samples nothing twice.
 """
 
 import json

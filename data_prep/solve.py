@@ -96,7 +96,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
     A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
-    one a sentence. The names are the keys of the JSON, or the name of the file for a single problem.
+    one a sentence. The names are the keys of the JSON, or the name of the file for a single
+    problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
@@ -477,7 +478,7 @@ def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
     # A form has y downwards, as a picture has it, and a figure upwards.
-    points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
+    points = {name: (x, -y) for name, (x, y) in result.figure.coordinates.items()}
     form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")

@@ -191,8 +191,8 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
 def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> None:
     """Add one to the counts of the values that the properties of a row have.
 
-    `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of the images
-    is no column of the row, and is counted elsewhere.
+    `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of
+    the images is no column of the row, and is counted elsewhere.
     """
     meta = row.get("meta")
     if not isinstance(meta, dict):

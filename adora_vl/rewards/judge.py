@@ -115,7 +115,7 @@ class JudgeReward:
         without a call. The columns `problem` and `answer` of the data set are read if they exist.
         Logs the shares `judge/failed` and `judge/cached`.
 
-        Raises `UserError` where the endpoint refuses the key, since it would answer no later call.
+        Raises `UserError` where the endpoint would answer no later call, as after a refused key.
         """
         problems = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
@@ -131,7 +131,7 @@ class JudgeReward:
                 cached_count += 1
         # All questions are asked at once, in the threads of the client.
         scores = self.client.each(self._score, questions)
-        self.client.check_key("adora_reward: judge")
+        self.client.check_server("adora_reward: judge")
         errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._has_warned:
             self._has_warned = True  # one warning a run; the log counts the errors
@@ -199,9 +199,7 @@ class JudgeReward:
         try:
             reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
         except EndpointError as error:
-            remedy = f"the key is read from {KEY_VARIABLE}"
-            if error.unreachable:
-                remedy = "is a server there?"
+            remedy = error.remedy(KEY_VARIABLE)
             raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
         try:
             return read_score(reply.text)

@@ -85,7 +85,7 @@ class EndpointError(SpokenError):
 
     `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
     `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
-    answers at the address.
+    answers at the address. `unknown`: somebody does, who does not know it, or not the model.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class EndpointError(SpokenError):
         refused: bool = False,
         too_long: bool = False,
         unreachable: bool = False,
+        unknown: bool = False,
     ) -> None:
         """Create the error.
 
@@ -107,6 +108,7 @@ class EndpointError(SpokenError):
             refused: whether the server accepts no call with this key.
             too_long: whether the model's context does not hold the prompt.
             unreachable: whether nobody answers at the address.
+            unknown: whether the server does not know the address, or not the model.
         """
         super().__init__(reason)
         self.again = again
@@ -114,6 +116,18 @@ class EndpointError(SpokenError):
         self.refused = refused
         self.too_long = too_long
         self.unreachable = unreachable
+        self.unknown = unknown
+
+    def remedy(self, key_variable: str) -> str:
+        """Say where to look, for the end of a message.
+
+        `key_variable`: the environment variable that holds the key.
+        """
+        if self.unreachable:
+            return "is a server there?"
+        if self.unknown:
+            return "look at the address and at the name of the model"
+        return f"the key is read from {key_variable}"
 
 
 def check_url(name: str, url: str) -> str:
@@ -169,7 +183,8 @@ class ChatClient:
         # how many calls were made; several threads count them under the lock
         self.calls = 0
         self._lock = threading.Lock()
-        # The error of a call in which the server has refused the key.
+        self._has_answered = False
+        # The error of a call after which the server would answer no other.
         self._refusal: EndpointError | None = None
         self._cache_file = cache
         self._stored_answers: KeptAnswers | None = None
@@ -191,22 +206,34 @@ class ChatClient:
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def check_key(self, option: str) -> None:
-        """Raise `UserError` where the server has refused the key.
+    def check_server(self, option: str) -> None:
+        """Raise `UserError` where `ask` makes no more calls, since the server takes none.
+
+        The next `ask` tries again, such as with another key.
 
         `option`: the option that names the server, with which the message begins.
         """
-        if self._refusal is not None:
-            variable = self.endpoint.key_variable
+        error = self._refusal
+        if error is None:
+            return
+        self._refusal = None
+        variable = self.endpoint.key_variable
+        server = f"{option}: {self.endpoint.url}"
+        if error.refused:
             raise UserError(
-                f"{option}: {self.endpoint.url} refuses the key in {variable} for the model "
-                f"{self.endpoint.model!r} ({self._refusal}); set {variable} to one that it takes"
+                f"{server} refuses the key in {variable} for the model {self.endpoint.model!r} "
+                f"({error}); set {variable} to one that it takes"
             )
+        raise UserError(
+            f"{server} with the model {self.endpoint.model!r} gave no answer: {error}; "
+            f"{error.remedy(variable)}"
+        )
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """Ask for an answer, read it, and store what was read in the cache.
 
-        After a refused key no further call is made (see `check_key`).
+        After a refused key no further call is made, nor where nobody is there to answer the first
+        one (see `check_server`).
 
         Args:
             messages: the conversation.
@@ -289,8 +316,11 @@ class ChatClient:
                         refused=error.refused,
                         too_long=error.too_long,
                         unreachable=error.unreachable,
+                        unknown=error.unknown,
                     )
-                    if error.refused:
+                    # One that has answered may be back soon.
+                    is_nobody = not self._has_answered and (error.unreachable or error.unknown)
+                    if error.refused or is_nobody:
                         self._refusal = last_error
                     raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
@@ -348,11 +378,13 @@ class ChatClient:
                 f"{type(error).__name__}: {error}", unreachable=is_unreachable
             ) from error
         if httpx.codes.is_success(reply.status):
+            self._has_answered = True
             return reply.body
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
         server_words = "" if may_succeed_later else _error_words(reply.body, key)
-        if reply.status == httpx.codes.NOT_FOUND:
+        is_unknown = reply.status == httpx.codes.NOT_FOUND
+        if is_unknown:
             # the user may have named an address that goes on too far, or not far enough
             server_words = f" at {self._http.address}{server_words}"
         # Servers refuse an answer that may become too long in similar words.
@@ -364,6 +396,7 @@ class ChatClient:
             wait_s=_seconds(reply.headers.get("Retry-After")),
             refused=reply.status in _REFUSED_CODES,
             too_long=names_prompt and not names_answer,
+            unknown=is_unknown,
         )
 
     def _api_key(self) -> str:

@@ -739,6 +739,12 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply,
     assert len(server.requests) == 1
 
 
+def test_a_judge_that_does_not_know_the_model_is_not_asked_for_its_key(tmp_path, serve):
+    server = serve(lambda body, call: (404, b"no model j"))
+    with pytest.raises(UserError, match=r"HTTP 404 .*; look at the address and at the name of"):
+        try_judge(tmp_path, server.url)
+
+
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
     server = serve(lambda body, call: completion_reply(""))
     server.close()
