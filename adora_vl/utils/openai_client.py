@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
-from adora_vl.utils.files import KeptAnswers, written_to
+from adora_vl.utils.files import KeptAnswers, naming_write_errors
 from adora_vl.utils.secrets import masked_text, note_secret
 
 # HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
@@ -179,7 +179,7 @@ class ChatClient:
         self._cache_file = cache
         self._stored_answers: KeptAnswers | None = None
         if cache is not None:
-            with written_to("judge_cache", cache):
+            with naming_write_errors("judge_cache", cache):
                 self._stored_answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
@@ -242,7 +242,7 @@ class ChatClient:
             raise self._refusal
         answer: str = self._with_attempts(ask_once)
         if self._stored_answers is not None and self._cache_file is not None:
-            with written_to("judge_cache", self._cache_file):
+            with naming_write_errors("judge_cache", self._cache_file):
                 self._stored_answers.put(self._cache_key(messages), answer)
         return answer
 
@@ -323,7 +323,7 @@ class ChatClient:
             choice = reply["choices"][0]
             usage = reply.get("usage") or {}
             return Reply(
-                text=_text_of(choice),
+                text=_answer_text(choice),
                 n_tokens=_token_count(usage.get("completion_tokens")),
                 finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
                 n_prompt_tokens=_token_count(usage.get("prompt_tokens")),
@@ -344,7 +344,7 @@ class ChatClient:
             headers["Authorization"] = f"Bearer {key}"
         address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            reply = fetch(
+            reply = fetch_reply(
                 address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
             )
         # no connection, a reply that came too late, or one that is no HTTP
@@ -367,7 +367,7 @@ class ChatClient:
         raise EndpointError(
             f"HTTP {reply.status}{server_words}",
             again=may_succeed_later,
-            wait_s=_seconds(reply.headers.get("Retry-After")),
+            wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
             refused=reply.status in _REFUSED_CODES,
             too_long=names_prompt and not names_answer,
         )
@@ -403,7 +403,7 @@ class HttpReply(NamedTuple):
     body: bytes
 
 
-def fetch(
+def fetch_reply(
     address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
 ) -> HttpReply:
     """Send one HTTP request and return the reply.
@@ -437,15 +437,15 @@ def fetch(
 async def _exchange(
     address: str, timeout_s: float, content: bytes | None, headers: Headers | None
 ) -> HttpReply:
-    """Send one HTTP request and return the reply, as `fetch` says.
+    """Send one HTTP request and return the reply, as `fetch_reply` says.
 
     The body of an error is read only as far as it is shown.
     """
     received = bytearray()
     # without a timeout of its own, since that would be for each part of the reply
     client = httpx.AsyncClient(
-        verify=_certificates(),
-        trust_env=not is_here(address),
+        verify=_trusted_certificates(),
+        trust_env=not is_this_machine(address),
         timeout=None,  # noqa: S113
     )
     method = "GET" if content is None else "POST"
@@ -467,12 +467,12 @@ async def _exchange(
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _trusted_certificates() -> ssl.SSLContext:
     """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
     return ssl.create_default_context()
 
 
-def is_here(address: str) -> bool:
+def is_this_machine(address: str) -> bool:
     """Return whether an address leads to this machine itself, which no proxy can reach."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:
@@ -482,7 +482,7 @@ def is_here(address: str) -> bool:
     return ip_address.is_loopback or ip_address.is_unspecified
 
 
-def _text_of(choice: Mapping[str, Any]) -> str:
+def _answer_text(choice: Mapping[str, Any]) -> str:
     """Return the text of the model's message in a reply; empty if the model only got to thinking.
 
     `choice`: an entry of `choices` of a chat completion. A server with a reasoning parser sends null
@@ -523,7 +523,7 @@ def _error_words(body: bytes, key: str) -> str:
     return f": {one_line[:_MAX_SHOWN_CHARACTERS]}" if one_line else ""
 
 
-def _seconds(retry_after: str | None) -> float:
+def _seconds_to_wait(retry_after: str | None) -> float:
     """Return the seconds to wait that a server asks for in the header `Retry-After`; 0 without one."""
     try:
         return max(0.0, float(retry_after or 0))

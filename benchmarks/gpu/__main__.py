@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built_extensions, run
 from benchmarks.gpu.table import CheckLine, as_json, counts, exit_code, table
 
@@ -110,7 +110,10 @@ def machine() -> str:
         else f"CPU ({platform.machine()})"
     )
     return ", ".join(
-        [device, *(f"{name} {version}" for name in _PACKAGES if (version := installed(name)))]
+        [
+            device,
+            *(f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))),
+        ]
     )
 
 

@@ -34,7 +34,7 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
-from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict_memory
 from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
@@ -376,4 +376,4 @@ def prediction(
         sharding=Sharding(),
         lengths=lengths,
     )
-    return predict(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)
+    return predict_memory(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)
