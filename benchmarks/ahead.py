@@ -28,18 +28,18 @@ from benchmarks.stand_in_server import StandIn
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
 # it a 64th of that.
-TOKENS = 32
-LIMIT = 512
-WAITS = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
+ANSWER_TOKENS = 32
+COMPLETION_LIMIT = 512
+WAITS_VARIABLE = "BENCHMARK_AHEAD_WAITS"  # of the environment, in seconds
 
 
-def waits(completions: Sequence[object], **_: object) -> list[float]:
+def server_waits(completions: Sequence[object], **_: object) -> list[float]:
     """Wait, as a reward that makes the trainer's part of a step longer, and return zeros."""
-    time.sleep(float(os.environ[WAITS]))
+    time.sleep(float(os.environ[WAITS_VARIABLE]))
     return [0.0] * len(completions)
 
 
-def parts_of_a_step(
+def seconds_by_part(
     folder: Path,
     ahead: int,
     waiting: float,
@@ -60,7 +60,9 @@ def parts_of_a_step(
 
     Returns the mean seconds of a step for sampling, and for the rest.
     """
-    server = StandIn(vocabulary=200, tokens=TOKENS, seconds_per_token=waiting / LIMIT)
+    server = StandIn(
+        vocabulary=200, tokens=ANSWER_TOKENS, seconds_per_token=waiting / COMPLETION_LIMIT
+    )
     if uneven:
         server.pace = lambda syncs: 0.5 + syncs % 2
     keys = {
@@ -77,14 +79,14 @@ def parts_of_a_step(
         "save_strategy": "no",
         "logging_steps": 1,
         "adora_synthetic_rows": 64,
-        "max_completion_length": LIMIT,
+        "max_completion_length": COMPLETION_LIMIT,
         "vllm_max_model_length": 1024,
         "entropy_coef": 1.0,
-        "adora_reward": f"{__file__}:{waits.__name__}",
+        "adora_reward": f"{__file__}:{server_waits.__name__}",
     }
     words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "adora_vl.train", *words]
-    environment = {**os.environ, WAITS: str(learning)}
+    environment = {**os.environ, WAITS_VARIABLE: str(learning)}
     try:
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     finally:
@@ -110,14 +112,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = options.seconds, options.steps
-        server, trainer = parts_of_a_step(Path(name, "after"), 0, *even)
+        server, trainer = seconds_by_part(Path(name, "after"), 0, *even)
         print(
             f"one after the other {server + trainer:.2f} s: server {server:.2f}, trainer "
             f"{trainer:.2f}",
             flush=True,
         )
-        one_ahead = sum(parts_of_a_step(Path(name, "1"), 1, *even))
-        two_ahead = sum(parts_of_a_step(Path(name, "2"), 2, *even))
+        one_ahead = sum(seconds_by_part(Path(name, "1"), 1, *even))
+        two_ahead = sum(seconds_by_part(Path(name, "2"), 2, *even))
         longer = max(server, trainer)
         print(
             f"one step ahead {one_ahead:.2f} s, two {two_ahead:.2f} s: {one_ahead / longer:.2f} and "
@@ -125,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         # The trainer's part becomes as long as the server's.
         learning = max(0.0, server - trainer)
-        one_ahead = sum(parts_of_a_step(Path(name, "u1"), 1, *even, uneven=True, learning=learning))
-        two_ahead = sum(parts_of_a_step(Path(name, "u2"), 2, *even, uneven=True, learning=learning))
+        one_ahead = sum(seconds_by_part(Path(name, "u1"), 1, *even, uneven=True, learning=learning))
+        two_ahead = sum(seconds_by_part(Path(name, "u2"), 2, *even, uneven=True, learning=learning))
     print(
         f"uneven: one step ahead {one_ahead:.2f} s, two {two_ahead:.2f} s: "
         f"{two_ahead / one_ahead:.2f}"

@@ -45,14 +45,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-Values = Mapping[str, int]  # degrees by the name of an angle
-UNIT = 5  # degrees; every number is a multiple of it
-SMALLEST = 15  # degrees of any angle, so that no figure is flat
-LARGEST = 150
-USUAL = (60, 80)  # the answers of most problems
-USUAL_SHARE = 0.6
-TEST_SHARE = 4  # one in so many sets of numbers is for testing
-HEADS = 4
+DegreesByAngle = Mapping[str, int]  # degrees by the name of an angle
+DEGREES_UNIT = 5  # degrees; every number is a multiple of it
+SMALLEST_ANGLE = 15  # degrees of any angle, so that no figure is flat
+LARGEST_ANGLE = 150
+USUAL_ANSWERS = (60, 80)  # the answers of most problems
+USUAL_ANSWER_SHARE = 0.6
+ONE_IN_FOR_TESTING = 4  # one in so many sets of numbers is for testing
+ATTENTION_HEADS = 4
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Step:
     """An unknown angle: its name, and its value from what is known before it."""
 
     angle: str
-    value: Callable[[Values], int]
+    value: Callable[[DegreesByAngle], int]
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,10 @@ class FigureKind:
     facts: str
     labels: tuple[str, ...]
     steps: tuple[Step, ...]
-    unit: int = UNIT
+    unit: int = DEGREES_UNIT
 
 
-KINDS = (
+FIGURE_KINDS = (
     FigureKind(
         name="isosceles",
         facts="triangle ABC. AB = AC. D on BC",
@@ -107,7 +107,7 @@ KINDS = (
             Step("BDC", lambda degrees: 180 - degrees["AEB"] - degrees["ACD"]),
             Step("ADC", lambda degrees: degrees["ADB"] + degrees["BDC"]),
         ),
-        unit=2 * UNIT,
+        unit=2 * DEGREES_UNIT,
     ),
 )
 
@@ -117,7 +117,7 @@ class AngleProblem:
     """A figure with its numbers."""
 
     kind: FigureKind
-    labels: Values
+    labels: DegreesByAngle
 
     @property
     def text(self) -> str:
@@ -148,11 +148,11 @@ def _is_drawable(problem: AngleProblem) -> bool:
     if problem.kind.name == "sums":
         sizes.append(values["AEB"] - values["ADB"])  # the angle CAD
         sizes.append(180 - values["ADC"])  # the figure bulges at D
-    return all(SMALLEST <= size <= LARGEST for size in sizes)
+    return all(SMALLEST_ANGLE <= size <= LARGEST_ANGLE for size in sizes)
 
 
 @cache
-def _pool(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProblem]]:
+def _problems_by_answer(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProblem]]:
     """Return all problems of a kind that are for testing, or are not, by their answer.
 
     Of each answer one in `TEST_SHARE` is for testing, by a hash: no model is taught or trained on it.
@@ -166,18 +166,18 @@ def _pool(kind: FigureKind, *, for_testing: bool) -> Mapping[int, list[AngleProb
     pool: dict[int, list[AngleProblem]] = {}
     for answer, problems in sorted(by_answer.items()):
         problems.sort(key=lambda problem: hashlib.sha256(problem.text.encode()).digest())
-        tests = len(problems) // TEST_SHARE
+        tests = len(problems) // ONE_IN_FOR_TESTING
         chosen = problems[:tests] if for_testing else problems[tests:]
         if chosen:
             pool[answer] = chosen
     return pool
 
 
-def draw(rng: random.Random, *, for_testing: bool) -> AngleProblem:
+def draw_angle_problem(rng: random.Random, *, for_testing: bool) -> AngleProblem:
     """Return a problem of one of the splits, most with one of the `USUAL` answers."""
-    kind = rng.choice(KINDS)
-    pool = _pool(kind, for_testing=for_testing)
-    answer = rng.choice(USUAL) if rng.random() < USUAL_SHARE else rng.choice([*pool])
+    kind = rng.choice(FIGURE_KINDS)
+    pool = _problems_by_answer(kind, for_testing=for_testing)
+    answer = rng.choice(USUAL_ANSWERS) if rng.random() < USUAL_ANSWER_SHARE else rng.choice([*pool])
     return rng.choice(pool[answer])
 
 
@@ -220,7 +220,7 @@ _WORDINGS = (
 )
 
 
-def said(rng: random.Random, angles: Mapping[str, int], answer: int) -> str:
+def response_text(rng: random.Random, angles: Mapping[str, int], answer: int) -> str:
     """Return a response that says of each of these angles what it is, and boxes an answer."""
     sentences = [
         rng.choice(_WORDINGS).format(angle=angle, value=value) for angle, value in angles.items()
@@ -230,16 +230,16 @@ def said(rng: random.Random, angles: Mapping[str, int], answer: int) -> str:
 
 def right_working(rng: random.Random, problem: AngleProblem) -> str:
     """Return a response that says the two angles on the way, and the answer."""
-    return said(rng, problem.values(), problem.answer)
+    return response_text(rng, problem.values(), problem.answer)
 
 
-def guess(rng: random.Random, problem: AngleProblem) -> str:
+def guessed_response(rng: random.Random, problem: AngleProblem) -> str:
     """Return a response that repeats two given numbers and guesses, as long as a working."""
-    value = rng.choice(USUAL)
+    value = rng.choice(USUAL_ANSWERS)
     names = problem.kind.labels[:2]
     angles = {name: problem.labels[name] for name in names}
     angles[problem.kind.steps[-1].angle] = value
-    return said(rng, angles, value)
+    return response_text(rng, angles, value)
 
 
 def slipped_working(rng: random.Random, problem: AngleProblem) -> str:
@@ -252,9 +252,9 @@ def slipped_working(rng: random.Random, problem: AngleProblem) -> str:
     error = rng.choice((-10, 10))
     wrong = problem.values(slip, error)
     if rng.random() < 0.5:
-        return said(rng, wrong, wrong[problem.kind.steps[-1].angle])
+        return response_text(rng, wrong, wrong[problem.kind.steps[-1].angle])
     name = problem.kind.steps[slip].angle
-    return said(rng, {**problem.values(), name: wrong[name]}, problem.answer)
+    return response_text(rng, {**problem.values(), name: wrong[name]}, problem.answer)
 
 
 @dataclass(frozen=True)
@@ -276,22 +276,22 @@ class AnglesStart:
     seed: int = 0
 
 
-def teacher(rng: random.Random, problem: AngleProblem, plan: AnglesStart) -> str:
+def teacher_response(rng: random.Random, problem: AngleProblem, plan: AnglesStart) -> str:
     """Return an answer of the teacher, which the second stage of training copies."""
     if rng.random() < plan.guesses:
-        return guess(rng, problem)
+        return guessed_response(rng, problem)
     if rng.random() < plan.slips:
         return slipped_working(rng, problem)
     return right_working(rng, problem)
 
 
-def _texts() -> Iterator[str]:
+def _vocabulary_texts() -> Iterator[str]:
     """Texts with every word that a problem or a response can have."""
     rng = random.Random("vocabulary")
     yield "system user assistant You are a helpful assistant.\n"
     for _ in range(2000):
-        problem = draw(rng, for_testing=False)
-        yield f"{problem.text}\n{right_working(rng, problem)}\n{guess(rng, problem)}"
+        problem = draw_angle_problem(rng, for_testing=False)
+        yield f"{problem.text}\n{right_working(rng, problem)}\n{guessed_response(rng, problem)}"
 
 
 def task_tokenizer() -> PreTrainedTokenizerFast:
@@ -300,8 +300,8 @@ def task_tokenizer() -> PreTrainedTokenizerFast:
     Numbers are whole tokens, with and without a space before them, so that the length of an answer
     does not count their digits.
     """
-    tokenizer = build_tokenizer(_texts())
-    numbers = [str(number) for number in range(0, 2 * LARGEST, UNIT)]
+    tokenizer = build_tokenizer(_vocabulary_texts())
+    numbers = [str(number) for number in range(0, 2 * LARGEST_ANGLE, DEGREES_UNIT)]
     texts = [text for number in numbers for text in (number, f" {number}")]
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in texts])
     return tokenizer
@@ -313,9 +313,9 @@ def _config(tokenizer: PreTrainedTokenizerFast, plan: AnglesStart) -> Qwen2Confi
     config.layer_types = config.layer_types[:1] * plan.layers
     config.hidden_size = plan.width
     config.intermediate_size = 4 * plan.width
-    config.head_dim = plan.width // HEADS
-    config.num_attention_heads = HEADS
-    config.num_key_value_heads = HEADS
+    config.head_dim = plan.width // ATTENTION_HEADS
+    config.num_attention_heads = ATTENTION_HEADS
+    config.num_key_value_heads = ATTENTION_HEADS
     return config
 
 
@@ -327,9 +327,9 @@ def _stage_loss(
     batch_size: int,
 ) -> Tensor:
     """Return the loss of the responses to a random batch of problems."""
-    problems = [draw(rng, for_testing=False) for _ in range(batch_size)]
-    prompts = [_ids(tokenizer, prompt_text(tokenizer, problem.text)) for problem in problems]
-    answers = [_ids(tokenizer, responses(problem) + END_OF_TURN) for problem in problems]
+    problems = [draw_angle_problem(rng, for_testing=False) for _ in range(batch_size)]
+    prompts = [_token_ids(tokenizer, prompt_text(tokenizer, problem.text)) for problem in problems]
+    answers = [_token_ids(tokenizer, responses(problem) + END_OF_TURN) for problem in problems]
     return answer_loss(model, Encoded(prompts), answers, list(range(batch_size)))
 
 
@@ -354,7 +354,7 @@ def begin_taught(plan: AnglesStart, arithmetic: Path) -> UntrainedModel:
     rng = random.Random(f"teacher/{plan.seed}")
 
     def responses(problem: AngleProblem) -> str:
-        return teacher(rng, problem, plan)
+        return teacher_response(rng, problem, plan)
 
     def loss_of(_: int) -> Tensor:
         return _stage_loss(model, tokenizer, rng, responses, plan.batch_size)
@@ -370,7 +370,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, problem: str) -> str:
     return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
 
 
-def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
+def _token_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
     return torch.tensor(tokenizer(text)["input_ids"])
 
 

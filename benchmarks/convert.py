@@ -30,9 +30,11 @@ from adora_vl.conversion.problem import PixelLimits
 from adora_vl.conversion.tables import open_local, row_readers
 from data_prep.cli import main as data_prep
 
-SIZE = (1152, 896)
-PICTURES = 12
-FORMS: dict[str, tuple[str, bool, int | None]] = {  # format, as a photograph, EXIF's orientation
+PICTURE_SIZE = (1152, 896)
+NUMBER_OF_PICTURES = 12
+FORMAT_BY_NAME: dict[
+    str, tuple[str, bool, int | None]
+] = {  # format, as a photograph, EXIF's orientation
     "PNG, a drawing": ("PNG", False, None),
     "PNG, a photograph": ("PNG", True, None),
     "JPEG": ("JPEG", True, None),
@@ -41,14 +43,14 @@ FORMS: dict[str, tuple[str, bool, int | None]] = {  # format, as a photograph, E
 }
 
 
-def encoded(number: int, form: str, photograph: bool, orientation: int | None) -> bytes:
+def encode_photo(number: int, form: str, photograph: bool, orientation: int | None) -> bytes:
     """Return a drawn picture of about a megapixel as encoded bytes.
 
     `photograph` adds noise, and `orientation` the tag of a camera.
     """
-    image = Image.new("RGB", SIZE, (235, 232, 225))
+    image = Image.new("RGB", PICTURE_SIZE, (235, 232, 225))
     if photograph:
-        noise = np.random.default_rng(number).normal(0, 6, (SIZE[1], SIZE[0], 3))
+        noise = np.random.default_rng(number).normal(0, 6, (PICTURE_SIZE[1], PICTURE_SIZE[0], 3))
         image = Image.fromarray((np.asarray(image) + noise).clip(0, 255).astype(np.uint8))
     ImageDraw.Draw(image).polygon(
         [(100 + number, 800), (900, 820), (120, 150)], outline="black", width=5
@@ -61,12 +63,12 @@ def encoded(number: int, form: str, photograph: bool, orientation: int | None) -
     return stream.getvalue()
 
 
-def decode(file: Path) -> None:
+def decode_picture(file: Path) -> None:
     with Image.open(file) as image:
         image.load()
 
 
-def milliseconds(calls: list[Callable[[], object]]) -> float:
+def milliseconds_per_picture(calls: list[Callable[[], object]]) -> float:
     """Return the processor's time for one call, the least of five rounds."""
     rounds = []
     for _ in range(5):
@@ -77,14 +79,14 @@ def milliseconds(calls: list[Callable[[], object]]) -> float:
     return min(rounds)
 
 
-def pictures(folder: Path) -> None:
+def measure_pictures(folder: Path) -> None:
     """Time the rows of pictures in each format, beside decoding alone, and print a table."""
     print(f"{'a row of a megapixel':<30} {'convert':>8} {'decoding':>9} {'ratio':>6}  ms")
     columns = Columns("q", "a", ("i",))
-    for name, form in FORMS.items():
-        files = [folder / f"{number}.img" for number in range(PICTURES)]
+    for name, form in FORMAT_BY_NAME.items():
+        files = [folder / f"{number}.img" for number in range(NUMBER_OF_PICTURES)]
         for number, file in enumerate(files):
-            file.write_bytes(encoded(number, *form))
+            file.write_bytes(encode_photo(number, *form))
         rows = [
             {"q": f"How long is side {n}?", "a": str(n), "i": file.name}
             for n, file in enumerate(files)
@@ -94,14 +96,14 @@ def pictures(folder: Path) -> None:
         calls = list(
             row_readers(opened, split="train", name="t", columns=columns, drawn_tests=None)
         )
-        ours = milliseconds(
+        ours = milliseconds_per_picture(
             [partial(read_and_clean, call, PixelLimits(), near=False) for call in calls]
         )
-        alone = milliseconds([partial(decode, file) for file in files])
+        alone = milliseconds_per_picture([partial(decode_picture, file) for file in files])
         print(f"{name:<30} {ours:8.1f} {alone:9.1f} {ours / alone:6.2f}")
 
 
-def text_table(rows: int, form: str, folder: Path) -> None:
+def write_text_table(rows: int, form: str, folder: Path) -> None:
     """Write so many rows of text."""
     table = (
         {"q": f"What is {n} plus {n * 7 % 1000}?", "a": str(n + n * 7 % 1000)} for n in range(rows)
@@ -127,7 +129,7 @@ def text_table(rows: int, form: str, folder: Path) -> None:
             file.write(after)
 
 
-def converted(rows: int, form: str, folder: Path) -> None:
+def measure_conversion(rows: int, form: str, folder: Path) -> None:
     """Convert so many rows of text; prints the most memory that it took, in MiB, and the
     processor's seconds.
     """
@@ -168,13 +170,13 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write:
-        text_table(arguments.rows[0], arguments.form, arguments.write)
+        write_text_table(arguments.rows[0], arguments.form, arguments.write)
         return
     with tempfile.TemporaryDirectory() as temporary:
         if arguments.once:
-            converted(arguments.rows[0], arguments.form, Path(temporary))
+            measure_conversion(arguments.rows[0], arguments.form, Path(temporary))
             return
-        pictures(Path(temporary))
+        measure_pictures(Path(temporary))
     for rows in arguments.rows:
         words = [
             sys.executable,

@@ -32,11 +32,11 @@ from adora_vl.rewards.grade import grade_batch
 from benchmarks.grading_corpus import Case, cases
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-CHECKPOINTS = 8  # at which the memory is looked at
+MEMORY_CHECKPOINTS = 8  # at which the memory is looked at
 Grader = Callable[[Case], bool]
 
 
-def ours(case: Case) -> bool:
+def grade_by_ours(case: Case) -> bool:
     """Return whether our grader accepts a case."""
     return (
         grade(case.response, case.gold, choices=case.choices, rounding=case.rounding).verdict
@@ -44,55 +44,55 @@ def ours(case: Case) -> bool:
     )
 
 
-def math_verify(case: Case, gold: str | None = None) -> bool:
+def grade_by_math_verify(case: Case, gold: str | None = None) -> bool:
     """Return whether math-verify accepts a case; `gold` replaces its reference answer."""
     from math_verify import parse, verify
 
     return bool(verify(parse(case.gold if gold is None else gold), parse(case.response)))
 
 
-def math_verify_dollars(case: Case) -> bool:
+def grade_by_math_verify_in_dollars(case: Case) -> bool:
     """Return whether math-verify accepts a case whose gold stands between dollar signs."""
-    return math_verify(case, f"${case.gold}$")
+    return grade_by_math_verify(case, f"${case.gold}$")
 
 
-def trl(case: Case) -> bool:
+def grade_by_trl(case: Case) -> bool:
     """Return whether TRL's `accuracy_reward` accepts a case."""
     from trl.rewards import accuracy_reward
 
     return accuracy_reward([[{"content": case.response}]], [case.gold])[0] == 1.0
 
 
-def trl_in_a_thread(case: Case) -> bool:
+def grade_by_trl_in_a_thread(case: Case) -> bool:
     """Return what TRL's grader says in a thread.
 
     Math-verify's time-outs do not work there, because they are signals.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(trl, case).result()
+        return thread.submit(grade_by_trl, case).result()
 
 
-GRADERS: dict[str, Grader] = {
-    "`adora_vl.rewards.grade`": ours,
-    "math-verify, gold as it is": math_verify,
-    "math-verify, gold in `$...$`": math_verify_dollars,
-    "TRL's `accuracy_reward`": trl,
-    "the same, off the main thread": trl_in_a_thread,
+GRADER_BY_NAME: dict[str, Grader] = {
+    "`adora_vl.rewards.grade`": grade_by_ours,
+    "math-verify, gold as it is": grade_by_math_verify,
+    "math-verify, gold in `$...$`": grade_by_math_verify_in_dollars,
+    "TRL's `accuracy_reward`": grade_by_trl,
+    "the same, off the main thread": grade_by_trl_in_a_thread,
 }
 
 
-def serve(connection: Connection, name: str) -> None:
+def serve_cases(connection: Connection, name: str) -> None:
     """Grade the cases that come, in the child process."""
     logging.disable(logging.CRITICAL)
     while True:
         case = connection.recv()
         try:
-            connection.send(GRADERS[name](case))
+            connection.send(GRADER_BY_NAME[name](case))
         except Exception:  # an exception would end a training run
             connection.send("raised")
 
 
-class Child:
+class GraderProcess:
     """A child process that grades, replaced when it hangs or dies."""
 
     def __init__(self, name: str) -> None:
@@ -104,7 +104,7 @@ class Child:
         context = multiprocessing.get_context("spawn")
         self._connection, child_connection = context.Pipe()
         self._process = context.Process(
-            target=serve, args=(child_connection, self._name), daemon=True
+            target=serve_cases, args=(child_connection, self._name), daemon=True
         )
         self._process.start()
         child_connection.close()
@@ -128,11 +128,11 @@ class Child:
         self._process.join()
 
 
-def figures(name: str, corpus: list[Case], limit: float) -> tuple[Counter[str], list[str]]:
+def read_figures(name: str, corpus: list[Case], limit: float) -> tuple[Counter[str], list[str]]:
     """Return the number of cases by outcome, and the names of those that were graded wrongly."""
     counts: Counter[str] = Counter()
     wrong_cases: list[str] = []
-    child = Child(name)
+    child = GraderProcess(name)
     child.ask(corpus[0], 120)  # its imports are not what is judged
     for case in corpus:
         outcome = child.ask(case, limit)
@@ -160,8 +160,8 @@ def print_correctness(limit: float, list_cases: bool) -> None:
     print("|---|---|---|---|---|---|---|")
     wrong_case_lines: list[str] = []
     counts_by_grader: dict[str, Counter[str]] = {}
-    for name in GRADERS:
-        counts, wrong_cases = figures(name, corpus, limit)
+    for name in GRADER_BY_NAME:
+        counts, wrong_cases = read_figures(name, corpus, limit)
         print(f"| {name} | {' | '.join(str(counts[column]) for column in columns)} |", flush=True)
         wrong_case_lines += [f"\n{name}", *wrong_cases]
         counts_by_grader[name] = counts
@@ -210,8 +210,10 @@ def measure_throughput(count: int, seed: int) -> None:
     memory: list[str] = []
 
     start = time.process_time()
-    for step in range(CHECKPOINTS):
-        for case in drawn[step * count // CHECKPOINTS : (step + 1) * count // CHECKPOINTS]:
+    for step in range(MEMORY_CHECKPOINTS):
+        for case in drawn[
+            step * count // MEMORY_CHECKPOINTS : (step + 1) * count // MEMORY_CHECKPOINTS
+        ]:
             before = time.process_time()
             graded = grade(
                 thought + case.response, case.gold, choices=case.choices, rounding=case.rounding
@@ -236,7 +238,7 @@ def measure_throughput(count: int, seed: int) -> None:
         p99 = ordered[int(0.99 * len(ordered))]
         print(f"  {name:<8} median {median:.2f} ms, p99 {p99:.2f} ms, slowest {ordered[-1]:.0f} ms")
     print(f"  {', '.join(f'{name} {number}' for name, number in verdicts.items())}")
-    print(f"  resident MB at {CHECKPOINTS} points: {', '.join(memory)}")
+    print(f"  resident MB at {MEMORY_CHECKPOINTS} points: {', '.join(memory)}")
 
 
 def measure_generations(count: int, seed: int) -> None:
@@ -278,12 +280,12 @@ def compare_speed(rounds: int) -> None:
         for case in cases()
         if case.label == "correct" and case.kind not in ("attacks", "responses")
     ]
-    for grader in (ours, math_verify_dollars):
+    for grader in (grade_by_ours, grade_by_math_verify_in_dollars):
         cases_per_second(grader, honest[:20])  # imports, the first parser
     ratios = []
     for _ in range(rounds):
-        fast = cases_per_second(ours, honest)
-        slow = cases_per_second(math_verify_dollars, honest)
+        fast = cases_per_second(grade_by_ours, honest)
+        slow = cases_per_second(grade_by_math_verify_in_dollars, honest)
         ratios.append(fast / slow)
         print(
             f"speed: {len(honest)} honest answers a second: ours {fast:.0f}, math-verify {slow:.0f}"

@@ -21,17 +21,17 @@ from typing import Any
 from adora_vl.rewards import grade, verify_gold
 from adora_vl.rewards.completion import boxes_in_a_row, last_boxed
 
-SHOWN = 60  # characters of a text
+SHOWN_CHARACTERS = 60  # characters of a text
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the objects of a JSON Lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def agreement(path: Path) -> bool:
+def print_agreement(path: Path) -> bool:
     """Print how many cases agree with their labels, and return whether no wrong answer is accepted."""
-    all_rows = rows(path)
+    all_rows = read_rows(path)
     accepted = 0
     agreements_by_group: dict[str, list[bool]] = {}
     for number, row in enumerate(all_rows, 1):
@@ -49,8 +49,8 @@ def agreement(path: Path) -> bool:
             if is_accepted:
                 accepted += 1
             print(
-                f"{number:4} {graded.verdict} ({graded.reason}): {row['answer']!r:.{SHOWN}} for "
-                f"{gold!r:.{SHOWN}}"
+                f"{number:4} {graded.verdict} ({graded.reason}): {row['answer']!r:.{SHOWN_CHARACTERS}} for "
+                f"{gold!r:.{SHOWN_CHARACTERS}}"
             )
     wrong = sum(not row["right"] for row in all_rows)
     print(
@@ -66,32 +66,32 @@ def agreement(path: Path) -> bool:
     return not accepted
 
 
-def neighbours(path: Path) -> None:
+def print_neighbours(path: Path) -> None:
     """Print the refused golds, and the pairs of different texts of which one is right for the other."""
-    with_options = [row for row in rows(path) if row.get("options")]
+    with_options = [row for row in read_rows(path) if row.get("options")]
     all_rows = sorted(
-        {row.get("answer") or row["solution"] for row in rows(path) if not row.get("options")}
+        {row.get("answer") or row["solution"] for row in read_rows(path) if not row.get("options")}
     )
     reasons = {gold: verify_gold(gold) for gold in all_rows}
     for gold, reason in reasons.items():
         if reason:
-            print(f"refused: {gold!r:.{SHOWN}} ({reason})")
+            print(f"refused: {gold!r:.{SHOWN_CHARACTERS}} ({reason})")
     usable = [gold for gold in all_rows if reasons[gold] is None]
     for gold in usable:
         for answer in usable:
             if answer != gold and grade(rf"\boxed{{{answer}}}", gold).verdict == "correct":
-                print(f"accepted: {answer!r:.{SHOWN}} for {gold!r:.{SHOWN}}")
+                print(f"accepted: {answer!r:.{SHOWN_CHARACTERS}} for {gold!r:.{SHOWN_CHARACTERS}}")
     print(
         f"{len(usable)} of {len(all_rows)} different golds are graded as right against themselves"
     )
     if with_options:
         print(
-            f"{sum(map(options_as_they_should_be, with_options))} of {len(with_options)} rows "
+            f"{sum(map(print_options, with_options))} of {len(with_options)} rows "
             "with options are, too"
         )
 
 
-def options_as_they_should_be(row: dict[str, Any]) -> bool:
+def print_options(row: dict[str, Any]) -> bool:
     """Return whether the right option is right, and no other one is.
 
     Each is graded as a letter and as a value; what is not so is printed.
@@ -106,7 +106,9 @@ def options_as_they_should_be(row: dict[str, Any]) -> bool:
         != (letter == gold)
     ]
     for answer in wrong_answers:
-        print(f"option {answer!r:.{SHOWN}} of {options!r:.{SHOWN}} for {gold!r}")
+        print(
+            f"option {answer!r:.{SHOWN_CHARACTERS}} of {options!r:.{SHOWN_CHARACTERS}} for {gold!r}"
+        )
     return not wrong_answers
 
 
@@ -119,8 +121,8 @@ def main() -> int:
     parser.add_argument("--golds", type=Path)
     options = parser.parse_args()
     if options.golds:
-        neighbours(options.golds)
-    return 0 if not options.cases or agreement(options.cases) else 1
+        print_neighbours(options.golds)
+    return 0 if not options.cases or print_agreement(options.cases) else 1
 
 
 if __name__ == "__main__":

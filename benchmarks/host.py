@@ -41,12 +41,21 @@ from adora_vl.packing.image_store import (  # noqa: E402
 )
 from adora_vl.rollout.llm import logps_of_tokens  # noqa: E402
 
-_TURNS = 5
-_WORDS = ("so", "the angle at B", "is", "twice that of", "the arc", "and therefore", "AC", "equals")
+_TURNS_MEASURED = 5
+_ANSWER_WORDS = (
+    "so",
+    "the angle at B",
+    "is",
+    "twice that of",
+    "the arc",
+    "and therefore",
+    "AC",
+    "equals",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class MeasuredWork:
     """One piece of work of the host, done in two ways."""
 
     name: str
@@ -58,7 +67,7 @@ class Work:
     on_card: Callable[[Any], Any] = lambda result: result
 
 
-def processed(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProcessor:
+def process_prompts(tokens: list[int], logps: list[float], flat: bool) -> LogprobsProcessor:
     """Hand the tokens of one rollout to vLLM's front end, one decode step after the other."""
     processor = LogprobsProcessor(
         tokenizer=None,
@@ -85,36 +94,37 @@ def simple_words(text: str) -> dict[str, int]:
     return {word: count for word, count in counts.items() if count}
 
 
-def works(rollouts: int, length: int) -> list[Work]:
+def build_works(rollouts: int, length: int) -> list[MeasuredWork]:
     """Return the pieces of work for so many rollouts of so many tokens."""
     draw = random.Random(0)
     tokens = [draw.randrange(150_000) for _ in range(length)]
     logps = [-draw.random() for _ in range(length)]
     # A few are enough here: objects that live on make every later garbage collection slower.
     few = min(rollouts, 8)
-    objects = [processed(tokens, logps, flat=False).logprobs for _ in range(few)]
-    numbers = [processed(tokens, logps, flat=True).logprobs for _ in range(few)]
+    objects = [process_prompts(tokens, logps, flat=False).logprobs for _ in range(few)]
+    numbers = [process_prompts(tokens, logps, flat=True).logprobs for _ in range(few)]
 
     def rollouts_logps(flat: bool) -> list[list[float]]:
         """Collect the log-probabilities of a generation, and read them at its end.
 
         The engine returns its answers together, so those of all rollouts are in memory until then.
         """
-        answers = [processed(tokens, logps, flat=flat).logprobs for _ in range(rollouts)]
+        answers = [process_prompts(tokens, logps, flat=flat).logprobs for _ in range(rollouts)]
         return [logps_of_tokens(answer, tokens) for answer in answers]
 
     texts = [
-        " ".join(draw.choices(_WORDS, k=length * 3 // 4)) + draw.choice(["", " wait, I check"])
+        " ".join(draw.choices(_ANSWER_WORDS, k=length * 3 // 4))
+        + draw.choice(["", " wait, I check"])
         for _ in range(rollouts)
     ]
-    of_tokens = partial(Work, unit="token", count=rollouts * length)
+    of_tokens = partial(MeasuredWork, unit="token", count=rollouts * length)
     return [
         of_tokens(
             name="vLLM's log-probabilities of each decode step",
             baseline=partial(rollouts_logps, flat=False),
             ours=partial(rollouts_logps, flat=True),
         ),
-        Work(
+        MeasuredWork(
             name="of which reading those of the sampled tokens",
             unit="token",
             count=few * length,
@@ -134,7 +144,7 @@ def works(rollouts: int, length: int) -> list[Work]:
     ]
 
 
-def work_of_images(side: int = 1036) -> Work:
+def work_of_images(side: int = 1036) -> MeasuredWork:
     """Return the work for a megapixel image, from the cache to the policy's vision tower.
 
     The baseline makes all of its numbers on the host, as Transformers does. Ours copies the bytes,
@@ -163,7 +173,7 @@ def work_of_images(side: int = 1036) -> Work:
         )
         return normalized.transpose(1, 2).reshape(len(patches_RD), -1)
 
-    return Work(
+    return MeasuredWork(
         name="an image's numbers",
         unit="1,000 pixels",
         count=side * side / 1000,
@@ -173,10 +183,10 @@ def work_of_images(side: int = 1036) -> Work:
     )
 
 
-def fastest_seconds(work: Work) -> tuple[float, float]:
+def fastest_seconds(work: MeasuredWork) -> tuple[float, float]:
     """Processor seconds of the baseline and of ours, each the fastest of its turns."""
     seconds: dict[str, list[float]] = {"baseline": [], "ours": []}
-    for turn in range(_TURNS):
+    for turn in range(_TURNS_MEASURED):
         results = {}
         order = ("baseline", "ours") if turn % 2 else ("ours", "baseline")
         for name in order:
@@ -202,7 +212,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048, help="tokens of each (default 2,048)")
     options = parser.parse_args()
     rows = []
-    all_works = [*works(options.rollouts, options.length), work_of_images()]
+    all_works = [*build_works(options.rollouts, options.length), work_of_images()]
     for work in tqdm(all_works, desc="Works", leave=False):
         baseline, ours = fastest_seconds(work)
         microseconds = 1e6 / work.count

@@ -27,7 +27,7 @@ from adora_vl.training.micro_batches import order_of_learning
 from adora_vl.training.rank_balance import plan_moves
 
 # The tokens of each rank's units, in the order in which they are learned from
-Ranks = list[list[int]]
+LengthsByRank = list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ class DrawnLengths:
         )
 
 
-SEVEN_BILLION = ActivationMemory(
+ACTIVATIONS_OF_7B = ActivationMemory(
     model_shape(config_for_planning("Qwen/Qwen2.5-VL-7B-Instruct")[0]),
     DtypeBytes(compute=2, residual=2),
     reads_features=True,
 )
-CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
+DRAWN_CASES = (DrawnLengths(0.3, 0.4), DrawnLengths(0.5, 0.5), DrawnLengths(0.7, 0.6))
 # The prompts and answers of docs/speed.md, with the limits of the 3B and the 7B recipe
-REAL = (
+MEASURED_CASES = (
     DrawnLengths(0.3, 0.5, prompt=1079, mean=468, longest=2048),
     DrawnLengths(0.3, 0.5, prompt=1079, mean=468, longest=4096),
 )
@@ -78,12 +78,12 @@ def _lognormal(rng: random.Random, sigma: float) -> float:
     return rng.lognormvariate(-(sigma**2) / 2, sigma)
 
 
-def shuffle_each_rank(units: Ranks, rng: random.Random) -> Ranks:
+def shuffle_each_rank(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
     """Return the units of each rank in a random order of its own."""
     return [rng.sample(rank_tokens, len(rank_tokens)) for rank_tokens in units]
 
 
-def order_by_length(units: Ranks, rng: random.Random) -> Ranks:
+def order_by_length(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
     """Return the units of each rank in order of length, as where groups cannot move."""
     return [
         [
@@ -96,7 +96,7 @@ def order_by_length(units: Ranks, rng: random.Random) -> Ranks:
     ]
 
 
-def move_groups(units: Ranks, rng: random.Random) -> Ranks:
+def move_groups(units: LengthsByRank, rng: random.Random) -> LengthsByRank:
     """Return the units as a run has them: moved between ranks, then ordered by length."""
     units_of_rank = [
         {(rank, number): tokens for number, tokens in enumerate(rank_tokens)}
@@ -137,7 +137,7 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
         for rank_groups in by_number
     ]
     room = MicroBatchRoom(
-        activation_memory=lambda: SEVEN_BILLION,
+        activation_memory=lambda: ACTIVATIONS_OF_7B,
         longest_completion=longest,
         shares_prompts=lambda: True,
         masked=True,
@@ -179,14 +179,14 @@ def simulate_filled(
     )
 
 
-def moved_share(units: Ranks) -> float:
+def moved_share(units: LengthsByRank) -> float:
     """Return the share of groups that go to another rank."""
     return len(plan_moves([dict(enumerate(rank_tokens)) for rank_tokens in units])) / sum(
         map(len, units)
     )
 
 
-def lockstep_ratio(order: Ranks) -> float:
+def lockstep_ratio(order: LengthsByRank) -> float:
     """Return the time in lockstep over the ideal.
 
     In the ideal all ranks have equally many tokens at any time.
@@ -196,7 +196,7 @@ def lockstep_ratio(order: Ranks) -> float:
 
 def simulate(
     lengths: DrawnLengths,
-    arrange: Callable[[Ranks, random.Random], Ranks],
+    arrange: Callable[[LengthsByRank, random.Random], LengthsByRank],
     *,
     ranks: int = 8,
     groups: int = 16,
@@ -227,7 +227,7 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
         "length | groups move too | groups that move | micro-batches filled | micro-batches left |"
     )
     print("|---|---|---|---|---|---|---|---|")
-    for case in (*REAL, *CASES):
+    for case in (*MEASURED_CASES, *DRAWN_CASES):
         ratios = [
             simulate(case, arrange, **counts)
             for arrange in (shuffle_each_rank, order_by_length, move_groups)
@@ -241,7 +241,7 @@ def print_table(ranks: int, groups: int, rollouts: int) -> None:
         print(f"| {lengths} | {case.of_prompts}, {case.of_rollouts} | {' | '.join(cells)} |")
 
 
-def measure(groups: int, repeats: int) -> None:
+def measure_speed(groups: int, repeats: int) -> None:
     """Time forward and backward passes of the tiny model, each unit in rows of 128 tokens."""
     import deepspeed
     from accelerate import PartialState
@@ -303,7 +303,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(arguments)
     if options.measured:
-        measure(options.groups, options.repeats)
+        measure_speed(options.groups, options.repeats)
     else:
         print_table(options.ranks, options.groups, options.rollouts)
     return 0

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Clock:
@@ -80,7 +80,7 @@ def resident_bytes(*, mapped: bool = True) -> int:
     `mapped`: with mapped files and shared memory, such as weights that are read.
     """
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
-    return (int(resident) - (0 if mapped else int(shared))) * _PAGE
+    return (int(resident) - (0 if mapped else int(shared))) * _PAGE_BYTES
 
 
 class PeakMemory:
@@ -123,7 +123,7 @@ class PeakMemory:
         return resident_bytes(mapped=self._mapped)
 
 
-def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
+def run_seconds(device: torch.device, run: Callable[[], object]) -> float:
     """Seconds of a call, until the device has finished it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -134,14 +134,14 @@ def seconds_of(device: torch.device, run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def by_turns(
+def fastest_by_turns(
     device: torch.device, ways: Mapping[str, Callable[..., object]], repeats: int
 ) -> dict[str, float]:
     """Median seconds of each, after one run that is not counted."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, run in ways.items():
-            spent = seconds_of(device, run)
+            spent = run_seconds(device, run)
             if turn:
                 times[name].append(spent)
     return {name: statistics.median(spent) for name, spent in times.items()}

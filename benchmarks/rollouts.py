@@ -31,7 +31,7 @@ from adora_vl.rollout.weight_sync import reset_caches  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 
 # By name, whether there is one request per prompt, a seed for each rollout, and its text.
-WAYS = {
+SETTINGS_BY_WAY = {
     "as stock TRL": (False, False, True),
     "token ids alone": (False, False, False),
     "and seeds": (False, True, False),
@@ -40,7 +40,7 @@ WAYS = {
 }
 
 
-def prompts(
+def build_prompts(
     side: int, problems: int, generations: int
 ) -> tuple[list[tuple[list[int], list[Any]]], int]:
     """Return the ids and images of each rollout, and the id of the image token.
@@ -77,7 +77,7 @@ def main() -> None:
         "--compile", action="store_true", help="with torch.compile, as vLLM does by itself"
     )
     parser.add_argument(
-        "--profile", choices=list(WAYS), help="also print where this way spends its time"
+        "--profile", choices=list(SETTINGS_BY_WAY), help="also print where this way spends its time"
     )
     options = parser.parse_args()
     from adora_vl.rollout.llm import PolicyLLM
@@ -98,13 +98,13 @@ def main() -> None:
         **machine_options(longest, 4096, not options.compile),
     )
     print(f"the engine's start: {time.process_time() - start:.1f} s")
-    rows, image_token = prompts(options.side, options.problems, options.generations)
+    rows, image_token = build_prompts(options.side, options.problems, options.generations)
     groups = [row // options.generations for row in range(len(rows))]
     banned = dict.fromkeys(never_sampled_ids(llm.get_tokenizer()), -100.0)
-    seconds_by_way: dict[str, list[float]] = {way: [] for way in WAYS}
+    seconds_by_way: dict[str, list[float]] = {way: [] for way in SETTINGS_BY_WAY}
     profile = cProfile.Profile()
     for turn in range(options.turns + 1):
-        for way, (is_grouped, has_seeds, has_text) in WAYS.items():
+        for way, (is_grouped, has_seeds, has_text) in SETTINGS_BY_WAY.items():
             parameters = {
                 "temperature": 1.0,
                 "ignore_eos": True,

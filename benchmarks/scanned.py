@@ -45,7 +45,7 @@ from adora_vl.utils.cli import Parser, exit_code_of, number
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object
 from adora_vl.utils.launch import prepare_engine_environment, use_expandable_segments
-from benchmarks.attenuation.start import fingerprint
+from benchmarks.attenuation.start import hash_of_weights
 
 if TYPE_CHECKING:
     from adora_vl.trainer import AdoraGRPOTrainer
@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).parents[1]
 PLAN = Path(__file__).with_suffix(".yaml")
 CARD_PLAN = PLAN.with_name("scanned_card.yaml")
-RUNS = Path(__file__).with_suffix(".jsonl")
-CONFIG = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
-SIZE = 56  # pixels of a picture, as the tiny model's
+STORED_RUNS = Path(__file__).with_suffix(".jsonl")
+DEMO_CONFIG = REPOSITORY / "configs" / "train" / "demo_cpu.yaml"
+PICTURE_PIXELS = 56  # pixels of a picture, as the tiny model's
 Digits = dict[str, list[Image.Image]]  # the scanned pictures of each digit
 Plan = dict[str, Any]
 Run = dict[str, Any]
-Place = tuple[str, int, int, str]  # case, start, seed, arm
+RunPlace = tuple[str, int, int, str]  # case, start, seed, arm
 
 
 # What a rehearsal has in the place of a plan's numbers: two steps of each lesson and of each arm.
-REHEARSAL: dict[str, dict[str, object]] = {
+REHEARSAL_NUMBERS: dict[str, dict[str, object]] = {
     "rows": {"train": 16, "test": 8},
     "start": {"steps": 2, "short_prompt_steps": 1, "teacher_steps": 2, "batch_size": 2, "rows": 16},
     "train": {
@@ -87,9 +87,9 @@ def rehearsed(plan: Plan, folder: Path) -> Plan:
     file = folder / "rewards.py"
     file.write_text(REWARD)
     rehearsal = {**plan, "starts": plan["starts"][:1], "seeds": plan["seeds"][:1]}
-    for part, numbers in REHEARSAL.items():
+    for part, numbers in REHEARSAL_NUMBERS.items():
         rehearsal[part] = {**plan[part], **numbers}
-    every_step = f"{CONFIG.with_name('every_step.py')}:every_step"
+    every_step = f"{DEMO_CONFIG.with_name('every_step.py')}:every_step"
     rehearsal["train"]["adora_reward"] = ["accuracy", every_step, f"{file}:varied"]
     rehearsal["train"]["reward_weights"] = [*plan["train"]["reward_weights"], 1]
     return rehearsal
@@ -124,7 +124,7 @@ def machine_keys(size: ModelSize | None, device: str) -> dict[str, bool]:
     return keys
 
 
-def commit() -> str:
+def commit_of_runs() -> str:
     """Return the commit that the runs are made from, with a plus sign if files differ from it."""
     command = ["git", "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     described = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -143,7 +143,7 @@ def sign_flips(differences: Sequence[float]) -> float:
     return sum(far) / len(far)
 
 
-def interval(differences: Sequence[float]) -> str:
+def mean_and_interval(differences: Sequence[float]) -> str:
     """Return the mean with its 95 % interval, as `+4.1 [+1.0, +7.2]`.
 
     In bold where 0 lies outside.
@@ -203,9 +203,9 @@ def draw_rows(
     rows = []
     for index in range(number):
         is_one_digit = rng.random() < one_digit
-        problem = perimeter_digit(rng, SIZE, paper=Paper)
+        problem = perimeter_digit(rng, PICTURE_PIXELS, paper=Paper)
         while is_one_digit and problem.answer != str(USUAL_DIGITS[0]):
-            problem = perimeter_digit(rng, SIZE, paper=Paper)
+            problem = perimeter_digit(rng, PICTURE_PIXELS, paper=Paper)
         meta = {
             key: getattr(problem, key) for key in ("goal", "family", "kind", "solution", "slip")
         }
@@ -269,7 +269,7 @@ def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> No
         build(folder, start_plan, begin, device)
 
 
-def places(plan: Plan, pilot: bool) -> list[Place]:
+def places(plan: Plan, pilot: bool) -> list[RunPlace]:
     """Return the runs in their order: a seed is whole before the next one begins."""
     runs_of_plan = plan["pilot"] if pilot else plan
     return [
@@ -281,7 +281,7 @@ def places(plan: Plan, pilot: bool) -> list[Place]:
     ]
 
 
-def words_of(options: Mapping[str, Any]) -> list[str]:
+def words_of_keys(options: Mapping[str, Any]) -> list[str]:
     """Keys of a training config as a command has them."""
     words = []
     for key, value in options.items():
@@ -322,12 +322,12 @@ def train(
 
 # of a run's log: what is held out, by step, and what the training answers are like, as means of
 # five steps
-HELD_OUT = {
+HELD_OUT_NAMES = {
     "accuracy": "accuracy",
     "perimeter_usual_accuracy": "usual",
     "perimeter_any_accuracy": "any",
 }
-TRAINING = {
+TRAINING_NAMES = {
     "grading/worked": "worked",
     "rewards/every_step/mean": "every_step",
     "grading/correct": "right",
@@ -335,25 +335,25 @@ TRAINING = {
     "adora/tds_share": "tds_share",
     "adora/weight_mean": "weight_mean",
 }
-BLOCK = 5
+STEPS_PER_MEAN = 5
 # The accuracy of the held-out split in a log; earlier runs have it under the second name.
 HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
-def kept(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def stored_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a stored run has of its log."""
     held_out, steps = [], []
     for line in lines:
         if line["kind"] == "eval":
             prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
-            shares = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT.items()}
+            shares = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT_NAMES.items()}
             held_out.append({"step": line["step"], **shares})
     trained = [line for line in lines if line["kind"] == "train"]
-    for first in range(0, len(trained), BLOCK):
-        block = trained[first : first + BLOCK]
+    for first in range(0, len(trained), STEPS_PER_MEAN):
+        block = trained[first : first + STEPS_PER_MEAN]
         figures = {
             new: [line[old] for line in block if line.get(old) is not None]
-            for old, new in TRAINING.items()
+            for old, new in TRAINING_NAMES.items()
         }
         means = {
             key: round(statistics.fmean(values), 4) for key, values in figures.items() if values
@@ -416,7 +416,7 @@ def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) 
         print(*trial, json.dumps(summary), flush=True)
 
 
-def train_one(plan: Plan, output: Path, trial: Place, device: str) -> Run:
+def train_one(plan: Plan, output: Path, trial: RunPlace, device: str) -> Run:
     """Train one arm, and return the line of it that is stored."""
     case, start, seed, arm = trial
     model = start_folder(output, plan, start)
@@ -431,16 +431,18 @@ def train_one(plan: Plan, output: Path, trial: Place, device: str) -> Run:
         # the same for all arms and seeds of a start
         "eval_on_start": arm == plan["cases"][case]["arms"][0],
     }
-    curve = kept(train(["--config", str(CONFIG), *words_of(options)], output / "run"))
+    curve = stored_curves(
+        train(["--config", str(DEMO_CONFIG), *words_of_keys(options)], output / "run")
+    )
     return {
         "case": case,
         "start": start,
         "seed": seed,
         "arm": arm,
-        "model": fingerprint(model),
+        "model": hash_of_weights(model),
         "start_losses": read_object(model / "build.json").get("final_losses"),
         "device": device,
-        "commit": commit(),
+        "commit": commit_of_runs(),
         **curve,
         "processor_seconds": round(time.process_time() - processor, 1),
     }
@@ -450,7 +452,7 @@ def read_runs(file: Path) -> list[Run]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def place_of(run: Run) -> Place:
+def place_of(run: Run) -> RunPlace:
     return run["case"], run["start"], run["seed"], run["arm"]
 
 
@@ -470,7 +472,7 @@ def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     ]
 
 
-NAMES = {
+ARM_TITLES = {
     "grpo": "`grpo`, GRPO",
     "dr_grpo": "Dr. GRPO",
     "dapo": "`dapo`, GRPO",
@@ -478,7 +480,7 @@ NAMES = {
     "adora_dapo": "`dapo`, ADORA 0.1",
     "random": "`grpo`, random groups",
 }
-AGAINST = (
+COMPARED_ARMS = (
     ("adora", "grpo"),
     ("adora", "random"),
     ("adora", "dr_grpo"),
@@ -490,21 +492,23 @@ AGAINST = (
 )
 
 
-def end(key: str) -> Callable[[Run], float]:
+def held_out_at_end(key: str) -> Callable[[Run], float]:
     """Return a held-out figure at the last step."""
     return lambda run: float(run["held_out"][-1][key])
 
 
-def last(key: str) -> Callable[[Run], float]:
+def training_at_end(key: str) -> Callable[[Run], float]:
     """Return the mean of a figure of the training answers over the last steps."""
     return lambda run: float(run["steps"][-1][key])
 
 
-def at_half(run: Run) -> float:
+def accuracy_half_way(run: Run) -> float:
     return float(run["held_out"][-2]["accuracy"])
 
 
-def of_seeds(runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], Any]) -> list[float]:
+def percent_by_seed(
+    runs: Sequence[Run], case: str, arm: str, value: Callable[[Run], Any]
+) -> list[float]:
     """Return a figure of every seed in percent: its mean over the starts."""
     arm_runs = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
     seeds = sorted({run["seed"] for run in arm_runs})
@@ -523,23 +527,30 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     ]
     for arm in plan["cases"][case]["arms"]:
         arm_runs = [run for run in runs if (run["case"], run["arm"]) == (case, arm)]
-        ends = of_seeds(runs, case=case, arm=arm, value=end("accuracy"))
+        ends = percent_by_seed(runs, case=case, arm=arm, value=held_out_at_end("accuracy"))
         starts = [
             statistics.fmean(
                 100 * run["held_out"][-1]["accuracy"] for run in arm_runs if run["start"] == start
             )
             for start in plan["starts"]
         ]
-        values = (end("usual"), end("any"), last("worked"), last("every_step"))
+        values = (
+            held_out_at_end("usual"),
+            held_out_at_end("any"),
+            training_at_end("worked"),
+            training_at_end("every_step"),
+        )
         cells = [
-            NAMES[arm],
+            ARM_TITLES[arm],
             str(len(arm_runs)),
             f"{statistics.fmean(ends):.1f} ({min(ends):.1f} to {max(ends):.1f})",
         ]
         cells += [" / ".join(f"{mean:.1f}" for mean in starts)]
-        cells += [f"{statistics.fmean(of_seeds(runs, case, arm, value)):.1f}" for value in values]
+        cells += [
+            f"{statistics.fmean(percent_by_seed(runs, case, arm, value)):.1f}" for value in values
+        ]
         lines.append(
-            f"| {' | '.join(cells)} | {statistics.fmean(map(last('tokens'), arm_runs)):.1f} |"
+            f"| {' | '.join(cells)} | {statistics.fmean(map(training_at_end('tokens'), arm_runs)):.1f} |"
         )
     return lines
 
@@ -554,18 +565,19 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
         "|",
         "|---" * 6 + "|",
     ]
-    for first_arm, second_arm in AGAINST:
+    for first_arm, second_arm in COMPARED_ARMS:
         if not {first_arm, second_arm} <= set(plan["cases"][case]["arms"]):
             continue
         cells = []
-        for value in (at_half, end("accuracy"), last("worked")):
+        for value in (accuracy_half_way, held_out_at_end("accuracy"), training_at_end("worked")):
             first, second = (
-                of_seeds(runs, case=case, arm=arm, value=value) for arm in (first_arm, second_arm)
+                percent_by_seed(runs, case=case, arm=arm, value=value)
+                for arm in (first_arm, second_arm)
             )
             cells.append([a - b for a, b in zip(first, second, strict=True)])
-        texts = " | ".join(map(interval, cells))
+        texts = " | ".join(map(mean_and_interval, cells))
         lines.append(
-            f"| {NAMES[first_arm]} - {NAMES[second_arm]} | {len(cells[0])} | {texts} | "
+            f"| {ARM_TITLES[first_arm]} - {ARM_TITLES[second_arm]} | {len(cells[0])} | {texts} | "
             f"{sign_flips(cells[1]):.3f} |"
         )
     return lines
@@ -605,9 +617,14 @@ def verdict(plan: Plan, every: Sequence[Run]) -> str:
             f"{bounds['reads']}, so it has not learned to read"
         )
     ahead = {}
-    for name, value in (("accuracy", end("accuracy")), ("workings", last("worked"))):
+    for name, value in (
+        ("accuracy", held_out_at_end("accuracy")),
+        ("workings", training_at_end("worked")),
+    ):
         means = {
-            arm: statistics.fmean(of_seeds(runs, case="long is better", arm=arm, value=value))
+            arm: statistics.fmean(
+                percent_by_seed(runs, case="long is better", arm=arm, value=value)
+            )
             for arm in ("adora", "grpo")
         }
         ahead[name] = means["adora"] - means["grpo"]
@@ -667,7 +684,12 @@ def command(arguments: Sequence[str] | None) -> None:
         "--pilot", action="store_true", help="the pilot's starts and seeds, which count for nothing"
     )
     parser.add_argument(
-        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
+        "--tables",
+        type=Path,
+        nargs="?",
+        const=STORED_RUNS,
+        metavar="FILE",
+        help="only print the tables",
     )
     options = parser.parse_args(arguments)
     plan = chosen_plan(options)

@@ -19,9 +19,9 @@ from typing import Any
 from PIL import Image
 from safetensors import safe_open
 
-PIXELS = 28  # the side of an image token
-GENERATE = ("/v1/completions", "/inference/v1/generate")
-Body = dict[str, Any]
+IMAGE_TOKEN_PIXELS = 28  # the side of an image token
+GENERATE_PATHS = ("/v1/completions", "/inference/v1/generate")
+RequestBody = dict[str, Any]
 
 
 class StandIn:
@@ -48,15 +48,17 @@ class StandIn:
         self.life = uuid.uuid4().hex
         self.logprobs_mode = "raw_logprobs"
         self.dead = False
-        self.asked: list[tuple[str, Body]] = []
+        self.asked: list[tuple[str, RequestBody]] = []
         self.logins: set[str | None] = set()
         self.weights: list[list[str]] = []  # the names of the tensors that each sync brought
-        self.lora: Body | None = None  # vLLM's settings of it
+        self.lora: RequestBody | None = None  # vLLM's settings of it
         self.in_four_bit = False
         # Tokens of whole turns, one of which it gives in half of its answers.
         self.turns: list[list[int]] = []
         self.served = ["stand-in"]  # the names of the model and of adapters
-        self.spoil: Callable[[Body], Body] = lambda reply: reply  # of the replies with rollouts
+        self.spoil: Callable[[RequestBody], RequestBody] = lambda reply: (
+            reply
+        )  # of the replies with rollouts
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -74,7 +76,7 @@ class StandIn:
                 )
                 self._reply(outer.answered(self.path.partition("?")[0], body))
 
-            def _reply(self, reply: Body | None) -> None:
+            def _reply(self, reply: RequestBody | None) -> None:
                 if outer.dead:
                     self.close_connection = True
                     return
@@ -109,12 +111,12 @@ class StandIn:
         self.weights = []
         self.served = self.served[:1]
 
-    def told(self, path: str) -> Body | None:
+    def told(self, path: str) -> RequestBody | None:
         """Return the reply to a GET request; None for an unknown path."""
         model = {"logprobs_mode": self.logprobs_mode, "model": self.served[0]}
         model["quantization"] = "bitsandbytes" if self.in_four_bit else None
         config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
-        answers: dict[str, Body] = {
+        answers: dict[str, RequestBody] = {
             "/health": {},
             "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
             "/server_info": {
@@ -124,17 +126,17 @@ class StandIn:
         }
         return answers.get(path)
 
-    def answered(self, path: str, body: Body) -> Body | None:
+    def answered(self, path: str, body: RequestBody) -> RequestBody | None:
         """Return the reply to a POST request, and note it; None for an unknown model."""
         self.asked.append((path, body))
-        if path in GENERATE:
+        if path in GENERATE_PATHS:
             if body["model"] not in self.served:
                 return None
             tokens = body.get("sampling_params", body)["max_tokens"]
             time.sleep(self.seconds_per_token * tokens * self.pace(len(self.weights)))
             return self.spoil({"choices": self._rollouts(path, body)})
         if path == "/v1/chat/completions/render":
-            return {"features": features(body["messages"])}
+            return {"features": image_features(body["messages"])}
         if path == "/collective_rpc":
             self._read(Path(body["kwargs"]["weights_path"]))
         if path == "/v1/load_lora_adapter":
@@ -152,7 +154,7 @@ class StandIn:
                 names += tensors.keys()
         self.weights.append(sorted(names))
 
-    def _rollouts(self, path: str, body: Body) -> list[Body]:
+    def _rollouts(self, path: str, body: RequestBody) -> list[RequestBody]:
         """Draw the rollouts of a request from its seed and its prompt."""
         parameters = body.get("sampling_params", body)
         ids = body["token_ids"] if "token_ids" in body else body["prompt"][0]
@@ -173,8 +175,8 @@ class StandIn:
             names = [f"token_id:{token}" for token in tokens]
             logps = [-rng.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))
-            if path == GENERATE[0]:
-                logprobs: Body = {
+            if path == GENERATE_PATHS[0]:
+                logprobs: RequestBody = {
                     "tokens": names,
                     "token_logprobs": logps,
                     "top_logprobs": [None] * len(tokens),
@@ -187,9 +189,12 @@ class StandIn:
         return rollouts
 
 
-def features(messages: list[Body]) -> Body:
+def image_features(messages: list[RequestBody]) -> RequestBody:
     """Return the places of the images of a conversation, without their patches."""
     urls = [part["image_url"]["url"] for message in messages for part in message["content"]]
     images = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
-    lengths = [(image.width // PIXELS) * (image.height // PIXELS) for image in images]
+    lengths = [
+        (image.width // IMAGE_TOKEN_PIXELS) * (image.height // IMAGE_TOKEN_PIXELS)
+        for image in images
+    ]
     return {"mm_placeholders": {"image": [{"offset": 0, "length": length} for length in lengths]}}

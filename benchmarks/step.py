@@ -31,7 +31,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).parents[1]
 # What a case is beside the defaults of `benchmarks.step_run`. A prompt has about 50 tokens of text.
 # With gradient checkpointing, as TRL has it by default and our recipes do.
-CASES: dict[str, list[str]] = {
+WORDS_BY_CASE: dict[str, list[str]] = {
     "P 700, C 400 long-tailed": ["--image", "650"],
     "P 700, C 400 equal": ["--image", "650", "--equal"],
     "P 350, C 400 long-tailed": ["--image", "300"],
@@ -43,9 +43,20 @@ CASES: dict[str, list[str]] = {
     "P 700, C 400 long-tailed, 8 updates": ["--image", "650", "--updates", "8"],
     "P 700, C 400 long-tailed, all activations kept": ["--image", "650", "--keep-activations"],
 }
-TINY = ["--width", "64", "--layers", "2", "--blocks", "1", "--vocabulary", "640", "--image", "16"]
-TINY += ["--completion", "12", "--limit", "40", "--generations", "4"]
-PHASES = [
+TINY_MODEL_WORDS = [
+    "--width",
+    "64",
+    "--layers",
+    "2",
+    "--blocks",
+    "1",
+    "--vocabulary",
+    "640",
+    "--image",
+    "16",
+]
+TINY_MODEL_WORDS += ["--completion", "12", "--limit", "40", "--generations", "4"]
+STEP_PHASES = [
     "data",
     "image",
     "grading",
@@ -54,14 +65,14 @@ PHASES = [
     "policy forward",
     "policy forward, head",
 ]
-PHASES += ["backward", "backward, head", "optimizer", "other"]
-POLICY = [phase for phase in PHASES if phase.startswith(("old", "policy", "backward"))]
-MEMORY = {
+STEP_PHASES += ["backward", "backward, head", "optimizer", "other"]
+POLICY_PHASES = [phase for phase in STEP_PHASES if phase.startswith(("old", "policy", "backward"))]
+MEMORY_TITLES = {
     "step_bytes": "memory of the step",
     "step_bytes_outside_head": "the same, outside the head's passes",
     "peak_bytes": "peak of the process",
 }
-WAYS = ["stock", "stock, as on a card", "ours"]
+STEP_WAYS = ["stock", "stock, as on a card", "ours"]
 
 
 def mrope_sections(head_size: int) -> list[int]:
@@ -119,23 +130,23 @@ def measure(way: str, words: list[str], output: Path) -> dict[str, Any]:
 
 def policy_seconds(seconds: dict[str, float]) -> float:
     """Return the seconds of the old pass, the forward and the backward."""
-    return sum(seconds.get(phase, 0.0) for phase in POLICY)
+    return sum(seconds.get(phase, 0.0) for phase in POLICY_PHASES)
 
 
 def medians(turns: list[dict[str, Any]], kind: str) -> dict[str, float]:
     """Return the medians of the turns of one way: seconds by phase of this kind, and memory."""
-    names = [*PHASES, "whole step"]
+    names = [*STEP_PHASES, "whole step"]
     figures = {
         name: statistics.median(turn[kind].get(name, 0.0) for turn in turns) for name in names
     }
-    figures |= {name: statistics.median(turn[name] for turn in turns) for name in MEMORY}
+    figures |= {name: statistics.median(turn[name] for turn in turns) for name in MEMORY_TITLES}
     return figures
 
 
 def table(name: str, ways: dict[str, dict[str, float]]) -> str:
     """Return a table of the ways beside each other, with the ratios of ours to the others."""
     rows: list[tuple[str, dict[str, float], float, str]] = []
-    for phase in PHASES:
+    for phase in STEP_PHASES:
         rows.append((phase, {way: figures[phase] for way, figures in ways.items()}, 1.0, "s"))
     rows.append(
         ("policy step", {way: policy_seconds(figures) for way, figures in ways.items()}, 1.0, "s")
@@ -143,7 +154,7 @@ def table(name: str, ways: dict[str, dict[str, float]]) -> str:
     rows.append(
         ("whole step", {way: figures["whole step"] for way, figures in ways.items()}, 1.0, "s")
     )
-    for key, label in MEMORY.items():
+    for key, label in MEMORY_TITLES.items():
         rows.append((label, {way: figures[key] for way, figures in ways.items()}, 2.0**20, "MiB"))
     other_ways = [way for way in ways if way != "ours"]
     lines = [
@@ -192,7 +203,7 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--cases", default=";".join(CASES), help="separated by semicolons; all by default"
+        "--cases", default=";".join(WORDS_BY_CASE), help="separated by semicolons; all by default"
     )
     parser.add_argument("--turns", type=int, default=3, help="of each way")
     parser.add_argument("--output", type=Path, default=Path("runs/benchmark_step"))
@@ -208,9 +219,9 @@ def parse() -> tuple[argparse.Namespace, list[str]]:
     )
     options, words = parser.parse_known_args()
     options.cases = options.cases.split(";")
-    unknown = [name for name in options.cases if name not in CASES]
+    unknown = [name for name in options.cases if name not in WORDS_BY_CASE]
     if unknown:
-        sys.exit(f"--cases: {unknown[0]!r} is not one of {'; '.join(CASES)}")
+        sys.exit(f"--cases: {unknown[0]!r} is not one of {'; '.join(WORDS_BY_CASE)}")
     return options, words
 
 
@@ -218,10 +229,10 @@ def main() -> None:
     """Measure all cases, and print and write their medians."""
     options, words = parse()
     options.output.mkdir(parents=True, exist_ok=True)
-    ways = [way for way in WAYS if options.as_on_a_card or way != "stock, as on a card"]
+    ways = [way for way in STEP_WAYS if options.as_on_a_card or way != "stock, as on a card"]
     results: dict[str, Any] = {}
     for name in tqdm(options.cases, desc="cases", file=sys.stderr):
-        words_of_case = [*CASES[name], *(TINY if options.tiny else []), *words]
+        words_of_case = [*WORDS_BY_CASE[name], *(TINY_MODEL_WORDS if options.tiny else []), *words]
         turns: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
         for _ in range(options.turns):
             for way in ways:

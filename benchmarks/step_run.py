@@ -46,9 +46,9 @@ from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.step import answer_lengths, mrope_sections  # noqa: E402
 
-PATCH = 28  # pixels of an image token's side
-ORDINARY = 20  # token ids from here on are no special tokens
-SHORT = 8  # tokens of the answers that are not counted
+PATCH_PIXELS = 28  # pixels of an image token's side
+ORDINARY_TOKENS = 20  # token ids from here on are no special tokens
+SHORT_TOKENS = 8  # tokens of the answers that are not counted
 
 
 def config(
@@ -96,7 +96,7 @@ def config(
     return Qwen2_5_VLConfig(**published, vision_config=vision)
 
 
-class Recorded:
+class ReplayedRollouts:
     """Takes the place of the generation class, and replays rollouts that were recorded before."""
 
     lengths: list[int]
@@ -121,11 +121,13 @@ class Recorded:
         generator = torch.Generator().manual_seed(17)
         answers = []
         for index in range(len(asks)):
-            length = self.lengths[index % len(self.lengths)] if Recorded.calls else SHORT
-            ids = torch.randint(ORDINARY, 600, (length,), generator=generator)
+            length = (
+                self.lengths[index % len(self.lengths)] if ReplayedRollouts.calls else SHORT_TOKENS
+            )
+            ids = torch.randint(ORDINARY_TOKENS, 600, (length,), generator=generator)
             likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
             answers.append(SamplingResult(tokens=[*ids[:-1].tolist(), self.stop], logps=[*likely]))
-        Recorded.calls += 1
+        ReplayedRollouts.calls += 1
         return answers
 
 
@@ -137,7 +139,7 @@ def reward(completions: list[Any], **columns: Any) -> list[float]:
 def image_size(tokens: int) -> tuple[int, int]:
     """Pixels of an image of about so many tokens."""
     wide = max(1, round(math.sqrt(tokens)))
-    return wide * PATCH, max(1, round(tokens / wide)) * PATCH
+    return wide * PATCH_PIXELS, max(1, round(tokens / wide)) * PATCH_PIXELS
 
 
 def problems(number: int, size: tuple[int, int]) -> Dataset:
@@ -152,7 +154,10 @@ def problems(number: int, size: tuple[int, int]) -> Dataset:
 def build(options: argparse.Namespace) -> Any:
     """Build the trainer of one way, with a random model."""
     processor = AutoProcessor.from_pretrained(PRETRAINED_FOLDER)
-    pixels: dict[str, Any] = {"min_pixels": PATCH * PATCH, "max_pixels": 2000 * PATCH * PATCH}
+    pixels: dict[str, Any] = {
+        "min_pixels": PATCH_PIXELS * PATCH_PIXELS,
+        "max_pixels": 2000 * PATCH_PIXELS * PATCH_PIXELS,
+    }
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         config(
@@ -191,11 +196,11 @@ def build(options: argparse.Namespace) -> Any:
     arguments: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
     if options.way == "ours":
         args = AdoraGRPOConfig(**{**both, **pixels}, adora_method="grpo", adora_max_drift=None)
-        with mock.patch.object(our_module, "AdoraVLLMGeneration", Recorded):
+        with mock.patch.object(our_module, "AdoraVLLMGeneration", ReplayedRollouts):
             return our_module.AdoraGRPOTrainer(
                 model=model, args=args, processing_class=processor, **arguments
             )
-    stock_module.VLLMGeneration = Recorded
+    stock_module.VLLMGeneration = ReplayedRollouts
     if options.way == "stock, as on a card":
         # chooses the positions that are scored, not the kernel
         trl_utils._use_triton = lambda device: True
@@ -292,19 +297,19 @@ def main() -> None:
     options = parse()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    Recorded.lengths = answer_lengths(
+    ReplayedRollouts.lengths = answer_lengths(
         options.completion, limit=options.limit, rollouts=options.generations, equal=options.equal
     )
-    Recorded.vocabulary = options.vocabulary
+    ReplayedRollouts.vocabulary = options.vocabulary
     trainer = build(options)
     watch = Watch(timed(trainer), options.updates)
     trainer.add_callback(watch)
     trainer.train()
-    tokens = Recorded.lengths
+    tokens = ReplayedRollouts.lengths
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     tokens_per_group = trainer.state.num_input_tokens_seen / options.groups  # of both generations
     prompt = round(
-        (tokens_per_group - sum(tokens) - SHORT * len(tokens)) / (2 * options.generations)
+        (tokens_per_group - sum(tokens) - SHORT_TOKENS * len(tokens)) / (2 * options.generations)
     )
     result = {
         "answers": tokens,

@@ -17,10 +17,10 @@ from adora_vl.utils.files import GIB
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CARDS_GB = (12, 16, 24, 48)
-ANSWERS = (8192, 4096, 3072, 2048, 1536, 1024, 512)
-SEQUENCES = (8, 4, 2, 1)
-LEAST_AT_ONCE = 4  # rollouts; with fewer the engine waits for its longest answers
-MODES = {  # model, mode: the recipe and what is changed in it
+ANSWER_LIMITS = (8192, 4096, 3072, 2048, 1536, 1024, 512)
+SEQUENCES_TRIED = (8, 4, 2, 1)
+LEAST_SEQUENCES = 4  # rollouts; with fewer the engine waits for its longest answers
+RECIPE_AND_CHANGES_BY_MODE = {  # model, mode: the recipe and what is changed in it
     ("3B", "LoRA on bfloat16"): ("adora_3b_12gb", ["--load_in_4bit", "false"]),
     ("3B", "LoRA on 4 bits"): ("adora_3b_12gb", []),
     ("7B", "LoRA on bfloat16"): ("adora_7b_24gb_4bit", ["--load_in_4bit", "false"]),
@@ -28,7 +28,7 @@ MODES = {  # model, mode: the recipe and what is changed in it
 }
 
 
-def setup_of(recipe: str, changed: list[str]) -> Setup:
+def run_setup(recipe: str, changed: list[str]) -> Setup:
     options = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml", card_gib=80.0)
     # The least memory: auto would fill the card
     changed = [*changed, "--adora_recompute", "all"]
@@ -37,15 +37,15 @@ def setup_of(recipe: str, changed: list[str]) -> Setup:
     ).setup
 
 
-def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
+def longest_answer(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
     """Return the setup with the longest answers that fit, and its prediction; None if none fits.
 
     Of those with equal answers it is the one with the largest micro-batch. 5 % of the `card`, in
     bytes, stay free.
     """
     assert setup.engine is not None
-    for answer in ANSWERS:
-        for sequences in SEQUENCES:
+    for answer in ANSWER_LIMITS:
+        for sequences in SEQUENCES_TRIED:
             batch = replace(setup.batch, sequences=sequences, completion_tokens=answer)
             engine = replace(setup.engine, max_length=batch.prompt_tokens + answer)
             longer_setup = replace(setup, batch=batch, engine=engine)
@@ -56,24 +56,24 @@ def longest(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
             prediction = predict_memory(longer_setup, card)
             if (
                 prediction.engine is not None
-                and prediction.engine.concurrent_rollouts >= LEAST_AT_ONCE
+                and prediction.engine.concurrent_rollouts >= LEAST_SEQUENCES
             ):
                 return longer_setup, prediction
     return None
 
 
-def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
+def table_rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
     """Yield the lines of the table for these cards."""
     yield (
         "| card, GB | model | mode | prompt | longest answer | micro-batch | at once | engine's "
         "share | peak, GiB |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    setups = {mode: setup_of(*recipe) for mode, recipe in MODES.items()}
+    setups = {mode: run_setup(*recipe) for mode, recipe in RECIPE_AND_CHANGES_BY_MODE.items()}
     for gigabytes in cards_gb:
         card = int(gigabytes * 1e9)
         for (model, mode), setup in setups.items():
-            fitting = longest(setup, card)
+            fitting = longest_answer(setup, card)
             if fitting is None:
                 yield (
                     f"| {gigabytes} | {model} | {mode} | {setup.batch.prompt_tokens} | does not "
@@ -98,4 +98,4 @@ def rows(cards_gb: Sequence[int] = CARDS_GB) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(rows()))
+    print("\n".join(table_rows()))

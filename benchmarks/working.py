@@ -28,9 +28,24 @@ from adora_vl.data.output import complete_or_absent
 from adora_vl.evals.scoring.statistics import student_half_width
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims
-from benchmarks.angles import KINDS, AnglesStart, build_angles_start, draw, prompt_text, solved_row
-from benchmarks.attenuation.start import fingerprint
-from benchmarks.scanned import BLOCK, commit, interval, read_runs, sign_flips, train, words_of
+from benchmarks.angles import (
+    FIGURE_KINDS,
+    AnglesStart,
+    build_angles_start,
+    draw_angle_problem,
+    prompt_text,
+    solved_row,
+)
+from benchmarks.attenuation.start import hash_of_weights
+from benchmarks.scanned import (
+    STEPS_PER_MEAN,
+    commit_of_runs,
+    mean_and_interval,
+    read_runs,
+    sign_flips,
+    train,
+    words_of_keys,
+)
 from data_prep.solved_rows import features_with_figure
 
 if TYPE_CHECKING:
@@ -41,8 +56,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).parents[1]
 PLAN = Path(__file__).with_suffix(".yaml")
-RUNS = Path(__file__).with_suffix(".jsonl")
-EXAMPLES = 6  # answers of a run's end that are stored
+STORED_RUNS = Path(__file__).with_suffix(".jsonl")
+STORED_EXAMPLES = 6  # answers of a run's end that are stored
 Plan = Mapping[str, Any]
 Run = Mapping[str, Any]
 
@@ -67,11 +82,11 @@ def _rows(split: str, number: int) -> list[Row]:
     """Different problems of one split, as many of each kind as there are up to a share."""
     rng = random.Random(f"angles/{split}")
     problems = {}
-    counts = dict.fromkeys((kind.name for kind in KINDS), 0)
+    counts = dict.fromkeys((kind.name for kind in FIGURE_KINDS), 0)
     for _ in range(100 * number):
-        problem = draw(rng, for_testing=split == "test")
+        problem = draw_angle_problem(rng, for_testing=split == "test")
         kind = problem.kind.name
-        is_full = counts[kind] >= number / len(KINDS) and kind != KINDS[-1].name
+        is_full = counts[kind] >= number / len(FIGURE_KINDS) and kind != FIGURE_KINDS[-1].name
         if problem.text in problems or is_full:
             continue
         problems[problem.text] = problem
@@ -143,7 +158,7 @@ class HeldOutWork(TrainerCallback):
             kind.name: _share(
                 [right for right, at in zip(rights, kinds, strict=True) if at == kind.name]
             )
-            for kind in KINDS
+            for kind in FIGURE_KINDS
         }
         self.points.append(
             {
@@ -157,10 +172,10 @@ class HeldOutWork(TrainerCallback):
                 **by_kind,
             }
         )
-        chosen = range(0, len(answers), len(answers) // EXAMPLES)
+        chosen = range(0, len(answers), len(answers) // STORED_EXAMPLES)
         self.examples = [
             f"{self.rows[number]['problem']} -> {answers[number]}" for number in chosen
-        ][:EXAMPLES]
+        ][:STORED_EXAMPLES]
 
     @torch.no_grad()
     def _answers(self) -> list[str]:
@@ -190,7 +205,7 @@ def _share(values: Sequence[bool]) -> float:
 
 
 # Of a run's log: what the training answers are like, as means of five steps.
-TRAINING = {
+TRAINING_NAMES = {
     "grading/correct": "right",
     "steps/lucky": "lucky",
     "steps/new": "new",
@@ -205,10 +220,10 @@ def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
     """Return what a stored run has of its log."""
     trained = [line for line in lines if line["kind"] == "train"]
     points = []
-    for first in range(0, len(trained), BLOCK):
-        block = trained[first : first + BLOCK]
+    for first in range(0, len(trained), STEPS_PER_MEAN):
+        block = trained[first : first + STEPS_PER_MEAN]
         point = {"step": block[-1]["step"]}
-        for key, name in TRAINING.items():
+        for key, name in TRAINING_NAMES.items():
             values = [line[key] for line in block if line.get(key) is not None]
             if values:
                 point[name] = round(statistics.fmean(values), 4)
@@ -233,7 +248,7 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     file = output / "runs.jsonl"
-    code = commit()
+    code = commit_of_runs()
     stored = read_runs(file) if file.is_file() else []
     done = {(run["seed"], run["arm"]) for run in stored}
     data = output / "data"
@@ -249,12 +264,12 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
         # The start is the same for all arms of a seed.
         watch = HeldOutWork(rows, plan, seed, at_start=arm == next(iter(plan["arms"])))
         run_keys = {"model_name_or_path": str(model), "dataset_name": str(data), "seed": seed}
-        words = words_of({**plan["train"], **plan["arms"][arm], **run_keys})
+        words = words_of_keys({**plan["train"], **plan["arms"][arm], **run_keys})
         lines = train(words, output / "run", watch.watch)
         run = {
             "seed": seed,
             "arm": arm,
-            "model": fingerprint(model),
+            "model": hash_of_weights(model),
             "commit": code,
             "held_out": [
                 {name: round(value, 4) for name, value in point.items()} for point in watch.points
@@ -280,7 +295,7 @@ def whole_runs(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if (run["seed"], run["arm"]) in counted]
 
 
-NAMES = {
+ARM_TITLES = {
     "grpo": "GRPO",
     "length": "ADORA, `length`",
     "working": "ADORA, `working`",
@@ -290,7 +305,7 @@ NAMES = {
     "gate": "GRPO, `steps` as gate",
     "steps alone": "GRPO, `steps` alone, 100 steps",
 }
-AGAINST = (
+COMPARED_ARMS = (
     ("working", "length"),
     ("working", "random"),
     ("working", "rate"),
@@ -299,10 +314,10 @@ AGAINST = (
     ("steps 0.2", "grpo"),
     ("gate", "grpo"),
 )
-FIGURES = ("accuracy", "lucky", "new", "false", *(kind.name for kind in KINDS))
+HELD_OUT_FIGURES = ("accuracy", "lucky", "new", "false", *(kind.name for kind in FIGURE_KINDS))
 
 
-def end(run: Run, key: str) -> float:
+def held_out_at_end(run: Run, key: str) -> float:
     """Return a held-out figure at the last step, in percent."""
     return 100 * float(run["held_out"][-1][key])
 
@@ -312,7 +327,7 @@ def mean_weight(run: Run) -> float:
     return statistics.fmean(point["weight_mean"] for point in run["steps"])
 
 
-def of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
+def runs_of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
     """Return the runs of an arm, by their seeds."""
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
 
@@ -325,12 +340,13 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
         "|---" * 11 + "|",
     ]
     for arm in plan["arms"]:
-        arm_runs = of_arm(runs, arm)
+        arm_runs = runs_of_arm(runs, arm)
         if not arm_runs:
             continue
-        accuracies = [end(run, "accuracy") for run in arm_runs]
+        accuracies = [held_out_at_end(run, "accuracy") for run in arm_runs]
         means = [
-            f"{statistics.fmean(end(run, key) for run in arm_runs):.1f}" for key in FIGURES[1:]
+            f"{statistics.fmean(held_out_at_end(run, key) for run in arm_runs):.1f}"
+            for key in HELD_OUT_FIGURES[1:]
         ]
         tokens = statistics.fmean(run["held_out"][-1]["tokens"] for run in arm_runs)
         level = (
@@ -338,7 +354,7 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
         )
         weight = statistics.fmean(map(mean_weight, arm_runs))
         cells = [
-            NAMES[arm],
+            ARM_TITLES[arm],
             str(len(arm_runs)),
             level,
             *means,
@@ -349,15 +365,15 @@ def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def paired(runs: Sequence[Run], first: str, second: str, key: str) -> list[float]:
+def paired_differences(runs: Sequence[Run], first: str, second: str, key: str) -> list[float]:
     """Return the differences of two arms at the last step, by seed, in points.
 
     Of seeds that both have.
     """
-    controls = {run["seed"]: run for run in of_arm(runs, second)}
+    controls = {run["seed"]: run for run in runs_of_arm(runs, second)}
     return [
-        end(run, key) - end(controls[run["seed"]], key)
-        for run in of_arm(runs, first)
+        held_out_at_end(run, key) - held_out_at_end(controls[run["seed"]], key)
+        for run in runs_of_arm(runs, first)
         if run["seed"] in controls
     ]
 
@@ -368,16 +384,16 @@ def differences(runs: Sequence[Run]) -> list[str]:
         "| work or length: difference in points [95 %] | seeds | accuracy, end | lucky of the right | p |",
         "|---" * 5 + "|",
     ]
-    for first, second in AGAINST:
-        accuracy = paired(runs, first, second, "accuracy")
-        lucky = paired(runs, first, second, "lucky")
+    for first, second in COMPARED_ARMS:
+        accuracy = paired_differences(runs, first, second, "accuracy")
+        lucky = paired_differences(runs, first, second, "lucky")
         if not accuracy:
             continue
         cells = [
-            f"{NAMES[first]} - {NAMES[second]}",
+            f"{ARM_TITLES[first]} - {ARM_TITLES[second]}",
             str(len(accuracy)),
-            interval(accuracy),
-            interval(lucky),
+            mean_and_interval(accuracy),
+            mean_and_interval(lucky),
             f"{sign_flips(accuracy):.3f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -387,7 +403,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
 def verdict_of(runs: Sequence[Run]) -> str:
     """Return what the plan's rule says of these runs: `gain`, or `no gain`."""
     for control in ("length", "random"):
-        points = paired(runs, "working", control, "accuracy")
+        points = paired_differences(runs, "working", control, "accuracy")
         if len(points) < 2 or statistics.fmean(points) <= student_half_width(points):
             return "no gain"
     return "gain"
@@ -425,7 +441,12 @@ def main() -> None:
         "--pilot", action="store_true", help="the pilot's seed, which does not count"
     )
     parser.add_argument(
-        "--tables", type=Path, nargs="?", const=RUNS, metavar="FILE", help="only print the tables"
+        "--tables",
+        type=Path,
+        nargs="?",
+        const=STORED_RUNS,
+        metavar="FILE",
+        help="only print the tables",
     )
     options = parser.parse_args()
     plan = yaml.safe_load(options.plan.read_text())

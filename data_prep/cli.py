@@ -17,11 +17,17 @@ from adora_vl.utils.cli import (
 from data_prep.convert_command import add_convert
 from data_prep.drawn_commands import add_knights, add_synthetic
 from data_prep.filter_command import add_filter
-from data_prep.geometry3k import PRESET, SOURCES, Options, prepare_geometry3k
-from data_prep.geometry3k_folders import DIAGRAMS
+from data_prep.geometry3k import GEOMETRY3K_PRESET, SOURCES, Geometry3KOptions, prepare_geometry3k
+from data_prep.geometry3k_folders import FILE_BY_DIAGRAM
 from data_prep.options import add_cleaning, add_family, add_output
 from data_prep.solve import add_solve
-from data_prep.survey import GALLERY_ROWS, describe, print_counts, print_prompt, survey
+from data_prep.survey import (
+    MAX_GALLERY_ROWS,
+    describe_survey,
+    print_counts,
+    print_prompt,
+    survey_dataset,
+)
 from data_prep.variants import add_variants
 
 
@@ -91,7 +97,7 @@ def _add_geometry3k(commands: Commands) -> None:
         "--input",
         type=optional(text),
         metavar="ID_OR_PATH",
-        help=f"an id for hub (default: {PRESET.id}), else a path",
+        help=f"an id for hub (default: {GEOMETRY3K_PRESET.id}), else a path",
     )
     add(
         "--revision",
@@ -101,7 +107,7 @@ def _add_geometry3k(commands: Commands) -> None:
     )
     add(
         "--diagram",
-        choices=DIAGRAMS,
+        choices=FILE_BY_DIAGRAM,
         help="intergps: the picture as printed, or with every vertex lettered",
     )
     help_text = (
@@ -122,7 +128,9 @@ def _add_geometry3k(commands: Commands) -> None:
 
 def _geometry3k(arguments: argparse.Namespace) -> None:
     """Run `geometry3k`: prepare the data set, and print its counts and one prompt."""
-    options = Options(**{field.name: getattr(arguments, field.name) for field in fields(Options)})
+    options = Geometry3KOptions(
+        **{field.name: getattr(arguments, field.name) for field in fields(Geometry3KOptions)}
+    )
     manifest = prepare_geometry3k(
         arguments.output,
         source=arguments.source,
@@ -138,17 +146,17 @@ def _geometry3k(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     """Run `inspect`: read every row of a data set, print its figures and write its page."""
-    gallery = 0 if arguments.text_only else GALLERY_ROWS
+    gallery = 0 if arguments.text_only else MAX_GALLERY_ROWS
     folder = arguments.folder.resolve()
     path = arguments.html or folder.with_name(f"{folder.name}.html")
     if not arguments.text_only:
         from data_prep.survey_page import check_page, write_page  # matplotlib takes a second
 
         check_page(path)  # before every row is read
-    overview = survey(
+    overview = survey_dataset(
         arguments.folder, gallery=gallery, model=arguments.model, family=arguments.family
     )
-    print(describe(overview))
+    print(describe_survey(overview))
     if not arguments.text_only:
         write_page(overview, path)
         print(f"\npage: {path}")

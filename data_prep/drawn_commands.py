@@ -1,21 +1,21 @@
-"""The commands `synthetic` and `knights` of `python -m data_prep`, which draw problems."""
+"""The commands `describe_synthetic` and `knights` of `python -m data_prep`, which draw problems."""
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
 from adora_vl.synthetic.drawing import STYLES
-from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
 from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS, MAX_CHOICES
 from adora_vl.synthetic.generated import (
     DEFAULT_SIZE,
     DEFAULT_TEST_ROWS,
+    describe_puzzles,
+    describe_synthetic,
     prepare_drawn,
     prepare_knights_table,
-    puzzles,
-    synthetic,
 )
-from adora_vl.synthetic.knights import PEOPLE, QUESTIONS
+from adora_vl.synthetic.knights import PEOPLE_RANGE, QUESTION_STYLES
 from adora_vl.utils.cli import (
     MAX_SEED,
     Commands,
@@ -28,11 +28,14 @@ from data_prep.options import add_output, number_range
 from data_prep.survey import print_counts
 
 MAX_ROWS = 10_000_000  # a typing error of more zeros would draw for days
-SIZES = (28, 1024)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
+PICTURE_SIDE_RANGE = (
+    28,
+    1024,
+)  # below, a label is not readable; above, the oversampled canvas takes gigabytes
 
 
 def add_synthetic(commands: Commands) -> None:
-    """Add the command `synthetic`, which draws problems."""
+    """Add the command `describe_synthetic`, which draws problems."""
     command = commands.add_parser(
         "synthetic", help="drawn geometry problems; equal arguments give equal problems"
     )
@@ -40,17 +43,17 @@ def add_synthetic(commands: Commands) -> None:
     add = command.add_argument
     add(
         "--size",
-        type=whole(*SIZES),
+        type=whole(*PICTURE_SIDE_RANGE),
         default=DEFAULT_SIZE,
         metavar="PIXELS",
         help="side length, default: %(default)s",
     )
     add(
         "--families",
-        type=_names,
+        type=_split_names,
         default=(),
         metavar="A,B",
-        help=f"of {', '.join(FAMILY_BY_NAME)}; default: {', '.join(FAMILIES)}",
+        help=f"of {', '.join(FAMILY_BY_NAME)}; default: {', '.join(PLAIN_FAMILY_BY_NAME)}",
     )
     add(
         "--level",
@@ -60,7 +63,7 @@ def add_synthetic(commands: Commands) -> None:
     )
     add(
         "--styles",
-        type=_names,
+        type=_split_names,
         default=("plain",),
         metavar="A,B",
         help=f"of {', '.join(STYLES)}; default: plain",
@@ -94,7 +97,7 @@ def add_knights(commands: Commands) -> None:
         "--people",
         type=optional(_people_range),
         metavar="A-B",
-        help="per puzzle, default: {}-{}".format(*PEOPLE),
+        help="per puzzle, default: {}-{}".format(*PEOPLE_RANGE),
     )
     add("--source", choices=("drawn", "parquet"), default="drawn", help="default: %(default)s")
     add(
@@ -105,7 +108,7 @@ def add_knights(commands: Commands) -> None:
     )
     add(
         "--question",
-        choices=QUESTIONS,
+        choices=QUESTION_STYLES,
         help="parquet: ask for a box (default), or leave that to the system prompt",
     )
 
@@ -130,7 +133,7 @@ def _add_drawn(
     command.set_defaults(run=run)
 
 
-def _names(word: str) -> tuple[str, ...]:
+def _split_names(word: str) -> tuple[str, ...]:
     """Return the names in a word, which stand with commas between them.
 
     Raises the error that argparse shows for an empty name.
@@ -146,11 +149,11 @@ def _names(word: str) -> tuple[str, ...]:
 def _people_range(word: str) -> tuple[int, int]:
     """Return the least and the largest number of people, from `A-B` or from one number."""
     both_ends = word if "-" in word else f"{word}-{word}"
-    return number_range(both_ends, separator="-", convert=whole(*PEOPLE))
+    return number_range(both_ends, separator="-", convert=whole(*PEOPLE_RANGE))
 
 
-_DRAWN_ONLY = ("rows", "test_rows", "seed", "people")
-_PARQUET_ONLY = ("input", "question")
+_OPTIONS_OF_DRAWN_SOURCE = ("rows", "test_rows", "seed", "people")
+_OPTIONS_OF_PARQUET_SOURCE = ("input", "question")
 
 
 def _knights(arguments: argparse.Namespace) -> None:
@@ -160,8 +163,8 @@ def _knights(arguments: argparse.Namespace) -> None:
     """
     is_drawn = arguments.source == "drawn"
     needed_option = "rows" if is_drawn else "input"
-    options_of_other_source = _PARQUET_ONLY if is_drawn else _DRAWN_ONLY
-    for name, value in given_options(arguments, *options_of_other_source).items():
+    options_of_other_source = _OPTIONS_OF_PARQUET_SOURCE if is_drawn else _OPTIONS_OF_DRAWN_SOURCE
+    for name, value in options_set_by_user(arguments, *options_of_other_source).items():
         raise UserError(
             f"{name}: {value} does not go with --source {arguments.source}; leave one of them out"
         )
@@ -170,23 +173,23 @@ def _knights(arguments: argparse.Namespace) -> None:
             f"{needed_option}: --source {arguments.source} needs it; give --{needed_option}"
         )
     if is_drawn:
-        drawn = puzzles(**given_options(arguments, *_DRAWN_ONLY))
+        drawn = describe_puzzles(**options_set_by_user(arguments, *_OPTIONS_OF_DRAWN_SOURCE))
         manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     else:
-        options = given_options(arguments, "question", "overwrite")
+        options = options_set_by_user(arguments, "question", "overwrite")
         manifest = prepare_knights_table(arguments.output, arguments.input, **options)
     print_counts(arguments.output, manifest)
 
 
 def _synthetic(arguments: argparse.Namespace) -> None:
-    """Run `synthetic`: draw the problems, and print how many there are."""
+    """Run `describe_synthetic`: draw the problems, and print how many there are."""
     names = ("rows", "test_rows", "seed", "size", "families", "level", "styles", "choices")
-    drawn = synthetic(**given_options(arguments, *names, "figures"))
+    drawn = describe_synthetic(**options_set_by_user(arguments, *names, "figures"))
     manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     print_counts(arguments.output, manifest)
 
 
-def given_options(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return those of the options `names` that the user gave.
 
     The functions that take them have the default values of the others.

@@ -1,9 +1,9 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
 Problems that a model always or never solves have groups of equal rewards, which teach nothing. The
-source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
-is the cheap version that it compares with, the pass rate of plain samples. The answers are sampled
-as for an evaluation, which samples nothing twice.
+source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search;
+this is the cheap version that it compares with, the pass rate of plain samples. The answers are
+sampled as for an evaluation, which samples nothing twice.
 """
 
 import json
@@ -42,18 +42,18 @@ from adora_vl.utils.hashing import content_hash
 
 # This file of the output has the id, the right answers and all answers of every problem.
 RATES_FILE = "pass_rates.jsonl"
-_ROUNDING = 1e-9  # with it 3 of 10 answers are within 0.3:0.9
+_RATE_TOLERANCE = 1e-9  # with it 3 of 10 answers are within 0.3:0.9
 
 
 @dataclass(frozen=True)
-class Keep:
+class PassRateRange:
     """The range of pass rates to keep, both ends included."""
 
     low: float
     high: float
 
     def __contains__(self, rate: float) -> bool:
-        return self.low - _ROUNDING <= rate <= self.high + _ROUNDING
+        return self.low - _RATE_TOLERANCE <= rate <= self.high + _RATE_TOLERANCE
 
     def __str__(self) -> str:
         return f"{self.low:g}:{self.high:g}"
@@ -71,7 +71,7 @@ class Tally(NamedTuple):
         return self.right / self.answers
 
 
-def tallies(
+def count_right_answers(
     rows: Sequence[Prediction], *, rounding: bool = False, answer_tags: bool = False
 ) -> dict[str, Tally]:
     """Grade answers as in training, and count the right ones of each problem, by its id.
@@ -103,7 +103,7 @@ def samples_folder(output: Path) -> Path:
     return output.with_name(f"{output.name}.samples")
 
 
-def sample(
+def sample_answers(
     data: Path,
     split: str,
     folder: Path,
@@ -172,7 +172,7 @@ def filter_dataset(
     data: Path,
     output: Path,
     predictions: Path,
-    keep: Keep,
+    keep: PassRateRange,
     *,
     split: str = "train",
     rounding: bool = False,
@@ -191,10 +191,10 @@ def filter_dataset(
     """
     check_input(data, split)
     answers_hash = content_hash([predictions])
-    tally_by_id = tallies(
+    tally_by_id = count_right_answers(
         read_predictions(predictions),
         rounding=rounding,
-        answer_tags=asked_for_tags(predictions),
+        answer_tags=prompts_asked_for_tags(predictions),
     )
     _check_covered(tally_by_id, data=data, split=split, predictions=predictions)
     chosen_ids = {pid for pid, tally in tally_by_id.items() if tally.rate in keep}
@@ -237,7 +237,7 @@ def _write_tallies(path: Path, tally_by_id: Mapping[str, Tally]) -> None:
     path.write_text("".join(lines), encoding="utf-8")
 
 
-def _filter_summary(problem_tallies: Iterable[Tally], keep: Keep) -> dict[str, int]:
+def _filter_summary(problem_tallies: Iterable[Tally], keep: PassRateRange) -> dict[str, int]:
     """Return the numbers of problems that a filter kept and left out, for the manifest."""
     rates = [tally.rate for tally in problem_tallies]
     rates_outside = [rate for rate in rates if rate not in keep]
@@ -282,7 +282,7 @@ def check_output(data: Path, output: Path) -> None:
     refuse_foreign(output.resolve())
 
 
-def asked_for_tags(predictions: Path) -> bool:
+def prompts_asked_for_tags(predictions: Path) -> bool:
     """Return whether the prompts of stored answers asked for `<answer> </answer>`.
 
     The prompts are in the file of settings (the fingerprint) beside the answers. Without that file
@@ -322,7 +322,7 @@ def _check_covered(
         )
 
 
-def in_words(manifest: Manifest) -> str:
+def describe_filtered(manifest: Manifest) -> str:
     """Return the sentence that tells the user what a filter kept, from the manifest it wrote."""
     summary = manifest["filtered"]
     keep = manifest["arguments"]["keep"]

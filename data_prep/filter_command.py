@@ -146,7 +146,7 @@ def _filter(arguments: argparse.Namespace) -> None:
     from data_prep import forecast
 
     if arguments.attenuation is not None:
-        print("\n".join(forecast.forecast_at(arguments.attenuation).lines()))
+        print("\n".join(forecast.forecast_of_path(arguments.attenuation).lines()))
         return
     _check_filter_arguments(arguments)
     filtering.check_input(arguments.input, arguments.split)
@@ -163,15 +163,15 @@ def _filter(arguments: argparse.Namespace) -> None:
         arguments.input,
         output=arguments.output,
         predictions=answers.file,
-        keep=filtering.Keep(low=low, high=high),
+        keep=filtering.PassRateRange(low=low, high=high),
         split=arguments.split,
         rounding=arguments.rounding,
         overwrite=arguments.overwrite,
         arguments=answers.description,
     )
-    print(f"{arguments.output}: {filtering.in_words(manifest)}")
+    print(f"{arguments.output}: {filtering.describe_filtered(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
-        print("\n".join(["", *forecast.forecast_at(answers.file).lines()]))
+        print("\n".join(["", *forecast.forecast_of_path(answers.file).lines()]))
 
 
 class _Answers(NamedTuple):
@@ -190,7 +190,7 @@ def _sample_answers(arguments: argparse.Namespace) -> _Answers:
     settings = build_settings(options_from(EngineOptions, arguments, engine=engine))
     prompt_options = {name: getattr(arguments, name) for name in KEY_AND_DEFAULT_BY_PROMPT}
     prompts = resolve_prompts(arguments.model, prompt_options)
-    file = filtering.sample(
+    file = filtering.sample_answers(
         arguments.input,
         split=arguments.split,
         folder=filtering.samples_folder(arguments.output),

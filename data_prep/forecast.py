@@ -1,7 +1,7 @@
 """Forecasts on which groups ADORA's attenuation would act, from several answers to each problem.
 
-Whether it then helps depends on whether short right answers are guesses, which none of these figures
-can say. docs/experiments.md has tasks whose outcome is known.
+Whether it then helps depends on whether short right answers are guesses, which none of these
+figures can say. docs/experiments.md has tasks whose outcome is known.
 """
 
 import json
@@ -24,18 +24,18 @@ from adora_vl.evals.prepared import GraderOptions
 from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.evals.scoring.statistics import paired_t_interval, wilson_interval
 from adora_vl.utils.errors import UserError, in_one_line
-from data_prep.filter import asked_for_tags
+from data_prep.filter import prompts_asked_for_tags
 
 # Only so many groups of a recorded run are read: its start, where training has changed little yet.
-FIRST_GROUPS = 512
-_FEWEST_GROUPS = 20  # with fewer groups that have a signal, no forecast is made
+MAX_GROUPS_READ = 512
+_MIN_GROUPS_FOR_FORECAST = 20  # with fewer groups that have a signal, no forecast is made
 # Below and above these shares of groups, attenuation would act on little or on much.
 _SMALL_SHARE = 0.1
 _LARGE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Share:
+class ShareOfGroups:
     """A share of a total, which is printed with its 95 % interval (Wilson)."""
 
     count: int
@@ -56,7 +56,7 @@ class Share:
         return self.count / self.total if self.total else math.nan
 
 
-class Interval(NamedTuple):
+class ConfidenceInterval(NamedTuple):
     """A confidence interval."""
 
     low: float
@@ -72,21 +72,23 @@ class Forecast:
     """
 
     groups: int  # with and without a signal
-    tds: Share  # groups that are TDS, of those with a signal
-    ties: Share  # groups whose longest right answer is as long as the wrong ones, of the TDS groups
-    short_only: (
-        Share  # groups in which no right answer is longer than a wrong one, of the TDS groups
-    )
+    tds: ShareOfGroups  # groups that are TDS, of those with a signal
+    # Of the TDS groups: those whose longest right answer is as long as the wrong ones, and those in
+    # which no right answer is longer than a wrong one.
+    ties: ShareOfGroups
+    short_only: ShareOfGroups
     # In the groups with a signal whose answers differ in length:
-    longest: Share  # how many of the longest answers are right
-    shortest: Share  # how many of the shortest answers are right
-    longest_minus_shortest: Interval  # the 95 % interval of the difference of the two, paired
+    longest: ShareOfGroups  # how many of the longest answers are right
+    shortest: ShareOfGroups  # how many of the shortest answers are right
+    longest_minus_shortest: (
+        ConfidenceInterval  # the 95 % interval of the difference of the two, paired
+    )
 
     def lines(self) -> list[str]:
         """Return the lines that are printed: a table of the shares, and the sentence."""
         low, high = self.longest_minus_shortest
         rows = (
-            ("groups with signal, of all", Share(self.tds.total, self.groups)),
+            ("groups with signal, of all", ShareOfGroups(self.tds.total, self.groups)),
             ("TDS, of those with signal", self.tds),
             ("ties of length, of those TDS", self.ties),
             ("only the shortest are right, of those TDS", self.short_only),
@@ -101,7 +103,7 @@ class Forecast:
 
     def sentence(self) -> str:
         """Return a sentence on how much attenuation would act, and on which groups."""
-        if self.tds.total < _FEWEST_GROUPS:
+        if self.tds.total < _MIN_GROUPS_FOR_FORECAST:
             return (
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
                 "more problems."
@@ -134,7 +136,7 @@ class Forecast:
         )
 
 
-def forecast(groups: Groups) -> Forecast:
+def forecast_attenuation(groups: Groups) -> Forecast:
     """Count the groups on which ADORA's attenuation would act, and how lengths relate to rewards.
 
     The tensors of `groups` are (P, G): problems by answers. A group without a signal, whose rewards
@@ -149,19 +151,23 @@ def forecast(groups: Groups) -> Forecast:
     shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
     is_short_only_P = is_tds_P & (groups.longest_correct_P <= shortest_wrong_P)
     shares = _right_shares_by_length(groups, has_signal_P)
-    longest_minus_shortest = Interval(math.nan, math.nan)
+    longest_minus_shortest = ConfidenceInterval(math.nan, math.nan)
     if len(shares) > 1:  # one difference has no spread
         low, high = paired_t_interval([share.longest - share.shortest for share in shares])
-        longest_minus_shortest = Interval(low, high)
+        longest_minus_shortest = ConfidenceInterval(low, high)
     tds_count = int(is_tds_P.sum())
     return Forecast(
         groups=len(has_signal_P),
-        tds=Share(count=tds_count, total=int(has_signal_P.sum())),
-        ties=Share(count=int(is_tie_P.sum()), total=tds_count),
-        short_only=Share(count=int(is_short_only_P.sum()), total=tds_count),
+        tds=ShareOfGroups(count=tds_count, total=int(has_signal_P.sum())),
+        ties=ShareOfGroups(count=int(is_tie_P.sum()), total=tds_count),
+        short_only=ShareOfGroups(count=int(is_short_only_P.sum()), total=tds_count),
         # A group counts for one answer, shared among those that are equally long.
-        longest=Share(count=round(sum(share.longest for share in shares)), total=len(shares)),
-        shortest=Share(count=round(sum(share.shortest for share in shares)), total=len(shares)),
+        longest=ShareOfGroups(
+            count=round(sum(share.longest for share in shares)), total=len(shares)
+        ),
+        shortest=ShareOfGroups(
+            count=round(sum(share.shortest for share in shares)), total=len(shares)
+        ),
         longest_minus_shortest=longest_minus_shortest,
     )
 
@@ -213,7 +219,7 @@ def recorded_groups(run: Path) -> Groups:
         settings = json.loads(record.schema.metadata[b"adora_vl"])
         group_size = int(settings["num_generations"])
         columns = record.head(
-            FIRST_GROUPS * group_size, columns=["reward", "length", "truncated"]
+            MAX_GROUPS_READ * group_size, columns=["reward", "length", "truncated"]
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         why = f"is no file of a run's record ({in_one_line(error)})"
@@ -237,7 +243,7 @@ def sampled_groups(predictions: Path) -> Groups:
     Raises `UserError` where no problem has two answers, or where their lengths are not known.
     """
     benchmark = find_benchmark("geometry3k")
-    options = GraderOptions(answer_tags=asked_for_tags(predictions))
+    options = GraderOptions(answer_tags=prompts_asked_for_tags(predictions))
     rows_by_problem = defaultdict(list)
     for row in read_predictions(predictions):
         rows_by_problem[row["pid"]].append(row)
@@ -282,8 +288,8 @@ def _groups_of_columns(
     )
 
 
-def forecast_at(path: Path) -> Forecast:
+def forecast_of_path(path: Path) -> Forecast:
     """Make the forecast of a run's folder, a folder of stored answers, or a file of them."""
     file = path / PREDICTIONS_FILE if path.is_dir() else path
     groups = sampled_groups(file) if file.is_file() else recorded_groups(path)
-    return forecast(groups)
+    return forecast_attenuation(groups)

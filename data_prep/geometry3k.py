@@ -32,9 +32,9 @@ from adora_vl.data.prompts import IMAGE_PLACEHOLDER
 from adora_vl.geometry.forms import LogicForm
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from data_prep.geometry3k_folders import OUR_SPLITS, problems_of_folders
+from data_prep.geometry3k_folders import OUR_SPLIT_BY_AUTHORS_SPLIT, problems_of_folders
 from data_prep.logic_forms import read_forms
-from data_prep.problem_text import readable
+from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
 from data_prep.solve import read_forms_or_text
 from data_prep.solved_rows import (
@@ -45,23 +45,25 @@ from data_prep.solved_rows import (
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
-REDRAWN = "geometry3k, redrawn"  # the source of rows whose diagram is drawn from a logic form
+# the source of rows whose diagram is drawn from a logic form
+_SOURCE_OF_REDRAWN_ROWS = "geometry3k, redrawn"
 
 
 def problems_of_facts(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
     """Solve the logic forms of a file, and return the problems whose facts determine their answer.
 
-    Their wording comes from `question_table`. Without it the question of the form is put into words.
+    Their wording comes from `question_table`. Without it the question of the form is put into
+    words.
 
     Raises `UserError` where one of the two files cannot be read.
     """
     if question_table is None:
         return solved_problems(read_forms_or_text(path), questions=None)
-    questions = {question.number: question for question in _questions_of(question_table)}
+    questions = {question.number: question for question in _read_questions(question_table)}
     return solved_problems(read_forms_or_text(path), questions=questions)
 
 
-def _questions_of(table: Path) -> Iterator[LabelledQuestion]:
+def _read_questions(table: Path) -> Iterator[LabelledQuestion]:
     """Read the questions with their answers from a table in the format of a chat.
 
     The split and the number of a problem stand in the path of its image.
@@ -83,8 +85,8 @@ def _questions_of(table: Path) -> Iterator[LabelledQuestion]:
         text = question.replace(IMAGE_PLACEHOLDER, " ").strip()
         yield LabelledQuestion(
             number=number,
-            split=OUR_SPLITS[authors_split],
-            problem=readable(without_instruction(text).problem),
+            split=OUR_SPLIT_BY_AUTHORS_SPLIT[authors_split],
+            problem=mend_latex(without_instruction(text).problem),
             answer=answer,
         )
 
@@ -103,16 +105,16 @@ def problems_of_forms(path: Path, question_table: Path | None) -> dict[str, Spli
         )
     forms_by_number = read_forms(path)
     readers_by_split: dict[str, list[Callable[[], RawProblem]]] = {
-        split: [] for split in OUR_SPLITS.values()
+        split: [] for split in OUR_SPLIT_BY_AUTHORS_SPLIT.values()
     }
     undrawable_count = 0
-    for question in _questions_of(question_table):
+    for question in _read_questions(question_table):
         form = forms_by_number.get(int(question.number))
         if form is None or not can_be_drawn(form):
             undrawable_count += 1
         else:
             # Drawing waits until the row is read, in a worker process.
-            readers_by_split[question.split].append(partial(_redrawn, form, question))
+            readers_by_split[question.split].append(partial(_redrawn_problem, form, question))
     if undrawable_count:
         print(
             f"{amount(undrawable_count, 'problem')} of {str(question_table)!r} left out: not all "
@@ -125,13 +127,13 @@ def problems_of_forms(path: Path, question_table: Path | None) -> dict[str, Spli
     }
 
 
-def _redrawn(form: LogicForm, question: LabelledQuestion) -> RawProblem:
+def _redrawn_problem(form: LogicForm, question: LabelledQuestion) -> RawProblem:
     """Make a problem whose diagram is drawn from its logic form."""
     row_id = f"geometry3k/{question.split}/{question.number}"
     return RawProblem(
         id=row_id,
         split=question.split,
-        source=REDRAWN,
+        source=_SOURCE_OF_REDRAWN_ROWS,
         origin=f"problem {question.number}",
         images=(png_bytes(draw_form(form)),),
         problem=question.problem,
@@ -140,15 +142,15 @@ def _redrawn(form: LogicForm, question: LabelledQuestion) -> RawProblem:
     )
 
 
-FORMS = "logic-forms"
-FACTS = "facts"
-SOURCES = ("hub", "parquet", "intergps", FORMS, FACTS)
-PRESET = PRESETS["geometry3k"]
-PRESET_ID = PRESET.id or ""
+_FORMS_SOURCE = "logic-forms"
+_FACTS_SOURCE = "facts"
+SOURCES = ("hub", "parquet", "intergps", _FORMS_SOURCE, _FACTS_SOURCE)
+GEOMETRY3K_PRESET = PRESETS["geometry3k"]
+_PRESET_HUB_ID = GEOMETRY3K_PRESET.id or ""
 
 
 @dataclass(frozen=True)
-class Options(Cleaning):
+class Geometry3KOptions(Cleaning):
     """The options that decide which rows there are.
 
     `limit` takes the first rows of each split, or with a `seed` a random sample.
@@ -167,14 +169,14 @@ class SplitsAtCommit(NamedTuple):
 
 
 def open_source(
-    source: str, location: str | None, *, revision: str | None, options: Options
+    source: str, location: str | None, *, revision: str | None, options: Geometry3KOptions
 ) -> SplitsAtCommit:
     """Find the rows of Geometry3K in `source`, one of `SOURCES`, before any of them is read.
 
     `location` is an id on the hub, or the path of files. `revision` is for the hub alone.
 
-    Raises `UserError` for an option that belongs to another source, for a missing path, and for data
-    that cannot be read.
+    Raises `UserError` for an option that belongs to another source, for a missing path, and for
+    data that cannot be read.
     """
     _check_options_of_source(source, revision=revision, options=options)
     if source != "hub" and not location:
@@ -183,20 +185,22 @@ def open_source(
     question_table = Path(options.texts) if options.texts else None
     if source == "intergps":
         return SplitsAtCommit(problems_of_folders(path, options.diagram or "plain"))
-    if source == FORMS:
+    if source == _FORMS_SOURCE:
         return SplitsAtCommit(problems_of_forms(path, question_table))
-    if source == FACTS:
+    if source == _FACTS_SOURCE:
         return SplitsAtCommit(problems_of_facts(path, question_table))
     if source == "hub":
-        opened = download_parquet(location or PRESET_ID, PRESET.columns, revision)
+        opened = download_parquet(location or _PRESET_HUB_ID, GEOMETRY3K_PRESET.columns, revision)
     else:
-        opened = open_local(path, PRESET.columns)
+        opened = open_local(path, GEOMETRY3K_PRESET.columns)
         if opened.kind != "parquet":
             raise UserError(
                 f"input: {location!r} is no Parquet but {opened.kind}; prepare it with the "
                 "command convert"
             )
-    begin_reading = partial(row_readers, opened, name="geometry3k", columns=PRESET.columns)
+    begin_reading = partial(
+        row_readers, opened, name="geometry3k", columns=GEOMETRY3K_PRESET.columns
+    )
     splits = {
         split: SplitRows(begin_reading=partial(begin_reading, split), row_count=row_count)
         for split, row_count in opened.row_counts.items()
@@ -204,13 +208,15 @@ def open_source(
     return SplitsAtCommit(splits, commit=opened.revision)
 
 
-def _check_options_of_source(source: str, *, revision: str | None, options: Options) -> None:
+def _check_options_of_source(
+    source: str, *, revision: str | None, options: Geometry3KOptions
+) -> None:
     """Raise `UserError` for an option that the chosen source does not know."""
     # For each option its value, and the sources that know it.
     options_and_sources = (
         ("revision", revision, ("hub",)),
         ("diagram", options.diagram, ("intergps",)),
-        ("texts", options.texts, (FORMS, FACTS)),
+        ("texts", options.texts, (_FORMS_SOURCE, _FACTS_SOURCE)),
     )
     for name, value, sources in options_and_sources:
         if value is not None and source not in sources:
@@ -226,7 +232,7 @@ def prepare_geometry3k(
     source: str,
     location: str | None = None,
     revision: str | None = None,
-    options: Options | None = None,
+    options: Geometry3KOptions | None = None,
     workers: int = 1,
     overwrite: bool = False,
 ) -> Manifest:
@@ -241,7 +247,7 @@ def prepare_geometry3k(
 
     Raises `UserError` as `open_source` and `prepare`.
     """
-    chosen_options = options or Options()
+    chosen_options = options or Geometry3KOptions()
     if chosen_options.seed is not None and chosen_options.limit is None:
         raise UserError(
             f"seed: {chosen_options.seed} has nothing to choose without --limit; give both or none"
@@ -254,7 +260,7 @@ def prepare_geometry3k(
         )
         description = {
             "source": f"geometry3k/{source}",
-            "input": location or PRESET_ID,
+            "input": location or _PRESET_HUB_ID,
             "revision": commit,
             "arguments": recorded_options(asdict(chosen_options)),
         }
@@ -264,7 +270,7 @@ def prepare_geometry3k(
         return OpenedSource(description, chosen_rows)
 
     # Rows from the authors' logic forms have the facts in words and the solved figure, too.
-    has_forms = source in ("intergps", FORMS, FACTS)
+    has_forms = source in ("intergps", _FORMS_SOURCE, _FACTS_SOURCE)
     return prepare(
         output,
         chosen_options,
@@ -275,7 +281,7 @@ def prepare_geometry3k(
     )
 
 
-def _limited_rows(split: str, rows: SplitRows, options: Options) -> SplitRows:
+def _limited_rows(split: str, rows: SplitRows, options: Geometry3KOptions) -> SplitRows:
     """Choose `limit` rows of a split: the first ones, or with a `seed` a random sample.
 
     A sample stays in the order of the source, and depends on the seed and the split alone.

@@ -18,12 +18,12 @@ from adora_vl.conversion.problem import MAX_FILE_BYTES, RawProblem, RowError, st
 from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
-from data_prep.problem_text import readable
+from data_prep.problem_text import mend_latex
 from data_prep.solved_rows import fields_of_facts
 
 # A file in the folder of a problem, such as `geometry3k/train/17/data.json`.
-_FILE_OF_PROBLEM = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
-_SPLITS = ("train", "val", "test")
+_PROBLEM_FILE_PATTERN = re.compile(r"(?:(?:.*/)?(train|val|test)/|.*/)?(\d+)/[^/]*")
+_AUTHORS_SPLITS = ("train", "val", "test")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ProblemFolder:
             return path.read_bytes()
         member = self.folder_in_zip + name
         try:
-            archive = _archive(self.path)
+            archive = _open_zip(self.path)
             if archive.getinfo(member).file_size > MAX_FILE_BYTES:
                 raise OSError(errno.EFBIG, f"it unpacks to over {MAX_FILE_BYTES} bytes", member)
             return archive.read(member)
@@ -86,11 +86,11 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     if root.is_file():
         folders_by_split = _folders_in_zip(root)
     elif root.is_dir():
-        for split in _SPLITS:
+        for split in _AUTHORS_SPLITS:
             paths = [path for path in root.glob(f"{split}/*/") if path.name.isdecimal()]
             if paths:
                 folders_by_split[split] = [ProblemFolder(path) for path in paths]
-        if len(folders_by_split) < len(_SPLITS):
+        if len(folders_by_split) < len(_AUTHORS_SPLITS):
             # A folder goes before a zip file with the same split.
             folders_by_split = _folders_in_zips(sorted(root.glob("*.zip"))) | folders_by_split
     else:
@@ -98,12 +98,12 @@ def problem_folders(root: Path) -> dict[str, list[ProblemFolder]]:
     if not folders_by_split:
         raise UserError(
             f"input: {str(root)!r} has no problem folder such as train/0 with a data.json, and no "
-            f"zip file with one; give the folder that holds {', '.join(_SPLITS)}, or a zip file "
+            f"zip file with one; give the folder that holds {', '.join(_AUTHORS_SPLITS)}, or a zip file "
             "of it"
         )
     return {
         split: sorted(folders_by_split[split], key=lambda folder: (folder.number, str(folder)))
-        for split in _SPLITS
+        for split in _AUTHORS_SPLITS
         if split in folders_by_split
     }
 
@@ -117,7 +117,7 @@ def _folders_in_zips(paths: list[Path]) -> dict[str, list[ProblemFolder]]:
     """
     folders_by_file = {path: _folders_in_zip(path) for path in paths}
     folders_by_split = {}
-    for split in _SPLITS:
+    for split in _AUTHORS_SPLITS:
         files_with_split = [path for path in paths if split in folders_by_file[path]]
         files_named_after_it = [path for path in files_with_split if path.stem == split]
         candidates = files_named_after_it or files_with_split
@@ -140,7 +140,7 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
     Raises `UserError` for a file that cannot be read, or whose problems belong to no split.
     """
     try:
-        names = _archive(path).namelist()
+        names = _open_zip(path).namelist()
     except (zipfile.BadZipFile, OSError) as error:
         raise UserError(
             f"input: {str(path)!r} is not a readable zip file ({error}); download it again"
@@ -148,7 +148,7 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
     split_by_folder: dict[str, str] = {}
     folders_without_split: list[str] = []
     for name in names:
-        match = _FILE_OF_PROBLEM.fullmatch(name)
+        match = _PROBLEM_FILE_PATTERN.fullmatch(name)
         # macOS puts files of its own into the archives that it makes.
         if not match or name.startswith("__MACOSX/"):
             continue
@@ -159,8 +159,8 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
         else:
             folders_without_split.append(folder)
     if not split_by_folder and folders_without_split:
-        if path.stem not in _SPLITS:
-            problem = f"the problems in {str(path)!r} are in no folder {', '.join(_SPLITS)}"
+        if path.stem not in _AUTHORS_SPLITS:
+            problem = f"the problems in {str(path)!r} are in no folder {', '.join(_AUTHORS_SPLITS)}"
             raise UserError(f"input: {problem}; call the file after its split, such as train.zip")
         split_by_folder = dict.fromkeys(folders_without_split, path.stem)
     folders_by_split: dict[str, list[ProblemFolder]] = {}
@@ -170,28 +170,33 @@ def _folders_in_zip(path: Path) -> dict[str, list[ProblemFolder]]:
 
 
 @lru_cache(maxsize=4)
-def _archive(path: Path) -> zipfile.ZipFile:
+def _open_zip(path: Path) -> zipfile.ZipFile:
     """Open a zip file, once in each process; it stays open until the process ends."""
     return zipfile.ZipFile(path)
 
 
 # The files of a problem's diagram; in `point` every vertex has a letter.
-DIAGRAMS = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}
-OUR_SPLITS = {"train": "train", "val": "validation", "test": "test"}  # by the authors' name
+FILE_BY_DIAGRAM = {"plain": "img_diagram.png", "point": "img_diagram_point.png"}
+OUR_SPLIT_BY_AUTHORS_SPLIT = {
+    "train": "train",
+    "val": "validation",
+    "test": "test",
+}  # by the authors' name
 
 
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRows]:
     """Find the problems in the authors' folders or zip files, to be read one by one.
 
-    `diagram` is a key of `DIAGRAMS`: the picture as printed, or with a letter at every vertex.
+    `diagram` is a key of `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every
+    vertex.
 
     Raises `UserError` as `problem_folders`.
     """
     rows_by_split = {}
     for authors_split, folders in problem_folders(root).items():
-        split = OUR_SPLITS[authors_split]
+        split = OUR_SPLIT_BY_AUTHORS_SPLIT[authors_split]
         readers = [
-            partial(_read_folder, folder, split=split, diagram_file=DIAGRAMS[diagram])
+            partial(_read_folder, folder, split=split, diagram_file=FILE_BY_DIAGRAM[diagram])
             for folder in folders
         ]
         rows_by_split[split] = SplitRows.from_readers(readers)
@@ -201,8 +206,8 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRo
 def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> RawProblem:
     """Read one problem: its `data.json`, its picture `diagram_file`, and its facts.
 
-    Raises `RowError` for a file or a field that cannot be used. It has the bytes that were read, for
-    the quarantine of unusable rows.
+    Raises `RowError` for a file or a field that cannot be used. It has the bytes that were read,
+    for the quarantine of unusable rows.
     """
     row_id = f"geometry3k/{split}/{folder.number}"
     original_files: list[bytes] = []
@@ -230,7 +235,7 @@ def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> Raw
         source="geometry3k",
         origin=str(folder),
         images=(picture_bytes,),
-        problem=readable(problem),
+        problem=mend_latex(problem),
         answer=data.text("answer"),
         choices=tuple(data.texts("choices")),
         goal=", ".join(data.texts("problem_type_goal", default=[])),

@@ -15,13 +15,30 @@ from adora_vl.geometry.forms import POINT_NAME, LogicForm, Term, parse_term, rea
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 
-_FOUR = ("Quadrilateral", "Parallelogram", "Rectangle", "Rhombus", "Square", "Trapezoid", "Kite")
-_CORNERS = {"Triangle": 3, **dict.fromkeys(_FOUR, 4), "Pentagon": 5, "Hexagon": 6}
-# How many points each is named by. `Cirle` is so spelt in some.
-_POINTS = {"Line": (2,), "Angle": (1, 3), "Arc": (2, 3), "Circle": (1,), "Cirle": (1,)} | {
-    name: (corners,) for name, corners in _CORNERS.items()
+_QUADRILATERAL_HEADS = (
+    "Quadrilateral",
+    "Parallelogram",
+    "Rectangle",
+    "Rhombus",
+    "Square",
+    "Trapezoid",
+    "Kite",
+)
+_CORNER_COUNT_BY_SHAPE = {
+    "Triangle": 3,
+    **dict.fromkeys(_QUADRILATERAL_HEADS, 4),
+    "Pentagon": 5,
+    "Hexagon": 6,
 }
-_WORDS = {
+# How many points each is named by. `Cirle` is so spelt in some.
+_POINT_COUNTS_BY_HEAD = {
+    "Line": (2,),
+    "Angle": (1, 3),
+    "Arc": (2, 3),
+    "Circle": (1,),
+    "Cirle": (1,),
+} | {name: (corners,) for name, corners in _CORNER_COUNT_BY_SHAPE.items()}
+_WORDS_BY_HEAD = {
     **{
         f"{name}Of": f"the {name.lower()} of {{}}"
         for name in ("Area", "Perimeter", "Height", "Diameter")
@@ -54,8 +71,8 @@ def read_forms(path: Path) -> dict[int, LogicForm]:
 def facts_in_words(form: LogicForm, problem: str) -> str | None:
     """Return the facts of a diagram as sentences, with which a model can solve it without looking.
 
-    `form` has the facts and the question, and `problem` is the text of the problem. None is returned
-    where the sentences would not suffice:
+    `form` has the facts and the question, and `problem` is the text of the problem. None is
+    returned where the sentences would not suffice:
 
     - a fact cannot be read,
     - the problem is about a coloured region, or about a shape that the annotation does not name,
@@ -65,7 +82,7 @@ def facts_in_words(form: LogicForm, problem: str) -> str | None:
     for term in form.terms:
         # Which points lie on a line or a circle is said below, once for each line and circle.
         if term is None or not term.head.startswith("PointLies"):
-            fact_sentences.append(in_words(term))
+            fact_sentences.append(describe_term(term))
     has_colour = re.search(r"\b(?:shaded|blue|green|red|yellow)\b", problem, re.IGNORECASE)
     if None in fact_sentences or has_colour:
         return None
@@ -74,7 +91,7 @@ def facts_in_words(form: LogicForm, problem: str) -> str | None:
     # `dict.fromkeys` drops repeated sentences, and keeps the order.
     capitalised = [f"{sentence[0].upper()}{sentence[1:]}" for sentence in dict.fromkeys(sentences)]
     text = ". ".join(capitalised)
-    return f"{text}." if text and _suffices(text, form) else None
+    return f"{text}." if text and _mentions_all_asked(text, form) else None
 
 
 def _position_sentences(form: LogicForm) -> list[str]:
@@ -85,9 +102,9 @@ def _position_sentences(form: LogicForm) -> list[str]:
             # The points are in order along the line where all of them have coordinates.
             is_ordered = set(points_on_line) <= form.points.keys()
             order = ", in this order" if is_ordered else ""
-            sentences.append(f"{_list(points_on_line)} lie on one line{order}")
+            sentences.append(f"{_list_in_words(points_on_line)} lie on one line{order}")
     segments = [
-        _joined(points_on_line)
+        _join_point_names(points_on_line)
         for points_on_line in form.lines_with_points
         if len(points_on_line) == 2
     ]
@@ -96,7 +113,9 @@ def _position_sentences(form: LogicForm) -> list[str]:
     for (centre, _), points_on_circle in form.points_by_circle.items():
         if points_on_circle:
             verb = "lies" if len(points_on_circle) == 1 else "lie"
-            sentences.append(f"{_list(points_on_circle)} {verb} on the circle with centre {centre}")
+            sentences.append(
+                f"{_list_in_words(points_on_circle)} {verb} on the circle with centre {centre}"
+            )
         else:
             sentences.append(f"{centre} is the centre of a circle")
     return sentences
@@ -109,10 +128,10 @@ def _is_only_shape(form: LogicForm, head: str, points_on_lines: set[str]) -> boo
     """
     if head == "Circle":
         return len(form.points_by_circle) == 1
-    return len(points_on_lines) == _CORNERS.get(head)
+    return len(points_on_lines) == _CORNER_COUNT_BY_SHAPE.get(head)
 
 
-def _suffices(text: str, form: LogicForm) -> bool:
+def _mentions_all_asked(text: str, form: LogicForm) -> bool:
     """Return whether the facts in words mention all that the question of a diagram asks about.
 
     `text` are the facts in words, and `form` has the question. In a question `$` stands for a shape
@@ -130,7 +149,7 @@ def _suffices(text: str, form: LogicForm) -> bool:
     texts = [text]
     for term in question_terms:
         if term and term.head != "Find":
-            texts.append(str(in_words(term)))
+            texts.append(str(describe_term(term)))
     facts_and_question = " ".join(texts)
     for term in _with_inner_terms(term for term in question_terms if term):
         head = term.head
@@ -159,7 +178,7 @@ def _with_inner_terms(terms: Iterable[Term]) -> Iterable[Term]:
         yield from _with_inner_terms(term.arguments)
 
 
-def in_words(term: Term | None) -> str | None:
+def describe_term(term: Term | None) -> str | None:
     """Return a term of a logic form in words: `AB = 10` for `Equals(LengthOf(Line(A, B)), 10)`.
 
     Returns None for a term without words.
@@ -170,13 +189,13 @@ def in_words(term: Term | None) -> str | None:
         return None if "$" in term.head else term.head
     head = term.head
     names = term.names
-    parts = [in_words(argument) for argument in term.arguments]
+    parts = [describe_term(argument) for argument in term.arguments]
     are_points = all(re.fullmatch(rf"{POINT_NAME}|\d+", name) for name in names)
     # A shape named by its points: `Triangle(A,B,C)` is `triangle ABC`, and `Line(A,B)` is `AB`.
-    if len(names) in _POINTS.get(head, ()) and are_points:
+    if len(names) in _POINT_COUNTS_BY_HEAD.get(head, ()) and are_points:
         # Some annotations have the misspelling.
         kind = head.lower().replace("cirle", "circle")
-        return f"{kind} {_joined(names)}".removeprefix("line ")
+        return f"{kind} {_join_point_names(names)}".removeprefix("line ")
     if None in parts:
         return None
     if head == "LengthOf":
@@ -186,15 +205,15 @@ def in_words(term: Term | None) -> str | None:
         # Degrees belong to a measure that equals a number, not one that equals another measure.
         in_degrees = names[0] == "MeasureOf" and not term.arguments[1].arguments
         return f"{parts[0]} = {parts[1]}{' degrees' if in_degrees else ''}"
-    words = _WORDS.get(head, "")
+    words = _WORDS_BY_HEAD.get(head, "")
     return words.format(*parts) if words and words.count("{}") == len(parts) else None
 
 
-def _joined(names: Sequence[str]) -> str:
+def _join_point_names(names: Sequence[str]) -> str:
     """Return `ABC`; `A point_26` where a name is a word."""
     return (" " if any("_" in name for name in names) else "").join(names)
 
 
-def _list(words: Sequence[str]) -> str:
+def _list_in_words(words: Sequence[str]) -> str:
     """Return names as a list in words: `A, B and C`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

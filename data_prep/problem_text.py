@@ -2,18 +2,18 @@
 
 import re
 
-_POINT = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
-_SEGMENT = re.compile(  # over two points, however many letters follow
-    rf"\\(overline|overrightarrow|overleftarrow|overleftrightarrow|vec|bar)(?:\s+|(?=[A-Z]))({_POINT}|[A-Z]'?)\s*({_POINT})"
+_POINT_PATTERN = r"[A-Z](?:'+|_\{?\w\}?)?(?![A-Za-z'])"
+_SEGMENT_PATTERN = re.compile(  # over two points, however many letters follow
+    rf"\\(overline|overrightarrow|overleftarrow|overleftrightarrow|vec|bar)(?:\s+|(?=[A-Z]))({_POINT_PATTERN}|[A-Z]'?)\s*({_POINT_PATTERN})"
 )
-_ARC = re.compile(
-    rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT})"
+_ARC_PATTERN = re.compile(
+    rf"\\(?:widehat|overarc|arc|wideparen)(?:\s+|(?=[A-Z]))((?:[A-Z]'?\s*){{1,3}}{_POINT_PATTERN})"
 )
 # The texts write these words as commands, which LaTeX does not have.
-_SHAPE = re.compile(
+_SHAPE_COMMAND_PATTERN = re.compile(
     r"\\(parallelogram|rectangle|rhombus|trapezoid|quadrilateral|pentagon|hexagon|octagon|kite|circle)(?![A-Za-z])"
 )
-_TIDY = (
+_TIDYING_REPLACEMENTS = (
     (re.compile(r"[\s\u00a0]+"), " "),
     (re.compile(r"\{ | (?=\})"), lambda m: m.group().strip()),  # `{ 3 }`
     (
@@ -29,15 +29,15 @@ _TIDY = (
 )
 
 
-def readable(text: str) -> str:
+def mend_latex(text: str) -> str:
     r"""Write the text of a problem in LaTeX that can be read.
 
     `m \widehat A B` becomes `m \widehat{A B}`, `\sqrt { 3 }` becomes `\sqrt{3}`, and
     `\parallelogram` becomes `parallelogram`.
     """
-    text = _SEGMENT.sub(r"\\\1{\2 \3}", text)
-    text = _ARC.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
-    text = _SHAPE.sub(r"\1", text)
-    for pattern, replacement in _TIDY:
+    text = _SEGMENT_PATTERN.sub(r"\\\1{\2 \3}", text)
+    text = _ARC_PATTERN.sub(lambda match: rf"\widehat{{{match[1]}}}", text)
+    text = _SHAPE_COMMAND_PATTERN.sub(r"\1", text)
+    for pattern, replacement in _TIDYING_REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text.strip()

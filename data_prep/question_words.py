@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from adora_vl.geometry.forms import LogicForm, Term
 from adora_vl.geometry.shapes import COLOUR_HEADS, CORNER_COUNT_BY_SHAPE, parse_terms
 
-_MEASURES = {
+_WORDS_BY_MEASURE = {
     "AreaOf": "the area of {}",
     "PerimeterOf": "the perimeter of {}",
     "CircumferenceOf": "the circumference of {}",
@@ -24,7 +24,7 @@ _MEASURES = {
     "HalfOf": "half of {}",
     "SquareOf": "the square of {}",
 }
-_TWO = {
+_WORDS_BY_OPERATION = {
     "RatioOf": "the ratio of {} to {}",
     "Div": "the ratio of {} to {}",
     "ScaleFactorOf": "the scale factor from {} to {}",
@@ -33,7 +33,7 @@ _TWO = {
     "Sub": "{} - {}",
     "Mul": "{} times {}",
 }
-_FACTS = {
+_WORDS_BY_FACT = {
     "Parallel": "{} is parallel to {}",
     "Perpendicular": "{} is perpendicular to {}",
     "Tangent": "{} is tangent to {}",
@@ -58,9 +58,9 @@ _FACTS = {
     "IsOrthocenterOf": "{} is the orthocenter of {}",
     "IsPerpendicularBisectorOf": "{} is a perpendicular bisector of {}",
 }
-_KINDS = ("Right", "Isosceles", "Equilateral", "Regular")
+_ADJECTIVE_HEADS = ("Right", "Isosceles", "Equilateral", "Regular")
 # Heads that name something and say nothing of it.
-_SILENT = (
+_HEADS_WITHOUT_WORDS = (
     "Circle",
     "Triangle",
     "Quadrilateral",
@@ -83,12 +83,12 @@ def question_in_words(form: LogicForm) -> str | None:
     requests: list[str] = []
     for term in parse_terms(form.question):
         if term.head == "Find":
-            goal_noun = noun(term.arguments[0]) if term.arguments else None
+            goal_noun = noun_phrase(term.arguments[0]) if term.arguments else None
             if goal_noun is None:
                 return None
             requests.append(f"Find {goal_noun}.")
             continue
-        sentence = _sentence(term)
+        sentence = _fact_as_sentence(term)
         if sentence is None:
             return None
         if sentence:
@@ -102,28 +102,28 @@ def question_in_words(form: LogicForm) -> str | None:
     return " ".join(dict.fromkeys([*statements, *requests]))  # each sentence once, in order
 
 
-def _sentence(term: Term) -> str | None:
+def _fact_as_sentence(term: Term) -> str | None:
     """Put a fact into words, without a full stop: `AB is parallel to CD` for `Parallel(AB, CD)`.
 
     The head of a term is the word before its bracket. Returns an empty text for a fact that only
     names something, and None where there are no words for it.
     """
     head = term.head
-    if head in _SILENT:
+    if head in _HEADS_WITHOUT_WORDS:
         return ""
-    if head in CORNER_COUNT_BY_SHAPE or head in _KINDS:
-        return _kind(term)
+    if head in CORNER_COUNT_BY_SHAPE or head in _ADJECTIVE_HEADS:
+        return _shape_kind_in_words(term)
     if term.is_equation:
-        return _equation(term)
+        return _equation_in_words(term)
     # `$` stands for a part without a name. The fact is then about all parts that look like it.
     has_no_name = bool(term.arguments) and "$" in "".join(term.arguments[0].names)
     if head == "Tangent" and has_no_name:
         return "segments that appear to be tangent are tangent"
     if head == "Similar" and has_no_name:
-        kind = _plain_head(term.arguments[0]).lower().replace("shape", "figure")
+        kind = _head_without_adjectives(term.arguments[0]).lower().replace("shape", "figure")
         return f"the two {kind}s are similar"
     if head == "RightAngle":
-        angle = noun(term.arguments[0])
+        angle = noun_phrase(term.arguments[0])
         return None if angle is None else f"{angle} is a right angle"
     part_nouns = _nouns_of_arguments(term)
     if part_nouns is None:
@@ -131,18 +131,18 @@ def _sentence(term: Term) -> str | None:
     if head == "IntersectAt" and len(part_nouns) > 2:
         *lines, point = part_nouns
         return f"{', '.join(lines[:-1])} and {lines[-1]} meet at {point}"
-    words = _FACTS.get(head)
+    words = _WORDS_BY_FACT.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
-def _kind(term: Term) -> str | None:
-    """Put a fact on the kind of a shape into words: `ABCD is a rectangle`, `triangle ABC is isosceles`.
+def _shape_kind_in_words(term: Term) -> str | None:
+    """Put a fact on the kind of a shape into words, such as `ABCD is a rectangle`.
 
     Returns an empty text for a shape without a name, since the question itself says its kind.
     """
-    if term.head in _KINDS:
+    if term.head in _ADJECTIVE_HEADS:
         has_shape = bool(term.arguments) and bool(term.arguments[0].arguments)
-        shape = noun(term.arguments[0]) if has_shape else None
+        shape = noun_phrase(term.arguments[0]) if has_shape else None
         return None if shape is None else f"{shape} is {term.head.lower()}"
     if len(term.names) != CORNER_COUNT_BY_SHAPE[term.head]:
         return ""
@@ -150,14 +150,14 @@ def _kind(term: Term) -> str | None:
     return f"{''.join(term.names)} is {article} {term.head.lower()}"
 
 
-def _equation(term: Term) -> str | None:
+def _equation_in_words(term: Term) -> str | None:
     """Put an equation into words: `AB = 10`, `angle ABC = 40 degrees`.
 
     Returns an empty text for an equation on a whole shape, and None where there are no words.
     """
     left_term, right_term = term.arguments
-    left = noun(left_term)
-    right = noun(right_term)
+    left = noun_phrase(left_term)
+    right = noun_phrase(right_term)
     if left_term.head in CORNER_COUNT_BY_SHAPE:
         return ""
     if left is None or right is None:
@@ -170,7 +170,7 @@ def _equation(term: Term) -> str | None:
     return f"{left.removeprefix('the measure of ')} = {right}{unit}"
 
 
-def noun(term: Term) -> str | None:
+def noun_phrase(term: Term) -> str | None:
     """Return a term as a noun: `AB`, `angle ABC`, `the area of the shaded sector`.
 
     None where it has no words here.
@@ -178,11 +178,11 @@ def noun(term: Term) -> str | None:
     head = term.head
     names = term.names
     if not term.arguments:
-        return _leaf(head)
+        return _noun_of_bare_text(head)
     if head in COLOUR_HEADS:
-        return _coloured(head, term.arguments[0])
-    if head in _KINDS:  # an adjective, such as `regular`
-        part_noun = noun(term.arguments[0])
+        return _noun_of_coloured_part(head, term.arguments[0])
+    if head in _ADJECTIVE_HEADS:  # an adjective, such as `regular`
+        part_noun = noun_phrase(term.arguments[0])
         return part_noun and part_noun.replace("the ", f"the {head.lower()} ", 1)
     if head in ("Line", "Point"):
         return "the line" if "$" in names[0] else "".join(names)
@@ -190,20 +190,20 @@ def noun(term: Term) -> str | None:
         head in ("Angle", "Arc", "Circle", "Sector", "Cirle", "Shape", "Polygon")
         or head in CORNER_COUNT_BY_SHAPE
     ):
-        return _named(head, names)
+        return _noun_of_figure(head, names)
     if head in ("LengthOf", "MeasureOf"):
-        return _measured(term)
+        return _noun_of_length_or_angle(term)
     if head in ("Minor", "Major"):
-        part_noun = noun(term.arguments[0])
+        part_noun = noun_phrase(term.arguments[0])
         return part_noun and f"{head.lower()} {part_noun}"
     part_nouns = _nouns_of_arguments(term)
     if part_nouns is None:
         return None
     if len(part_nouns) == 1:
-        return _measure_of(head, part_nouns[0])
+        return _noun_of_single_measure(head, part_nouns[0])
     if head in ("SumOf", "Add"):
         return " + ".join(part_nouns)
-    words = _TWO.get(head)
+    words = _WORDS_BY_OPERATION.get(head)
     return words.format(*part_nouns) if words and len(part_nouns) == 2 else None
 
 
@@ -211,26 +211,26 @@ def _nouns_of_arguments(term: Term) -> list[str] | None:
     """Return the words for all arguments of a term; None where one of them has none."""
     part_nouns = []
     for argument in term.arguments:
-        part_noun = noun(argument)
+        part_noun = noun_phrase(argument)
         if part_noun is None:
             return None
         part_nouns.append(part_noun)
     return part_nouns
 
 
-def _coloured(head: str, part: Term) -> str:
+def _noun_of_coloured_part(head: str, part: Term) -> str:
     """Return a shaded or coloured part as a noun: `the shaded region`, `the blue sector`."""
-    kind = _plain_head(part).lower()
+    kind = _head_without_adjectives(part).lower()
     if kind == "shape":
         kind = "region" if head == "Shaded" else "figure"
     return f"the {head.lower()} {kind}"
 
 
-def _measure_of(head: str, part_noun: str) -> str | None:
+def _noun_of_single_measure(head: str, part_noun: str) -> str | None:
     """Return a measure of one part as a noun: `the area of ...`; None where it has no words."""
     if head == "RatioOf":
         return f"{part_noun} as a fraction"
-    words = _MEASURES.get(head)
+    words = _WORDS_BY_MEASURE.get(head)
     if not words:
         return None
     if head in ("SinOf", "CosOf", "TanOf"):  # `sin ABC`
@@ -238,14 +238,14 @@ def _measure_of(head: str, part_noun: str) -> str | None:
     return words.format(part_noun)
 
 
-def _leaf(text: str) -> str | None:
+def _noun_of_bare_text(text: str) -> str | None:
     """Return a term without arguments as a noun; None for one that no question names."""
     if text in ("Radius", "Diameter"):
         return f"the {text.lower()}"
     return None if "$" in text or "_" in text else text
 
 
-def _named(head: str, names: Sequence[str]) -> str:
+def _noun_of_figure(head: str, names: Sequence[str]) -> str:
     """Return `triangle ABC`; `the triangle` for one without a name."""
     kind = {"Cirle": "circle", "Shape": "figure", "Polygon": "polygon"}.get(head, head.lower())
     unnamed = any("$" in name for name in names) or (head == "Shape" and names == ["A"])
@@ -254,22 +254,22 @@ def _named(head: str, names: Sequence[str]) -> str:
     return f"{kind} {''.join(names)}"
 
 
-def _measured(term: Term) -> str | None:
+def _noun_of_length_or_angle(term: Term) -> str | None:
     """Return `LengthOf` or `MeasureOf` a part as a noun; None where the part has no words."""
     part = term.arguments[0]
-    part_noun = noun(part)
+    part_noun = noun_phrase(part)
     has_two_points = len(term.names) == 2
     if part_noun is None or (has_two_points and not part.arguments):
         return "".join(term.names) if has_two_points else None
     if term.head == "LengthOf":
-        is_length = part.head == "Line" or part.head in _MEASURES or not part.arguments
+        is_length = part.head == "Line" or part.head in _WORDS_BY_MEASURE or not part.arguments
         return part_noun if is_length else f"the length of {part_noun}"
     is_letter = not part.arguments and len(part_noun) == 1
     return part_noun if is_letter else f"the measure of {part_noun}"
 
 
-def _plain_head(term: Term) -> str:
+def _head_without_adjectives(term: Term) -> str:
     """Return the head of a term below its colours and kinds: `Circle` of a shaded circle."""
-    while term.head in (*COLOUR_HEADS, *_KINDS) and term.arguments:
+    while term.head in (*COLOUR_HEADS, *_ADJECTIVE_HEADS) and term.arguments:
         term = term.arguments[0]
     return term.head

@@ -1,8 +1,8 @@
 """Draws the diagram of a Geometry3K problem anew from its logic form.
 
-It serves machines without the original pictures. Values stand beside their segment, in their angle or at
-their arc; a fact for which a drawing has no mark is written below it. Points are complex numbers,
-in shares of the picture, y downwards.
+It serves machines without the original pictures. Values stand beside their segment, in their angle
+or at their arc; a fact for which a drawing has no mark is written below it. Points are complex
+numbers, in shares of the picture, y downwards.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from PIL import Image, ImageFont
 
 from adora_vl.geometry.forms import LogicForm, Term, points_in_term
 from adora_vl.synthetic.drawing import OVERSAMPLING, Canvas
-from data_prep.logic_forms import in_words
+from data_prep.logic_forms import describe_term
 
 # The longer side of a picture, and the height of a label, in pixels.
 _PICTURE_PIXELS = 480
-_FONT_PIXELS = 19
+_LABEL_PIXELS = 19
 # The range in which the points lie, and the white around everything, in shares of the picture.
 _DIAGRAM_RANGE = (0.14, 0.86)
-_MARGIN = 0.02
+_WHITE_MARGIN = 0.02
 # The side of a right angle's square, the radius of an angle's arc, and half a tick.
 _RIGHT_ANGLE_SIDE = 0.03
 _ANGLE_RADIUS = 0.055
-_HALF_TICK = 0.014
-_LATEX = (
+_HALF_TICK_LENGTH = 0.014
+_PLAIN_TEXT_BY_LATEX = (
     (r"\\sqrt\{([^{}]*)\}", r"√\1"),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}(?=[a-z])", r"(\1/\2)"),
     (r"\\frac\{([^{}]*)\}\{([^{}]*)\}", r"\1/\2"),
@@ -56,7 +56,7 @@ def draw_form(form: LogicForm) -> Image.Image:
 
     All its points have to have coordinates, which `can_be_drawn` checks.
     """
-    return _Diagram(form).picture()
+    return _DiagramDrawing(form).picture()
 
 
 def draw_if_legible(form: LogicForm) -> Image.Image | None:
@@ -64,13 +64,18 @@ def draw_if_legible(form: LogicForm) -> Image.Image | None:
 
     All points of the form have to have coordinates, which `can_be_drawn` checks.
     """
-    diagram = _Diagram(form)
+    diagram = _DiagramDrawing(form)
     picture = diagram.picture()
     return picture if diagram.is_legible() else None
 
 
-# The box of a label: left, top, right, bottom, in shares of the picture.
-_Box = tuple[float, float, float, float]
+class _Box(NamedTuple):
+    """A rectangle around a label, in shares of the picture, with y downwards."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
 
 
 class _AngleInPicture(NamedTuple):
@@ -94,21 +99,19 @@ def _points_to_draw(form: LogicForm) -> list[str]:
     return sorted(names & form.points.keys())
 
 
-def _is_inside(point: complex, box: _Box) -> bool:
+def _is_in_box(point: complex, box: _Box) -> bool:
     """Return whether a point, as a complex number, lies in a box."""
-    left, top, right, bottom = box
-    return left < point.real < right and top < point.imag < bottom
+    return box.left < point.real < box.right and box.top < point.imag < box.bottom
 
 
 def _overlap(box: _Box, other_box: _Box) -> bool:
     """Return whether two boxes overlap."""
-    left, top, right, bottom = box
-    other_left, other_top, other_right, other_bottom = other_box
-    overlap_in_x = left < other_right and other_left < right
-    return overlap_in_x and top < other_bottom and other_top < bottom
+    overlap_in_x = box.left < other_box.right and other_box.left < box.right
+    overlap_in_y = box.top < other_box.bottom and other_box.top < box.bottom
+    return overlap_in_x and overlap_in_y
 
 
-class _Diagram:
+class _DiagramDrawing:
     """The drawing of one logic form, and what its labels must not hide.
 
     Points are complex numbers, in shares of the picture, with y downwards.
@@ -141,17 +144,17 @@ class _Diagram:
         first, last = _DIAGRAM_RANGE
         scale = (last - first) / size
         origin = complex(min(xs), min(ys))
-        self.at = {  # the points by their names
+        self.location_by_name = {  # the points by their names
             name: scale * (point - origin) + first * (1 + 1j)
             for name, point in original_points.items()
         }
-        self.middle = sum(self.at.values()) / len(self.at)
+        self.middle = sum(self.location_by_name.values()) / len(self.location_by_name)
         self.radii = {circle: scale * radius for circle, radius in original_radii.items()}
         file = Path(mpl.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # has a root and a π
-        self.font = ImageFont.truetype(str(file), OVERSAMPLING * _FONT_PIXELS)
+        self.font = ImageFont.truetype(str(file), OVERSAMPLING * _LABEL_PIXELS)
         self.canvas = Canvas(_PICTURE_PIXELS, font=self.font)
-        self.ink: list[complex] = []  # many points on all lines that are drawn
-        self.boxes: list[_Box] = []  # of all labels so far
+        self.ink_points: list[complex] = []  # many points on all lines that are drawn
+        self.label_boxes: list[_Box] = []  # of all labels so far
 
     def picture(self) -> Image.Image:
         """Draw the figure, its marks, values and names, and cut off what stays white.
@@ -160,18 +163,18 @@ class _Diagram:
         come before the names of points, and what stands below comes last.
         """
         for row in self.form.lines_with_points:
-            self._draw_line(*(self.at[name] for name in row))
+            self._draw_line(*(self.location_by_name[name] for name in row))
         for (centre, _), radius in self.radii.items():
-            point = self.at[centre]
+            point = self.location_by_name[centre]
             self.canvas.circle((point.real, point.imag), radius)
             self.canvas.dot((point.real, point.imag))
-            self.ink += [point + rect(radius, step / 60) for step in range(377)]
+            self.ink_points += [point + rect(radius, step / 60) for step in range(377)]
         marked_terms = self._draw_marks()
         sentences = []
         for term in self.form.terms:
             if term and term not in marked_terms and not self._write_value(term):
-                sentences.append(in_words(term))
-        for name, point in self.at.items():
+                sentences.append(describe_term(term))
+        for name, point in self.location_by_name.items():
             places = []
             for distance in (0.032, 0.045, 0.06, 0.08, 0.1):
                 for sixteenth in range(16):
@@ -182,34 +185,38 @@ class _Diagram:
 
     def _write_below(self, sentences: Sequence[str | None]) -> None:
         """Write sentences below the figure, each once, one a line."""
-        bottom = max([point.imag for point in self.ink] + [box[3] for box in self.boxes])
-        for number, text in enumerate(dict.fromkeys(filter(None, sentences)), start=1):
+        bottoms = [point.imag for point in self.ink_points]
+        bottoms += [box.bottom for box in self.label_boxes]
+        bottom = max(bottoms)
+        # A fact without words is None, and is left out.
+        different_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
+        for number, sentence in enumerate(different_sentences, start=1):
             y = min(0.985, bottom + 0.045 * number)
-            self._write_label(plain(text, words=True), [complex(0.5, y)])
+            text = latex_as_plain_text(sentence, words=True)
+            self._write_label(text, [complex(0.5, y)])
 
     def _cropped_picture(self) -> Image.Image:
         """Return the part of the canvas that has something on it, with a white edge."""
-        boxes = list(self.boxes)
-        for point in self.ink:
-            boxes.append((point.real, point.imag, point.real, point.imag))
+        boxes = list(self.label_boxes)
+        for point in self.ink_points:
+            boxes.append(_Box(left=point.real, top=point.imag, right=point.real, bottom=point.imag))
         edges = (
-            min(box[0] for box in boxes) - _MARGIN,
-            min(box[1] for box in boxes) - _MARGIN,
-            max(box[2] for box in boxes) + _MARGIN,
-            max(box[3] for box in boxes) + _MARGIN,
+            min(box.left for box in boxes) - _WHITE_MARGIN,
+            min(box.top for box in boxes) - _WHITE_MARGIN,
+            max(box.right for box in boxes) + _WHITE_MARGIN,
+            max(box.bottom for box in boxes) + _WHITE_MARGIN,
         )
         left, top, right, bottom = [round(_PICTURE_PIXELS * min(1, max(0, edge))) for edge in edges]
         return self.canvas.picture().crop((left, top, right, bottom))
 
     def is_legible(self) -> bool:
         """Return whether no label of the picture lies on another one, on a point, or outside."""
-        for number, box in enumerate(self.boxes):
-            left, top, right, bottom = box
-            if min(left, top) < 0 or max(right, bottom) > 1:
+        for number, box in enumerate(self.label_boxes):
+            if min(box.left, box.top) < 0 or max(box.right, box.bottom) > 1:
                 return False
-            if any(_is_inside(point, box) for point in self.at.values()):
+            if any(_is_in_box(point, box) for point in self.location_by_name.values()):
                 return False
-            if any(_overlap(box, earlier) for earlier in self.boxes[:number]):
+            if any(_overlap(box, earlier) for earlier in self.label_boxes[:number]):
                 return False
         return True
 
@@ -218,7 +225,7 @@ class _Diagram:
         self.canvas.line(*((point.real, point.imag) for point in points))
         for start, end in pairwise(points):
             steps = max(2, int(abs(end - start) / 0.006))  # 0.006 is less than a letter's width
-            self.ink += [start + (end - start) * step / steps for step in range(steps + 1)]
+            self.ink_points += [start + (end - start) * step / steps for step in range(steps + 1)]
 
     def _write_value(self, term: Term) -> bool:
         """Write the length, the angle or the arc that a fact gives beside it in the picture.
@@ -237,10 +244,12 @@ class _Diagram:
         if right_side.head in ("LengthOf", "MeasureOf") and right_side.arguments:
             value = right_side.arguments[0]
         # An angle that is equal to `angle 1` gets the number 1 for its value.
-        number = re.fullmatch(r"[Aa]ngle (\w+)", in_words(value) or "")
-        if not set(subject.names) <= self.at.keys() or (value.arguments and not number):
+        number = re.fullmatch(r"[Aa]ngle (\w+)", describe_term(value) or "")
+        if not set(subject.names) <= self.location_by_name.keys() or (
+            value.arguments and not number
+        ):
             return False
-        text = number[1] if number else plain(value.head)
+        text = number[1] if number else latex_as_plain_text(value.head)
         degrees = f"{text}°" if re.fullmatch(r"[\w.]+", text) else f"({text})°"  # `(3x+5)°`
         kind_of_value = (measure.head, subject.head, len(subject.names))
         if kind_of_value == ("LengthOf", "Line", 2):
@@ -268,7 +277,9 @@ class _Diagram:
         half_text = 0.5 * (self._text_width(text) + 0.02)
         between_sides = half_text / max(0.1, abs(math.sin(angle.turn / 2)))
         min_distance = max(nearest, min(0.16, between_sides))
-        shorter_side = min(abs(self.at[name] - angle.corner) for name in (names[0], names[2]))
+        shorter_side = min(
+            abs(self.location_by_name[name] - angle.corner) for name in (names[0], names[2])
+        )
         # The first places are the best ones: outwards along the bisector, and beside it.
         places = []
         for step in (*range(9), -1, -2, -3):
@@ -290,12 +301,12 @@ class _Diagram:
         if not circles_with_ends:
             return False
         circle = circles_with_ends[0]
-        centre = self.at[circle[0]]
+        centre = self.location_by_name[circle[0]]
         if len(names) == 2:  # the smaller of the two arcs
             angle = self._angle_at((names[0], circle[0], names[-1]))
             direction = angle.first_direction + angle.turn / 2
         else:  # the point between the ends says which of the two arcs it is
-            direction = phase(self.at[names[1]] - centre)
+            direction = phase(self.location_by_name[names[1]] - centre)
         # 0.03 of the canvas keep the text clear of the circle. It is wider than high, so most of
         # its half width counts.
         distance = self.radii[circle] + 0.03 + 0.4 * self._text_width(text)
@@ -314,7 +325,7 @@ class _Diagram:
         # Half the text's size in the direction of the normal.
         half_size = (
             abs(normal.real) * self._text_width(text) / 2
-            + abs(normal.imag) * _FONT_PIXELS / _PICTURE_PIXELS / 2
+            + abs(normal.imag) * _LABEL_PIXELS / _PICTURE_PIXELS / 2
         )
         # The nearest places come first, then those nearest to the middle of the segment.
         places = []
@@ -365,9 +376,9 @@ class _Diagram:
             offset = 0.011 * (number - (count - 1) / 2)
             tip = middle + rect(offset, direction)
             self._draw_line(
-                tip + rect(_HALF_TICK, direction + wing),
+                tip + rect(_HALF_TICK_LENGTH, direction + wing),
                 tip,
-                tip + rect(_HALF_TICK, direction - wing),
+                tip + rect(_HALF_TICK_LENGTH, direction - wing),
             )
 
     def _draw_marks(self) -> list[Term]:
@@ -379,6 +390,8 @@ class _Diagram:
         Returns the facts that have such a mark.
         """
         marked_terms = self._draw_right_angles()
+        # Which facts have marks: their head, the head of their two sides, and how many points name
+        # a part of the diagram in them.
         for head, measure, point_count in (
             ("Parallel", "Line", 2),
             ("Equals", "LengthOf", 2),
@@ -388,15 +401,15 @@ class _Diagram:
             marked_terms += terms
             # The order is fixed, so that equal forms give equal pictures.
             for number, group in enumerate(map(sorted, groups), start=1):
+                first_part = self._places(group[0])
                 for names in group:
                     if measure == "MeasureOf":
                         self._draw_arcs(names, number + 1)  # one arc belongs to a value
                         continue
-                    towards = self.at[group[0][1]] - self.at[group[0][0]]
                     is_arrow = measure == "Line"
                     self._draw_strokes(
                         names,
-                        towards=towards,
+                        towards=first_part[1] - first_part[0],
                         count=number,
                         wing=0.75 * math.pi if is_arrow else math.pi / 2,
                         part=0.42 if is_arrow else 0.5,
@@ -418,7 +431,9 @@ class _Diagram:
             corners.add(rounded_corner)
             sides = []
             for line in term.arguments:
-                far_end = max((self.at[name] - corner for name in line.names), key=abs)
+                far_end = max(
+                    (self.location_by_name[name] - corner for name in line.names), key=abs
+                )
                 sides.append(rect(_RIGHT_ANGLE_SIDE, phase(far_end)))
             first_side, second_side = sides
             self._draw_line(
@@ -446,7 +461,8 @@ class _Diagram:
                     part = argument if measure == "Line" else argument.arguments[0]
                     sides.add(tuple(part.names))
             are_in_picture = all(
-                len(side) == point_count and set(side) <= self.at.keys() for side in sides
+                len(side) == point_count and set(side) <= self.location_by_name.keys()
+                for side in sides
             )
             if len(term.arguments) == 2 and len(sides) == 2 and are_in_picture:
                 terms.append(term)
@@ -465,11 +481,11 @@ class _Diagram:
         if len(lines) != 2:
             return None
         for names in lines:
-            if len(names) != 2 or not set(names) <= self.at.keys():
+            if len(names) != 2 or not set(names) <= self.location_by_name.keys():
                 return None
         common = set(lines[0]) & set(lines[1])
         if common:
-            return self.at[common.pop()] if len(common) == 1 else None
+            return self.location_by_name[common.pop()] if len(common) == 1 else None
         a, b = self._places(lines[0])
         c, d = self._places(lines[1])
         # The imaginary part of conj(u) * v is the cross product of two vectors, 0 for parallels.
@@ -482,7 +498,7 @@ class _Diagram:
 
     def _places(self, names: Sequence[str]) -> list[complex]:
         """Return the places of points by their names."""
-        return [self.at[name] for name in names]
+        return [self.location_by_name[name] for name in names]
 
     def _text_width(self, text: str) -> float:
         """Return the width of a text, as a share of the picture."""
@@ -491,37 +507,39 @@ class _Diagram:
     def _write_label(self, text: str, points: Sequence[complex]) -> None:
         """Write a text at that one of `points` where it hides least; of equal ones at the first."""
         half_width = self._text_width(text) / 2 + 0.004
-        half_height = _FONT_PIXELS / _PICTURE_PIXELS / 2
+        half_height = _LABEL_PIXELS / _PICTURE_PIXELS / 2
 
         def box_at(point: complex) -> _Box:
             """Return the box of the text around a point."""
-            return (
-                point.real - half_width,
-                point.imag - half_height,
-                point.real + half_width,
-                point.imag + half_height,
+            return _Box(
+                left=point.real - half_width,
+                top=point.imag - half_height,
+                right=point.real + half_width,
+                bottom=point.imag + half_height,
             )
 
         def cost(point: complex) -> int:
             """Return how bad a place is: outside of the picture, on labels, or on ink."""
             box = box_at(point)
             left, top, right, bottom = box
-            overlaps = sum(_overlap(box, label) for label in self.boxes)
+            overlaps = sum(_overlap(box, label) for label in self.label_boxes)
             # inline, since a figure has thousands of such points
             hidden_ink = sum(
-                left < ink.real < right and top < ink.imag < bottom for ink in self.ink
+                left < ink.real < right and top < ink.imag < bottom for ink in self.ink_points
             )
             is_outside = min(left, top) < 0.005 or max(right, bottom) > 0.995
             return (1000 if is_outside else 0) + 200 * overlaps + hidden_ink
 
         best = min(points, key=cost)
-        self.boxes.append(box_at(best))
+        self.label_boxes.append(box_at(best))
         self.canvas.label(text, (best.real, best.imag))
 
 
-def plain(value: str, *, words: bool = False) -> str:
+def latex_as_plain_text(value: str, *, words: bool = False) -> str:
     r"""Write a value as a picture has it: `2√3` for `2\sqrt{3}`. Spaces stay if `words`."""
-    replacements = _LATEX[:-1] if words else _LATEX  # the last one removes spaces
+    replacements = (
+        _PLAIN_TEXT_BY_LATEX[:-1] if words else _PLAIN_TEXT_BY_LATEX
+    )  # the last one removes spaces
     for pattern, replacement in replacements:
         value = re.sub(pattern, replacement, value)
     return value

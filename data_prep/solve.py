@@ -83,7 +83,7 @@ class SolvedProblem:
             "status": self.verdict.status,
             "value": self.verdict.value,
             "answer": self.verdict.answer,
-            "how": self.verdict.how,
+            "how": self.verdict.basis,
             "assumed": list(self.verdict.assumed),
             "left_out": list(self.verdict.left_out),
             "gold": self.label,
@@ -96,7 +96,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
     A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
-    one a sentence. The names are the keys of the JSON, or the name of the file for a single problem.
+    one a sentence. The names are the keys of the JSON, or the name of the file for a single
+    problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
@@ -219,8 +220,8 @@ def solve_forms(
     """
     for name, form in forms.items():
         result = solve_form(form)
-        counts_by_looks = accept_looks and result.how == "looks"
-        counts_by_repair = accept_repair and result.how in ("without a fact", "rounded")
+        counts_by_looks = accept_looks and result.basis == "looks"
+        counts_by_repair = accept_repair and result.basis in ("without a fact", "rounded")
         if result.value is not None and (counts_by_looks or counts_by_repair):
             result = replace(result, status="answered")
         yield SolvedProblem(id=name, verdict=result, label=labels.get(name))
@@ -255,7 +256,7 @@ def _describe_problem(problem: SolvedProblem) -> str:
     return f"{problem.id}: {label}{value}{problem.verdict.why}"
 
 
-# How the report says by what a problem was solved, where `Verdict.how` is no phrase.
+# How the report says by what a problem was solved, where `Verdict.basis` is no phrase.
 _PHRASE_BY_BASIS = {
     "": "",
     "facts": "by the facts",
@@ -271,7 +272,7 @@ def _count_by_status(problems: Sequence[SolvedProblem], *, has_labels: bool) -> 
     """
     problems_by_key: dict[_StatusAndBasis, list[SolvedProblem]] = {}
     for problem in problems:
-        key = _StatusAndBasis(status=problem.verdict.status, basis=problem.verdict.how)
+        key = _StatusAndBasis(status=problem.verdict.status, basis=problem.verdict.basis)
         problems_by_key.setdefault(key, []).append(problem)
 
     def answered_and_frequent_first(key: _StatusAndBasis) -> tuple[bool, int]:

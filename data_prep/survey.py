@@ -38,12 +38,12 @@ from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount, printable, quantile
 from adora_vl.utils.errors import UserError, in_one_line
 
-PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
-GALLERY_ROWS = 48  # of all splits together, on the page
-LONGEST_SHOWN = 5
-UNKNOWN = "unknown"  # the value of a property that a row does not have
-_SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
-_LONGEST_SIDES = (56, 112, 224, 448, 896)
+COUNTED_PROPERTIES = ("source", "goal", "shape", "answer form", "image size")
+MAX_GALLERY_ROWS = 48  # of all splits together, on the page
+LONGEST_PROBLEMS_KEPT = 5
+UNKNOWN_VALUE = "unknown"  # the value of a property that a row does not have
+_MAX_IMAGE_SIZES_KEPT = 5000  # image sizes for the scatter plot; the counts know all of them
+_SIDES_OF_SIZE_CLASSES = (56, 112, 224, 448, 896)
 TextTokens = Callable[[str], int]
 
 
@@ -60,9 +60,9 @@ class SplitSurvey:
     """What was counted and measured over the rows of one split."""
 
     row_count: int = 0
-    # How often each value of a property occurs, by the names of `PROPERTIES`.
+    # How often each value of a property occurs, by the names of `COUNTED_PROPERTIES`.
     value_counts: dict[str, Counter[str]] = field(
-        default_factory=lambda: {name: Counter() for name in PROPERTIES}
+        default_factory=lambda: {name: Counter() for name in COUNTED_PROPERTIES}
     )
     # Arrays, since a list of a million numbers takes eight times the memory.
     image_tokens: array[int] = field(default_factory=lambda: array("l"))  # of each row
@@ -85,7 +85,7 @@ class Survey:
     example: Row | None = None  # the row whose whole prompt is printed
 
 
-def survey(
+def survey_dataset(
     folder: Path, *, gallery: int = 0, model: str | None = None, family: str = DEFAULT_FAMILY
 ) -> Survey:
     """Read every row of a prepared data set once, and count and measure what it holds.
@@ -105,7 +105,7 @@ def survey(
             f"dataset: {str(folder)!r} has no data/*.parquet; make a dataset with `python -m "
             "data_prep`"
         )
-    measure = len if model is None else _tokenizer(model)
+    measure = len if model is None else _load_token_counter(model)
     sizes = {split: row_count(folder, split) for split in files}
     if not any(sizes.values()):
         raise UserError(f"dataset: {str(folder)!r} has no rows; prepare it again, or name another")
@@ -163,11 +163,11 @@ def _survey_of_split(
         split_survey.value_counts["image size"].update(map(_size_class, sizes))
         split_survey.image_tokens.append(_image_tokens_of_row(row, sizes=sizes, family=family))
         split_survey.characters.append(len(row["problem"]))
-        if len(split_survey.image_sizes) < _SIZES_KEPT:
+        if len(split_survey.image_sizes) < _MAX_IMAGE_SIZES_KEPT:
             split_survey.image_sizes.extend(sizes)
         entry = LongProblem(measure(row["problem"]), row["id"], row["problem"])
         # A heap keeps the longest problems so far, with the shortest of them at its top.
-        if len(split_survey.longest) < LONGEST_SHOWN:
+        if len(split_survey.longest) < LONGEST_PROBLEMS_KEPT:
             heapq.heappush(split_survey.longest, entry)
         else:
             heapq.heappushpop(split_survey.longest, entry)
@@ -191,30 +191,30 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
 def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> None:
     """Add one to the counts of the values that the properties of a row have.
 
-    `value_counts` has the counts of the values by the names of `PROPERTIES`. The size of the images
-    is no column of the row, and is counted elsewhere.
+    `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of
+    the images is no column of the row, and is counted elsewhere.
     """
     meta = row.get("meta")
     if not isinstance(meta, dict):
         meta = {}
     shapes = meta.get("shapes")
     if not shapes or not isinstance(shapes, list):
-        shapes = [UNKNOWN]
-    value_counts["source"][str(row.get("source") or UNKNOWN)] += 1
-    value_counts["goal"][str(meta.get("goal") or UNKNOWN)] += 1
+        shapes = [UNKNOWN_VALUE]
+    value_counts["source"][str(row.get("source") or UNKNOWN_VALUE)] += 1
+    value_counts["goal"][str(meta.get("goal") or UNKNOWN_VALUE)] += 1
     value_counts["shape"].update(str(shape) for shape in shapes)
     value_counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
 
 
 def _size_class(size: tuple[int, int]) -> str:
     """Return the class of a picture by its longest side: `up to 512 px`."""
-    for side in _LONGEST_SIDES:
+    for side in _SIDES_OF_SIZE_CLASSES:
         if max(size) <= side:
             return f"up to {side} px"
-    return f"over {_LONGEST_SIDES[-1]} px"
+    return f"over {_SIDES_OF_SIZE_CLASSES[-1]} px"
 
 
-def _tokenizer(model: str) -> TextTokens:
+def _load_token_counter(model: str) -> TextTokens:
     """Return a function that counts the tokens of a text, with the tokenizer of a model.
 
     Raises `UserError` where the model has no tokenizer that can be loaded.
@@ -235,19 +235,19 @@ def _tokenizer(model: str) -> TextTokens:
     return lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-_SHOWN_CHARACTERS = 100  # of a long problem
-_SHOWN_VALUES = 20  # of a property
+_MAX_CHARACTERS_SHOWN = 100  # of a long problem
+_MAX_VALUES_SHOWN = 20  # of a property
 
 
-def describe(overview: Survey) -> str:
+def describe_survey(overview: Survey) -> str:
     """Return the counts of each split, what was left out, and one whole prompt, as text."""
-    lines = [counts(overview)]
+    lines = [describe_counts(overview)]
     if overview.example is not None:
-        lines += ["", *whole_prompt(overview.example)]
+        lines += ["", *lines_of_whole_prompt(overview.example)]
     return "\n".join(lines)
 
 
-def counts(overview: Survey) -> str:
+def describe_counts(overview: Survey) -> str:
     """Return the text of a survey: where the data is from, a table, the longest problems."""
     manifest = overview.manifest
     # A folder that somebody else made can be surveyed too.
@@ -257,11 +257,11 @@ def counts(overview: Survey) -> str:
     lines = [
         printable(f"{overview.folder}{origin}"),
         "",
-        *_table(overview),
+        *_table_of_counts(overview),
         "",
         *map(printable, _lines_of_longest(overview)),
     ]
-    left_out = what_was_left_out(overview.manifest)
+    left_out = describe_left_out_rows(overview.manifest)
     if left_out:
         lines += ["", *left_out]
     return "\n".join(lines)
@@ -274,13 +274,13 @@ def _lines_of_longest(overview: Survey) -> list[str]:
     for split, split_survey in overview.splits.items():
         for entry in split_survey.longest[:3]:
             text = entry.problem
-            if len(text) > _SHOWN_CHARACTERS:
-                text = text[:_SHOWN_CHARACTERS] + "..."
+            if len(text) > _MAX_CHARACTERS_SHOWN:
+                text = text[:_MAX_CHARACTERS_SHOWN] + "..."
             lines.append(f"  {split}  {entry.length:>5}  {entry.row_id}: {text}")
     return lines
 
 
-def whole_prompt(row: Row) -> list[str]:
+def lines_of_whole_prompt(row: Row) -> list[str]:
     """Return the lines of the prompt that a training with the default keys would make of a row."""
     problem = read_template(DEFAULT_PROMPT)(row)
     image_count = len(row["images"] or [])
@@ -292,7 +292,7 @@ def whole_prompt(row: Row) -> list[str]:
     return [printable(title), *(f"  {line}" for line in lines)]
 
 
-def what_was_left_out(manifest: Manifest) -> list[str]:
+def describe_left_out_rows(manifest: Manifest) -> list[str]:
     """Return the lines of a manifest on rows that were dropped, and notes on rows that were not.
 
     Dropped rows are leaks (training rows that a test split has too) and quarantined rows (those
@@ -315,32 +315,32 @@ def what_was_left_out(manifest: Manifest) -> list[str]:
     return lines
 
 
-class _Block(NamedTuple):
+class _TableBlock(NamedTuple):
     """Some lines of the table: the values of one property, or figures."""
 
     title: str  # empty for a block that needs none
     cells_by_label: dict[str, list[str]]  # in each line its label, and a cell for each split
 
 
-def _table(overview: Survey) -> list[str]:
+def _table_of_counts(overview: Survey) -> list[str]:
     """Return the lines of a table with a column for each split and a block for each property.
 
     The most frequent value of a property comes first. A property that no row has gets no block.
     """
     splits = overview.splits
     row_counts = [str(split_survey.row_count) for split_survey in splits.values()]
-    blocks = [_Block(title="", cells_by_label={"rows": row_counts})]
-    for name in PROPERTIES:
+    blocks = [_TableBlock(title="", cells_by_label={"rows": row_counts})]
+    for name in COUNTED_PROPERTIES:
         total_counts = total_of_splits(name, splits)
-        if set(total_counts) <= {UNKNOWN}:
+        if set(total_counts) <= {UNKNOWN_VALUE}:
             continue
         title = "image size (longest side)" if name == "image size" else name
-        blocks.append(_Block(title, _property_cells(name, total_counts, splits)))
+        blocks.append(_TableBlock(title, _property_cells(name, total_counts, splits)))
     image_tokens_by_split = [split_survey.image_tokens for split_survey in splits.values()]
     has_images = any(any(image_tokens) for image_tokens in image_tokens_by_split)
     if has_images:
         title = f"image tokens per row ({FAMILIES[overview.family].name}'s own limits)"
-        blocks.append(_Block(title, _token_cells(image_tokens_by_split)))
+        blocks.append(_TableBlock(title, _token_cells(image_tokens_by_split)))
     return _lines_of_table(blocks, splits=list(splits))
 
 
@@ -354,7 +354,7 @@ def most_frequent_first(value_counts: Counter[str]) -> list[str]:
     return sorted(value_counts, key=lambda value: (-value_counts[value], value))
 
 
-def _lines_of_table(blocks: Sequence[_Block], splits: Sequence[str]) -> list[str]:
+def _lines_of_table(blocks: Sequence[_TableBlock], splits: Sequence[str]) -> list[str]:
     """Set the blocks of a table one below the other, with the names of the splits above."""
     labels = [label for block in blocks for label in block.cells_by_label]
     label_width = max(len(label) for label in labels) + 4
@@ -376,15 +376,15 @@ def _property_cells(
 ) -> dict[str, list[str]]:
     """Return how often a property has its most frequent values: by value, a cell for each split.
 
-    `name` is one of `PROPERTIES`, and `total_counts` has its counts over all splits.
+    `name` is one of `COUNTED_PROPERTIES`, and `total_counts` has its counts over all splits.
     """
     values = most_frequent_first(total_counts)
     cells_by_value = {}
-    for value in values[:_SHOWN_VALUES]:
+    for value in values[:_MAX_VALUES_SHOWN]:
         cells = [str(split_survey.value_counts[name][value]) for split_survey in splits.values()]
         cells_by_value[printable(value)[:40]] = cells
-    if len(values) > _SHOWN_VALUES:
-        cells_by_value[f"... {len(values) - _SHOWN_VALUES} more"] = ["" for _ in splits]
+    if len(values) > _MAX_VALUES_SHOWN:
+        cells_by_value[f"... {len(values) - _MAX_VALUES_SHOWN} more"] = ["" for _ in splits]
     return cells_by_value
 
 
@@ -409,14 +409,14 @@ def print_prompt(output: Path, manifest: Manifest) -> None:
     """Print one whole prompt of a prepared data set, unless it has no row."""
     row = example_row(output, [split for split in SPLITS if split in manifest["counts"]])
     if row is not None:
-        print("\n".join(whole_prompt(row)))
+        print("\n".join(lines_of_whole_prompt(row)))
 
 
 def print_counts(output: Path, manifest: Manifest) -> None:
     """Print how many rows a preparation has stored, what it left out, and why."""
-    counts = manifest["counts"]
+    row_counts = manifest["counts"]
     rows = ", ".join(
-        f"{split} {amount(counts[split], 'row')}" for split in SPLITS if split in counts
+        f"{split} {amount(row_counts[split], 'row')}" for split in SPLITS if split in row_counts
     )
     print(
         f"{output}: {rows}; look at it with `python -m data_prep inspect "
@@ -427,5 +427,5 @@ def print_counts(output: Path, manifest: Manifest) -> None:
         if manifest["quarantined"]["rows"]
         else []
     )
-    for line in (*what_was_left_out(manifest), *details):
+    for line in (*describe_left_out_rows(manifest), *details):
         print(printable(line))

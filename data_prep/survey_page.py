@@ -25,18 +25,18 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, naming_write_errors, replace_file
 from data_prep.survey import (
-    UNKNOWN,
+    UNKNOWN_VALUE,
     SplitSurvey,
     Survey,
-    counts,
+    describe_counts,
+    describe_left_out_rows,
+    lines_of_whole_prompt,
     most_frequent_first,
     total_of_splits,
-    what_was_left_out,
-    whole_prompt,
 )
 
-_COLOURS = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
-_SHOWN_VALUES = 12
+_COLOUR_BY_SPLIT_NUMBER = ("#2f6fb0", "#e08b2d", "#4f9d69", "#9467bd")
+_MAX_VALUES_SHOWN = 12
 _PLOT_STYLE: dict[Any, Any] = {
     "svg.hashsalt": "data_prep",  # else the ids in the file are random
     "svg.fonttype": "path",  # a reader's fonts do not change the picture
@@ -48,7 +48,7 @@ _PLOT_STYLE: dict[Any, Any] = {
 }
 
 
-def plots(overview: Survey) -> dict[str, str]:
+def draw_plots(overview: Survey) -> dict[str, str]:
     """Draw the plots of a survey for its page, and return the SVG of each by its title."""
     svg_by_title = {}
     with matplotlib.rc_context(_PLOT_STYLE):
@@ -60,7 +60,9 @@ def plots(overview: Survey) -> dict[str, str]:
             # Bars of nothing but `unknown` would say nothing.
             if not _is_known(overview, name):
                 continue
-            svg_by_title[title] = _svg(partial(_bars, splits=overview.splits, name=name))
+            svg_by_title[title] = _draw_as_svg(
+                partial(_draw_bars, splits=overview.splits, name=name)
+            )
         image_tokens = {
             split: list(split_survey.image_tokens)
             for split, split_survey in overview.splits.items()
@@ -68,26 +70,26 @@ def plots(overview: Survey) -> dict[str, str]:
         characters = {
             split: list(split_survey.characters) for split, split_survey in overview.splits.items()
         }
-        svg_by_title["Image tokens per row"] = _svg(
+        svg_by_title["Image tokens per row"] = _draw_as_svg(
             partial(
-                _histogram,
+                _draw_histogram,
                 numbers_by_split=image_tokens,
                 unit=f"tokens of {FAMILIES[overview.family].name}",
             )
         )
-        svg_by_title["Length of the problems"] = _svg(
-            partial(_histogram, numbers_by_split=characters, unit="characters")
+        svg_by_title["Length of the problems"] = _draw_as_svg(
+            partial(_draw_histogram, numbers_by_split=characters, unit="characters")
         )
-        svg_by_title["Image sizes"] = _svg(partial(_scatter, splits=overview.splits))
+        svg_by_title["Image sizes"] = _draw_as_svg(partial(_draw_scatter, splits=overview.splits))
     return svg_by_title
 
 
 def _is_known(overview: Survey, name: str) -> bool:
     """Return whether some row has the property; a user's own data has neither goals nor shapes."""
-    return bool(set(total_of_splits(name, overview.splits)) - {UNKNOWN})
+    return bool(set(total_of_splits(name, overview.splits)) - {UNKNOWN_VALUE})
 
 
-def _svg(draw: Callable[[Axes], None]) -> str:
+def _draw_as_svg(draw: Callable[[Axes], None]) -> str:
     """Return a small diagram as SVG; `draw` draws into its axes.
 
     The file has no date, so that the same data give the same page.
@@ -102,12 +104,12 @@ def _svg(draw: Callable[[Axes], None]) -> str:
     return stream.getvalue()
 
 
-def _bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
+def _draw_bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
     """Draw a bar for the share of rows with each value of the property `name`.
 
     There is a bar for each split at each value, and the most frequent value is on top.
     """
-    values = most_frequent_first(total_of_splits(name, splits))[:_SHOWN_VALUES]
+    values = most_frequent_first(total_of_splits(name, splits))[:_MAX_VALUES_SHOWN]
     # The bars of all splits beside a value take 0.8 of the space between two values.
     bar_height = 0.8 / len(splits)
     for index, (split, split_survey) in enumerate(splits.items()):
@@ -119,7 +121,7 @@ def _bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
             width=[100 * value_counts[value] / row_count for value in values],
             height=bar_height,
             label=split,
-            color=_COLOURS[index % len(_COLOURS)],
+            color=_COLOUR_BY_SPLIT_NUMBER[index % len(_COLOUR_BY_SPLIT_NUMBER)],
         )
     middle = bar_height * (len(splits) - 1) / 2
     labels = [value if len(value) <= 24 else value[:23] + "…" for value in values]
@@ -128,7 +130,7 @@ def _bars(axes: Axes, splits: dict[str, SplitSurvey], name: str) -> None:
     axes.grid(axis="x", alpha=0.3)
 
 
-def _histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) -> None:
+def _draw_histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) -> None:
     """Draw how a number that each row has, such as its length, is spread over the rows of a split.
 
     `unit` is what the number counts.
@@ -144,7 +146,7 @@ def _histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) ->
         bins=30,
         range=(low - padding, high + padding),
         label=list(filled),
-        color=list(islice(cycle(_COLOURS), len(filled))),
+        color=list(islice(cycle(_COLOUR_BY_SPLIT_NUMBER), len(filled))),
         # With these weights the bars of a split add up to 100 %.
         weights=[[100 / len(numbers)] * len(numbers) for numbers in filled.values()],
     )
@@ -153,24 +155,29 @@ def _histogram(axes: Axes, numbers_by_split: dict[str, list[int]], unit: str) ->
     axes.grid(axis="y", alpha=0.3)
 
 
-def _scatter(axes: Axes, splits: dict[str, SplitSurvey]) -> None:
+def _draw_scatter(axes: Axes, splits: dict[str, SplitSurvey]) -> None:
     """Draw the widths and heights of images, a colour for each split."""
     for index, (split, split_survey) in enumerate(splits.items()):
         sizes = sorted(set(split_survey.image_sizes))
         widths = [width for width, _ in sizes]
         heights = [height for _, height in sizes]
         axes.scatter(
-            widths, heights, s=9, alpha=0.6, label=split, color=_COLOURS[index % len(_COLOURS)]
+            widths,
+            heights,
+            s=9,
+            alpha=0.6,
+            label=split,
+            color=_COLOUR_BY_SPLIT_NUMBER[index % len(_COLOUR_BY_SPLIT_NUMBER)],
         )
     axes.set(xlabel="width, pixels", ylabel="height, pixels", xlim=(0, None), ylim=(0, None))
     axes.grid(alpha=0.3)
 
 
-_GENERATOR = "adora_vl data_prep"  # tells a page of ours from any other file
-_IMAGE_BYTES = 150_000  # a picture with more bytes is made smaller
-_IMAGE_SIDE = 480
-_SHOWN_CHARACTERS = 1500  # characters of a text that are shown
-_STYLE = """
+_PAGE_GENERATOR = "adora_vl data_prep"  # tells a page of ours from any other file
+_MAX_IMAGE_BYTES = 150_000  # a picture with more bytes is made smaller
+_MAX_IMAGE_SIDE = 480
+_MAX_CHARACTERS_SHOWN = 1500  # characters of a text that are shown
+_PAGE_CSS = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 * { box-sizing: border-box; }
 body { font: 15px/1.45 system-ui, sans-serif; margin: 0 auto; padding: 1rem; max-width: 1200px; }
@@ -194,7 +201,7 @@ def write_page(overview: Survey, path: Path) -> None:
 
     Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
     """
-    content = page(overview)
+    content = render_page(overview)
     check_page(path)
     with naming_write_errors("html", path):
         replace_file(path, content)
@@ -216,13 +223,13 @@ def check_page(path: Path) -> None:
     ):  # turns the errors of the file system into a `UserError`
         if path.exists():
             head = path.read_text(encoding="utf-8", errors="replace")[:1000]
-    if head is not None and _GENERATOR not in head:
+    if head is not None and _PAGE_GENERATOR not in head:
         raise UserError(
             f"html: {str(path)!r} is not a page of ours; choose another name with --html"
         )
 
 
-def page(overview: Survey) -> str:
+def render_page(overview: Survey) -> str:
     """Return the HTML page of a survey: some rows, a prompt, plots and counts.
 
     Its content policy forbids scripts and everything from other places, since the texts of rows
@@ -233,45 +240,48 @@ def page(overview: Survey) -> str:
     figures = "".join(
         f"<figure><figcaption>{escape(name)}</figcaption><img alt='{escape(name, quote=True)}' "
         f"src='{_data_uri(svg.encode(), 'svg+xml')}'></figure>"
-        for name, svg in plots(overview).items()
+        for name, svg in draw_plots(overview).items()
     )
     cards = "".join(
-        _card(row, split)
+        _render_row(row, split)
         for split, split_survey in overview.splits.items()
         for row in split_survey.gallery
     )
-    prompt_lines = whole_prompt(overview.example) if overview.example is not None else []
+    prompt_lines = lines_of_whole_prompt(overview.example) if overview.example is not None else []
     prompt = "\n".join(prompt_lines)
-    left_out = "".join(f"<p>{escape(line)}</p>" for line in what_was_left_out(overview.manifest))
+    left_out = "".join(
+        f"<p>{escape(line)}</p>" for line in describe_left_out_rows(overview.manifest)
+    )
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><meta name='generator' "
-        f"content='{_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
+        f"content='{_PAGE_GENERATOR}'><meta http-equiv='Content-Security-Policy' content=\"default-src "
         "'none'; img-src data:; style-src 'unsafe-inline'\"><meta name='viewport' "
         "content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
+        f"<title>{escape(title)}</title><style>{_PAGE_CSS}</style></head><body>"
         f"<h1>{escape(title)}</h1>{left_out}<nav><a href='#rows'>Rows</a> <a "
         "href='#prompt'>Prompt</a> <a href='#plots'>Plots</a> <a href='#counts'>Counts</a></nav>"
         f"<h2 id='rows'>Rows, spread over the whole</h2><div class='grid'>{cards}</div>"
         f"<h2 id='prompt'>Prompt</h2><pre>{escape(prompt)}</pre>"
         f"<h2 id='plots'>Plots</h2><div class='grid'>{figures}</div>"
-        f"<h2 id='counts'>Counts</h2><pre>{escape(counts(overview))}</pre></body></html>\n"
+        f"<h2 id='counts'>Counts</h2><pre>{escape(describe_counts(overview))}</pre></body></html>\n"
     )
 
 
-def _card(row: Row, split: str) -> str:
+def _render_row(row: Row, split: str) -> str:
     """Return the HTML of one row: its pictures, its problem, its choices and what is known of it.
 
     The right choice is marked.
     """
     pictures = "".join(
-        f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
+        f"<img alt='diagram' src='{_picture_as_data_uri(image['bytes'])}'>"
+        for image in row["images"][:4]
     )
     answer_in_source = row.get("answer_raw") or ""  # the letter of the right choice, or its value
     is_letter = len(answer_in_source) == 1 and answer_in_source.isupper()
     items = []
     for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
         is_right = answer_in_source == (letter if is_letter else value)
-        items.append(f"<li{' class=right' if is_right else ''}>{_text(value)}</li>")
+        items.append(f"<li{' class=right' if is_right else ''}>{_escape_shortened(value)}</li>")
     choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
     properties = {
@@ -282,26 +292,30 @@ def _card(row: Row, split: str) -> str:
         "family": meta.get("family") or "",
     }
     terms = "".join(
-        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in properties.items() if value
+        f"<dt>{name}</dt><dd>{_escape_shortened(value)}</dd>"
+        for name, value in properties.items()
+        if value
     )
-    title = f"{_text(row['id'])} ({escape(split)})"
-    problem = _text(row["problem"])
+    title = f"{_escape_shortened(row['id'])} ({escape(split)})"
+    problem = _escape_shortened(row["problem"])
     return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{terms}</dl></article>"
 
 
-def _text(value: str) -> str:
+def _escape_shortened(value: str) -> str:
     """Return a text for HTML, cut where it is too long for a card."""
-    return escape(value if len(value) <= _SHOWN_CHARACTERS else value[:_SHOWN_CHARACTERS] + "…")
+    if len(value) > _MAX_CHARACTERS_SHOWN:
+        value = value[:_MAX_CHARACTERS_SHOWN] + "…"
+    return escape(value)
 
 
-def _picture(encoded: bytes) -> str:
+def _picture_as_data_uri(encoded: bytes) -> str:
     """Return a stored picture as a data URI, made smaller where it would make the page too large."""
-    if len(encoded) > _IMAGE_BYTES:
+    if len(encoded) > _MAX_IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:
             ImageOps.exif_transpose(image, in_place=True)
-            image.thumbnail((_IMAGE_SIDE, _IMAGE_SIDE))
+            image.thumbnail((_MAX_IMAGE_SIDE, _MAX_IMAGE_SIDE))
             encoded = png_bytes(image)
-            if len(encoded) > _IMAGE_BYTES:  # a photograph
+            if len(encoded) > _MAX_IMAGE_BYTES:  # a photograph
                 stream = io.BytesIO()
                 image.convert("RGB").save(stream, "JPEG", quality=80)
                 return _data_uri(stream.getvalue(), "jpeg")

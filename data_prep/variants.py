@@ -1,8 +1,8 @@
 """`python -m data_prep variants`: problems of a prepared folder with other numbers, to scale.
 
 A variant depends on the seed, on the id of its original and on its own number alone, so that
-`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its figure
-is of the same kind as before, and its picture can be read.
+`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its
+figure is of the same kind as before, and its picture can be read.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from data_prep.redraw import can_be_drawn, draw_if_legible
 from data_prep.solved_rows import ask_to_round, draws_every_asked_point, features_with_figure
 from data_prep.survey import print_counts
 
-FAMILY = "variant"
-MAX_PER = 1000
-TRIES = 6  # attempts at each variant, each with other numbers
-_PIXELS = 400.0  # the longer side of the diagram that the solver begins from
+_FAMILY_OF_VARIANTS = "variant"
+MAX_VARIANTS_PER_PROBLEM = 1000
+MAX_TRIES_PER_VARIANT = 6  # attempts at each variant, each with other numbers
+_START_DIAGRAM_PIXELS = 400.0  # the longer side of the diagram that the solver begins from
 # With another value of these angles a right triangle, say, would be a right triangle no more.
 _UNCHANGED_ANGLES = (30.0, 45.0, 60.0, 90.0, 120.0, 180.0)
 # The ranges of the factors by which all lengths, each length and an angle change.
@@ -69,19 +69,19 @@ _ANGLE_RANGE = (0.8, 1.25)
 _CONSTANT_STEPS = (-3, -2, -1, 1, 2, 3)  # what is added to the 5 of `3x + 5`
 # The least distance of two points and the least width, as shares of the figure's size, and the
 # least angle that is marked, in degrees. What is smaller cannot be told apart in a picture.
-_LEAST_APART = 0.05
-_LEAST_WIDTH = 0.12
-_LEAST_ANGLE = 12.0
+_MIN_POINT_DISTANCE = 0.05
+_MIN_WIDTH = 0.12
+_MIN_MARKED_DEGREES = 12.0
 # The least distance of a point from a line that it does not lie on, as a share of the figure's size.
-_LEAST_BESIDE = 0.03
-_LEVEL_DEGREES = 4.0  # degrees from level or upright that count as such
-_DIGITS = 9  # decimals of a stored place; floats of two machines differ in later ones
+_MIN_DISTANCE_FROM_LINE = 0.03
+_MAX_DEGREES_OFF_AXIS = 4.0  # degrees from level or upright that count as such
+_STORED_DECIMALS = 9  # decimals of a stored place; floats of two machines differ in later ones
 # `3x + 5`, a letter with a constant.
-_LINEAR = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
+_LINEAR_PATTERN = re.compile(r"(\d*[a-z]) ?([+-]) ?(\d+)")
 
 
 @dataclass(frozen=True)
-class Variation(Cleaning):
+class VariantOptions(Cleaning):
     """How many variants of each problem are made, from which seed, and of which split."""
 
     per: int = 8  # variants of each problem
@@ -105,7 +105,12 @@ class SolvedVariant(NamedTuple):
 
 
 def prepare_variants(
-    folder: Path, output: Path, options: Variation, *, workers: int = 1, overwrite: bool = False
+    folder: Path,
+    output: Path,
+    options: VariantOptions,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
     """Write a data set of variants: the geometry problems of `folder` with other numbers.
 
@@ -150,7 +155,7 @@ def prepare_variants(
 
 
 def _finished_variants(
-    folder: Path, *, split: str, options: Variation, workers: int
+    folder: Path, *, split: str, options: VariantOptions, workers: int
 ) -> Iterator[Callable[[], RawProblem]]:
     """Make the variants of a split in `workers` processes, in the order of the stored problems.
 
@@ -161,11 +166,13 @@ def _finished_variants(
         for row in stored_rows(folder, split)
         if row.get("figure")
     )
-    make_variants = partial(variants_of, per=options.per, seed=options.seed, split=split)
+    make_variants_of_original = partial(
+        make_variants, per=options.per, seed=options.seed, split=split
+    )
     variant_count = 0
     has_originals = False
     with ordered_map(workers) as mapped:
-        for variants in mapped(make_variants, originals):
+        for variants in mapped(make_variants_of_original, originals):
             has_originals = True
             for variant in variants:
                 if options.limit is not None and variant_count >= options.limit:
@@ -183,11 +190,11 @@ def _return_finished(variant: RawProblem) -> RawProblem:
     return variant
 
 
-def variants_of(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
+def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
     """Make up to `per` variants of a stored problem.
 
-    A variant whose numbers fit no diagram is tried again, `TRIES` times at most; after that it is
-    left out.
+    A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most;
+    after that it is left out.
 
     Raises `UserError` where the stored figure cannot be read.
     """
@@ -200,7 +207,7 @@ def variants_of(original: Original, *, per: int, seed: int, split: str) -> list[
         ) from error
     variants = []
     for number in range(1, per + 1):
-        for attempt in range(TRIES):
+        for attempt in range(MAX_TRIES_PER_VARIANT):
             # A generator for each attempt makes a variant independent of all others.
             rng = random.Random(f"{seed}/{row_id}/{number}/{attempt}")
             variant = _try_variant(
@@ -217,7 +224,8 @@ def _try_variant(
 ) -> RawProblem | None:
     """Make a geometry problem with other numbers: change its facts, solve them, draw the diagram.
 
-    `figure` has the facts of the original problem, and the coordinates of the points in its diagram.
+    `figure` has the facts of the original problem, and the coordinates of the points in its
+    diagram.
 
     Returns None where the new numbers fit no diagram, or where a reader could not make it out.
     """
@@ -228,7 +236,7 @@ def _try_variant(
     solved = solve_variant(form)
     if question is None or solved is None or not draws_every_asked_point(form):
         return None
-    coordinates = _turned_like_original(figure, solved.figure.at)
+    coordinates = _turn_like_original(figure, solved.figure.at)
     # In a picture y points down, in a figure up.
     drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
     if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
@@ -238,7 +246,8 @@ def _try_variant(
         return None
     question, answer = ask_to_round(question, solved.verdict)
     stored_coordinates = {
-        name: (round(x, _DIGITS), round(y, _DIGITS)) for name, (x, y) in coordinates.items()
+        name: (round(x, _STORED_DECIMALS), round(y, _STORED_DECIMALS))
+        for name, (x, y) in coordinates.items()
     }
     stored_figure = replace(solved.figure, at=stored_coordinates, form=drawn_form)
     return RawProblem(
@@ -249,7 +258,7 @@ def _try_variant(
         images=(png_bytes(picture),),
         problem=question,
         answer=answer,
-        family=FAMILY,
+        family=_FAMILY_OF_VARIANTS,
         kind=original_id,  # the schema has no column for it, and variants have no kinds
         extras={
             "facts": facts_in_words(drawn_form, question),
@@ -280,7 +289,7 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
             return fact
         old_value = _OldValue(unit=unit_of_term(measure), number=right_side.head.strip())
         if old_value not in new_values:
-            new_values[old_value] = _other_value(old_value, scale=scale, rng=rng)
+            new_values[old_value] = _draw_other_value(old_value, scale=scale, rng=rng)
         new_number = Term(head=new_values[old_value])
         return str(Term(head="Equals", arguments=(measure, new_number)))
 
@@ -292,7 +301,7 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     xs = [x for x, _ in figure.at.values()]
     ys = [y for _, y in figure.at.values()]
     longer_side = max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)  # never 0, which divides
-    pixels_per_unit = _PIXELS / longer_side
+    pixels_per_unit = _START_DIAGRAM_PIXELS / longer_side
     points = {
         # In a picture y points down.
         name: (pixels_per_unit * x, -pixels_per_unit * y)
@@ -308,13 +317,13 @@ class _OldValue(NamedTuple):
     number: str  # as it is written, such as `12`, `4.5` or `3x + 5`
 
 
-def _other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
+def _draw_other_value(old: _OldValue, *, scale: float, rng: random.Random) -> str:
     """Draw the number that replaces one in the facts of a geometry problem.
 
     A length or an area is multiplied by `scale`, which all lengths share, and by a factor of its
     own. In `3x + 5` the 5 changes. Special angles, other units and other texts stay as they are.
     """
-    linear = _LINEAR.fullmatch(old.number)
+    linear = _LINEAR_PATTERN.fullmatch(old.number)
     if linear:
         letter_part, sign, constant = linear.groups()
         return f"{letter_part}{sign}{max(1, int(constant) + rng.choice(_CONSTANT_STEPS))}"
@@ -352,8 +361,8 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    # An answer at a double root is known to four digits only. `faults` counts differences in kind from the
-    # old diagram, such as a point that has moved to the other side of a line.
+    # An answer at a double root is known to four digits only. `faults` counts differences in kind
+    # from the old diagram, such as a point that has moved to the other side of a line.
     if result.at_double_root or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of_solution(problem, result.solution, form)
@@ -361,13 +370,13 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
         status="answered",
         value=float(f"{result.value:.10g}"),
         answer=short_answer(result.value, reading),
-        how="facts",
+        basis="facts",
         figure=figure,
     )
     return SolvedVariant(verdict=verdict, figure=figure)
 
 
-def _turned_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
+def _turn_like_original(original: Figure, coordinates: Mapping[str, Point]) -> dict[str, Point]:
     """Rotate the points of a variant so that it lies on the page as its original does."""
     rotation = _upright_rotation(original, coordinates)
     turned = {}
@@ -405,7 +414,7 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
             continue
         for axis in (1, 1j, -1, -1j):  # right, up, left, down
             degrees_off_axis = abs(math.degrees(phase(original_direction / axis)))
-            if degrees_off_axis < _LEVEL_DEGREES and length > longest:
+            if degrees_off_axis < _MAX_DEGREES_OFF_AXIS and length > longest:
                 longest = length
                 rotation = axis * length / direction
     return rotation
@@ -428,16 +437,16 @@ def _has_room_between_parts(form: LogicForm) -> bool:
         return False
     width, height = extent_of(points.values())
     size = max(width, height)
-    if min(width, height) < _LEAST_WIDTH * size:
+    if min(width, height) < _MIN_WIDTH * size:
         return False
     distances = [abs(start - end) for start, end in combinations(points.values(), 2)]
-    if min(distances) < _LEAST_APART * size:
+    if min(distances) < _MIN_POINT_DISTANCE * size:
         return False
     for points_on_line in form.lines_with_points:
         is_drawn = set(points_on_line) <= points.keys()
         if is_drawn and _has_point_near_line(points, size, points_on_line):
             return False
-    return all(degrees >= _LEAST_ANGLE for degrees in _marked_angles(form))
+    return all(degrees >= _MIN_MARKED_DEGREES for degrees in _marked_angles(form))
 
 
 def _has_point_near_line(
@@ -458,7 +467,7 @@ def _has_point_near_line(
         relative = (location - start) / direction
         is_between_ends = -0.02 < relative.real < 1.02
         distance = abs(relative.imag * direction)
-        is_near = is_between_ends and distance < _LEAST_BESIDE * size
+        is_near = is_between_ends and distance < _MIN_DISTANCE_FROM_LINE * size
         if is_near and name not in points_on_line:
             return True
     return False
@@ -492,7 +501,7 @@ def add_variants(commands: Commands) -> None:
     add("--overwrite", action="store_true", help="replace another prepared dataset there")
     add(
         "--per",
-        type=whole(1, MAX_PER),
+        type=whole(1, MAX_VARIANTS_PER_PROBLEM),
         default=8,
         metavar="K",
         help="variants of each problem, default: %(default)s",
@@ -512,7 +521,7 @@ def add_variants(commands: Commands) -> None:
 
 def _variants(arguments: argparse.Namespace) -> None:
     """Run `variants`: write the data set of variants, and print how many there are."""
-    options = Variation(
+    options = VariantOptions(
         per=arguments.per,
         seed=arguments.seed,
         limit=arguments.limit,

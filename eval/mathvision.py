@@ -230,13 +230,13 @@ def _with_braces(text: str, n_arguments: int) -> str:
     if not text or text.startswith("{"):
         return text
     arguments = ""
-    rest = text
+    remaining_text = text
     for _ in range(n_arguments):
-        if rest.startswith("{"):
+        if remaining_text.startswith("{"):
             break
-        arguments += f"{{{rest[0]}}}"
-        rest = rest[1:]
-    return arguments + rest
+        arguments += f"{{{remaining_text[0]}}}"
+        remaining_text = remaining_text[1:]
+    return arguments + remaining_text
 
 
 def are_officially_equal(first: str, second: str) -> bool:

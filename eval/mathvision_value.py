@@ -259,12 +259,12 @@ class _Parser:
             return _CONSTANT_BY_COMMAND[symbol]
         if not re.fullmatch(_NUMBER_REGEX, symbol):
             raise _NoValueError
-        exact = Fraction(symbol.rstrip(r"\%").replace(",", ""))
+        exact_value = Fraction(symbol.rstrip(r"\%").replace(",", ""))
         if symbol[-1] == "%":
-            exact /= 100
-        if exact.denominator == 1:
-            return exact.numerator
-        return exact.numerator / exact.denominator
+            exact_value /= 100
+        if exact_value.denominator == 1:
+            return exact_value.numerator
+        return exact_value.numerator / exact_value.denominator
 
     def _parse_group(self, opening: str) -> Number:
         """Evaluate the expression between an opening bracket and its closing one.

@@ -171,35 +171,37 @@ def vlmevalkit_choice(extraction: object, choices: Sequence[str]) -> int | None:
     # The extracting model is asked to write `Z` where no choice is meant.
     if not letters_in_text and "Z" in words:
         return None
-    stated = _STATED_LETTER_PATTERN.search(text)
-    if stated and stated[1].upper() in letters:
-        return letters.index(stated[1].upper())
+    stated_letter = _STATED_LETTER_PATTERN.search(text)
+    if stated_letter and stated_letter[1].upper() in letters:
+        return letters.index(stated_letter[1].upper())
     # In a long text the words of a choice may stand for any reason.
     n_choice_characters = sum(len(choice) for choice in choices)
     if len(text) > 2 * n_choice_characters:
         return None
-    contained = [index for index, choice in enumerate(choices) if choice.lower() in text.lower()]
-    return contained[0] if len(contained) == 1 else None
+    contained_indices = [
+        index for index, choice in enumerate(choices) if choice.lower() in text.lower()
+    ]
+    return contained_indices[0] if len(contained_indices) == 1 else None
 
 
 def edit_distance(first: str, second: str) -> int:
     """Compute Levenshtein's distance: the fewest characters to insert, delete or replace.
 
-    Two rows of the table of distances are kept. `current[j]` is the distance between the first `i`
-    characters of `first` and the first `j` of `second`; `previous` is the row of `i - 1`.
+    Two rows of the table of distances are kept. `current_row[j]` is the distance between the first `i`
+    characters of `first` and the first `j` of `second`; `previous_row` is the row of `i - 1`.
     """
-    previous = list(range(len(second) + 1))
+    previous_row = list(range(len(second) + 1))
     for i, first_char in enumerate(first, start=1):
-        current = [i]
+        current_row = [i]
         for j, second_char in enumerate(second, start=1):
-            insertion = current[j - 1] + 1
-            deletion = previous[j] + 1
-            replacement = previous[j - 1]
+            insertion = current_row[j - 1] + 1
+            deletion = previous_row[j] + 1
+            replacement = previous_row[j - 1]
             if first_char != second_char:
                 replacement += 1
-            current.append(min(deletion, insertion, replacement))
-        previous = current
-    return previous[-1]
+            current_row.append(min(deletion, insertion, replacement))
+        previous_row = current_row
+    return previous_row[-1]
 
 
 def _write_as_reference(row: dict[str, Any], extraction: Any, *, strict_int: bool) -> str | None:

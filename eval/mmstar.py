@@ -144,8 +144,8 @@ def _summary(
             f"multi-modal gain MG: {gain}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
         )
         if "ML" in leakage:
-            leaked = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
-            lines.append(f"leakage ML: {leaked}, S_t {leakage['S_t']:.3f}")
+            leakage_text = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
+            lines.append(f"leakage ML: {leakage_text}, S_t {leakage['S_t']:.3f}")
     return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
 
 

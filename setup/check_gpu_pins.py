@@ -25,11 +25,11 @@ from packaging.utils import canonicalize_name
 
 REPOSITORY = Path(__file__).parents[1]
 CONSTRAINTS = REPOSITORY / "setup" / "constraints-gpu.txt"
-PYTHONS = ("3.11", "3.12", "3.13")
+SUPPORTED_PYTHONS = ("3.11", "3.12", "3.13")
 # As setup/install.sh installs them: the project with its extras, and what comes without needs.
-PROJECT = ".[gpu,lora,dev]"
-BESIDE = ("deepspeed", "bitsandbytes", "vllm-bnb-plugin")
-NOT_CHECKED = (
+PROJECT_REQUIREMENT = ".[gpu,lora,dev]"
+FURTHER_REQUIREMENTS = ("deepspeed", "bitsandbytes", "vllm-bnb-plugin")
+NOT_CHECKED_NOTES = (
     "the driver (580 or newer), and whether the kernels of the wheels run on a card",
     "the extensions of vLLM on this machine where no driver is: they load libcuda.so.1",
     "other platforms than this one (x86-64 Linux is what the pins were resolved for)",
@@ -63,7 +63,7 @@ def requirements() -> list[str]:
     of this machine may have, is not taken for the one with CUDA.
     """
     torch = pins(CONSTRAINTS.read_text())["torch"]
-    return [f"torch==={torch}", PROJECT, *BESIDE]
+    return [f"torch==={torch}", PROJECT_REQUIREMENT, *FURTHER_REQUIREMENTS]
 
 
 def read_report(report: Mapping[str, object]) -> Resolution:
@@ -109,7 +109,7 @@ def resolve(python: str) -> Resolution | str:
         return read_report(json.loads(report.read_text()))
 
 
-def broken(packages: Resolution, python: str) -> list[str]:
+def describe_broken_pins(packages: Resolution, python: str) -> list[str]:
     """Return a line for each need that the resolution does not meet, and for each pin it misses.
 
     pip meets the needs of what it resolves; this looks at all of them once more, and at what a
@@ -127,7 +127,7 @@ def broken(packages: Resolution, python: str) -> list[str]:
         lines += [
             f"{package.name} {package.version} needs {need}, and {text}"
             for need in package.needs
-            if (text := unmet(Requirement(need), packages, environment))
+            if (text := unmet_requirements(Requirement(need), packages, environment))
         ]
     torch = packages.get("torch")
     if torch is not None and not any(need.startswith("cuda-toolkit") for need in torch.needs):
@@ -135,7 +135,7 @@ def broken(packages: Resolution, python: str) -> list[str]:
     return lines
 
 
-def unmet(need: Requirement, packages: Resolution, environment: Environment) -> str:
+def unmet_requirements(need: Requirement, packages: Resolution, environment: Environment) -> str:
     """Return what is there in the place of a need; empty where the need is met or not asked."""
     if need.marker is not None and not need.marker.evaluate(environment):
         return ""
@@ -147,17 +147,17 @@ def unmet(need: Requirement, packages: Resolution, environment: Environment) -> 
     return f"{package.version} is there"
 
 
-def interpreters(pythons: Iterable[str] = PYTHONS) -> dict[str, str | None]:
+def interpreters(pythons: Iterable[str] = SUPPORTED_PYTHONS) -> dict[str, str | None]:
     """Return the interpreter of each supported Python; None where this machine has none."""
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     places: dict[str, str | None] = {}
     for python in pythons:
         program = sys.executable if python == running else shutil.which(f"python{python}")
-        places[python] = program if program and answers(program) else None
+        places[python] = program if program and pip_answers(program) else None
     return places
 
 
-def answers(program: str) -> bool:
+def pip_answers(program: str) -> bool:
     """Return whether an interpreter runs; a shim of pyenv may stand for none."""
     command = [program, "-c", "pass"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0  # noqa: S603
@@ -200,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.install is not None and options.install.exists():
         parser.error(f"--install: {options.install} is there already; name a new folder")
     faults = 0
-    not_checked = list(NOT_CHECKED)
+    not_checked = list(NOT_CHECKED_NOTES)
     resolution: Resolution = {}
     for python, program in interpreters().items():
         if program is None:
@@ -211,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             faults += 1
             print(f"Python {python}: {packages}")
             continue
-        lines = broken(packages, python)
+        lines = describe_broken_pins(packages, python)
         faults += len(lines)
         agreement = f"{len(lines)} needs not met" if lines else "all needs are met"
         print(f"Python {python}: {len(packages)} packages resolved together, {agreement}")

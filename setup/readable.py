@@ -21,18 +21,27 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
-LIMITS = Path(__file__).with_suffix(".json")
-VAGUE = re.compile(
+LIMITS_FILE = Path(__file__).with_suffix(".json")
+VAGUE_NAME_PATTERN = re.compile(
     "found|made|one|own|given|asked|said|told|held|kept|wanted|there|here|whole|known|others?|each|"
     "further|more|most|least|how|seen|shown|taken|left|of|many|place|what|who|when"
 )
-NO_SUBJECT = re.compile(r"(Of|As|By|For|Those|From|In|That|Such|So)\b")
-TRUTHS = {"bool", "any", "all", "isinstance", "isalpha", "isdigit", "startswith", "endswith"}
+NO_SUBJECT_PATTERN = re.compile(r"(Of|As|By|For|Those|From|In|That|Such|So)\b")
+TRUTH_FUNCTIONS = {
+    "bool",
+    "any",
+    "all",
+    "isinstance",
+    "isalpha",
+    "isdigit",
+    "startswith",
+    "endswith",
+}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-DOCUMENTED = (*FUNCTIONS, ast.ClassDef, ast.Module)
-LAYOUT = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-LAYOUT |= {tokenize.ENCODING, tokenize.ENDMARKER}
+DOCUMENTED_NODES = (*FUNCTIONS, ast.ClassDef, ast.Module)
+LAYOUT_TOKENS = {tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+LAYOUT_TOKENS |= {tokenize.ENCODING, tokenize.ENDMARKER}
 Rooms = dict[str, Counter[str]]
 Places = dict[str, dict[str, list[str]]]  # by room and kind
 
@@ -41,7 +50,7 @@ def is_truth(node: ast.AST | None) -> bool:
     """Tell whether an expression is surely a truth value."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        return name in TRUTHS
+        return name in TRUTH_FUNCTIONS
     is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
     return is_not or isinstance(node, (ast.Compare, ast.BoolOp))
 
@@ -99,23 +108,25 @@ def any_argument(node: ast.AST) -> bool:
 def vague_name(node: ast.AST) -> bool:
     """Tell whether a name is a pronoun or a participle."""
     if isinstance(node, ast.arg):
-        return bool(VAGUE.fullmatch(node.arg))
+        return bool(VAGUE_NAME_PATTERN.fullmatch(node.arg))
     is_set = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    return is_set and bool(VAGUE.fullmatch(node.id))
+    return is_set and bool(VAGUE_NAME_PATTERN.fullmatch(node.id))
 
 
 def no_subject(node: ast.AST) -> bool:
     """Tell whether a docstring begins with Of, As, By, ..."""
-    return isinstance(node, DOCUMENTED) and bool(NO_SUBJECT.match(ast.get_docstring(node) or ""))
+    return isinstance(node, DOCUMENTED_NODES) and bool(
+        NO_SUBJECT_PATTERN.match(ast.get_docstring(node) or "")
+    )
 
 
 def long_summary(node: ast.AST) -> bool:
     """Tell whether a docstring's first sentence takes more than a line (pydocstyle's D205)."""
-    doc = ast.get_docstring(node) or "" if isinstance(node, DOCUMENTED) else ""
+    doc = ast.get_docstring(node) or "" if isinstance(node, DOCUMENTED_NODES) else ""
     return "\n" in doc.partition("\n\n")[0]
 
 
-KINDS: Mapping[str, Callable[[ast.AST], bool]] = {
+COUNTER_BY_KIND: Mapping[str, Callable[[ast.AST], bool]] = {
     kind.__name__: kind
     for kind in (
         tuple_assign,
@@ -129,8 +140,8 @@ KINDS: Mapping[str, Callable[[ast.AST], bool]] = {
         vague_name,
     )
 }
-COUNTED = (*KINDS, "fmt_skip", "crowding")  # crowding: lexical tokens in ten lines
-SHOWN = ("lines", "tokens", "words")  # of prose: docstrings and comments
+COUNTED_KINDS = (*COUNTER_BY_KIND, "fmt_skip", "crowding")  # crowding: lexical tokens in ten lines
+SHOWN_COUNTS = ("lines", "tokens", "words")  # of prose: docstrings and comments
 
 
 def room_of(path: Path) -> str:
@@ -147,12 +158,12 @@ def read(path: Path, text: str) -> Iterator[tuple[str, int, int]]:
             yield "fmt_skip", 1, token.start[0]
         elif token.type == tokenize.COMMENT:
             yield "words", len(token.string.split()) - 1, 0
-        elif token.type not in LAYOUT:
+        elif token.type not in LAYOUT_TOKENS:
             yield "tokens", 1, 0
     for node in ast.walk(ast.parse(text, str(path))):
-        if isinstance(node, DOCUMENTED):
+        if isinstance(node, DOCUMENTED_NODES):
             yield "words", len((ast.get_docstring(node) or "").split()), 0
-        for name, is_kind in KINDS.items():
+        for name, is_kind in COUNTER_BY_KIND.items():
             if is_kind(node):
                 yield name, 1, getattr(node, "lineno", 1)
 
@@ -180,7 +191,7 @@ def too_many(rooms: Rooms, places: Places, limits: Mapping[str, Mapping[str, int
     """Return a line for each count above its limit; a room that is not known may have nothing."""
     lines = []
     for room, counts in sorted(rooms.items()):
-        for kind in COUNTED:
+        for kind in COUNTED_KINDS:
             limit = limits.get(room, {}).get(kind, 0)
             if counts[kind] > limit:
                 where = ", ".join(places[room][kind][-3:]) or "the room as a whole"
@@ -190,7 +201,7 @@ def too_many(rooms: Rooms, places: Places, limits: Mapping[str, Mapping[str, int
 
 def table(rooms: Rooms) -> str:
     """Return a line for each room; the words are of prose for 1,000 tokens."""
-    columns = (*SHOWN, *COUNTED)
+    columns = (*SHOWN_COUNTS, *COUNTED_KINDS)
     lines = [f"{'room':24}" + "".join(f"{name.replace('_', ' ')[:9]:>10}" for name in columns)]
     for room, counts in sorted(rooms.items()):
         shown = counts | Counter()
@@ -206,18 +217,20 @@ def lowered(
     new = {}
     for room, counts in sorted(rooms.items()):
         before = None if room == allowed else limits.get(room)
-        now = {kind: counts[kind] for kind in COUNTED}
+        now = {kind: counts[kind] for kind in COUNTED_KINDS}
         if before is not None:
             now = {kind: min(number, before.get(kind, 0)) for kind, number in now.items()}
         new[room] = {kind: number for kind, number in now.items() if number}
     return new
 
 
-def main(arguments: list[str] | None = None, folder: Path = REPOSITORY, file: Path = LIMITS) -> int:
+def main(
+    arguments: list[str] | None = None, folder: Path = REPOSITORY, file: Path = LIMITS_FILE
+) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--list", choices=COUNTED)
+    parser.add_argument("--list", choices=COUNTED_KINDS)
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--allow", metavar="ROOM")
     options = parser.parse_args(arguments)

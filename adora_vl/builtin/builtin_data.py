@@ -1,4 +1,4 @@
-"""What the tiny models, `synthetic` and `knights` stand for in a config: made where they are
+"""What the tiny models, `describe_synthetic` and `knights` stand for in a config: made where they are
 missing.
 """
 
@@ -20,7 +20,7 @@ from adora_vl.conversion.convert import ensure_converted
 from adora_vl.data.dataset import read_manifest
 from adora_vl.models import load
 from adora_vl.models.load import FOLDER_BY_TINY_MODEL, resolve_model_name
-from adora_vl.synthetic.generated import ensure_drawn, puzzles, synthetic
+from adora_vl.synthetic.generated import describe_puzzles, describe_synthetic, ensure_drawn
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder
 
@@ -75,15 +75,15 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
     """Return the folder of the data set that a user calls `name`, made here if need be.
 
     Args:
-        name: `synthetic`, `knights`, or a prepared folder, which is returned as it is. With
+        name: `describe_synthetic`, `knights`, or a prepared folder, which is returned as it is. With
             `columns` it may also be a table, folder or hub id, which is converted.
-        rows: training rows of `synthetic` or `knights`.
+        rows: training rows of `describe_synthetic` or `knights`.
         columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:
-        drawn = puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
+        drawn = describe_puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
     elif name == SYNTHETIC_DATA:
-        drawn = synthetic(
+        drawn = describe_synthetic(
             rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE
         )
     elif columns is None or _is_prepared(name):

@@ -20,7 +20,7 @@ from adora_vl.data.dataset import Row
 from adora_vl.data.prompts import SYSTEM_PROMPT
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
-from adora_vl.synthetic.perimeter import guess, sides_of, working
+from adora_vl.synthetic.perimeter import sides_in_problem, write_guess, write_working
 
 _DATA_SEED = 2000  # other problems than any training run draws by default
 
@@ -46,8 +46,8 @@ def teacher(rng: random.Random, sides: tuple[int, ...], plan: PerimeterStart) ->
     A guess is one of the two usual digits. `sides`: the lengths of the figure's sides.
     """
     if rng.random() < plan.guesses:
-        return guess(rng)
-    return working(rng, sides, slip_share=plan.slips)
+        return write_guess(rng)
+    return write_working(rng, sides, slip_share=plan.slips)
 
 
 def begin_perimeter(
@@ -70,7 +70,7 @@ def begin_perimeter(
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
     short = encode(processor, rows, "Answer.")
     full = encode(processor, rows, SYSTEM_PROMPT)
-    sides = [sides_of(row["problem"], row["meta"]["solution"]) for row in rows]
+    sides = [sides_in_problem(row["problem"], row["meta"]["solution"]) for row in rows]
     answer_rng = random.Random(plan.seed)
     first_stage_rng = random.Random(plan.seed)
     second_stage_rng = random.Random(plan.seed)
@@ -89,7 +89,7 @@ def begin_perimeter(
     def first_stage_loss(step: int) -> Tensor:
         """Return the loss of right workings, with the short prompt in the first steps."""
         data = short if step < plan.short_prompt_steps else full
-        return batch_loss(data, first_stage_rng, partial(working, answer_rng))
+        return batch_loss(data, first_stage_rng, partial(write_working, answer_rng))
 
     def second_stage_loss(_: int) -> Tensor:
         """Return the loss of the teacher's answers to the full prompt, whatever the step."""

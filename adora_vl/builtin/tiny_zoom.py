@@ -20,7 +20,14 @@ from adora_vl.builtin.tiny_vl import build_model, token_loss
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.prompts import conversation_with_images, with_tools
 from adora_vl.models.load import PRETRAINED_FOLDER
-from adora_vl.synthetic.corners import CORNERS, PARTS, answer, cell, drawn, question
+from adora_vl.synthetic.corners import (
+    CELLS_PER_SIDE,
+    CORNER_NAMES,
+    answer_with_number,
+    draw_corner_cell,
+    draw_numbered_corners,
+    question_for_corner,
+)
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 
@@ -64,7 +71,7 @@ class ZoomStart:
 
 def call_for(corner: str) -> str:
     """Return the text of a call of `zoom` for a corner, in pixels of the picture as it is seen."""
-    side = SEEN // PARTS  # of a corner
+    side = SEEN // CELLS_PER_SIDE  # of a corner
     x = 0 if "left" in corner else SEEN - side
     y = 0 if "top" in corner else SEEN - side
     call = json.dumps(
@@ -85,7 +92,7 @@ class _Teacher:
     def prompt(self, corner: str) -> str:
         """Return the prompt that asks for the number in a corner, with the tools described."""
         messages = conversation_with_images(
-            question(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
+            question_for_corner(corner), 1, with_tools(SYSTEM, self.toolbox.schemas)
         )
         return str(
             self.processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -94,27 +101,27 @@ class _Teacher:
     def corner_alone(self) -> Example:
         """Return the picture of a single corner, and the number in it."""
         number = self.rng.randrange(10, 100)
-        parts = [_prompt(_IMAGE), _completion(answer(number))]
-        return Example(parts, images=[cell(self.rng, number)])
+        parts = [_prompt(_IMAGE), _completion(answer_with_number(number))]
+        return Example(parts, images=[draw_corner_cell(self.rng, number)])
 
     def direct_answer(self, *, short: bool) -> Example:
         """Return a problem and its answer, without a call. `short`: the prompt is a few words."""
-        image, numbers = drawn(self.rng, SIZE)
-        corner = self.rng.choice(CORNERS)
+        image, numbers = draw_numbered_corners(self.rng, SIZE)
+        corner = self.rng.choice(CORNER_NAMES)
         prompt = _IMAGE + corner if short else self.prompt(corner)
-        parts = [_prompt(prompt), _completion(answer(numbers[corner]))]
+        parts = [_prompt(prompt), _completion(answer_with_number(numbers[corner]))]
         return Example(parts, images=[image])
 
     def conversation(self) -> Example:
         """Return a problem, mostly a call of `zoom` and the tool's reply, and an answer."""
-        image, numbers = drawn(self.rng, SIZE)
-        corner = self.rng.choice(CORNERS)
+        image, numbers = draw_numbered_corners(self.rng, SIZE)
+        corner = self.rng.choice(CORNER_NAMES)
         calls = self.rng.random() < self.plan.calls
         if not calls:
-            guess = answer(self.rng.randrange(10, 100))
+            guess = answer_with_number(self.rng.randrange(10, 100))
             return Example([_prompt(self.prompt(corner)), _completion(guess)], images=[image])
         # Half of the calls are for any corner: which one to look at is left to reinforcement.
-        called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNERS)
+        called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNER_NAMES)
         call = call_for(called_corner)
         reply = self.toolbox.answer(call, [image], seed="", last=False)
         assert reply is not None
@@ -125,7 +132,7 @@ class _Teacher:
             _prompt(self.prompt(corner)),
             _completion(call),
             _prompt(reply_turn),
-            _completion(answer(numbers[called_corner])),
+            _completion(answer_with_number(numbers[called_corner])),
         ]
         return Example(parts, images=[image, *reply_images])
 
@@ -199,8 +206,8 @@ def begin_zoom(plan: ZoomStart) -> UntrainedModel:
     # The text around each problem, which the tokenizer learns to write with few tokens.
     frame = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
     texts = [
-        call_for(corner) + answer(number) + question(corner)
-        for corner in CORNERS
+        call_for(corner) + answer_with_number(number) + question_for_corner(corner)
+        for corner in CORNER_NAMES
         for number in range(10, 100)
     ]
     processor = build_processor([*[frame] * 200, *texts])

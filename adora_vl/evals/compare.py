@@ -106,8 +106,10 @@ def _differing_values(
     for key in keys:
         if key in ignored:
             continue
-        distinct = {json.dumps(values.get(key), sort_keys=True) for _, values in parts_of_runs}
-        if len(distinct) > 1:
+        distinct_values = {
+            json.dumps(values.get(key), sort_keys=True) for _, values in parts_of_runs
+        }
+        if len(distinct_values) > 1:
             texts = [
                 f"{name} {shorten_middle(json.dumps(values.get(key)))}"
                 for name, values in parts_of_runs
@@ -135,8 +137,8 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
     Raises `UserError` if the runs are of different benchmarks, or have no such groups.
     """
     check_one_benchmark(runs)
-    quoted = _published_figures(runs) if published else None
-    quoted_rows = quoted.rows if quoted else {}
+    quoted_figures = _published_figures(runs) if published else None
+    quoted_rows = quoted_figures.rows if quoted_figures else {}
     row_names = [run.name for run in runs] + [f"{name} (quoted)" for name in quoted_rows]
     name_width = max(len(name) for name in row_names)
     columns = list(dict.fromkeys(name for run in runs for name in run.cells))
@@ -150,8 +152,8 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
     for name, figures in quoted_rows.items():
         cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
         lines.append(_table_line(f"{name} (quoted)", name_width, cells))
-    if quoted:
-        lines.append(f"quoted: {quoted.source}; not measured here")
+    if quoted_figures:
+        lines.append(f"quoted: {quoted_figures.source}; not measured here")
     for run in runs:
         if run.score.get("steps"):
             lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
@@ -167,7 +169,7 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
             lines += _test_lines(runs[0], run)
         for run_by_view in view_groups:
             lines += view_lines(run_by_view)
-    return lines + _note_lines(runs, quoted)
+    return lines + _note_lines(runs, quoted_figures)
 
 
 def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
@@ -237,15 +239,15 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     difference = difference_between([first], [second])
     if difference is None:
         raise UserError(f"run: {second.name!r} and {first.name!r} have no problem in common")
-    common = common_problems([first, second])
+    common_pids = common_problems([first, second])
     text = (
         f"{second.name} - {first.name}: {difference.points} (paired bootstrap, "
-        f"{amount(len(common), 'common problem')})"
+        f"{amount(len(common_pids), 'common problem')})"
     )
     if differ_in_tools(first, second):
         return [text, *tool_lines(first, second)]
-    first_shares = [first.shares[pid] for pid in common]
-    second_shares = [second.shares[pid] for pid in common]
+    first_shares = [first.shares[pid] for pid in common_pids]
+    second_shares = [second.shares[pid] for pid in common_pids]
     test = paired_test(first_shares, second_shares)
     if test.p is None:
         return [text + "; several answers a problem, so no McNemar test"]
@@ -253,10 +255,10 @@ def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     return [text + f"; McNemar p = {test.p:.3g} ({counts})"]
 
 
-def _note_lines(runs: Sequence[ScoreFile], quoted: PublishedFigures | None) -> list[str]:
+def _note_lines(runs: Sequence[ScoreFile], quoted_figures: PublishedFigures | None) -> list[str]:
     """Return what limits a comparison: settings and problems that differ, and partial scores.
 
-    `quoted` are the published figures that are shown, which may be by other rules.
+    `quoted_figures` are the published figures that are shown, which may be by other rules.
     """
     if len(runs) > 1:
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
@@ -268,7 +270,7 @@ def _note_lines(runs: Sequence[ScoreFile], quoted: PublishedFigures | None) -> l
             "warning: the runs do not have the same problems; the tests use the common ones, the "
             "table all"
         )
-    if quoted is not None and quoted.caution is not None:
-        cautions = [quoted.caution(run.score) for run in runs]
+    if quoted_figures is not None and quoted_figures.caution is not None:
+        cautions = [quoted_figures.caution(run.score) for run in runs]
         notes += [f"note: {caution}" for caution in dict.fromkeys(cautions) if caution]
     return notes

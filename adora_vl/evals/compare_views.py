@@ -57,14 +57,14 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     They are over the problems that the model answered in all views; there are no lines where it
     has none. `run_by_view` is a group of `group_runs_by_view`.
     """
-    common = common_problems(list(run_by_view.values()))
-    if not common:
+    common_pids = common_problems(list(run_by_view.values()))
+    if not common_pids:
         return []
     # The share of right answers to each common problem, by view.
     shares_by_view = {
-        view: [run.shares[pid] for pid in common] for view, run in run_by_view.items()
+        view: [run.shares[pid] for pid in common_pids] for view, run in run_by_view.items()
     }
-    lines = ["", f"what it was shown, {amount(len(common), 'common problem')}:"]
+    lines = ["", f"what it was shown, {amount(len(common_pids), 'common problem')}:"]
     for view, shares in shares_by_view.items():
         figure = mean_with_interval(shares)
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
@@ -109,18 +109,18 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
 
     Only one of the two runs had tools (`differ_in_tools`); it may be either.
     """
-    common = common_problems([first, second])
+    common_pids = common_problems([first, second])
     # The names of a run without tools are the empty text, which sorts first.
     run_without, run_with = sorted([first, second], key=_tool_names)
     tools = _tool_names(run_with)
-    shares_without = [run_without.shares[pid] for pid in common]
-    shares_with = [run_with.shares[pid] for pid in common]
+    shares_without = [run_without.shares[pid] for pid in common_pids]
+    shares_with = [run_with.shares[pid] for pid in common_pids]
     test = paired_test(shares_without, shares_with)
     if test.p is None:  # there are several answers to a problem
-        often = "more often"
+        how_often = "more often"
         test_text = ""
     else:
-        often = "only"
+        how_often = "only"
         test_text = f", McNemar p = {test.p:.3g}"
     if solves_more(shares_without, shares_with):
         effect = "helps"
@@ -129,7 +129,7 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     else:
         effect = "shows no effect"
     return [
-        f"  gain {test.gained} (solved {often} with {tools}), harm {test.lost} ({often} "
+        f"  gain {test.gained} (solved {how_often} with {tools}), harm {test.lost} ({how_often} "
         f"without){test_text}",
         f"  having {tools} {effect}: {100 * fmean(shares_with):.1f} % right, "
         f"{100 * fmean(shares_without):.1f} % without",
@@ -156,9 +156,9 @@ def _sees_or_reasons_verdict(shares_by_view: Mapping[str, Sequence[float]]) -> s
     """
     from_words = shares_by_view["text"]
     from_picture = shares_by_view["image"]
-    reasons = solves_more(shares_by_view["blank"], from_words)
-    sees = solves_more(shares_by_view["blank"], from_picture)
-    if reasons and sees:
+    model_reasons = solves_more(shares_by_view["blank"], from_words)
+    model_sees = solves_more(shares_by_view["blank"], from_picture)
+    if model_reasons and model_sees:
         # Right from words and wrong from the picture, problem by problem.
         only_from_words = [
             words * (1 - picture) for words, picture in zip(from_words, from_picture, strict=True)
@@ -175,12 +175,12 @@ def _sees_or_reasons_verdict(shares_by_view: Mapping[str, Sequence[float]]) -> s
             f"{lost_by_seeing:.0f} by seeing (solved from words, not from the picture) and "
             f"{lost_by_reasoning:.0f} by reasoning (not solved from words)"
         )
-    if reasons:
+    if model_reasons:
         return (
             "it reasons and does not see: the words let it solve more than a grey picture does, "
             "and the picture not"
         )
-    if sees:
+    if model_sees:
         return (
             "it sees and does not reason from words: what it solves beyond guessing it takes "
             "from the picture alone"

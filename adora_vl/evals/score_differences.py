@@ -54,13 +54,13 @@ def difference_between(
     over the problems: how the difference would vary if other problems had been drawn. None where
     the runs have no common problem.
     """
-    common = common_problems([*first_side, *second_side])
-    if not common:
+    common_pids = common_problems([*first_side, *second_side])
+    if not common_pids:
         return None
-    first_shares = [fmean(run.shares[pid] for run in first_side) for pid in common]
-    second_shares = [fmean(run.shares[pid] for run in second_side) for pid in common]
+    first_shares = [fmean(run.shares[pid] for run in first_side) for pid in common_pids]
+    second_shares = [fmean(run.shares[pid] for run in second_side) for pid in common_pids]
     difference = paired_difference(first_shares, second_shares)
-    return replace(difference, over=amount(len(common), "problem"))
+    return replace(difference, over=amount(len(common_pids), "problem"))
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:

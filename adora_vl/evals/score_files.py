@@ -35,7 +35,9 @@ class ScoreFile:
         for item in score["items"]:
             is_right = item["verdict"] == "correct"
             verdicts_by_pid.setdefault(item["pid"], []).append(is_right)
-        shares = {pid: sum(right) / len(right) for pid, right in verdicts_by_pid.items()}
+        shares = {
+            pid: sum(are_right) / len(are_right) for pid, are_right in verdicts_by_pid.items()
+        }
         return cls(name=name, score=score, shares=shares)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from adora_vl.geometry.expressions import number_in_text
@@ -91,23 +92,20 @@ def _marked_central_angle(measures: Measures, circle: Circle) -> Quantity:
     this centre, or several.
     """
     # The size that a fact gives each angle, by its three points; None where it is no number.
-    marked: dict[tuple[str, ...], float | None] = {}
+    size_by_points: dict[tuple[str, ...], float | None] = {}
     for fact in measures.drawing.fact_terms:
-        if (
-            fact.head != "Equals"
-            or len(fact.arguments) != 2
-            or fact.arguments[0].head != "MeasureOf"
-        ):
+        if not fact.is_equation or fact.arguments[0].head != "MeasureOf":
             continue
-        names = fact.arguments[0].arguments[0].names
+        measure, size_term = fact.arguments
+        names = measure.arguments[0].names
         if len(names) == 3 and names[1] == circle.centre:
-            marked[tuple(names)] = number_in_text(fact.arguments[1].head)
-    if len(marked) != 1:
+            size_by_points[tuple(names)] = number_in_text(size_term.head)
+    if len(size_by_points) != 1:
         raise UnreadError("the form does not say which sector is meant")
-    (corners,) = marked
-    size = marked[corners]
-    angle = measures.angle_between(corners[0], corners[1], corners[2])
-    # `corner` measures the inner angle, so the way round the other side is the rest of the turn.
+    ((points, size),) = size_by_points.items()
+    first, corner, last = points
+    # This is the inner angle, so the way round the other side is the rest of the turn.
+    angle = measures.angle_between(first, corner, last)
     if size is not None and size > 180:
         return minus(Constant(360.0), angle)
     return angle
@@ -121,22 +119,19 @@ def _measure_rounded_shape(measures: Measures, term: Term, shape: Term) -> Quant
     drawing = measures.drawing
     # `Shape(A)` does not list its corners; where one angle at the centre is marked, it is a sector.
     if shape.names == ["A"]:
-        try:
-            return _sector_area(
-                measures, drawing.circle(), _marked_central_angle(measures, drawing.circle())
-            )
-        except UnreadError:
-            pass
+        with suppress(UnreadError):
+            circle = drawing.circle()
+            return _sector_area(measures, circle, _marked_central_angle(measures, circle))
     outline = drawing.outline()
     if not outline:
         return measures.circle_measure(term.head, drawing.circle())
     if term.head == "AreaOf":
-        halves = [_half_disc_area(measures, circle, outline) for circle in drawing.circles]
-        if all(half is not None for half in halves):
+        areas = [_half_disc_area(measures, circle, outline) for circle in drawing.circles]
+        half_discs = [area for area in areas if area is not None]
+        # Each circle of the drawing has to be one of the half discs.
+        if len(half_discs) == len(areas):
             measures.assumed.append("the figure is the polygon with half circles on its sides")
-            return plus(
-                Area(corners=tuple(outline)), *(half for half in halves if half is not None)
-            )
+            return plus(Area(corners=tuple(outline)), *half_discs)
     raise UnreadError(f"the form does not say which region {term} is")
 
 
@@ -197,26 +192,23 @@ def _area_between_outline_and_inside(measures: Measures, term: Term) -> Quantity
     """
     drawing = measures.drawing
     outline = _polygon_for_region(measures)
-    discs = drawing.circles
-    if len(discs) == 2 and discs[0].centre == discs[1].centre:
-        larger, smaller = sorted(discs, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
+    circles = drawing.circles
+    if len(circles) == 2 and circles[0].centre == circles[1].centre:
+        larger, smaller = sorted(circles, key=lambda circle: -(drawing.drawn_radius(circle) or 0.0))
         measures.assumed.append("the region is the ring between the circles")
-        return minus(
-            measures.circle_measure("AreaOf", larger), measures.circle_measure("AreaOf", smaller)
-        )
+        outer_area = measures.circle_measure("AreaOf", larger)
+        return minus(outer_area, measures.circle_measure("AreaOf", smaller))
     if not outline:
         raise UnreadError(f"the form does not say which region {term} is")
     polygon = Area(corners=tuple(outline))
     name = "".join(outline)
-    on_circle = [circle for circle in discs if set(outline) <= set(circle.points)]
-    if len(discs) == 1 and on_circle:
+    if len(circles) == 1 and set(outline) <= set(circles[0].points):
         _note_assumed_region(measures, f"the region is the circle without {name}")
-        return minus(measures.circle_measure("AreaOf", discs[0]), polygon)
-    if all(_is_within(measures, circle, outline) for circle in discs):
+        return minus(measures.circle_measure("AreaOf", circles[0]), polygon)
+    if all(_is_within(measures, circle, outline) for circle in circles):
         _note_assumed_region(measures, f"the region is {name} without what is round inside it")
-        return minus(
-            polygon, plus(*(measures.circle_measure("AreaOf", circle) for circle in discs))
-        )
+        inner_areas = [measures.circle_measure("AreaOf", circle) for circle in circles]
+        return minus(polygon, plus(*inner_areas))
     raise UnreadError(f"the form does not say which region {term} is")
 
 

@@ -85,13 +85,12 @@ class AngleChase:
         equal_lengths: dict[Quantity, list[Distance]] = {}
         for relation in reading.relations:
             self._add_relation(relation)
-            if isinstance(relation, Equal):
-                for side, length in (
-                    (relation.left, relation.right),
-                    (relation.right, relation.left),
-                ):
-                    if isinstance(side, Distance):
-                        equal_lengths.setdefault(length, []).append(side)
+            if not isinstance(relation, Equal):
+                continue
+            if isinstance(relation.left, Distance):
+                equal_lengths.setdefault(relation.right, []).append(relation.left)
+            if isinstance(relation.right, Distance):
+                equal_lengths.setdefault(relation.left, []).append(relation.right)
         # Only after all relations, since two sides may be equal to a third by different facts.
         for length, sides in equal_lengths.items():
             equal_sides = [*sides, length] if isinstance(length, Distance) else sides
@@ -101,9 +100,9 @@ class AngleChase:
     def value(self) -> float | None:
         """Return the goal where angles alone fix it and do not contradict each other; else None.
 
-        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a sum
-        of rows of M, whatever else stays open; the equations are consistent where some x fulfils
-        all of them. Both are asked by least squares, since M has no full rank as a rule.
+        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a
+        sum of rows of M, whatever else stays open; the equations are consistent where some x
+        fulfils all of them. Both are asked by least squares, since M has no full rank as a rule.
         """
         if self.goal is None:
             return None
@@ -114,16 +113,16 @@ class AngleChase:
         names = sorted({name for equation in (*self.equations, goal) for name in equation.factors})
         if not self.equations or not goal.factors:
             return None
-        column = {name: number for number, name in enumerate(names)}
+        column_by_name = {name: number for number, name in enumerate(names)}
         matrix = np.zeros((len(self.equations), len(names)))
         right_side = np.zeros(len(self.equations))
         for row, equation in enumerate(self.equations):
             for name, factor in equation.factors.items():
-                matrix[row, column[name]] = factor
+                matrix[row, column_by_name[name]] = factor
             right_side[row] = -equation.constant
         target = np.zeros(len(names))
         for name, factor in goal.factors.items():
-            target[column[name]] = factor
+            target[column_by_name[name]] = factor
         try:
             solution, *_ = np.linalg.lstsq(matrix, right_side, rcond=1e-9)
             weights, *_ = np.linalg.lstsq(matrix.T, target, rcond=1e-9)
@@ -147,12 +146,14 @@ class AngleChase:
         way = self.places[end] - self.places[start]
         if abs(way) < _MIN_LENGTH:
             raise _NotLinearError
-        pair = frozenset((start, end))
-        line = self._line_by_points.setdefault(pair, " ".join(sorted(pair)))
-        reference = self._direction_by_line.setdefault(line, way)
-        return _DirectionSum(
-            constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
-        )
+        # Two points that no drawn line joins have a line of their own.
+        points = frozenset((start, end))
+        line = self._line_by_points.setdefault(points, " ".join(sorted(points)))
+        # The first way along a line is its direction; the opposite one is half a turn from it.
+        direction_of_line = self._direction_by_line.setdefault(line, way)
+        is_along = dot(direction_of_line, way) >= 0
+        constant = 0.0 if is_along else 180.0
+        return _DirectionSum(constant=constant, factors={f"line {line}": 1.0})
 
     def _value_in_picture(self, directions: _DirectionSum) -> float:
         """Return how many degrees a sum of directions comes to in the picture."""
@@ -235,29 +236,34 @@ class AngleChase:
                 left_side = self._as_sum(relation.left)
                 self.equations.append(left_side.plus(self._as_sum(relation.right), -1.0))
             elif isinstance(relation, Parallel | Perpendicular):
-                difference = self._direction(relation.c, relation.d).plus(
-                    self._direction(relation.a, relation.b), -1.0
-                )
-                apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
-                apart += 180.0 * round((self._value_in_picture(difference) - apart) / 180)
-                self.equations.append(difference.plus(_DirectionSum(constant=-apart)))
+                second_direction = self._direction(relation.c, relation.d)
+                first_direction = self._direction(relation.a, relation.b)
+                difference = second_direction.plus(first_direction, -1.0)
+                drawn_degrees = self._value_in_picture(difference)
+                degrees_apart = 90.0 if isinstance(relation, Perpendicular) else 0.0
+                degrees_apart += 180.0 * round((drawn_degrees - degrees_apart) / 180)
+                self.equations.append(difference.plus(_DirectionSum(constant=-degrees_apart)))
 
     def _add_isosceles(self, first: Distance, second: Distance) -> None:
         """Add that two equal sides with a common end have equal angles at their other ends.
 
         Nothing is added where the three points lie on one line.
         """
-        shared = {first.start, first.end} & {second.start, second.end}
-        if len(shared) != 1:
+        shared_ends = {first.start, first.end} & {second.start, second.end}
+        if len(shared_ends) != 1:
             return
-        apex = shared.pop()
-        feet = [name for side in (first, second) for name in (side.start, side.end) if name != apex]
-        if len(feet) != 2 or any({apex, *feet} <= row for row in self._points_by_row):
+        (apex,) = shared_ends
+        ends = (first.start, first.end, second.start, second.end)
+        base_corners = [name for name in ends if name != apex]
+        if len(base_corners) != 2:
             return
+        if any({apex, *base_corners} <= points for points in self._points_by_row):
+            return
+        b, c = base_corners
         with suppress(_NotLinearError):
-            at_first = self._angle_as_sum(Angle(first=apex, corner=feet[0], last=feet[1]))
-            at_second = self._angle_as_sum(Angle(first=apex, corner=feet[1], last=feet[0]))
-            self.equations.append(at_first.plus(at_second, -1.0))
+            angle_at_b = self._angle_as_sum(Angle(first=apex, corner=b, last=c))
+            angle_at_c = self._angle_as_sum(Angle(first=apex, corner=c, last=b))
+            self.equations.append(angle_at_b.plus(angle_at_c, -1.0))
 
 
 def _line_name_by_points(rows: list[list[str]]) -> dict[frozenset[str], str]:

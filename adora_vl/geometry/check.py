@@ -1,9 +1,9 @@
 """Claims on a figure: which are true, and which of these say something new.
 
 A figure has many truths that cost nothing: `AB = AB`, a fact in other words, arithmetic on what is
-given. A claim is told from these by its gradient, how the difference of its sides changes with every
-place and letter of the figure. In the span of the gradients of given values and of earlier new
-claims it says nothing new. So no text has more new claims than its figure has free unknowns.
+given. A claim is told from these by its gradient, how the difference of its sides changes with
+every place and letter of the figure. In the span of the gradients of given values and of earlier
+new claims it says nothing new. So no text has more new claims than its figure has free unknowns.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from adora_vl.geometry.checked import CheckedClaim
 from adora_vl.geometry.claims import Claim, read_claims_on
 from adora_vl.geometry.fact_kinds import gives_expression, gives_value, joins_names
-from adora_vl.geometry.figure import Figure, figure_from_json
+from adora_vl.geometry.figure import Figure, figure_from_json, state_of_figure
 from adora_vl.geometry.judgement import Judgement
 from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.quantities import (
@@ -70,23 +70,16 @@ class CheckedFigure:
         self.reading = read_facts(figure.form, without_words=figure.left_out)
         problem = FigureProblem(self.reading)
         self.system = problem.system
-        self.state = problem.starts.near_picture(0)
-        # Places are stored to scale, and stand in the vector as shares of the figure's size.
-        for name, (x, y) in figure.at.items():
-            position = self.system.position.get(name)
-            if position is not None:
-                self.state[2 * position] = x / problem.size
-                self.state[2 * position + 1] = y / problem.size
-        for number, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
-            self.state[number] = figure.values.get(name, self.state[number])
+        self.state = state_of_figure(figure, problem)
         _, jacobian = self.system.residuals(self.state)
         # An unknown that moves many facts is scaled down, so that rows of lengths, angles and letters
         # can be compared.
         lengths = np.sqrt(np.einsum("ij,ij->j", jacobian, jacobian))
         self.scales = 1 / np.maximum(lengths, 1e-9)
         self.free_movements = self._free_movements(jacobian * self.scales)
-        fact_signatures = [*self.reading.relations, *split_midpoints(self.reading.relations)]
-        self.fact_signatures = {relation_signature(relation) for relation in fact_signatures}
+        # A claim may name a midpoint, or the two equal lengths that it makes.
+        relations = [*self.reading.relations, *split_midpoints(self.reading.relations)]
+        self.fact_signatures = {relation_signature(relation) for relation in relations}
         # What the facts give, as numbers and as expressions of letters.
         self.given_relations = [
             relation
@@ -145,13 +138,13 @@ class CheckedFigure:
         """
         with np.errstate(all="ignore"):
             known_rows = Judgement(self, []).known_rows
-        movable = self.system.count - len(self.free_movements)
-        rank = (
-            int(np.linalg.matrix_rank(np.stack(known_rows), tol=MAX_SHARE_OUTSIDE_SPAN))
-            if known_rows
-            else 0
-        )
-        return max(0, movable - rank)
+        # What the facts hold fast, given values among them, less what these values say.
+        fixed_count = self.system.count - len(self.free_movements)
+        settled_count = 0
+        if known_rows:
+            rows = np.stack(known_rows)
+            settled_count = int(np.linalg.matrix_rank(rows, tol=MAX_SHARE_OUTSIDE_SPAN))
+        return max(0, fixed_count - settled_count)
 
     def claims(self, text: str) -> list[CheckedClaim]:
         """Return the claims of a response with their verdicts, in their order."""

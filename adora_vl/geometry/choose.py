@@ -26,9 +26,8 @@ _ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may d
 _DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
 _ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
 _DISTANCE_PER_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
-_CLEARLY_NEARER_RATIO = (
-    1.5  # a figure that is so much nearer to the picture is the one that is meant
-)
+# a figure that is so much nearer to the picture is the one that is meant
+_CLEARLY_NEARER_RATIO = 1.5
 _NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
 
 
@@ -82,32 +81,35 @@ def _choose_by_likeness(
 
     Figures that have collapsed count for nothing, and those without a fault come before all others.
     """
-    loose = _MAX_RESIDUAL_OF_ROUNDED_FACTS if rounded else MAX_RESIDUAL
-    solutions = problem.solutions(budget, starts, loose)
+    max_residual = _MAX_RESIDUAL_OF_ROUNDED_FACTS if rounded else MAX_RESIDUAL
+    solutions = problem.solutions(budget, starts, max_residual)
     if not solutions:
         return Outcome(status="conflict")
     if rounded:
+        # Figures that fit much worse than the best one are no rivals of it.
         least_residual = min(solution.residual for solution in solutions)
-        solutions = [
-            solution
-            for solution in solutions
-            if solution.residual < _MAX_RESIDUAL_RATIO * least_residual + 1e-9
-        ]
-    sound = [solution for solution in solutions if not is_collapsed(solution)]
-    if not sound:
+        limit = _MAX_RESIDUAL_RATIO * least_residual + 1e-9
+        solutions = [solution for solution in solutions if solution.residual < limit]
+    sound_solutions = [solution for solution in solutions if not is_collapsed(solution)]
+    if not sound_solutions:
         best = min(solutions, key=_unlikeness)
         return Outcome(status="collapsed", value=best.value, solution=best)
-    pool = [solution for solution in sound if solution.faults == 0] or sound
+    flawless_solutions = [solution for solution in sound_solutions if solution.faults == 0]
+    candidates = flawless_solutions or sound_solutions
     if not problem.places:
-        return _choose_without_picture(problem, pool, budget)
-    best = min(pool, key=_unlikeness)
+        return _choose_without_picture(problem, candidates, budget)
+    best = min(candidates, key=_unlikeness)
     if is_goal_free(best):
-        return _choose_where_goal_seems_free(problem, best=best, alike=pool, budget=budget)
+        return _choose_where_goal_seems_free(problem, best=best, alike=candidates, budget=budget)
     share = _ROUNDED_ANSWER_TOLERANCE if rounded else _ANSWER_TOLERANCE
-    rivals = [solution for solution in pool if _is_rival(solution, best, share)]
-    agreeing = sum(1 for solution in sound if answers_agree(solution.value, best.value, share))
+    rivals = [solution for solution in candidates if _is_rival(solution, best, share)]
     rival_values = tuple(sorted({round(solution.value, 6) for solution in rivals}))
-    if rivals or (agreeing < 2 and best.faults > 0):
+    agreeing_count = sum(
+        1 for solution in sound_solutions if answers_agree(solution.value, best.value, share)
+    )
+    # A figure that differs from the picture is meant only if a second search finds it too.
+    is_doubtful = best.faults > 0 and agreeing_count < 2
+    if rivals or is_doubtful:
         return Outcome(
             status="ambiguous", value=best.value, solution=best, rival_values=rival_values
         )
@@ -130,16 +132,13 @@ def _is_rival(solution: Solution, best: Solution, share: float) -> bool:
     `share` is how much of an answer counts as rounding. Of a positive and a negative answer the
     positive one is meant, and a figure that may still move says nothing.
     """
-    if (
-        answers_agree(solution.value, best.value, share)
-        or is_goal_free(solution)
-        or best.value > 0 > solution.value
-    ):
+    if answers_agree(solution.value, best.value, share) or is_goal_free(solution):
         return False
-    return (
-        _unlikeness(solution)[0]
-        < _CLEARLY_NEARER_RATIO * _unlikeness(best)[0] + _NEGLIGIBLE_DISTANCE
-    )
+    if best.value > 0 > solution.value:
+        return False
+    unlikeness, _ = _unlikeness(solution)
+    least_unlikeness, _ = _unlikeness(best)
+    return unlikeness < _CLEARLY_NEARER_RATIO * least_unlikeness + _NEGLIGIBLE_DISTANCE
 
 
 def _rival_values(alike: Sequence[Solution], best: Solution, share: float) -> list[float]:

@@ -1,8 +1,9 @@
 """What a response claims of a figure: its equations, and relations such as "AB is parallel to CD".
 
-`read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the like
-between them, or a relation in signs or words. What nobody stands by is no claim
-(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not guessed.
+`read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the
+like between them, or a relation in signs or words. What nobody stands by is no claim
+(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not
+guessed.
 """
 
 from __future__ import annotations
@@ -408,9 +409,8 @@ class _ClaimReader:
         `amount` is how much, and `factor` is 1 for more and -1 for less. Returns the side with the
         position behind it.
         """
-        while self.sides.word_at(number) in ("the", "length", "measure", "of"):
-            number += 1
-        side, behind = self.sides.side(number)
+        start = self.sides.skip_words(number, {"the", "length", "measure", "of"})
+        side, behind = self.sides.side(start)
         change = times(Constant(factor), amount.quantity)
         decimals = [part.decimals for part in (amount, side) if part.decimals is not None]
         quantity = plus(side.quantity, change)
@@ -491,13 +491,11 @@ class _ClaimReader:
         if token.kind != "word" or not re.fullmatch("[a-z]", token.text):
             return
         cursor += 1
-        if self.sides.token_at(cursor).text != "=" and self.sides.word_at(cursor) not in (
-            *("be", "denote", "represent", "is", "equal"),
-        ):
+        is_verb = self.sides.word_at(cursor) in ("be", "denote", "represent", "is", "equal")
+        if self.sides.token_at(cursor).text != "=" and not is_verb:
             return
-        cursor += 1
-        while self.sides.word_at(cursor) in ("the", "length", "measure", "of", "side", "segment"):
-            cursor += 1
+        words_before_name = {"the", "length", "measure", "of", "side", "segment"}
+        cursor = self.sides.skip_words(cursor + 1, words_before_name)
         try:
             quantity, _ = self.sides.atom(cursor)
         except (NoSideError, UnreadError, ValueError):

@@ -17,16 +17,14 @@ from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.solve import FigureProblem, answers_agree, is_collapsed
 
 _MAX_FACTS_TRIED = 14  # facts of one kind that are left out one by one
-_STARTS_WITHOUT_FACT = (
-    4  # of a form without a fact, of which many are tried; two that agree end a search
-)
+# of a form without a fact, of which many are tried; two that agree end a search
+_STARTS_WITHOUT_FACT = 4
 # A contradiction that is named has to hold: few facts are cheap to search from many starts.
 _STARTS_ALONE = 24
 _EVALUATIONS_ALONE = 4000
 _MAX_FACTS_NAMED = 6  # facts that a person still reads
-_MIN_RESIDUAL_SHARE = (
-    1e-3  # share of the largest residual that a fact has to have to count as involved
-)
+# share of the largest residual that a fact has to have to count as involved
+_MIN_RESIDUAL_SHARE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -66,50 +64,62 @@ def find_conflict(form: LogicForm, reading: Reading, budget: Budget) -> Conflict
     supposes. `budget` counts evaluations for all trials together; a trial that finds it spent
     counts as one that does not fit.
     """
-    terms = reading.drawing.terms
-    used = {source for source in reading.fact_numbers if source is not None}
-    values = [number for number in sorted(used) if gives_size(terms[number])]
-    value_facts = [number for number in values if number < len(reading.drawing.fact_terms)]
-    relation_facts = [
-        number for number in sorted(used - set(values)) if number < len(reading.drawing.fact_terms)
-    ]
-    question_facts = [
-        number for number in sorted(used) if number >= len(reading.drawing.fact_terms)
-    ]
-    involved = _facts_missed_by_nearest_figure(FigureProblem(reading), budget)
-    groups: list[list[tuple[int, ...]]] = [_facts_of_other_kind(reading, values)]
-    for numbers in (value_facts, relation_facts, question_facts):
-        # Facts that the nearest figure misses come first, since only so many are tried.
-        likely = [number for number in numbers if number in involved]
-        rest = [number for number in numbers if number not in involved]
-        groups.append([(number,) for number in [*likely, *rest][:_MAX_FACTS_TRIED]])
+    missed_facts = _facts_missed_by_nearest_figure(FigureProblem(reading), budget)
     repairs: list[Repair] = []
-    chosen: Repair | None = None
+    chosen_repair: Repair | None = None
     is_settled = False
-    for group in groups:
-        attempts = [_try_without_facts(form, left_out, budget) for left_out in group]
-        fitting = [repair for repair in attempts if repair is not None]
-        repairs += fitting
-        answered = [repair for repair in fitting if repair.outcome.status == "answered"]
+    for group in _groups_to_leave_out(reading, missed_facts):
+        attempts = [_try_without_facts(form, numbers, budget) for numbers in group]
+        repairs_of_group = [repair for repair in attempts if repair is not None]
+        repairs += repairs_of_group
+        answered = [repair for repair in repairs_of_group if repair.outcome.status == "answered"]
         # The first kind of fact that helps decides; later ones are named, but answer nothing.
         if answered and not is_settled:
             is_settled = True
-            first = answered[0].outcome.value
-            assert first is not None
-            agree = all(
-                answers_agree(first, repair.outcome.value or 0.0, 1e-4) for repair in answered
+            first_value = answered[0].outcome.value
+            assert first_value is not None
+            all_agree = all(
+                answers_agree(first_value, repair.outcome.value or 0.0, 1e-4) for repair in answered
             )
-            chosen = answered[0] if agree else None
-    single = tuple(
-        dict.fromkeys(repair.left_out[0] for repair in repairs if len(repair.left_out) == 1)
-    )
-    named = single or tuple(number for number in involved if number < len(terms))
+            if all_agree:
+                chosen_repair = answered[0]
+    facts_that_help = [repair.left_out[0] for repair in repairs if len(repair.left_out) == 1]
+    named_facts = tuple(dict.fromkeys(facts_that_help))
+    if not named_facts:
+        fact_count = len(reading.drawing.terms)
+        named_facts = tuple(number for number in missed_facts if number < fact_count)
     return Conflict(
-        facts=named[:_MAX_FACTS_NAMED],
+        facts=named_facts[:_MAX_FACTS_NAMED],
         repairs=tuple(repairs),
-        repair=chosen,
-        is_certain=_exclude_each_other(form, reading, named),
+        repair=chosen_repair,
+        is_certain=_exclude_each_other(form, reading, named_facts),
     )
+
+
+def _groups_to_leave_out(
+    reading: Reading, missed_facts: Sequence[int]
+) -> list[list[tuple[int, ...]]]:
+    """Return which facts are left out together, by their numbers, in the order of trial.
+
+    The first group has all lengths or all angles at once. The others have single facts: those that
+    give values, those that say relations, and those of the question.
+    """
+    terms = reading.drawing.terms
+    first_of_question = len(reading.drawing.fact_terms)
+    used = {number for number in reading.fact_numbers if number is not None}
+    values = [number for number in sorted(used) if gives_size(terms[number])]
+    value_facts = [number for number in values if number < first_of_question]
+    relations = sorted(used - set(values))
+    relation_facts = [number for number in relations if number < first_of_question]
+    question_facts = [number for number in sorted(used) if number >= first_of_question]
+    groups: list[list[tuple[int, ...]]] = [_facts_of_other_kind(reading, values)]
+    for numbers in (value_facts, relation_facts, question_facts):
+        # Facts that the nearest figure misses come first, since only so many are tried.
+        likely = [number for number in numbers if number in missed_facts]
+        rest = [number for number in numbers if number not in missed_facts]
+        chosen_numbers = [*likely, *rest][:_MAX_FACTS_TRIED]
+        groups.append([(number,) for number in chosen_numbers])
+    return groups
 
 
 def _exclude_each_other(form: LogicForm, reading: Reading, named: Sequence[int]) -> bool:
@@ -191,25 +201,28 @@ def _facts_missed_by_nearest_figure(problem: FigureProblem, budget: Budget) -> l
 
     The nearest figure misses all facts together as little as it can.
     """
-    best: np.ndarray | None = None
-    for number in (0, 1):
-        state, _ = descend(
-            problem.system, state=problem.starts.near_picture(number), budget=budget, steps=60
-        )
-        residuals, _ = problem.system.residuals(state, slopes=False)
-        if np.isfinite(residuals).all() and (best is None or residuals @ residuals < best @ best):
-            best = residuals
-    if best is None or not len(best):
+    system = problem.system
+    least_residuals: np.ndarray | None = None
+    for start in (0, 1):
+        begin = problem.starts.near_picture(start)
+        state, _ = descend(system, state=begin, budget=budget, steps=60)
+        residuals, _ = system.residuals(state, slopes=False)
+        if not np.isfinite(residuals).all():
+            continue
+        if least_residuals is None or residuals @ residuals < least_residuals @ least_residuals:
+            least_residuals = residuals
+    if least_residuals is None or not len(least_residuals):
         return []
-    sources = {
-        id(relation): source
-        for relation, source in zip(
-            problem.reading.relations, problem.reading.fact_numbers, strict=True
-        )
+    reading = problem.reading
+    # By identity, since two facts may say equal relations.
+    fact_by_relation_id = {
+        id(relation): number
+        for relation, number in zip(reading.relations, reading.fact_numbers, strict=True)
     }
-    misses: dict[int, float] = {}
-    for residual, relation in zip(np.abs(best), problem.system.residual_relations, strict=True):
-        source = sources.get(id(relation))
-        if source is not None and residual > _MIN_RESIDUAL_SHARE * np.abs(best).max():
-            misses[source] = max(misses.get(source, 0.0), float(residual))
-    return sorted(misses, key=lambda source: (-misses[source], source))
+    sizes = np.abs(least_residuals)
+    miss_by_fact: dict[int, float] = {}
+    for size, relation in zip(sizes, system.residual_relations, strict=True):
+        fact_number = fact_by_relation_id.get(id(relation))
+        if fact_number is not None and size > _MIN_RESIDUAL_SHARE * sizes.max():
+            miss_by_fact[fact_number] = max(miss_by_fact.get(fact_number, 0.0), float(size))
+    return sorted(miss_by_fact, key=lambda number: (-miss_by_fact[number], number))

@@ -15,9 +15,8 @@ from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.system import System
 
 _MAX_DAMPINGS_TRIED = 7  # dampings that one step tries
-_DAMPING_DIVISOR_AFTER_SUCCESS = (
-    8.0  # a step that went downhill lets the next one be so much bolder
-)
+# a step that went downhill lets the next one be so much bolder
+_DAMPING_DIVISOR_AFTER_SUCCESS = 8.0
 _DAMPING_FACTOR_AFTER_FAILURE = 6.0  # and one that did not makes it so much more careful
 _MIN_DAMPING = 1e-12
 _NEGLIGIBLE_RESIDUAL = 1e-13  # largest residual at which nothing is left to gain
@@ -112,22 +111,24 @@ def descend(
     residuals, jacobian = system.residuals(state)
     position = _Position(state=state, residuals=residuals, jacobian=jacobian, damping=1e-3)
     for step in range(steps):
-        is_done = position.largest_residual < _NEGLIGIBLE_RESIDUAL or not math.isfinite(
-            position.largest_residual
-        )
-        if is_done or not budget.take():
+        is_solved = position.largest_residual < _NEGLIGIBLE_RESIDUAL
+        # Where an equation has no value, no direction leads downhill.
+        has_no_value = not math.isfinite(position.largest_residual)
+        if is_solved or has_no_value or not budget.take():
             break
-        following = _step_downhill(objective, position)
-        if following is None:
+        next_position = _step_downhill(objective, position)
+        if next_position is None:
             break
-        before = objective.sum_of_squares(position.state, position.residuals)
-        after = objective.sum_of_squares(following.state, following.residuals)
-        position = following
+        squares_before = objective.sum_of_squares(position.state, position.residuals)
+        squares_after = objective.sum_of_squares(next_position.state, next_position.residuals)
+        gain = squares_before - squares_after
+        position = next_position
         # A search that hardly gains while far from a solution is stuck beside one.
-        if before - after < 1e-9 * before and before > 1e-8 and step > _MIN_STEPS_BEFORE_GIVING_UP:
+        is_far = squares_before > 1e-8
+        if gain < 1e-9 * squares_before and is_far and step > _MIN_STEPS_BEFORE_GIVING_UP:
             break
         # A pulled search is only to bring the points near; the next one goes on.
-        if pull and before - after < 1e-3 * before:
+        if pull and gain < 1e-3 * squares_before:
             break
     return Descent(state=position.state, residual=position.largest_residual)
 

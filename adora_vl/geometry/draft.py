@@ -163,12 +163,14 @@ class Draft:
         """
         for fact in self.facts:
             if fact.head == "Perpendicular":
-                ends = [set(line.names) for line in fact.arguments]
-                shared = ends[0] & ends[1]
-                if len(shared) == 1 and ends[0] | ends[1] == set(corners):
-                    return shared.pop()
+                first_ends, second_ends = [set(line.names) for line in fact.arguments]
+                shared_ends = first_ends & second_ends
+                are_two_sides = first_ends | second_ends == set(corners)
+                if len(shared_ends) == 1 and are_two_sides:
+                    return shared_ends.pop()
             if fact.head == "RightAngle" or _gives_right_angle(fact):
                 angle = next(part for part in fact.walk() if part.head == "Angle")
+                # The middle one of three points, or the only one.
                 corner = angle.names[len(angle.names) // 2]
                 if corner in corners and set(angle.names) <= set(corners):
                     return corner

@@ -128,6 +128,7 @@ class Drawing(Likeness):
 
     def with_base_first(self, names: Sequence[str]) -> list[str]:
         """Return the corners of a trapezoid with the first side parallel to the third."""
+        # Sets of ends, since a fact may name a side from either end.
         sides = [frozenset((names[i], names[(i + 1) % 4])) for i in range(4)]
         parallel_pairs = [
             {frozenset(line.names) for line in term.arguments}
@@ -139,9 +140,13 @@ class Drawing(Likeness):
                 return [*names[i:], *names[:i]]
         if not set(names) <= self.places.keys():
             return list(names)
+        # No fact says it, so it is the pair of sides that looks more parallel.
         a, b, c, d = [self.places[name] for name in names]
-        first_leans = abs(sine(b - a, c - d)) > abs(sine(c - b, d - a))
-        return [*names[1:], names[0]] if first_leans else list(names)
+        sine_of_first_pair = abs(sine(b - a, c - d))
+        sine_of_second_pair = abs(sine(c - b, d - a))
+        if sine_of_first_pair > sine_of_second_pair:
+            return [*names[1:], names[0]]
+        return list(names)
 
     def apex(self, names: Sequence[str]) -> str:
         """Return the corner of an isosceles triangle at which the two sides look equal."""
@@ -151,9 +156,11 @@ class Drawing(Likeness):
         def difference(i: int) -> float:
             """Return how unequal the two sides at a corner are: the logarithm of their ratio."""
             corner = self.places[names[i]]
-            before = abs(corner - self.places[names[i - 1]])
-            behind = abs(corner - self.places[names[(i + 1) % 3]])
-            return abs(math.log(before / behind)) if before and behind else math.inf
+            length_before = abs(corner - self.places[names[i - 1]])
+            length_behind = abs(corner - self.places[names[(i + 1) % 3]])
+            if not length_before or not length_behind:
+                return math.inf
+            return abs(math.log(length_before / length_behind))
 
         return names[min(range(3), key=difference)]
 

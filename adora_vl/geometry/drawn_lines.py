@@ -31,20 +31,28 @@ class DrawnLines(DrawnPoints):
 
         A line whose points all lie on a longer line is left out.
         """
-        on_line: dict[frozenset[str], set[str]] = {
+        points_by_ends: dict[frozenset[str], set[str]] = {
             frozenset(line): set(line) for line in self.form.lines if line[0] != line[1]
         }
         for segment, points in self.points_on_segment.items():
-            on_line.setdefault(frozenset(segment), set(segment)).update(points)
-        rows: list[list[str]] = []
-        for points in sorted(on_line.values(), key=lambda points: (-len(points), sorted(points))):
-            placed = sorted(points & self.places.keys())
-            if len(placed) < 2 or any(set(placed) <= set(row) for row in rows):
-                continue
-            start = self.places[placed[0]]
-            end = self.places[max(placed, key=lambda name: abs(self.places[name] - start))]
-            rows.append(sorted(placed, key=lambda name: abs(self.places[name] - end)))
-        return rows
+            points_by_ends.setdefault(frozenset(segment), set(segment)).update(points)
+        longest_first = sorted(
+            points_by_ends.values(), key=lambda points: (-len(points), sorted(points))
+        )
+        lines: list[list[str]] = []
+        for points in longest_first:
+            placed_points = sorted(points & self.places.keys())
+            is_part_of_line = any(set(placed_points) <= set(line) for line in lines)
+            if len(placed_points) >= 2 and not is_part_of_line:
+                lines.append(self._in_order(placed_points))
+        return lines
+
+    def _in_order(self, points: Sequence[str]) -> list[str]:
+        """Return the points of a line in order, from the end that lies farthest from the first."""
+        start = self.places[points[0]]
+        end_name = max(points, key=lambda name: abs(self.places[name] - start))
+        end = self.places[end_name]
+        return sorted(points, key=lambda name: abs(self.places[name] - end))
 
     @cached_property
     def all_lines(self) -> list[list[str]]:

@@ -82,20 +82,34 @@ class DrawnPoints:
         for start, end in form.lines:
             self.neighbours[start].add(end)
             self.neighbours[end].add(start)
-        self.points_on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
-        for term in self.terms:
-            if term.head == "PointLiesOnLine" and len(term.arguments) == 2:
-                names = [term.arguments[0].head, *term.arguments[1].names]
-                if len(set(names)) == len(names) == 3 and all(map(self._may_be_point, names)):
-                    self.points_on_segment[names[1], names[2]].add(names[0])
+        self.points_on_segment = self._points_on_segments()
         self.circles = self._circles()
+        # Places are imagined for points on segments, and the last one needs all places.
         self._imagine_places()
         self.collinear_as_drawn = self._find_collinear_as_drawn()
-        self.corners_by_shape: dict[str, tuple[str, ...]] = {}
+        self.corners_by_shape = self._corners_by_shape()
+
+    def _points_on_segments(self) -> dict[tuple[str, str], set[str]]:
+        """Map the ends of each segment to the points that facts put between them."""
+        points_on_segment: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for term in self.terms:
+            if term.head != "PointLiesOnLine" or len(term.arguments) != 2:
+                continue
+            point, line = term.arguments
+            names = [point.head, *line.names]
+            are_three_points = len(set(names)) == len(names) == 3
+            if are_three_points and all(map(self._may_be_point, names)):
+                points_on_segment[line.names[0], line.names[1]].add(point.head)
+        return points_on_segment
+
+    def _corners_by_shape(self) -> dict[str, tuple[str, ...]]:
+        """Map each kind of shape to the corners of the first one that a fact names by them."""
+        corners_by_shape: dict[str, tuple[str, ...]] = {}
         for term in self.terms:
             for shape in (term, *term.arguments):
                 if len(shape.names) == CORNER_COUNT_BY_SHAPE.get(shape.head):
-                    self.corners_by_shape.setdefault(shape.head, tuple(shape.names))
+                    corners_by_shape.setdefault(shape.head, tuple(shape.names))
+        return corners_by_shape
 
     def _may_be_point(self, name: str) -> bool:
         """Tell whether a name can be a point: a capital letter, or a name that the picture has."""
@@ -310,18 +324,19 @@ class DrawnPoints:
         start = self.places[first]
         way = self.places[last] - start
         for term in self.fact_terms:
-            if term.head != "Perpendicular" or not all(
-                len(line.names) == 2 for line in term.arguments
-            ):
+            has_two_ends = all(len(line.names) == 2 for line in term.arguments)
+            if term.head != "Perpendicular" or not has_two_ends:
                 continue
             for line in term.arguments:
                 if name not in line.names or line.names[0] == line.names[1]:
                     continue
                 top = next(point for point in line.names if point != name)
-                if top in self.places and top not in (first, last):
-                    to_top = self.places[top] - start
-                    if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
-                        return dot(way, to_top) / abs(way) ** 2
+                if top not in self.places or top in (first, last):
+                    continue
+                to_top = self.places[top] - start
+                # A top on the segment itself, or nearly so, has no foot.
+                if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
+                    return dot(way, to_top) / abs(way) ** 2
         return 0.5
 
     def _copy_similar(self) -> None:
@@ -354,23 +369,28 @@ class DrawnPoints:
     def named_polygons(self) -> list[tuple[str, ...]]:
         """The polygons that facts name with all their corners, in order, each once."""
         parts = (part for term in self.terms for part in term.walk())
-        named = (tuple(part.names) for part in parts if _names_corners(part))
-        return [
-            names
-            for names in dict.fromkeys(named)
-            if len(set(names)) == len(names) and all(map(self._may_be_point, names))
-        ]
+        corners_of_parts = (tuple(part.names) for part in parts if _names_corners(part))
+        polygons = []
+        # `dict.fromkeys` drops repetitions, and keeps the order.
+        for corners in dict.fromkeys(corners_of_parts):
+            are_different = len(set(corners)) == len(corners)
+            if are_different and all(map(self._may_be_point, corners)):
+                polygons.append(corners)
+        return polygons
 
     def circles_in_polygons(self) -> Iterator[PointInPolygon]:
         """Yield the centres of circles that facts inscribe in polygons."""
         for term in self.terms:
             if term.head not in ("InscribedIn", "CircumscribedTo") or len(term.arguments) != 2:
                 continue
-            disc, polygon = term.arguments
+            # `InscribedIn(Circle(O), ...)`, but `CircumscribedTo(..., Circle(O))`.
+            circle, polygon = term.arguments
             if term.head == "CircumscribedTo":
-                polygon, disc = term.arguments
-            if disc.head == "Circle" and disc.names and tuple(polygon.names) in self.named_polygons:
-                yield PointInPolygon(point=disc.names[0], corners=tuple(polygon.names))
+                polygon, circle = term.arguments
+            is_named_circle = circle.head == "Circle" and bool(circle.names)
+            corners = tuple(polygon.names)
+            if is_named_circle and corners in self.named_polygons:
+                yield PointInPolygon(point=circle.names[0], corners=corners)
 
     def separate_arcs(self) -> list[SeparateArcs]:
         """Return the pairs of arcs of given sizes that have no common end.

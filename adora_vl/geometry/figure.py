@@ -10,6 +10,7 @@ from typing import Literal
 
 from adora_vl.geometry.choose import Status
 from adora_vl.geometry.forms import LogicForm, Point, form_as_record, read_form_from_record
+from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.reading import read_facts
 from adora_vl.geometry.solve import FigureProblem, Solution
 
@@ -43,17 +44,17 @@ class Verdict:
     `collapsed` where it does so only with points that fall together; `unread` where the form or
     its question cannot be read.
 
-    `value` is also there for other statuses where something is known: with `how` `looks` it needs
-    what is `assumed` by the picture, with `without a fact` that `left_out` does not hold, with
-    `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it has no
-    short form. `unread`: facts that could not be read, each with its place and the reason. `why`:
-    one line for a person.
+    `value` is also there for other statuses where something is known: with the `basis` `looks` it
+    needs what is `assumed` by the picture, with `without a fact` that `left_out` does not hold,
+    with `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it
+    has no short form. `unread`: facts that could not be read, each with its place and the reason.
+    `why`: one line for a person.
     """
 
     status: Status
     value: float | None = None
     answer: str | None = None
-    how: AnswerBasis = ""
+    basis: AnswerBasis = ""
     figure: Figure | None = None
     assumed: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -148,14 +149,26 @@ def largest_residual_of(figure: Figure) -> float:
     """
     reading = read_facts(figure.form, without_words=figure.left_out)
     problem = FigureProblem(reading)
-    state = problem.starts.near_picture(0)
-    for name, (x, y) in figure.at.items():
-        if name in problem.system.position:
-            i = 2 * problem.system.position[name]
-            state[i] = x / problem.size
-            state[i + 1] = y / problem.size
-    for number, name in enumerate(problem.system.unknowns, start=problem.system.first_unknown):
-        if name in figure.values:
-            state[number] = figure.values[name]
+    state = state_of_figure(figure, problem)
     residuals, _ = problem.system.residuals(state, slopes=False)
     return float(abs(residuals).max()) if len(residuals) else 0.0
+
+
+def state_of_figure(figure: Figure, problem: FigureProblem) -> Vector:
+    """Return the places and values of a stored figure as the unknowns of its problem.
+
+    An unknown that the figure does not have keeps the value at which a search begins. Shape
+    (unknowns,).
+    """
+    system = problem.system
+    state = problem.starts.near_picture(0)
+    for name, (x, y) in figure.at.items():
+        point_number = system.position.get(name)
+        if point_number is not None:
+            # Places are stored to scale, and stand in the state as shares of the figure's size.
+            state[2 * point_number] = x / problem.size
+            state[2 * point_number + 1] = y / problem.size
+    for i, name in enumerate(system.unknowns, start=system.first_unknown):
+        if name in figure.values:
+            state[i] = figure.values[name]
+    return state

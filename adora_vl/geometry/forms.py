@@ -32,7 +32,7 @@ _INTERGPS_KEY_BY_FIELD = {
 
 @dataclass(frozen=True)
 class Term:
-    """A logic form such as `Line(A, B)`: a head, and the terms in its brackets.
+    """A fact or a part of one, such as `Line(A, B)`: a head, and the terms in its brackets.
 
     A text without brackets has no arguments.
     """
@@ -105,10 +105,15 @@ def _split_arguments(rest: str) -> list[str] | None:
 
 @dataclass(frozen=True)
 class LogicForm:
-    """A diagram and its question.
+    """The facts of a diagram and its question, in the notation of Geometry3K's annotation.
 
-    `points` has the places in the picture, in pixels with y downwards; a point whose place nobody
-    knows is not in it.
+    Attributes:
+        lines: The drawn segments, by their two ends.
+        circles: The centres of the drawn circles.
+        points: The places in the picture, in pixels with y downwards. A point whose place nobody
+            knows is not in it.
+        facts: Texts such as `Equals(LengthOf(Line(A, B)), 10)`.
+        question: Texts such as `Find(LengthOf(Line(A, C)))`, and facts that only the question has.
     """
 
     lines: tuple[tuple[str, str], ...]
@@ -123,7 +128,7 @@ class LogicForm:
         return [parse_term(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
     def facts_with_head(self, head: str) -> list[Term]:
-        """Return the facts with this head."""
+        """Return the facts whose terms have this head, such as `Perpendicular`."""
         return [term for term in self.terms if term and term.head == head]
 
     @cached_property
@@ -163,18 +168,20 @@ class LogicForm:
     @cached_property
     def points_by_circle(self) -> dict[tuple[str, str], list[str]]:
         """The circles, by centre and by the name of the radius, with the points on each."""
-        on_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
+        points_by_circle: dict[tuple[str, str], list[str]] = defaultdict(list)
         for term in self.facts_with_head("PointLiesOnCircle"):
             if len(term.arguments) != 2 or not term.arguments[1].names:
                 continue
-            circle = term.arguments[1].names
-            radius = circle[1] if len(circle) > 1 else ""
-            on_circle[circle[0], radius].append(term.arguments[0].head)
-        centres = {centre for centre, _ in on_circle}
-        empty: dict[tuple[str, str], list[str]] = {
-            (name, ""): [] for name in self.circles if name and name not in centres
-        }
-        return dict(on_circle) | empty
+            point, circle = term.arguments
+            centre = circle.names[0]
+            radius = circle.names[1] if len(circle.names) > 1 else ""
+            points_by_circle[centre, radius].append(point.head)
+        # A circle of which no fact has a point is listed by its centre alone.
+        known_centres = {centre for centre, _ in points_by_circle}
+        for centre in self.circles:
+            if centre and centre not in known_centres:
+                points_by_circle[centre, ""] = []
+        return dict(points_by_circle)
 
 
 def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
@@ -209,7 +216,7 @@ def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
 
 
 def form_as_record(form: LogicForm) -> dict[str, object]:
-    """Return the form as an object that `read_form_from_record` reads back: plain lists and texts, for JSON."""
+    """Return the form as plain lists and texts for JSON, which `read_form_from_record` reads back."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),

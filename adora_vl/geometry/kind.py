@@ -58,8 +58,9 @@ class KindOfFigure:
         self.system = system
         self.places = places
         self.segments = sorted({line for line in drawing.form.lines if line[0] != line[1]})
-        on_circles = {name for circle in drawing.circles for name in circle.points}
-        self.used_points = sorted({name for line in self.segments for name in line} | on_circles)
+        points_on_circles = {name for circle in drawing.circles for name in circle.points}
+        ends_of_segments = {name for line in self.segments for name in line}
+        self.used_points = sorted(ends_of_segments | points_on_circles)
         self.point_orders = self._seen_orders()
         self.drawn_turns = self._seen_turns()
         self.uncrossed_pairs = self._seen_apart()
@@ -74,8 +75,8 @@ class KindOfFigure:
     def _seen_orders(self) -> list[list[str]]:
         """Return the points of each line in order.
 
-        Of a line with a point without a place it is known which points lie between its ends, and not
-        in which order.
+        Of a line with a point without a place it is known which points lie between its ends, and
+        not in which order.
         """
         rows = [row for row in self.drawing.drawn_lines if len(row) > 2]
         triples = [
@@ -91,11 +92,15 @@ class KindOfFigure:
         places = self.places
         turns: list[DrawnTurn] = []
         for corner in sorted(self.drawing.neighbours):
-            for first, last in combinations(sorted(self.drawing.neighbours[corner]), 2):
-                if {first, corner, last} <= places.keys():
-                    bend = sine(places[first] - places[corner], places[last] - places[corner])
-                    if abs(bend) > _MIN_SINE_OF_CORNER:
-                        turns.append(DrawnTurn(first=first, corner=corner, last=last, bend=bend))
+            neighbours = sorted(self.drawing.neighbours[corner])
+            for first, last in combinations(neighbours, 2):
+                if not {first, corner, last} <= places.keys():
+                    continue
+                to_first = places[first] - places[corner]
+                to_last = places[last] - places[corner]
+                bend = sine(to_first, to_last)
+                if abs(bend) > _MIN_SINE_OF_CORNER:
+                    turns.append(DrawnTurn(first=first, corner=corner, last=last, bend=bend))
         return turns
 
     def _seen_apart(self) -> list[tuple[str, str, str, str]]:
@@ -174,22 +179,30 @@ class KindOfFigure:
     def _is_convex(self, state: Vector, names: Sequence[str]) -> bool:
         """Tell whether corners go round once in the figure, turning to the same side at each."""
         corners = [self.system.location(state, name) for name in names]
-        sides = [corners[i] - corners[i - 1] for i in range(len(corners))]
-        turns = [phase(sides[i] * sides[i - 1].conjugate()) for i in range(len(sides))]
+        # Index -1 is the last corner, so that the side which closes the polygon comes first.
+        sides = []
+        for i in range(len(corners)):
+            sides.append(corners[i] - corners[i - 1])
+        turns = []
+        for i in range(len(sides)):
+            # The argument of w * conj(u) is the angle from u to w.
+            turns.append(phase(sides[i] * sides[i - 1].conjugate()))
+        always_left = min(turns) > _MIN_BEND
+        always_right = max(turns) < -_MIN_BEND
         # Once round is a full turn; a pentagram, which also bends to one side alone, goes round twice.
-        bends_alike = min(turns) > _MIN_BEND or max(turns) < -_MIN_BEND
-        return bends_alike and abs(sum(turns)) < 1.5 * math.tau
+        goes_round_once = abs(sum(turns)) < 1.5 * math.tau
+        return (always_left or always_right) and goes_round_once
 
     def _is_inside(self, state: Vector, inner_point: PointInPolygon) -> bool:
         """Tell whether a point lies inside a convex polygon: on the same side of all its sides."""
         location = self.system.location(state, inner_point.point)
-        ends = [
-            (self.system.location(state, start), self.system.location(state, end))
-            for start, end in sides_of_polygon(inner_point.corners)
-        ]
         # Positive to the left of a side. A point on a side itself does not lie inside.
-        beside = [cross(end - start, location - start) for start, end in ends]
-        return min(beside) > 0 or max(beside) < 0
+        distances_left = []
+        for start_name, end_name in sides_of_polygon(inner_point.corners):
+            start = self.system.location(state, start_name)
+            end = self.system.location(state, end_name)
+            distances_left.append(cross(end - start, location - start))
+        return min(distances_left) > 0 or max(distances_left) < 0
 
     def _are_apart(self, state: Vector, arcs: SeparateArcs) -> bool:
         """Tell whether two arcs have no part in common in the figure.
@@ -218,8 +231,14 @@ class KindOfFigure:
         for row in self.point_orders:
             start = self.system.location(state, row[0])
             way = self.system.location(state, row[-1]) - start
-            along = [dot(self.system.location(state, name) - start, way) for name in row]
-            lines += ["".join(row) for before, behind in pairwise(along) if before >= behind]
+            # How far along the line each point lies; the values have to grow.
+            distances_along = []
+            for name in row:
+                to_point = self.system.location(state, name) - start
+                distances_along.append(dot(to_point, way))
+            for before, behind in pairwise(distances_along):
+                if before >= behind:
+                    lines.append("".join(row))
         return lines
 
     def _is_flat(self, places: Sequence[complex]) -> bool:

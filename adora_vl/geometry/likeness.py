@@ -6,6 +6,7 @@ import math
 from cmath import phase
 from collections.abc import Sequence
 from itertools import combinations
+from typing import NamedTuple
 
 from adora_vl.geometry.forms import inner_names
 from adora_vl.geometry.regions import Regions
@@ -20,6 +21,14 @@ _UNLIKENESS_STEP = 0.15  # step in which a polygon's likeness to its kind is cou
 _DEGREES_PER_UNLIKENESS = 30.0
 _WEIGHT_OF_SPREAD = 3.0
 _MAX_POLYGONS_COMPARED = 80  # polygons of a crowded picture whose pairs are compared
+
+
+class _MatchedPolygons(NamedTuple):
+    """How unlike two polygons are, and their corners in the same order."""
+
+    unlikeness: float
+    first: list[str]
+    second: list[str]
 
 
 class Likeness(Regions):
@@ -48,20 +57,25 @@ class Likeness(Regions):
         a, b, c, d = [self.places[name] for name in names]
         sides = [b - a, c - b, d - c, a - d]
         lengths = [abs(side) for side in sides]
-        askew = [abs(sine(sides[0], sides[2])), abs(sine(sides[1], sides[3]))]
-        unlike = 0.0
+        # The sines between opposite sides, which are 0 for parallel ones.
+        askew = [
+            abs(sine(sides[0], sides[2])),
+            abs(sine(sides[1], sides[3])),
+        ]
+        unlikeness = 0.0
         if kind in ("Parallelogram", "Rectangle", "Rhombus", "Square"):
-            unlike += sum(askew)
+            unlikeness += sum(askew)
         if kind in ("Rectangle", "Square"):
-            unlike += abs(cosine(sides[0], sides[1]))
+            unlikeness += abs(cosine(sides[0], sides[1]))
         if kind in ("Rhombus", "Square"):
-            unlike += abs(math.log(lengths[0] / lengths[1]))
+            unlikeness += abs(math.log(lengths[0] / lengths[1]))
         if kind == "Trapezoid":
-            unlike += min(askew)
+            unlikeness += min(askew)
         if kind == "Kite":
+            # The equal sides meet at two opposite corners, the first and third or the others.
             ratios = [abs(math.log(lengths[i] / lengths[(i + 1) % 4])) for i in range(4)]
-            unlike += min(ratios[0] + ratios[2], ratios[1] + ratios[3])
-        return unlike
+            unlikeness += min(ratios[0] + ratios[2], ratios[1] + ratios[3])
+        return unlikeness
 
     def similar_pair(self) -> tuple[list[str], list[str]]:
         """Return the corners of two drawn shapes that are meant to be similar, in the same order.
@@ -71,25 +85,28 @@ class Likeness(Regions):
         `UnreadError` where no two shapes look alike.
         """
         if self.copied_pair is not None:
-            return list(self.copied_pair[0]), list(self.copied_pair[1])
-        marked = self._marked_pair()
-        if marked is not None:
-            return marked
+            first_copied, second_copied = self.copied_pair
+            return list(first_copied), list(second_copied)
+        marked_pair = self._marked_pair()
+        if marked_pair is not None:
+            return marked_pair
+        # Regions may give the same polygon several times, beginning at other corners.
         polygon_by_corners = {
             tuple(sorted(names)): names for names in self.polygons if len(names) > 2
         }
         polygons = list(polygon_by_corners.values())[:_MAX_POLYGONS_COMPARED]
         drawn_points = {name for name in self.neighbours if name in self.places}
-        best: tuple[float, list[str], list[str]] | None = None
+        best: _MatchedPolygons | None = None
         for first, second in combinations(polygons, 2):
             # The two that are meant have all drawn points between them.
-            if len(first) == len(second) and {*first, *second} >= drawn_points:
-                unlikeness, ordered_second = self._match_corners(first, second)
-                if best is None or unlikeness < best[0]:
-                    best = (unlikeness, first, ordered_second)
-        if best is None or best[0] >= _MAX_UNLIKENESS:
+            if len(first) != len(second) or not {*first, *second} >= drawn_points:
+                continue
+            match = self._match_corners(first, second)
+            if best is None or match.unlikeness < best.unlikeness:
+                best = match
+        if best is None or best.unlikeness >= _MAX_UNLIKENESS:
             raise UnreadError("the picture does not show which shapes are similar")
-        return best[1], best[2]
+        return best.first, best.second
 
     def _marked_pair(self) -> tuple[list[str], list[str]] | None:
         """Return the corners of two polygons whose angles facts make equal one by one, or None.
@@ -123,30 +140,36 @@ class Likeness(Regions):
             return None
         return path, [partner_of_corner[name] for name in path]
 
-    def _match_corners(self, first: list[str], second: list[str]) -> tuple[float, list[str]]:
-        """Return how unlike two polygons are at best, and the second one's corners in that order.
+    def _match_corners(self, first: list[str], second: list[str]) -> _MatchedPolygons:
+        """Match the corners of two polygons so that they are as little unlike as possible.
 
         Each corner of the second is tried as the partner of the first one's first, both ways round.
         """
-        first_angles, first_sides = self._angles_and_sides(first)
-        best: tuple[float, list[str]] | None = None
+        best: _MatchedPolygons | None = None
         for direction in (second, second[::-1]):
             for start in range(len(direction)):
                 order = direction[start:] + direction[:start]
-                angles, sides = self._angles_and_sides(order)
-                pairs_of_angles = zip(first_angles, angles, strict=True)
-                degrees_apart = sum(abs(theirs - ours) for theirs, ours in pairs_of_angles)
-                pairs_of_sides = zip(first_sides, sides, strict=True)
-                ratios = [math.log(theirs / ours) for theirs, ours in pairs_of_sides]
-                unlikeness = (
-                    degrees_apart / _DEGREES_PER_UNLIKENESS
-                    + _WEIGHT_OF_SPREAD * _standard_deviation(ratios)
-                )
+                unlikeness = self._unlikeness_of_pair(first, order)
                 # Among equals, but for rounding, the first order stays.
-                if best is None or unlikeness < best[0] - 1e-6:
-                    best = (unlikeness, order)
+                if best is None or unlikeness < best.unlikeness - 1e-6:
+                    best = _MatchedPolygons(unlikeness=unlikeness, first=first, second=order)
         assert best is not None
         return best
+
+    def _unlikeness_of_pair(self, first: Sequence[str], second: Sequence[str]) -> float:
+        """Return how unlike two polygons are whose corners are partners in this order.
+
+        Similar polygons have equal angles, and the same ratio for all pairs of sides. The ratios
+        count by their logarithms, so that a ratio and its inverse weigh alike.
+        """
+        first_angles, first_sides = self._angles_and_sides(first)
+        second_angles, second_sides = self._angles_and_sides(second)
+        pairs_of_angles = zip(first_angles, second_angles, strict=True)
+        degrees_apart = sum(abs(angle - partner) for angle, partner in pairs_of_angles)
+        pairs_of_sides = zip(first_sides, second_sides, strict=True)
+        log_ratios = [math.log(side / partner) for side, partner in pairs_of_sides]
+        unlikeness_of_angles = degrees_apart / _DEGREES_PER_UNLIKENESS
+        return unlikeness_of_angles + _WEIGHT_OF_SPREAD * _standard_deviation(log_ratios)
 
     def _angles_and_sides(self, names: Sequence[str]) -> tuple[list[float], list[float]]:
         """Return the drawn angles of a polygon in degrees, and the lengths of its sides."""

@@ -109,35 +109,53 @@ def bisects(measures: Measures, term: Term) -> Iterator[Relation]:
     drawing = measures.drawing
     line = drawing.ends_of_line(term.arguments[0])
     target = term.arguments[1]
-    names = target.names
-    if target.head == "Line" and len(names) == 2:
-        middle = [name for name in line if drawing.are_on_one_line((name, *names))]
-        if not middle:
-            raise UnreadError(f"the form does not say where {''.join(line)} meets {''.join(names)}")
-        yield Mean(point=middle[0], points=drawing.ends_of_line(target))
+    if target.head == "Line" and len(target.names) == 2:
+        middles = [name for name in line if drawing.are_on_one_line((name, *target.names))]
+        if not middles:
+            raise UnreadError(
+                f"the form does not say where {''.join(line)} meets {''.join(target.names)}"
+            )
+        yield Mean(point=middles[0], points=drawing.ends_of_line(target))
         return
+    angle = _bisected_angle(drawing, term, line)
+    corner = angle[1]
+    far_ends = [name for name in line if name != corner]
+    if len(far_ends) != 1:
+        raise UnreadError(f"{''.join(line)} does not begin at {corner}")
+    (far_end,) = far_ends
+    first = angle[0]
+    last = angle[2]
+    yield same_angle(measures, (first, corner, far_end), (far_end, corner, last))
+    if not drawing.places:
+        # Without a picture the line could as well lie opposite, outside of the angle.
+        half = over(measures.angle_between(first, corner, last), Constant(2.0))
+        angle_at_line = measures.angle_between(first, corner, far_end)
+        yield Equal(left=angle_at_line, right=half, unit="degrees")
+
+
+def _bisected_angle(drawing: Drawing, term: Term, line: tuple[str, str]) -> Sequence[str]:
+    """Return the three points of the angle that a line bisects, with the corner in the middle.
+
+    `term` is the fact, and `line` has the two ends of the bisector. The angle may be named by its
+    points, by its corner alone, by `$` for the corner with most drawn lines, or by a triangle.
+
+    Raises `UnreadError` for a shape that does not have one end of the line as its corner.
+    """
+    target = term.arguments[1]
+    names = target.names
     if target.head != "Angle":
         if len(names) != 3 or len(set(names) & set(line)) != 1:
             raise UnreadError(f"{term} is no bisector that is known")
         corner = next(name for name in names if name in line)
-        sides = [name for name in names if name != corner]
-        names = [sides[0], corner, sides[1]]
+        first, last = [name for name in names if name != corner]
+        return first, corner, last
     if names == ["$"]:
-        corner = max(line, key=lambda name: len(drawing.neighbours.get(name, ())))
-        names = [corner]
+        names = [max(line, key=lambda name: len(drawing.neighbours.get(name, ())))]
     if len(names) == 1:
-        inside = next(name for name in line if name != names[0])
-        names = list(drawing.angle_around(names[0], inside))
-    far = [name for name in line if name != names[1]]
-    if len(far) != 1:
-        raise UnreadError(f"{''.join(line)} does not begin at {names[1]}")
-    yield same_angle(measures, (names[0], names[1], far[0]), (far[0], names[1], names[2]))
-    if not drawing.places:
-        # Without a picture the line could as well lie opposite, outside of the angle.
-        half = over(measures.angle_between(names[0], names[1], names[2]), Constant(2.0))
-        yield Equal(
-            left=measures.angle_between(names[0], names[1], far[0]), right=half, unit="degrees"
-        )
+        (corner,) = names
+        inner_end = next(name for name in line if name != corner)
+        return drawing.angle_around(corner, inner_end)
+    return names
 
 
 def perpendicular_bisector(measures: Measures, term: Term) -> Iterator[Relation]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from itertools import combinations
 
+from adora_vl.geometry.drawing import Drawing
 from adora_vl.geometry.measures import Measures
 from adora_vl.geometry.quantities import (
     Parallel,
@@ -16,6 +17,7 @@ from adora_vl.geometry.relations import (
     collinear,
     right_angle_at,
 )
+from adora_vl.geometry.shapes import Circle
 from adora_vl.geometry.vectors import cosine
 
 # Degrees from a right angle to the radius: of "what appears to be tangent", where the question says
@@ -44,35 +46,37 @@ def tangents_seen(measures: Measures, limit: float) -> Iterator[tuple[Relation, 
     They may be `limit` degrees from perpendicular.
     """
     drawing = measures.drawing
-    places = drawing.places
-    lines = [
-        *drawing.drawn_lines,
-        *([*line] for line in drawing.form.lines if set(line) <= places.keys()),
-    ]
     for circle in drawing.circles:
         for point in circle.points:
-            if circle.centre not in places or point not in places:
-                continue
-            to_point = places[point] - places[circle.centre]
-            touched_ends: set[str] = set()
-            for line in lines:
-                meets_once = (
-                    point in line
-                    and circle.centre not in line
-                    and len(set(line) & set(circle.points)) == 1
-                )
-                if not meets_once:
-                    continue
-                far = max(line, key=lambda name: abs(places[name] - places[point]))
-                lean = abs(
-                    math.degrees(
-                        math.asin(min(1.0, abs(cosine(to_point, places[far] - places[point]))))
-                    )
-                )
-                if far != point and lean < limit and far not in touched_ends:
-                    touched_ends.add(far)
-                    relation = Perpendicular(a=circle.centre, b=point, c=point, d=far)
-                    yield relation, f"{point}{far} is tangent at {point}"
+            if circle.centre in drawing.places and point in drawing.places:
+                for end in _ends_of_tangents_seen(drawing, circle, point, limit):
+                    relation = Perpendicular(a=circle.centre, b=point, c=point, d=end)
+                    yield relation, f"{point}{end} is tangent at {point}"
+
+
+def _ends_of_tangents_seen(
+    drawing: Drawing, circle: Circle, point: str, limit: float
+) -> Iterator[str]:
+    """Yield the far ends of lines that look like tangents at a point of a circle, each once.
+
+    They may be `limit` degrees from perpendicular to the radius. A line with a second point of the
+    circle, or with its centre, is none.
+    """
+    places = drawing.places
+    radius = places[point] - places[circle.centre]
+    segments = [[*line] for line in drawing.form.lines if set(line) <= places.keys()]
+    ends: set[str] = set()
+    for line in [*drawing.drawn_lines, *segments]:
+        points_on_circle = set(line) & set(circle.points)
+        if points_on_circle != {point} or circle.centre in line:
+            continue
+        far_end = max(line, key=lambda name: abs(places[name] - places[point]))
+        # The sine of the lean is the cosine of the angle to the radius. Rounding may pass 1.
+        sine_of_lean = min(1.0, abs(cosine(radius, places[far_end] - places[point])))
+        lean = abs(math.degrees(math.asin(sine_of_lean)))
+        if far_end != point and lean < limit and far_end not in ends:
+            ends.add(far_end)
+            yield far_end
 
 
 def _seen_diameters(measures: Measures) -> Iterator[tuple[Relation, str]]:
@@ -102,10 +106,16 @@ def _seen_right_angles(measures: Measures) -> Iterator[tuple[Relation, str]]:
     for corner in sorted(drawing.neighbours):
         if corner not in places:
             continue
-        ends = {end for row in drawing.drawn_lines if corner in row for end in (row[0], row[-1])}
+        ends = set()
+        for line in drawing.drawn_lines:
+            if corner in line:
+                ends |= {line[0], line[-1]}
+        # An end at the place of the corner has no direction from it.
         rays = sorted(end for end in ends if end != corner and places[end] != places[corner])
         for first, last in combinations(rays, 2):
-            lean = abs(cosine(places[first] - places[corner], places[last] - places[corner]))
+            to_first = places[first] - places[corner]
+            to_last = places[last] - places[corner]
+            lean = abs(cosine(to_first, to_last))
             if lean < math.sin(math.radians(_MAX_DEGREES_FROM_RIGHT)):
                 relation = right_angle_at(corner, first, last)
                 yield relation, f"angle {first}{corner}{last} is a right angle"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from cmath import phase
 from collections.abc import Callable, Sequence
 
 from adora_vl.geometry.areas import area_or_perimeter
@@ -35,7 +36,7 @@ from adora_vl.geometry.quantities import (
     over,
     plus,
     power,
-    quantity_of,
+    quantity_of_expression,
     times,
 )
 from adora_vl.geometry.shapes import (
@@ -47,11 +48,10 @@ from adora_vl.geometry.shapes import (
     sides_of_polygon,
     unwrap_shape,
 )
-from adora_vl.geometry.vectors import cross, sine
+from adora_vl.geometry.vectors import cross, dot, sine
 
-_MIN_SINE_OF_TURN = (
-    0.06  # below, a corner is too flat for the picture to show on which side it turns
-)
+# below, a corner is too flat for the picture to show on which side it turns
+_MIN_SINE_OF_TURN = 0.06
 _UNIT_BY_HEAD: dict[str, Unit] = {
     "AreaOf": "area",
     "MeasureOf": "degrees",
@@ -135,7 +135,7 @@ class Measures:
         if text == "Radius":
             return self.radius(self.drawing.circle())
         try:
-            return quantity_of(parse_expression(text))
+            return quantity_of_expression(parse_expression(text))
         except ExpressionError as error:
             raise UnreadError(str(error)) from error
 
@@ -173,14 +173,18 @@ class Measures:
         The length of an arc is its angle at the centre, in radians, times the radius.
         """
         inner = term.arguments[0]
+        # `LengthOf(A, B)` names the two ends themselves.
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
         if not inner.arguments:
             return self.quantity(inner)
-        arc = inner.arguments[0] if inner.head in ("Minor", "Major") and inner.arguments else inner
+        arc = inner
+        if inner.head in ("Minor", "Major"):
+            arc = inner.arguments[0]
         if arc.head == "Arc":
             radius = self.radius(self.drawing.circle_of_arc(arc.names))
-            return times(self.quantity(inner), radius, Constant(math.pi / 180))
+            radians_per_degree = Constant(math.pi / 180)
+            return times(self.quantity(inner), radius, radians_per_degree)
         return self.quantity(inner)
 
     def circle_measure(self, head: str, circle: Circle) -> Quantity:
@@ -207,20 +211,20 @@ class Measures:
 
         It is any side of an equilateral shape, else the one whose length is an unknown letter.
         """
-        inner = term.arguments[0]
-        names = self.drawing.corners_of_shape(inner)
-        if unwrap_shape(inner).head in ("Square", "Rhombus") or inner.head in (
-            "Regular",
-            "Equilateral",
-        ):
+        shape = term.arguments[0]
+        names = self.drawing.corners_of_shape(shape)
+        has_equal_sides = unwrap_shape(shape).head in ("Square", "Rhombus")
+        if has_equal_sides or shape.head in ("Regular", "Equilateral"):
             return self.distance(names[0], names[1])
         sides = sides_of_polygon(names)
-        lettered = [side for side in sides if self._has_lettered_length(side)]
-        if len(lettered) == 1:
-            return self.distance(*lettered[0])
+        lettered_sides = [side for side in sides if self._has_lettered_length(side)]
+        if len(lettered_sides) == 1:
+            return self.distance(*lettered_sides[0])
         if term.head != "SideOf":
             raise UnreadError(f"the form does not say which side {term} is")
-        return over(plus(*(self.distance(*side) for side in sides)), Constant(float(len(sides))))
+        # "The side" of a shape speaks of sides that are equal, so that it is their mean as well.
+        perimeter = plus(*(self.distance(*side) for side in sides))
+        return over(perimeter, Constant(float(len(sides))))
 
     def _has_lettered_length(self, side: tuple[str, str]) -> bool:
         """Tell whether a fact gives the length of a side by a letter alone, as in `AB = x`."""
@@ -281,17 +285,20 @@ class Measures:
         second = unwrap_shape(term.arguments[1]).names
         drawing = self.drawing
         if len(first) == 1 and len(second) == 1 and {first[0], second[0]} <= set(drawing.points):
+            (point,) = first
+            (image,) = second
             for centre in drawing.points:
-                if centre not in (first[0], second[0]) and drawing.are_on_one_line(
-                    (centre, first[0], second[0])
-                ):
-                    return over(self.distance(centre, second[0]), self.distance(centre, first[0]))
+                is_further_point = centre not in (point, image)
+                if is_further_point and drawing.are_on_one_line((centre, point, image)):
+                    return over(self.distance(centre, image), self.distance(centre, point))
         if len(first) < 3 or len(first) != len(second):
             first, second = drawing.similar_pair()
-        ratio = (self.distance(first[0], first[1]), self.distance(second[0], second[1]))
+        first_side = self.distance(first[0], first[1])
+        second_side = self.distance(second[0], second[1])
         # In Geometry3K the coloured shape that is named first is the right one of the two.
-        is_coloured = any(argument.head in COLOUR_HEADS for argument in term.arguments)
-        return over(*reversed(ratio)) if is_coloured else over(*ratio)
+        if any(argument.head in COLOUR_HEADS for argument in term.arguments):
+            return over(second_side, first_side)
+        return over(first_side, second_side)
 
     # Angles and arcs
 
@@ -325,14 +332,14 @@ class Measures:
         the centre over one side of a regular polygon.
         """
         names = term.names
-        if (
-            len(names) == 1
-            and re.fullmatch(r"\d+|[a-z]", names[0])
-            and names[0] not in self.drawing.neighbours
-        ):
-            return Unknown(f"angle {names[0]}")
         if names == ["$"]:
             return self.central_angle()
+        if len(names) == 1:
+            (name,) = names
+            is_number_or_letter = re.fullmatch(r"\d+|[a-z]", name) is not None
+            # A small letter may also be a point of the picture.
+            if is_number_or_letter and name not in self.drawing.neighbours:
+                return Unknown(f"angle {name}")
         return self.angle_between(*self.drawing.points_of_angle(term))
 
     def central_angle(self) -> Quantity:
@@ -363,10 +370,7 @@ class Measures:
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.corners_of_shape(shape)
-        return sorted(
-            corners,
-            key=lambda name: math.atan2(*_imaginary_and_real(self.drawing.places[name] - centre)),
-        )
+        return sorted(corners, key=lambda name: phase(self.drawing.places[name] - centre))
 
     def arc_angle(self, term: Term) -> Quantity:
         """Return the angle of an arc at the centre, in degrees.
@@ -386,12 +390,12 @@ class Measures:
         if not {*names, circle.centre} <= self.drawing.places.keys():
             raise UnreadError(f"the form does not say which way round {term} goes")
         centre = self.drawing.places[circle.centre]
-        first = self.drawing.places[names[0]] - centre
-        middle = self.drawing.places[names[1]] - centre
-        last = self.drawing.places[names[2]] - centre
-        to_middle = math.atan2(cross(first, middle), (first.conjugate() * middle).real) % math.tau
-        to_last = math.atan2(cross(first, last), (first.conjugate() * last).real) % math.tau
-        turn = 1 if to_middle < to_last else -1
+        first, middle, last = [self.drawing.places[name] - centre for name in names]
+        # How far the middle and the last point are turned from the first one, anticlockwise. The
+        # arc goes that way round if it comes to the middle point before the last one.
+        turn_to_middle = math.atan2(cross(first, middle), dot(first, middle)) % math.tau
+        turn_to_last = math.atan2(cross(first, last), dot(first, last)) % math.tau
+        turn = 1 if turn_to_middle < turn_to_last else -1
         return Sweep(first=names[0], corner=circle.centre, last=names[2], turn=turn)
 
     def minor_arc_angle(self, term: Term) -> Quantity:
@@ -411,7 +415,7 @@ class Measures:
     # Areas and perimeters
 
     def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon for the head `PerimeterOf`, its area for any other head.
+        """Return the perimeter of a polygon for the head `PerimeterOf`, else its area.
 
         `names` are the corners in the order round the polygon.
         """
@@ -493,11 +497,6 @@ class Measures:
             *self.drawing.points_of_angle(Term(head="Angle", arguments=(inner,)))
         )
         return Arithmetic(function=names[term.head], parts=(angle,))
-
-
-def _imaginary_and_real(location: complex) -> tuple[float, float]:
-    """Return the coordinates y and x of a place, in the order in which `math.atan2` takes them."""
-    return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]

@@ -14,7 +14,7 @@ from adora_vl.geometry.quantities import (
     Quantity,
     Unknown,
     atoms_of,
-    quantities_of,
+    sides_of_equation,
     times,
 )
 from adora_vl.geometry.reading import Reading
@@ -105,16 +105,19 @@ class NameReader:
 
     def enclosed(self, start: int) -> tuple[Quantity, int] | None:
         """Read the length `|AB|` or the area `[ABC]`; None for anything else in bars or brackets."""
+        measures = self.reading.measures
         is_area = self.token_at(start).text == "["
         if self.token_at(start + 1).kind != "points":
             return None
         names, cursor = self.names_at(start + 1)
-        if self.token_at(cursor).text != ("]" if is_area else "|"):
+        closing = "]" if is_area else "|"
+        if self.token_at(cursor).text != closing:
             return None
-        if not is_area and len(names) == 2 and names[0] != names[1]:
-            return self.reading.measures.distance(*names), cursor + 1
-        if is_area and len(names) > 2 and len(set(names)) == len(names):
-            return self.reading.measures.polygon_measure("AreaOf", names), cursor + 1
+        are_different = len(set(names)) == len(names)
+        if not is_area and len(names) == 2 and are_different:
+            return measures.distance(*names), cursor + 1
+        if is_area and len(names) > 2 and are_different:
+            return measures.polygon_measure("AreaOf", names), cursor + 1
         return None
 
     def is_product_of_letters(self, position: int) -> bool:
@@ -206,7 +209,7 @@ class NameReader:
 def unknown_names(reading: Reading) -> set[str]:
     """Return the names of the letters, radii and numbered angles that a form knows."""
     quantities = [
-        quantity for relation in reading.relations for quantity in quantities_of(relation)
+        quantity for relation in reading.relations for quantity in sides_of_equation(relation)
     ]
     if reading.goal is not None:
         quantities.append(reading.goal)

@@ -42,8 +42,9 @@ def parallelogram(measures: Measures, term: Term) -> Iterator[Relation]:
         yield Perpendicular(a=a, b=b, c=b, d=c)
     if term.head in ("Rhombus", "Square"):
         # All four, though one would do: angles alone go by pairs of equal sides.
-        for first, second in pairwise((a, b, c, d, a, b)[i : i + 2] for i in range(5)):
-            yield same_length(measures, first, second)
+        sides = [(a, b), (b, c), (c, d), (d, a), (a, b)]
+        for side, next_side in pairwise(sides):
+            yield same_length(measures, side, next_side)
 
 
 def kite(measures: Measures, term: Term) -> Iterator[Relation]:
@@ -175,9 +176,12 @@ def _drawn_centre_and_middles(measures: Measures, corners: Sequence[str]) -> Ite
     for name, location in sorted(drawing.places.items()):
         if name in corners or name not in drawing.points:
             continue
-        if abs(location - centre) < _MAX_OFFSET_FROM_CENTRE * size:
+        is_at_centre = abs(location - centre) < _MAX_OFFSET_FROM_CENTRE * size
+        if is_at_centre:
             for i in range(1, len(corners)):
-                yield same_length(measures, (name, corners[i - 1]), (name, corners[i]))
+                radius = (name, corners[i - 1])
+                next_radius = (name, corners[i])
+                yield same_length(measures, radius, next_radius)
             continue
         for i in range(len(corners)):
             middle_of_side = (corner_places[i] + corner_places[i - 1]) / 2

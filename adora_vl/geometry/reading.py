@@ -31,9 +31,8 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import term_in_words
 
-_MIN_RADII_OUTSIDE = (
-    1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
-)
+# of a drawn radius; a point farther from the centre is seen to lie outside
+_MIN_RADII_OUTSIDE = 1.1
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
 _HEADS_READ_AS_WHOLE = (
@@ -48,11 +47,20 @@ _HEADS_READ_AS_WHOLE = (
 
 @dataclass
 class Reading:
-    """What a form says.
+    """The facts of a logic form as relations, and the quantity that its question asks for.
 
-    `relations` hold in the figure; `fact_numbers` has for each the number of the fact that it comes of,
-    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
-    words. `unread` has the facts that could not be read, with the reason.
+    Attributes:
+        drawing: The picture of the form.
+        measures: Turns terms into quantities of the figure.
+        relations: What holds in the figure.
+        fact_numbers: For each relation the number of the fact that it comes of, in the order of the
+            drawing's terms, or None where the picture shows it.
+        assumed: What only the picture shows, in words.
+        unread: The facts that could not be read, with the reason.
+        goal_term: What the question asks for, as a term; None where it asks for nothing.
+        goal: The same as a quantity; None where it cannot be computed.
+        goal_fault: The reason why it cannot be computed.
+        unit: What the goal is measured in.
     """
 
     drawing: Drawing
@@ -136,11 +144,13 @@ def _add_orders(reading: Reading, skipped: set[int]) -> None:
         if number in skipped or term.head != "PointLiesOnLine" or len(term.arguments) != 2:
             continue
         names = [term.arguments[0].head, *term.arguments[1].names]
-        is_segment = len(set(names)) == len(names) == 3 and set(names) <= set(
-            reading.drawing.points
-        )
-        if is_segment and not set(names) <= places.keys():
-            reading.relations.append(Between(point=names[0], start=names[1], end=names[2]))
+        are_three_points = len(set(names)) == len(names) == 3
+        if not are_three_points or not set(names) <= set(reading.drawing.points):
+            continue
+        # Where all three have places, the picture shows their order.
+        if not set(names) <= places.keys():
+            point, start, end = names
+            reading.relations.append(Between(point=point, start=start, end=end))
             reading.fact_numbers.append(number)
 
 

@@ -57,12 +57,23 @@ class Regions(DrawnLines):
         while (start, end) not in visited and len(face) < _MAX_CORNERS_OF_FACE:
             visited.add((start, end))
             face.append(start)
-            back = self._direction(end, start)
-            onward = [name for name in sorted(self._borders[end]) if name != start] or [start]
-            following = max(onward, key=lambda name: (self._direction(end, name) - back) % math.tau)
+            next_point = self._furthest_turn(start, end)
             start = end
-            end = following
+            end = next_point
         return face
+
+    def _furthest_turn(self, start: str, end: str) -> str:
+        """Return the neighbour of `end` to which the turn from the way back to `start` is largest.
+
+        At a dead end the walk turns round, and `start` is returned.
+        """
+        back_direction = self._direction(end, start)
+        next_points = [name for name in sorted(self._borders[end]) if name != start]
+        if not next_points:
+            return start
+        return max(
+            next_points, key=lambda name: (self._direction(end, name) - back_direction) % math.tau
+        )
 
     def signed_area(self, names: Sequence[str]) -> float:
         """Return the area of a polygon in square pixels, negative where its corners go clockwise."""
@@ -116,25 +127,29 @@ class Regions(DrawnLines):
         borders = self._borders_without_dead_ends()
         if len(borders) < 3:
             return []
-        first = min(
+        lowest = min(
             borders, key=lambda name: (self.places[name].imag, self.places[name].real, name)
         )
-        boundary = [first]
-        current = first
-        back = -math.pi / 2
+        boundary = [lowest]
+        current = lowest
+        # Nothing lies below the lowest point, so the walk begins as if it came from there.
+        back_direction = -math.pi / 2
         for _ in range(2 * _MAX_CORNERS_OF_FACE):
-            came_from = back
 
-            def turn(name: str, at: str = current, came_from: float = came_from) -> float:
-                return (self._direction(at, name) - came_from) % math.tau or math.tau
+            def turn_to(
+                name: str, current: str = current, back_direction: float = back_direction
+            ) -> float:
+                """Return the turn from the way back to a neighbour; the way back is a full turn."""
+                return (self._direction(current, name) - back_direction) % math.tau or math.tau
 
-            following = min(sorted(borders[current]), key=turn)
-            if following == first:
+            next_point = min(sorted(borders[current]), key=turn_to)
+            if next_point == lowest:
                 break
-            boundary.append(following)
-            back = self._direction(following, current)
-            current = following
-        return [] if len(set(boundary)) != len(boundary) else self.without_straight_points(boundary)
+            boundary.append(next_point)
+            back_direction = self._direction(next_point, current)
+            current = next_point
+        meets_itself = len(set(boundary)) != len(boundary)
+        return [] if meets_itself else self.without_straight_points(boundary)
 
 
 def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:
@@ -142,19 +157,21 @@ def _join_faces(first: Sequence[str], second: Sequence[str]) -> list[str]:
 
     Both go against the clock, so that a common side goes one way in one and back in the other.
     """
-    edges = set(sides_of_polygon(first))
+    first_edges = set(sides_of_polygon(first))
     second_edges = set(sides_of_polygon(second))
-    shared = {(start, end) for start, end in edges if (end, start) in second_edges}
-    if not shared:
+    shared_edges = {(start, end) for start, end in first_edges if (end, start) in second_edges}
+    if not shared_edges:
         return []
-    onward = dict(edges - shared)
-    onward.update(second_edges - {(end, start) for start, end in shared})
-    if not onward:
+    # Where the boundary goes on from each point: along all edges that are not shared.
+    next_point = dict(first_edges - shared_edges)
+    next_point.update(second_edges - {(end, start) for start, end in shared_edges})
+    if not next_point:
         return []
-    start = min(onward)
+    start = min(next_point)
     boundary = [start]
-    following = onward.get(start)
-    while following is not None and following != start and len(boundary) < _MAX_CORNERS_OF_FACE:
-        boundary.append(following)
-        following = onward.get(following)
-    return boundary if following == start else []
+    point = next_point.get(start)
+    while point is not None and point != start and len(boundary) < _MAX_CORNERS_OF_FACE:
+        boundary.append(point)
+        point = next_point.get(point)
+    # Regions that touch in two places have a boundary that does not come back.
+    return boundary if point == start else []

@@ -59,14 +59,15 @@ def touches_line(measures: Measures, circle: Circle, line: tuple[str, str]) -> R
     radius.
     """
     drawing = measures.drawing
-    shared = [name for name in line if name in circle.points]
-    if not shared:
-        shared = [name for name in circle.points if drawing.are_on_one_line((name, *line))]
-    if shared:
-        far_end = next(name for name in line if name != shared[0])
-        return Perpendicular(a=circle.centre, b=shared[0], c=shared[0], d=far_end)
-    reach = LineDistance(point=circle.centre, start=line[0], end=line[1])
-    return Equal(left=reach, right=measures.radius(circle), unit="length")
+    shared_points = [name for name in line if name in circle.points]
+    if not shared_points:
+        shared_points = [name for name in circle.points if drawing.are_on_one_line((name, *line))]
+    if shared_points:
+        touching_point = shared_points[0]
+        far_end = next(name for name in line if name != touching_point)
+        return Perpendicular(a=circle.centre, b=touching_point, c=touching_point, d=far_end)
+    distance_to_line = LineDistance(point=circle.centre, start=line[0], end=line[1])
+    return Equal(left=distance_to_line, right=measures.radius(circle), unit="length")
 
 
 def point_of_term(measures: Measures, term: Term) -> str:

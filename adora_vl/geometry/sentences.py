@@ -126,21 +126,27 @@ def read_sentence(draft: Draft, sentence: str) -> None:
 
 def _split_into_clauses(plain: str, limit: int) -> list[str] | None:
     """Split a sentence into facts, as few as possible; None where a part is none."""
-    joins = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
-    if _find_rule(plain) is not None or ("=" in plain and not joins):
+    if _is_one_clause(plain):
         return [plain]
     if limit <= 1:
         return None
-    for join in reversed(joins):
-        before = plain[: join.start()]
-        if _find_rule(before) is None and (
-            "=" not in before or _CLAUSE_JOINT_PATTERN.search(before)
-        ):
+    # From the last joint on, so that the first clause is as long as possible.
+    joints = list(_CLAUSE_JOINT_PATTERN.finditer(plain))
+    for joint in reversed(joints):
+        first_clause = plain[: joint.start()]
+        if not _is_one_clause(first_clause):
             continue
-        behind = _split_into_clauses(plain[join.end() :], limit - 1)
-        if behind is not None:
-            return [before, *behind]
+        further_clauses = _split_into_clauses(plain[joint.end() :], limit - 1)
+        if further_clauses is not None:
+            return [first_clause, *further_clauses]
     return None
+
+
+def _is_one_clause(plain: str) -> bool:
+    """Tell whether a text is one fact: a pattern of the grammar fits, or it is an equation."""
+    if _find_rule(plain) is not None:
+        return True
+    return "=" in plain and not _CLAUSE_JOINT_PATTERN.search(plain)
 
 
 def _find_rule(plain: str) -> tuple[Callable[..., None], re.Match[str]] | None:
@@ -222,8 +228,11 @@ def _add_role(draft: Draft, role: str, segment: str) -> None:
     if role == "diameter":
         diameter(draft, start=start, end=end, centre=None)
     elif role == "radius":
-        centre = draft.name_circle(start if start in draft.circles else end).names[0]
-        draft.put_on_circle(end if centre == start else start, centre)
+        # One end is the centre of a circle that is known; else the second end is taken for it.
+        centre = start if start in draft.circles else end
+        draft.name_circle(centre)
+        point_on_circle = end if centre == start else start
+        draft.put_on_circle(point_on_circle, centre)
     elif role == "chord":
         chord(draft, start=start, end=end, centre=None)
     elif role == "tangent":

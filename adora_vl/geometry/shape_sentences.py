@@ -279,12 +279,14 @@ def midsegment(
 def midsegment_parallel(draft: Draft, start: str, end: str, names: str, base: str) -> None:
     """Add a midsegment by the side of the triangle that it is parallel to."""
     corners = split_point_names(names)
-    ends = split_point_names(base)
-    tops = [name for name in corners if name not in ends]
+    base_ends = split_point_names(base)
+    tops = [name for name in corners if name not in base_ends]
     if len(tops) != 1 or len(corners) != 3:
         raise SentenceError(f"{base} is no side of {names}")
-    for point, corner in ((start, ends[0]), (end, ends[1])):
-        draft.put_on_line(point, tops[0], corner)
+    # Its ends lie on the sides from the top to the ends of the base, in the same order.
+    (top,) = tops
+    draft.put_on_line(start, top, base_ends[0])
+    draft.put_on_line(end, top, base_ends[1])
     midsegment(draft, start=start, end=end, kind="triangle", names=names)
 
 

@@ -174,7 +174,7 @@ class SideReader(NameReader):
         if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
-        worded_factor = self._share(start)
+        worded_factor = self._read_worded_factor(start)
         if worded_factor is not None:
             quantity, cursor = self.product(
                 self.skip_words(worded_factor.end, _WORDS_BEFORE_FACTOR)
@@ -203,7 +203,7 @@ class SideReader(NameReader):
             else:
                 return quantity, cursor
 
-    def _share(self, start: int) -> _WordedFactor | None:
+    def _read_worded_factor(self, start: int) -> _WordedFactor | None:
         """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
         word = self.word_at(start)
         next_word = self.word_at(start + 1)
@@ -331,22 +331,28 @@ class SideReader(NameReader):
         if value > MAX_NUMBER:
             raise NoSideError("the number is too large")
         if "." in text:
-            self.decimals = max(self.decimals or 0, len(text.partition(".")[2]))
+            digits_behind_point = len(text.partition(".")[2])
+            self.decimals = max(self.decimals or 0, digits_behind_point)
         if self.token_at(start + 1).text == "frac":
             fraction = self._proper_fraction(start + 1)
             if fraction is not None and "." not in text:
+                # The number, the command and its six tokens.
                 return Constant(value + fraction), start + 8
         return Constant(value), start + 1
 
     def _proper_fraction(self, start: int) -> float | None:
         """Read the fraction behind a whole number, as in `5\\frac{1}{2}`; None for any other."""
-        texts = [self.token_at(start + step).text for step in range(1, 7)]
-        kinds = [self.token_at(start + step).kind for step in range(1, 7)]
-        is_plain = kinds[1] == "number" and kinds[4] == "number"
-        if not is_plain or [texts[0], texts[2], texts[3], texts[5]] != ["{", "}", "{", "}"]:
+        # Six tokens follow the command: `{`, the numerator, `}`, `{`, the denominator, `}`.
+        tokens = [self.token_at(start + step) for step in range(1, 7)]
+        numerator_token = tokens[1]
+        denominator_token = tokens[4]
+        braces = [tokens[i].text for i in (0, 2, 3, 5)]
+        if numerator_token.kind != "number" or denominator_token.kind != "number":
             return None
-        numerator = float(texts[1].replace(",", ""))
-        denominator = float(texts[4].replace(",", ""))
+        if braces != ["{", "}", "{", "}"]:
+            return None
+        numerator = float(numerator_token.text.replace(",", ""))
+        denominator = float(denominator_token.text.replace(",", ""))
         return numerator / denominator if numerator < denominator else None
 
     def _worded(self, start: int) -> tuple[Quantity, int]:
@@ -359,7 +365,9 @@ class SideReader(NameReader):
             return self.arc(start + 1)
         if word in ("minor", "major") and self.word_at(start + 1) == "arc":
             quantity, cursor = self.arc(start + 2)
-            return (minus(Constant(360.0), quantity) if word == "major" else quantity), cursor
+            if word == "major":
+                quantity = minus(Constant(360.0), quantity)
+            return quantity, cursor
         if word in ("sqrt", "frac", "pi") or word in _INVERSE_BY_WORD:
             return self._function(start)
         if word in ("area", "perimeter"):

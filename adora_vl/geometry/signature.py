@@ -70,9 +70,9 @@ def relation_signature(relation: Relation) -> str:
     if isinstance(relation, Equal):
         return " = ".join(sorted((signature(relation.left), signature(relation.right))))
     if isinstance(relation, Parallel | Perpendicular):
-        lines = sorted(
-            ("".join(sorted((relation.a, relation.b))), "".join(sorted((relation.c, relation.d))))
-        )
+        first_line = "".join(sorted((relation.a, relation.b)))
+        second_line = "".join(sorted((relation.c, relation.d)))
+        lines = sorted((first_line, second_line))
         return f"{type(relation).__name__} {' '.join(lines)}"
     if isinstance(relation, Between):
         ends = sorted((relation.start, relation.end))

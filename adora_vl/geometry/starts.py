@@ -200,10 +200,13 @@ class Starts:
         position = self.system.position
         for i, name in enumerate(self.system.unknowns, start=self.system.first_unknown):
             circle = self.circle_by_radius.get(name)
-            if circle is not None and circle.points:
-                on_circle = places[[position[point] for point in circle.points]]
-                distances = np.linalg.norm(on_circle - places[position[circle.centre]], axis=1)
-                state[i] = self.scale.size * float(distances.mean())
+            if circle is None or not circle.points:
+                continue
+            point_numbers = [position[point] for point in circle.points]
+            from_centre = places[point_numbers] - places[position[circle.centre]]
+            distances = np.linalg.norm(from_centre, axis=1)
+            # Places are shares of the figure's size, and radii are in the problem's unit.
+            state[i] = self.scale.size * float(distances.mean())
 
 
 def _pull_onto_segment(places: Vector, segment: _PointOnSegment, movable: Vector) -> None:

@@ -102,21 +102,21 @@ def _split_into_sentences(text: str) -> Iterator[tuple[int, str]]:
     place ends none; what stands behind `#` is a remark.
     """
     for number, line in enumerate(text.splitlines(), start=1):
-        waiting = ""
+        sentence = ""
         for part in re.split(r"[,;?!]|\.(?!\d)", line.split("#")[0]):
             piece = part.strip()
             if not piece:
                 continue
-            goes_on = bool(_POINT_LIST_END_PATTERN.fullmatch(piece)) and bool(waiting)
-            lists_points = bool(_POINT_LIST_PATTERN.fullmatch(waiting))
-            lists_lines = bool(_LINE_LIST_PATTERN.fullmatch(waiting)) and bool(
-                re.match(SEGMENT_PATTERN, piece)
-            )
-            if goes_on or lists_points or lists_lines:
-                waiting = f"{waiting}, {piece}"
+            # A comma inside of a list of points or lines, or of a place, ends no sentence.
+            ends_list = bool(sentence) and bool(_POINT_LIST_END_PATTERN.fullmatch(piece))
+            is_in_points = bool(_POINT_LIST_PATTERN.fullmatch(sentence))
+            begins_with_segment = bool(re.match(SEGMENT_PATTERN, piece))
+            is_in_lines = begins_with_segment and bool(_LINE_LIST_PATTERN.fullmatch(sentence))
+            if ends_list or is_in_points or is_in_lines:
+                sentence = f"{sentence}, {piece}"
                 continue
-            if waiting:
-                yield number, waiting
-            waiting = piece
-        if waiting:
-            yield number, waiting
+            if sentence:
+                yield number, sentence
+            sentence = piece
+        if sentence:
+            yield number, sentence

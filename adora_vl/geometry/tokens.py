@@ -174,7 +174,7 @@ class _Splitter:
         end = match.end()
         if kind in ("skip", "space", "edge"):
             if kind == "edge":
-                self.is_math = not self.is_math if "$" in match[0] else match[0] in ("\\(", "\\[")
+                self._pass_edge_of_formula(match[0])
             self.is_apart = self.is_apart or kind != "skip"
             return
         if kind == "group":
@@ -204,6 +204,14 @@ class _Splitter:
             self._add_word(spelling, start, end, is_chinese=kind == "han")
         else:
             self._add("sign", spelling, start, end)
+
+    def _pass_edge_of_formula(self, sign: str) -> None:
+        """Set `is_math` behind a sign that opens or closes a formula of LaTeX."""
+        if "$" in sign:
+            # A dollar sign opens a formula, or closes the one that is open.
+            self.is_math = not self.is_math
+        else:
+            self.is_math = sign in ("\\(", "\\[")
 
     def _add_word(self, spelling: str, start: int, end: int, *, is_chinese: bool) -> None:
         """Add a word. Chinese ones stand apart from their neighbours without a space."""

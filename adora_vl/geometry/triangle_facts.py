@@ -153,7 +153,9 @@ def incenter(measures: Measures, term: Term) -> Iterator[Relation]:
     names = measures.drawing.corners_of_shape(term.arguments[1])
     for i in range(3):
         corner = names[i - 1]
-        yield same_angle(measures, (names[i - 2], corner, point), (point, corner, names[i]))
+        angle_before = (names[i - 2], corner, point)
+        angle_behind = (point, corner, names[i])
+        yield same_angle(measures, angle_before, angle_behind)
 
 
 def orthocenter(measures: Measures, term: Term) -> Iterator[Relation]:

@@ -86,15 +86,16 @@ def describe_unread_facts(form: LogicForm, reading: Reading) -> Iterator[str]:
     """Yield the facts that are not read, each with its place in the form and the reason."""
     for name, texts in (("fact", form.facts), ("part of the question", form.question)):
         for number, text in enumerate(texts, start=1):
-            if text.strip() and not any(True for _ in parse_terms([text])):
+            if text.strip() and not list(parse_terms([text])):
                 yield f"{name} {number}, {text!r:.60}: its brackets do not close"
-    places = {
-        term: f"fact {number}"
-        for number, text in reversed(list(enumerate(form.facts, start=1)))
-        for term in parse_terms([text])
-    }
+    position_by_term: dict[Term, str] = {}
+    for number, text in enumerate(form.facts, start=1):
+        for term in parse_terms([text]):
+            # Of two equal facts the first one is named.
+            position_by_term.setdefault(term, f"fact {number}")
     for term, reason in reading.unread:
-        yield f"{places.get(term, 'the question')}, {str(term)!r:.60}: {reason}"
+        position = position_by_term.get(term, "the question")
+        yield f"{position}, {str(term)!r:.60}: {reason}"
 
 
 def _solve_reading(form: LogicForm, reading: Reading, *, looks: bool, repair: bool) -> Verdict:
@@ -181,7 +182,7 @@ def _verdict_by_facts(form: LogicForm, problem: FigureProblem, result: Outcome) 
         status="answered",
         value=value,
         answer=answer,
-        how="facts",
+        basis="facts",
         figure=figure_of_solution(problem, result.solution, form),
         why="determined by the facts",
     )
@@ -202,7 +203,7 @@ def _verdict_by_angles(reading: Reading) -> Verdict | None:
         status="answered",
         value=_without_last_bits(value),
         answer=short_answer(value, reading),
-        how="angles",
+        basis="angles",
         why="determined by the angles alone, whatever the lengths are",
     )
 
@@ -216,7 +217,7 @@ def _verdict_by_looks(form: LogicForm, problem: FigureProblem, result: Outcome) 
         status="open",
         value=_without_last_bits(result.value),
         answer=short_answer(result.value, problem.reading),
-        how="looks",
+        basis="looks",
         figure=figure_of_solution(problem, solution=result.solution, form=form, assumed=assumed),
         assumed=assumed,
         why=f"not determined by the facts; as the picture looks, {_join_words(assumed)}",
@@ -234,11 +235,10 @@ def _try_looks(form: LogicForm, problem: FigureProblem, result: Outcome, budget:
             continue
         trial = FigureProblem(reading)
         trial_outcome = choose_outcome(trial, budget)
-        if (
-            trial_outcome.status == "answered"
-            and trial_outcome.solution is not None
-            and trial_outcome.solution.faults == 0
-        ):
+        solution = trial_outcome.solution
+        is_answered = trial_outcome.status == "answered"
+        # What the picture shows has to give a figure like the picture.
+        if is_answered and solution is not None and solution.faults == 0:
             return _verdict_by_looks(form, trial, trial_outcome)
     return _verdict_of_open_goal(form, problem, result)
 
@@ -313,7 +313,7 @@ def _verdict_of_conflict(
             status=status,
             value=_without_last_bits(repair.outcome.value),
             answer=short_answer(repair.outcome.value, reading),
-            how="without a fact",
+            basis="without a fact",
             left_out=left_out,
             why=why,
         )
@@ -323,7 +323,7 @@ def _verdict_of_conflict(
         return Verdict(
             status=status,
             value=_without_last_bits(rounded.value),
-            how="rounded",
+            basis="rounded",
             why=f"{why}; with the facts rounded {_describe_goal(reading)} is about "
             f"{rounded.value:.4g}",
         )
@@ -356,15 +356,17 @@ def _holds_as_rounded(repair: Repair, term: Term) -> bool:
     """Tell whether an angle of a figure, rounded as a fact is, is what that says."""
     solution = repair.outcome.solution
     assert solution is not None, "a repair has a figure"
-    number = re.fullmatch(r"\d+(?:\.(\d+))?", term.arguments[1].head.strip())
+    measure, size = term.arguments
+    number = re.fullmatch(r"\d+(?:\.(\d+))?", size.head.strip())
     if number is None:
         return False
-    measures = repair.problem.reading.measures
+    # A system without relations computes the angle in the figure that was found without the fact.
+    quantity = repair.problem.reading.measures.quantity(measure)
     system = repair.problem.system
-    quantity = measures.quantity(term.arguments[0])
     trial = System(system.points, relations=(), goal=quantity, size=system.size)
     value, _ = trial.goal_at(solution.state[: trial.count])
-    half_digit = 0.5 * 10.0 ** -len(number[1] or "")
+    decimals = len(number[1] or "")
+    half_digit = 0.5 * 10.0**-decimals
     return abs(abs(value) - float(number[0])) <= half_digit + 1e-9
 
 
@@ -373,11 +375,9 @@ def _describe_conflict(result: Outcome, clash: Conflict | None, reading: Reading
 
     `clash` is what was found out about them, or None where nobody looked.
     """
-    kind = (
-        "no figure"
-        if result.status == "conflict"
-        else "no figure without points that fall together"
-    )
+    kind = "no figure without points that fall together"
+    if result.status == "conflict":
+        kind = "no figure"
     if clash is None or not clash.facts:
         return f"{kind} fulfils all facts"
     terms = reading.drawing.terms

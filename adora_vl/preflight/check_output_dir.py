@@ -79,6 +79,10 @@ def fingerprint_of(
         # Objects of Python code are known by their content.
         data_ids = [python_inputs.identity_of_rows(data.train)]
         python_settings["reward_funcs"] = python_inputs.rewards_text(request.rewards)
+        if source.processor is not None:
+            python_settings["processing_class"] = python_inputs.identity_of_processor(
+                source.processor
+            )
         if source.peft_config is not None:
             python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
         if model.four_bit:

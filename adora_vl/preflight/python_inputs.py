@@ -34,6 +34,7 @@ from adora_vl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import ProcessorMixin
 
 _TABLE_ROWS = 1000  # rows that are read at once
 _IMAGE_COLUMNS = ("images", "image")
@@ -401,6 +402,25 @@ def _image_paths(table: pa.Table) -> Iterator[str]:
             for image in images:
                 if isinstance(image, Mapping) and image.get("path") and not image.get("bytes"):
                     yield str(image["path"])
+
+
+def identity_of_processor(processor: ProcessorMixin) -> str:
+    """Return a text that tells a processor, or a tokenizer, from others: a hash of what it does.
+
+    That is its chat templates, its vocabulary, and the settings of its images. How it was used
+    before, such as with padding, does not count.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    image_processor = getattr(processor, "image_processor", None)
+    image_settings = image_processor.to_json_string() if image_processor is not None else ""
+    parts = [
+        type(processor).__name__,
+        getattr(processor, "chat_template", None),
+        tokenizer.chat_template,
+        sorted(tokenizer.get_vocab().items()),
+        image_settings,
+    ]
+    return xxhash.xxh3_128(repr(parts).encode()).hexdigest()
 
 
 def identity_of_model(model: torch.nn.Module) -> str:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 # Columns that the reward functions add to TRL's table of completions
 _REWARD_COLUMNS = ("verdict", "extracted", "reason", "new", "false", "steps")
+_MAX_CLAIMS = 2**15  # of a rollout, in the 16 bits of their column
 # Settings of TRL that the record holds beside all keys that begin with `adora_`
 _RECORDED_SETTINGS = (
     "num_generations",
@@ -384,9 +385,27 @@ def _graded_columns(
         columns[f"reward/{name}"] = rewards_N.tolist()
     for name in _REWARD_COLUMNS:
         # empty where no reward function adds it, as in a run that checks no steps
-        columns[name] = list(table["extra"].get(name, ()))[-rollout_count:]
+        logged = list(table["extra"].get(name, ()))[-rollout_count:]
+        columns[name] = [_recorded_value(name, value) for value in logged]
     columns |= criteria_columns(weighting.groups)
     return columns
+
+
+def _recorded_value(column: str, value: object) -> object:
+    """Return a value that a reward function has logged as the column of the record has it.
+
+    A function of the user's may log other values under these names: they become texts, and what is
+    not as the reward `steps` writes it becomes None.
+    """
+    if value is None:
+        return None
+    if column in ("new", "false"):
+        is_count = isinstance(value, int) and 0 <= value < _MAX_CLAIMS
+        return value if is_count else None
+    if column == "steps":
+        is_json_list = isinstance(value, str) and value.startswith("[")
+        return value if is_json_list else None
+    return str(value)
 
 
 class MetricsLogger:

@@ -38,8 +38,8 @@ def report(
 
     views = [load_run(run, max_rollouts) for run in runs]
     # A run is named after its folder. Runs whose folders have equal names get their paths instead.
+    names = [view.name for view in views]  # before any of them is changed
     for view, run in zip(views, runs, strict=True):
-        names = [shown_view.name for shown_view in views]
         if names.count(view.name) > 1:
             view.name = str(run)
     images, left_out = image_uris(list(runs), views, max_bytes=int(max_image_mb * 1e6))

@@ -37,12 +37,12 @@ def split_outside_brackets(text: str, pattern: re.Pattern[str]) -> tuple[list[st
     depths = bracket_depths(text)
     pieces = []
     matches = []
-    begin = 0
+    piece_start = 0
     for match in pattern.finditer(text):
         if depths[match.start()] == 0:
-            pieces.append(text[begin : match.start()].strip())
+            pieces.append(text[piece_start : match.start()].strip())
             matches.append(match.group())
-            begin = match.end()
+            piece_start = match.end()
             if len(matches) > MAX_PARTS:
                 raise NotReadError("too_large")
-    return [*pieces, text[begin:].strip()], matches
+    return [*pieces, text[piece_start:].strip()], matches

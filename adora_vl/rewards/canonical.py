@@ -107,7 +107,7 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
 )
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # what no unit can end is not searched for one
-_MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|\^[^^]*$")
+_MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
 _TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.
@@ -302,9 +302,9 @@ def _without_words_around_value(text: str) -> str:
     may_be_rounded = "ppro" in text or "≈" in text or text[:1] in "aArR"
     if may_be_rounded:
         text = _LEADING_ABOUT_PATTERN.sub(r"\\approx ", text)
-        rounded = _BRACKETED_ABOUT_PATTERN.fullmatch(text) if text.endswith(")") else None
-        if rounded:
-            text = rf"{rounded[1]} \approx {rounded[2]}"
+        value_and_about = _BRACKETED_ABOUT_PATTERN.fullmatch(text) if text.endswith(")") else None
+        if value_and_about:
+            text = rf"{value_and_about[1]} \approx {value_and_about[2]}"
     return _NAME_IN_SENTENCE_PATTERN.sub("", text) if " is " in text else text
 
 

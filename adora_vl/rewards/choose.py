@@ -457,9 +457,9 @@ def check_reward_sums(
     lowest, highest = sum_range
     if lowest <= correct_above < highest:
         return
-    which = "no rollout" if correct_above >= highest else "every rollout"
+    correct_rollouts = "no rollout" if correct_above >= highest else "every rollout"
     raise UserError(
-        f"adora_correct_above: {correct_above:g} makes {which} correct, because the sum of the "
+        f"adora_correct_above: {correct_above:g} makes {correct_rollouts} correct, because the sum of the "
         f"rewards is from {lowest:g} to {highest:g}; set it between the sum of a wrong answer "
         f"and that of a right one, for example to {(lowest + highest) / 2:g}. The log of every "
         "method goes by it, also that of plain GRPO"

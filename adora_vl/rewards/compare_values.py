@@ -266,7 +266,7 @@ def is_rounding_of(text: str, reference: Value) -> bool:
         return False
     scale = 10 ** len(match[1] or "")
     # int() cuts the doubled value, so that adding 1 and halving rounds it half up.
-    rounded = (int(abs(reference) * scale * 2) + 1) // 2
+    rounded_reference = (int(abs(reference) * scale * 2) + 1) // 2
     if reference < 0:
-        rounded = -rounded
-    return bool(Fraction(text) * scale == rounded)
+        rounded_reference = -rounded_reference
+    return bool(Fraction(text) * scale == rounded_reference)

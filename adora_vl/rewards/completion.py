@@ -64,14 +64,14 @@ def last_boxed(response: str) -> str | None:
         return None
     # The last box that closes is the outermost one. A box directly inside closes just before it.
     box = boxes.pop()
-    for inner in reversed(boxes):
-        if inner.start < box.content_start:
+    for inner_box in reversed(boxes):
+        if inner_box.start < box.content_start:
             break  # it stands before this box, not inside
-        text_before = response[box.content_start : inner.start]
-        text_behind = response[inner.end + 1 : box.end]
+        text_before = response[box.content_start : inner_box.start]
+        text_behind = response[inner_box.end + 1 : box.end]
         if text_before.strip() or text_behind.strip():
             break
-        box = inner
+        box = inner_box
     return response[box.content_start : box.end].strip(_SPACE_CHARACTERS)
 
 
@@ -87,25 +87,25 @@ class _OpenBox(NamedTuple):
 
 def _complete_boxes(response: str) -> list[_Box]:
     r"""Return all complete `\boxed{}` of a response in the order in which they close."""
-    complete: list[_Box] = []
-    pending: list[_OpenBox] = []
+    complete_boxes: list[_Box] = []
+    open_boxes: list[_OpenBox] = []
     depth = 0  # of braces, counted from the first box on; only equality matters
     first = _BOX_OPENING_PATTERN.search(response)
     if first is None:
-        return complete
+        return complete_boxes
     for match in _BRACE_OR_BOX_PATTERN.finditer(response, first.start()):
         piece = match[0]
         if piece == "{":
             depth += 1
         elif _BOX_OPENING_PATTERN.fullmatch(piece):
             depth += 1
-            pending.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
+            open_boxes.append(_OpenBox(depth, start=match.start(), content_start=match.end()))
         elif piece == "}":
-            if pending and pending[-1].depth == depth:
-                box = pending.pop()
-                complete.append(_Box(box.start, box.content_start, end=match.start()))
+            if open_boxes and open_boxes[-1].depth == depth:
+                box = open_boxes.pop()
+                complete_boxes.append(_Box(box.start, box.content_start, end=match.start()))
             depth -= 1  # below 0 after a stray `}` in the prose, which is harmless
-    return complete
+    return complete_boxes
 
 
 # What may stand between two boxes that are one answer: a unit or noun, a comma, "and" or "or", the
@@ -188,10 +188,10 @@ def answer_block(response: str) -> str | None:
     response = final_part(response)[-MAX_CHARS:]
     opening, closing = ANSWER_TAGS
     last_closing = max(0, response.rfind(closing))
-    begin = response.rfind(opening, 0, last_closing)
-    if begin < 0:
+    last_opening = response.rfind(opening, 0, last_closing)
+    if last_opening < 0:
         return None
-    from_block_on = response[begin + len(opening) :]
+    from_block_on = response[last_opening + len(opening) :]
     if last_boxed(from_block_on) is not None:
         return from_block_on
     content = from_block_on[: from_block_on.find(closing)]
@@ -349,11 +349,11 @@ _ODD_CASED_LETTERS_PATTERN = re.compile("[\u0130\u0131\u017f\u212a]")
 
 def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
-    lowered = text.lower()
+    lower_text = text.lower()
     words = list(REFLECTIVE_WORD_PATTERN)
     # A quick look for the stems spares most searches; characters of odd case may hide a stem.
     if not _ODD_CASED_LETTERS_PATTERN.search(text):
-        words = [word for word in words if _STEM_BY_REFLECTIVE_WORD[word] in lowered]
+        words = [word for word in words if _STEM_BY_REFLECTIVE_WORD[word] in lower_text]
     counts = {}
     for word in words:
         count = len(REFLECTIVE_WORD_PATTERN[word].findall(text))

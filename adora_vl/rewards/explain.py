@@ -100,8 +100,8 @@ def explain_grade(
     """
     reason = verify_gold(gold, choices)
     if reason:
-        explained = reason if ":" in reason else f"{reason}: {RULE_IN_WORDS.get(reason, '')}"
-        raise UserError(f"--gold: {gold!r} cannot be graded against ({explained})")
+        reason_in_words = reason if ":" in reason else f"{reason}: {RULE_IN_WORDS.get(reason, '')}"
+        raise UserError(f"--gold: {gold!r} cannot be graded against ({reason_in_words})")
     result = grade(response, gold, choices=choices, **accepted)
     answer_tags = accepted.get("answer_tags", False)
     thinking_opened = accepted.pop("thinking_opened", False)

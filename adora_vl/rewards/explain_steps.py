@@ -91,11 +91,15 @@ def step_lines(response: str, figure: str) -> list[str]:
     return [*lines, _summary_line(work)]
 
 
-def _claim_line(checked: CheckedClaim) -> str:
+def _claim_line(checked_claim: CheckedClaim) -> str:
     """Return the line of a claim: its verdict, its words, and whether it is the answer itself."""
-    words = " ".join(checked.claim.words.split())
-    mark = "   (the answer itself, no step)" if checked.is_answer and checked.is_true else ""
-    return f"{_WORDS_BY_VERDICT[checked.verdict]:<{_VERDICT_WIDTH}}{words}{mark}"
+    words = " ".join(checked_claim.claim.words.split())
+    mark = (
+        "   (the answer itself, no step)"
+        if checked_claim.is_answer and checked_claim.is_true
+        else ""
+    )
+    return f"{_WORDS_BY_VERDICT[checked_claim.verdict]:<{_VERDICT_WIDTH}}{words}{mark}"
 
 
 def _summary_line(work: ResponseWork) -> str:

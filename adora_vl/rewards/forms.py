@@ -243,20 +243,20 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
     point = _NAMED_POINT_PATTERN.fullmatch(text)
     if point and "," in point[2]:  # A(3, 4)
         name, coordinates = point.groups()
-        inner = _read_bracketed(coordinates, depth)
-        return inner and replace(inner, label=name, text=text)
+        coordinates_answer = _read_bracketed(coordinates, depth)
+        return coordinates_answer and replace(coordinates_answer, label=name, text=text)
     opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
-    inside = text[len(opening) : -len(closing)]
+    text_inside = text[len(opening) : -len(closing)]
     # In `(1, 2) + (3, 4)` the plus has depth 0, so the outer brackets are no pair.
     depths_inside = bracket_depths(text)[len(opening) : -1]
     is_enclosed = text.endswith(closing) and 0 not in depths_inside
     if opening not in {"(", "[", "{", r"\{"} or not is_enclosed:
         return None
     if opening in {"{", r"\{"}:
-        return _read_braces(text, opening, closing, inside, depth)
-    pieces, semicolons = split_outside_brackets(inside, _SEMICOLON_PATTERN)
+        return _read_braces(text, opening, closing, text_inside, depth)
+    pieces, semicolons = split_outside_brackets(text_inside, _SEMICOLON_PATTERN)
     if not semicolons:
-        pieces, _ = split_outside_brackets(inside, re.compile(","))
+        pieces, _ = split_outside_brackets(text_inside, re.compile(","))
     brackets = opening + closing
     # `[2, 5)` is an interval, while more than two parts need brackets that match.
     are_brackets_unlike = brackets not in {"()", "[]"}
@@ -288,12 +288,12 @@ def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int)
     """
     if (opening == "{") != (closing == "}"):
         return None
-    inner = _parse_form(inside, depth + 1)
-    is_set_inside = inner.text.startswith(r"\{")
-    if opening == "{" and (is_set_inside or inner.kind != "unordered"):
-        return inner
-    is_list = inner.kind == "unordered" and not inner.label
-    parts = inner.parts if is_list else (inner,)
+    inner_answer = _parse_form(inside, depth + 1)
+    is_set_inside = inner_answer.text.startswith(r"\{")
+    if opening == "{" and (is_set_inside or inner_answer.kind != "unordered"):
+        return inner_answer
+    is_list = inner_answer.kind == "unordered" and not inner_answer.label
+    parts = inner_answer.parts if is_list else (inner_answer,)
     if is_set_inside or not all(part.is_value or part.kind == "ordered" for part in parts):
         raise NotReadError("enumeration")
     return Answer("unordered", text, parts=parts)
@@ -339,8 +339,8 @@ def _read_plus_minus(text: str) -> Answer | None:
         if not value.tree:
             raise NotReadError("enumeration")
         # 12 + 1 is a way to write 13 here
-        real = value.number and replace(value.number, has_undone_arithmetic=False)
-        values.append(replace(value, number=real, raw=""))
+        number = value.number and replace(value.number, has_undone_arithmetic=False)
+        values.append(replace(value, number=number, raw=""))
     first, second = [value.lone_number for value in values]
     if first and second and same_number(first, second):
         raise NotReadError("enumeration")  # 12 \pm 0

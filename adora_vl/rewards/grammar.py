@@ -384,7 +384,7 @@ class _Parser:
             return self._group(first)
         is_primary = first in {r"\frac", r"\sqrt"} or _is_unknown(first)
         argument = self._primary() if is_primary else self._literal()
-        behind = self.peek()
-        if behind in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(behind):
+        next_symbol = self.peek()
+        if next_symbol in {r"\pi", r"\sqrt", r"\frac", "("} or _is_unknown(next_symbol):
             raise NotReadError  # `\sin30\sqrt{3}`: where the angle ends is anybody's guess
         return argument

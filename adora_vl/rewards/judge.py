@@ -4,6 +4,7 @@ A score is from 0 to 1. A call that fails gives no score: its error is returned 
 score, and the log counts it as `judge/failed`.
 """
 
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,7 +115,7 @@ class JudgeReward:
         without a call. The columns `problem` and `answer` of the data set are read if they exist.
         Logs the shares `judge/failed` and `judge/cached`.
 
-        Raises `UserError` where the endpoint refuses the key, since it would answer no later call.
+        Raises `UserError` where the endpoint would answer no later call, as after a refused key.
         """
         problems = columns.get("problem") or [
             completion_text(prompt) for prompt in prompts or [""] * len(completions)
@@ -130,7 +131,7 @@ class JudgeReward:
                 cached_count += 1
         # All questions are asked at once, in the threads of the client.
         scores = self.client.each(self._score, questions)
-        self.client.check_key("adora_reward: judge")
+        self.client.check_server("adora_reward: judge")
         errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._has_warned:
             self._has_warned = True  # one warning a run; the log counts the errors
@@ -198,9 +199,7 @@ class JudgeReward:
         try:
             reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
         except EndpointError as error:
-            remedy = f"the key is read from {KEY_VARIABLE}"
-            if error.unreachable:
-                remedy = "is a server there?"
+            remedy = error.remedy(KEY_VARIABLE)
             raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
         try:
             return read_score(reply.text)
@@ -277,7 +276,9 @@ def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             )
     settings = {}
     for name, (kind, default) in _TYPE_AND_DEFAULT_BY_OPTION.items():
-        value = options.get(name, default)
+        value = options.get(name)
+        if value is None:  # left out, or null
+            value = default
         if value is None:
             raise UserError(
                 f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, "
@@ -288,17 +289,31 @@ def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
             expected = "a text"
         else:
             minimum = _minimum_of_option(name, kind)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            number = _read_number(value)
             # The default of `budget`, which means no limit, is below its minimum.
-            fits = is_number and (value == default or value >= minimum)
+            fits = number == default or number >= minimum
             if fits and kind is int:
-                fits = value == int(value)
-            number = "whole number" if kind is int else "number"
-            expected = f"a {number} of at least {minimum:g}"
+                fits = number.is_integer()
+            kind_of_number = "whole number" if kind is int else "number"
+            expected = f"a {kind_of_number} of at least {minimum:g}"
         if not fits:
             raise UserError(f"{where}.{name}: {value!r:.60} is not {expected}")
-        settings[name] = kind(value)
+        settings[name] = value if kind is str else kind(number)
     return settings
+
+
+def _read_number(value: object) -> float:
+    """Return the number that an option says; NaN, which no option takes, for what is none.
+
+    It may be a text: YAML reads `1e-1` as one.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return math.nan
+    try:
+        number = float(value)
+    except (ValueError, OverflowError):
+        return math.nan
+    return number if math.isfinite(number) else math.nan
 
 
 def _minimum_of_option(name: str, kind: type) -> float:

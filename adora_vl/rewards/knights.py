@@ -75,18 +75,18 @@ def knights_verdict(response: str, reference: str) -> tuple[str, str | None]:
     among them. An answer that names somebody else, leaves somebody out or contradicts itself is
     unparseable. Raises `UserError` for a reference answer without roles.
     """
-    expected = _read_reference_roles(reference)
+    expected_roles = _read_reference_roles(reference)
     answer = last_answer(response) or ""
-    return _verdict_on_roles(answer, read_roles(answer), expected)
+    return _verdict_on_roles(answer, read_roles(answer), expected_roles)
 
 
 def _verdict_on_roles(
-    answer: str, roles: dict[str, str] | None, expected: dict[str, str]
+    answer: str, roles: dict[str, str] | None, expected_roles: dict[str, str]
 ) -> tuple[str, str | None]:
     """Return the verdict on an answer with these roles, and the answer if it is readable."""
-    if roles is None or roles.keys() != expected.keys():
+    if roles is None or roles.keys() != expected_roles.keys():
         return "unparseable", None
-    return ("correct" if roles == expected else "wrong"), answer
+    return ("correct" if roles == expected_roles else "wrong"), answer
 
 
 def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
@@ -94,20 +94,20 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
 
     A box does not count, and `read_logic_rl_roles` reads the last `<answer>` block.
     """
-    expected = _read_reference_roles(reference)
+    expected_roles = _read_reference_roles(reference)
     answer = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
-    return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected), expected)
+    return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected_roles), expected_roles)
 
 
 def _read_reference_roles(reference: str) -> dict[str, str]:
     """Return the roles in a reference answer. Raises `UserError` where it has none."""
-    expected = read_roles(reference)
-    if not expected:
+    roles = read_roles(reference)
+    if not roles:
         raise UserError(
             f"answer {reference!r} names no knight and no knave: prepare the data with data_prep "
             "knights"
         )
-    return expected
+    return roles
 
 
 def knights_reward(completions: Sequence[Any] = (), **columns: Any) -> list[float]:

@@ -205,13 +205,14 @@ def _read_references(
             f"'answer' and 'choices' need one value for each of the {count} completions"
         )
     references: list[_Reference] = []
-    usable: set[_Reference] = set()  # the rollouts of a prompt share one, which is verified once
+    # The rollouts of a prompt share one reference answer, which is verified once.
+    usable_references: set[_Reference] = set()
     for row, row_answer in enumerate(answer):
         row_choices = choices[row] if choices is not None else None
         reference = _Reference(
             answer=str(row_answer), choices=None if row_choices is None else tuple(row_choices)
         )
-        if reference not in usable:
+        if reference not in usable_references:
             reason: str | None = "not_a_string"
             if isinstance(row_answer, str):
                 reason = verify_gold(reference.answer, reference.choices)
@@ -220,6 +221,6 @@ def _read_references(
                     f"answer {row_answer!r} cannot be graded against ({reason}): prepare the data "
                     "with data_prep"
                 )
-            usable.add(reference)
+            usable_references.add(reference)
         references.append(reference)
     return references

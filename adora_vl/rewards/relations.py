@@ -151,16 +151,16 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
             relations.append((REVERSED_SIGN[sign], _subtract_sides(right_tree, left_tree)))
         else:
             relations.append((sign, _subtract_sides(left_tree, right_tree)))
-    unsolved = Answer("inequality", text, relations=tuple(relations))
+    unsolved_answer = Answer("inequality", text, relations=tuple(relations))
     names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
     if len(names) > 1:
-        return unsolved
+        return unsolved_answer
     (name,) = names
     comparisons = []
     for sign, tree in relations:
         zero_and_slope_sign = solve_linear(tree)
         if zero_and_slope_sign is None:  # not linear
-            return unsolved
+            return unsolved_answer
         zero, slope_sign = zero_and_slope_sign
         # `2 - x < 0` has a negative slope and means `x > 2`.
         comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)

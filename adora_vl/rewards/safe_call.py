@@ -10,7 +10,8 @@ import math
 import numbers
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -114,6 +115,48 @@ def _copy_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return copies
 
 
+# Figures of a step that every log has, and that other parts of a run read there.
+_LOGGED_BY_TRAINER = frozenset(
+    {"loss", "grad_norm", "learning_rate", "epoch", "step", "num_tokens", "reward", "reward_std"}
+)
+
+
+def _checking_logged(arguments: Mapping[str, Any], counts: Counter[str]) -> dict[str, Any]:
+    """Return the arguments of one call with logging hooks that check what the function logs.
+
+    Fewer values than completions would move those of all later completions in the table, and a
+    metric with the name of one of the trainer's would replace it in the log.
+
+    Args:
+        arguments: of the call. Without the hooks they are returned as they are.
+        counts: filled while the function logs: the number of values of each column.
+    """
+    log_extra = arguments.get("log_extra")
+    log_metric = arguments.get("log_metric")
+    if log_extra is None or log_metric is None:
+        return dict(arguments)
+
+    def log_and_count(column: str, values: Iterable[object]) -> None:
+        values = list(values)
+        counts[column] += len(values)
+        log_extra(column, values)
+
+    def log_number(name: str, value: object) -> None:
+        if name in _LOGGED_BY_TRAINER:
+            raise RewardValueError(
+                f"it logged the metric {name!r}, which the trainer logs itself; give it another "
+                "name"
+            )
+        number = value.item() if hasattr(value, "item") else value
+        if not isinstance(number, numbers.Real):
+            raise RewardValueError(
+                f"it logged {_short_repr(value)} as the metric {name!r}, which is no number"
+            )
+        log_metric(name, float(number))
+
+    return {**arguments, "log_extra": log_and_count, "log_metric": log_number}
+
+
 def safe_call(
     function: Callable[..., Any],
     name: str,
@@ -170,9 +213,10 @@ class _SafeFunction:
                 deadline(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
-                returned = self.function(**_copy_arguments(arguments))
+                counts = Counter[str]()
+                returned = self.function(**_copy_arguments(_checking_logged(arguments, counts)))
                 # Still within the time limit, since reading the user's objects runs their code.
-                return self._read_rewards(returned, len(arguments["completions"]))
+                return self._read_rewards(returned, len(arguments["completions"]), counts)
         except KeyboardInterrupt:
             raise
         # asyncio's cancellation and a panic of compiled code are no `Exception`.
@@ -201,9 +245,11 @@ class _SafeFunction:
                 backstop(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):
+                counts = Counter[str]()
+                copies = _copy_arguments(_checking_logged(arguments, counts))
                 async with asyncio.timeout(self.timeout) as time_limit:
-                    returned = await self.function(**_copy_arguments(arguments))
-            return self._read_rewards(returned, len(arguments["completions"]))
+                    returned = await self.function(**copies)
+            return self._read_rewards(returned, len(arguments["completions"]), counts)
         except (KeyboardInterrupt, GeneratorExit):
             raise
         except BaseException as error:
@@ -218,12 +264,26 @@ class _SafeFunction:
                 row = await _first_to_fail_async(self.function, arguments)
             return self._note_failure(error, arguments, row)
 
-    def _read_rewards(self, returned: object, count: int) -> list[float | None]:
+    def _read_rewards(
+        self, returned: object, count: int, logged_counts: Mapping[str, int]
+    ) -> list[float | None]:
         """Return what the function returned as one reward per completion.
 
         A completion with an exception in place of its reward gets None, and its number and the
-        reason go into `unscored`. Raises `RewardValueError` where a reward is no number.
+        reason go into `unscored`. Raises `RewardValueError` where a reward is no number, and where
+        a column that the function has logged has no value for each completion.
+
+        Args:
+            returned: what the function returned.
+            count: the number of completions.
+            logged_counts: how many values the function has logged, by the column.
         """
+        for column, logged_count in logged_counts.items():
+            if logged_count != count:
+                raise RewardValueError(
+                    f"it logged {logged_count} values of {column!r} for {count} completions; log "
+                    "one for each, None where there is none"
+                )
         rewards: list[float | None] = []
         for number, value in enumerate(check_returned_rewards(returned, count)):
             if isinstance(value, BaseException):

@@ -108,11 +108,11 @@ def _sorted_ends(*solutions: Solution) -> list[Ball]:
     numbers: list[Ball] = []
     for solution in solutions:
         numbers += [number for _, _, number in _single_comparisons(solution)]
-    distinct: list[Ball] = []
+    distinct_numbers: list[Ball] = []
     for number in sorted(numbers, key=lambda number: float(number.value)):
-        if not distinct or not same_number(number, distinct[-1]):
-            distinct.append(number)
-    return distinct
+        if not distinct_numbers or not same_number(number, distinct_numbers[-1]):
+            distinct_numbers.append(number)
+    return distinct_numbers
 
 
 def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:

@@ -61,7 +61,9 @@ _DIMENSION_AND_SIZE_BY_PATTERN = {
 }
 DEGREE_SIGN = r"^\circ"
 _ANY_UNIT = "|".join(f"(?:{name})" for name in _DIMENSION_AND_SIZE_BY_PATTERN)
-_UNIT_POWER = r"\s*(?:\^\s*(?:[23]|\{\s*[23]\s*\})|squared|cubed)"
+# Also `cm2`, as it is written without LaTeX; `m2` alone, without a space before it, is a product.
+_PLAIN_UNIT_POWER = r"(?:(?<=[cdkm]m)|(?<=\sm))[23]"
+_UNIT_POWER = rf"(?:\s*(?:\^\s*(?:[23]|\{{\s*[23]\s*\}})|squared|cubed)|{_PLAIN_UNIT_POWER})"
 _UNIT_WITH_POWER = (
     rf"(?:(?:(?:sq|cu)\.?\s*|(?:square|cubic)\s+|平方|立方)?(?:{_ANY_UNIT})\.?(?:{_UNIT_POWER})?"
     r"|sq|square)"
@@ -128,6 +130,7 @@ def _normalise_unit(text: str) -> str:
     text = re.sub(rf"\s*(?:\\cdot\s*)?(\w+)\s*{_NEGATIVE_EXPONENT}", r"/\1^\2", text)
     text = text.replace("^1", "")
     text = re.sub(r"\s*\^\s*\{?\s*([23])\s*\}?", r"^\1", text)
+    text = re.sub(r"(?<=m)([23])\b", r"^\1", text)
     return re.sub(r"\s+", " ", text).strip()
 
 

@@ -260,6 +260,11 @@ def can_merge(
                 _merged_copy(layer)
     except (NotImplementedError, ValueError):  # what PEFT raises for an adapter it cannot merge
         return False
+    except RuntimeError as error:
+        # It raises this one for a bias of LoRA (`lora_bias`) on a layer that has none.
+        if "merge" not in str(error):
+            raise
+        return False
     return True
 
 

@@ -12,15 +12,15 @@ from PIL import Image, ImageDraw, ImageFont
 from adora_vl.synthetic.drawing import PLAIN, Style
 from adora_vl.synthetic.families import SyntheticProblem
 
-CORNERS = ("top left", "top right", "bottom left", "bottom right")
-PARTS = 8  # of a side; a corner has one of them
-_DIGITS_AT = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
+CORNER_NAMES = ("top left", "top right", "bottom left", "bottom right")
+CELLS_PER_SIDE = 8  # of a side; a corner has one of them
+_NUMBER_START_RANGES = ((9, 18), (8, 17))  # of 56 pixels: where a number may begin
 
 
-def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
+def draw_corner_cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
     """Draw the picture of a corner: a number in some grey, somewhere near the middle."""
     image = Image.new("RGB", (side, side), "white")
-    x_range, y_range = _DIGITS_AT
+    x_range, y_range = _NUMBER_START_RANGES
     x = rng.randrange(*x_range) * side // 56
     y = rng.randrange(*y_range) * side // 56
     font = ImageFont.load_default(size=24 * side / 56)
@@ -29,29 +29,29 @@ def cell(rng: random.Random, number: int, side: int = 56) -> Image.Image:
     return image
 
 
-def drawn(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
+def draw_numbered_corners(rng: random.Random, size: int) -> tuple[Image.Image, dict[str, int]]:
     """Draw a picture with a triangle in its middle, and return it with the numbers of its corners."""
     image = Image.new("RGB", (size, size), "white")
-    side = size // PARTS
+    side = size // CELLS_PER_SIDE
     points = [
         (rng.randrange(size // 5, size * 4 // 5), rng.randrange(size // 5, size * 4 // 5))
         for _ in range(3)
     ]
     ImageDraw.Draw(image).polygon(points, outline="gray", width=max(1, size // 75))
-    numbers = {corner: rng.randrange(10, 100) for corner in CORNERS}
+    numbers = {corner: rng.randrange(10, 100) for corner in CORNER_NAMES}
     for corner, number in numbers.items():
         x = 0 if "left" in corner else size - side
         y = 0 if "top" in corner else size - side
-        image.paste(cell(rng, number, side), (x, y))
+        image.paste(draw_corner_cell(rng, number, side), (x, y))
     return image, numbers
 
 
-def question(corner: str) -> str:
+def question_for_corner(corner: str) -> str:
     """Return the question for the number at a corner."""
     return f"Which number is at the {corner}?"
 
 
-def answer(number: int) -> str:
+def answer_with_number(number: int) -> str:
     """Return a worked answer with the number in a box."""
     return f"It is \\boxed{{{number}}}"
 
@@ -63,11 +63,11 @@ def corner_number(
 
     All levels and styles draw the same.
     """
-    image, numbers = drawn(rng, size)
-    corner, wrong_corner = rng.sample(CORNERS, 2)
-    right = answer(numbers[corner])
-    slip = answer(numbers[wrong_corner])
-    text = question(corner)
+    image, numbers = draw_numbered_corners(rng, size)
+    corner, wrong_corner = rng.sample(CORNER_NAMES, 2)
+    right = answer_with_number(numbers[corner])
+    slip = answer_with_number(numbers[wrong_corner])
+    text = question_for_corner(corner)
     number = str(numbers[corner])
     return SyntheticProblem(
         family="corners",

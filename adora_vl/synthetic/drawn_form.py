@@ -5,9 +5,10 @@
     form.note("find AB")
     form.picture()
 
-The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn as
-a book draws it: a shape by its sides, a right angle by its small square, a size by a label beside its
-side or in its angle. So a family of problems is a text form with places, and has no drawing code.
+The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn
+as a book draws it: a shape by its sides, a right angle by its small square, a size by a label
+beside its side or in its angle. So a family of problems is a text form with places, and has no
+drawing code.
 """
 
 import random
@@ -23,9 +24,9 @@ from adora_vl.synthetic.drawing import Point, Style
 from adora_vl.synthetic.sketch import Sketch
 
 # How far from its corner the label of an angle stands, as a share of the picture.
-_REACH = 0.15
-_REACH_AT_CENTRE = 0.12  # of a circle: clear of the arc
-_REACH_ON_CIRCLE = 0.22  # clear of the letter of the corner and of the circle near it
+_LABEL_DISTANCE = 0.15
+_LABEL_DISTANCE_AT_CENTRE = 0.12  # of a circle: clear of the arc
+_LABEL_DISTANCE_ON_CIRCLE = 0.22  # clear of the letter of the corner and of the circle near it
 
 
 class DrawnForm:
@@ -79,7 +80,7 @@ class DrawnForm:
             # A label is written as the sentence has it, and not as it is read.
             text = sentence.rpartition("=")[2].strip()
             for fact in new_facts:
-                self._mark(fact, text)
+                self._draw_mark(fact, text)
 
     def note(self, *sentences: str) -> None:
         """Add sentences that the problem says in words, and that the picture does not show."""
@@ -108,10 +109,10 @@ class DrawnForm:
         # A point on a line that is drawn divides it, and adds none.
         divides_line = any(fact.head == "PointLiesOnLine" for fact in facts)
         if not shapes and not divides_line:
-            for path in _paths(lines):
+            for path in _join_lines(lines):
                 self._sketch.line(path)
 
-    def _mark(self, fact: Term, text: str) -> None:
+    def _draw_mark(self, fact: Term, text: str) -> None:
         """Draw the mark of a fact: a square, or a label with a text."""
         if fact.head == "Perpendicular":
             first_line, second_line = fact.arguments
@@ -125,17 +126,17 @@ class DrawnForm:
             if measure.head == "MeasureOf":
                 # An expression stands for degrees, but has no sign of them.
                 label = f"{text}°" if text.isdigit() else text
-                self._sketch.angle("".join(names), label, self._reach(names[1]))
+                self._sketch.angle("".join(names), label, self._label_distance(names[1]))
 
-    def _reach(self, corner: str) -> float:
+    def _label_distance(self, corner: str) -> float:
         """Return how far from a corner the label of its angle stands."""
         if corner in self._draft.circles:
-            return _REACH_AT_CENTRE
+            return _LABEL_DISTANCE_AT_CENTRE
         is_on_circle = any(corner in points for points in self._draft.circles.values())
-        return _REACH_ON_CIRCLE if is_on_circle else _REACH
+        return _LABEL_DISTANCE_ON_CIRCLE if is_on_circle else _LABEL_DISTANCE
 
 
-def _paths(lines: Iterable[tuple[str, str]]) -> list[str]:
+def _join_lines(lines: Iterable[tuple[str, str]]) -> list[str]:
     """Join lines that follow each other: AB and BC are the path ABC."""
     paths: list[str] = []
     for start, end in lines:

@@ -5,10 +5,10 @@ Were there one wording, the length of an answer would count its digits: once a m
 wording alone, nearly all groups would be ties of length or one token from it, and ADORA's length
 criterion would attenuate by nothing else.
 
-Each problem has its text form (`sentences`), from which `adora_vl.geometry` solves it. Its picture is
-drawn by code all the same: it has no letters, leans and shifts by chance, and the small models of the
-package have learned to read these pictures, which must not change by a pixel. The families of
-`lettered.py` are drawn from their text form.
+Each problem has its text form (`sentences`), from which `adora_vl.geometry` solves it. Its picture
+is drawn by code all the same: it has no letters, leans and shifts by chance, and the small models
+of the package have learned to read these pictures, which must not change by a pixel. The families
+of `lettered.py` are drawn from their text form.
 """
 
 import math
@@ -50,22 +50,20 @@ def jitter(rng: random.Random, point: Point, reach: float = 0.035) -> Point:
     return (point[0] + rng.uniform(-reach, reach), point[1] + rng.uniform(-reach, reach))
 
 
-def inset(size: int) -> float:
+def label_inset(size: int) -> float:
     """Return how far a label has to stay from an edge: half its width, as a share of the picture."""
     return 0.65 * font_pixels(size) / size
 
 
-def ratio(above: int, below: int) -> str:
+def write_ratio(above: int, below: int) -> str:
     """Return an integer or a reduced fraction, as LaTeX."""
     value = Fraction(above, below)
-    return (
-        str(value)
-        if value.denominator == 1
-        else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
-    )
+    if value.denominator == 1:
+        return str(value)
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
-def worded(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
+def choose_wording(rng: random.Random, *parts: tuple[str, ...], **numbers: object) -> str:
     """Draw one wording of each part of a text, join them, and fill in the numbers by name."""
     text = "".join(rng.choice(wordings) for wordings in parts)
     return text.format(**numbers)
@@ -88,7 +86,7 @@ def isosceles_base_angle(
     top = rng.uniform(0.03, 0.09)
     bottom = rng.uniform(0.9, 0.96)
     canvas.line((x, top), (x - half, bottom), (x + half, bottom), closed=True)
-    canvas.label(str(apex), jitter(rng, (x, 0.30 + inset(size))))
+    canvas.label(str(apex), jitter(rng, (x, 0.30 + label_inset(size))))
     base = f"{(180 - apex) / 2:g}"
     both = 180 - apex
     opening = ("apex {apex}. ", "the apex is {apex}. ", "apex {apex} and two equal angles. ")
@@ -96,8 +94,8 @@ def isosceles_base_angle(
     question = rng.choice(
         ["Find the measure of a base angle of the isosceles triangle.", "Find the base angle."]
     )
-    right = worded(rng, opening, steps, apex=apex, both=both) + boxed(base)
-    slip = worded(rng, opening, ("180 - {apex} = ",), apex=apex) + boxed(both)
+    right = choose_wording(rng, opening, steps, apex=apex, both=both) + boxed(base)
+    slip = choose_wording(rng, opening, ("180 - {apex} = ",), apex=apex) + boxed(both)
     return SyntheticProblem(
         family="isosceles",
         image=canvas.picture(),
@@ -138,8 +136,8 @@ def polygon_interior_angle(
     canvas.line(*corners, closed=True)
     for corner in corners:
         canvas.dot(corner)
-    angle = ratio((sides - 2) * 180, sides)
-    outer = ratio(360, sides)
+    angle = write_ratio((sides - 2) * 180, sides)
+    outer = write_ratio(360, sides)
     opening = ("sides {sides}. ", "it has {sides} sides. ", "a polygon with {sides} sides. ")
     steps = (
         "({sides} - 2) * 180 / {sides} = ",
@@ -151,8 +149,8 @@ def polygon_interior_angle(
             "Find the interior angle.",
         ]
     )
-    right = worded(rng, opening, steps, sides=sides, triangles=sides - 2) + boxed(angle)
-    slip = worded(rng, opening, ("360 / {sides} = ",), sides=sides) + boxed(outer)
+    right = choose_wording(rng, opening, steps, sides=sides, triangles=sides - 2) + boxed(angle)
+    slip = choose_wording(rng, opening, ("360 / {sides} = ",), sides=sides) + boxed(outer)
     return SyntheticProblem(
         family="polygon",
         image=canvas.picture(),
@@ -179,7 +177,7 @@ def right_triangle_hypotenuse(
     down = rng.randrange(1, leg_end)
     # Places are shares of the picture, with y downwards. They vary a little by chance.
     canvas = Canvas(size, style)
-    margin = inset(size)
+    margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin
     y = 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
     top = rng.uniform(0.04, 0.1)
@@ -204,9 +202,9 @@ def right_triangle_hypotenuse(
     question = rng.choice(
         ["Find the length of the hypotenuse.", "Find the hypotenuse of the right triangle."]
     )
-    right = worded(rng, opening, steps, down=down, across=across, square=square)
+    right = choose_wording(rng, opening, steps, down=down, across=across, square=square)
     right += boxed(answer_of_working)
-    slip = worded(rng, opening, ("{down} + {across} = ",), down=down, across=across)
+    slip = choose_wording(rng, opening, ("{down} + {across} = ",), down=down, across=across)
     slip += boxed(down + across)
     return SyntheticProblem(
         family="right_triangle",
@@ -228,7 +226,13 @@ def right_triangle_hypotenuse(
 
 
 # Two lines that cross, in pixels with y downwards: without places nobody knows which angle is which.
-_CROSSING = ("A at 0, 0", "B at 100, 90", "C at 0, 90", "D at 100, 0", "AB and CD meet at E")
+_CROSSING_SENTENCES = (
+    "A at 0, 0",
+    "B at 100, 90",
+    "C at 0, 90",
+    "D at 100, 0",
+    "AB and CD meet at E",
+)
 
 
 def crossing_lines(
@@ -236,10 +240,10 @@ def crossing_lines(
 ) -> SyntheticProblem:
     """Draw two lines that cross with one angle, and ask for another one.
 
-    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the wrong
-    working takes one case for the other. In both cases the right working is long and the slip short.
-    If an equal angle were just copied, the right working would be the shorter one in this case, and
-    ADORA, which goes by length, would treat the two cases differently.
+    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the
+    wrong working takes one case for the other. In both cases the right working is long and the slip
+    short. If an equal angle were just copied, the right working would be the shorter one in this
+    case, and ADORA, which goes by length, would treat the two cases differently.
 
     `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3.
     """
@@ -252,8 +256,8 @@ def crossing_lines(
     slope = rng.uniform(0.40, 0.44)
     canvas.line((x - 0.46, y - slope), (x + 0.46, y + slope))
     canvas.line((x - 0.46, y + slope), (x + 0.46, y - slope))
-    canvas.label(str(shown_angle), jitter(rng, (0.5, 0.04 + inset(size))))
-    label_at = (0.5, 0.96 - inset(size)) if is_opposite else (0.87, 0.57)
+    canvas.label(str(shown_angle), jitter(rng, (0.5, 0.04 + label_inset(size))))
+    label_at = (0.5, 0.96 - label_inset(size)) if is_opposite else (0.87, 0.57)
     canvas.label("x", jitter(rng, label_at))
     supplement = 180 - shown_angle
     equal = ("vertical {given}. ", "vertical angles, {given}. ")
@@ -261,10 +265,10 @@ def crossing_lines(
     long_equal = ("180 - (180 - {given}) = ", "180 - {given} = {other}. 180 - {other} = ")
     long_sum = ("x + {given} = 180. 180 - {given} = ", "they add up to 180. 180 - {given} = ")
     # All four are drawn in every case, so that the random numbers after them are the same.
-    long_opposite = worded(rng, equal, long_equal, given=shown_angle, other=supplement)
-    long_beside = worded(rng, neighbours, long_sum, given=shown_angle)
-    short_opposite = worded(rng, equal, ("x = ",), given=shown_angle)
-    short_beside = worded(rng, neighbours, ("180 - {given} = ",), given=shown_angle)
+    long_opposite = choose_wording(rng, equal, long_equal, given=shown_angle, other=supplement)
+    long_beside = choose_wording(rng, neighbours, long_sum, given=shown_angle)
+    short_opposite = choose_wording(rng, equal, ("x = ",), given=shown_angle)
+    short_beside = choose_wording(rng, neighbours, ("180 - {given} = ",), given=shown_angle)
     question = rng.choice(["Find x.", "Find the angle x at the crossing."])
     if is_opposite:
         answer = shown_angle
@@ -285,7 +289,7 @@ def crossing_lines(
         shapes=("Line",),
         kind="vertical" if is_opposite else "supplementary",
         sentences=(
-            *_CROSSING,
+            *_CROSSING_SENTENCES,
             f"angle AED = {shown_angle}",
             "find angle CEB" if is_opposite else "find angle DEB",
         ),
@@ -310,7 +314,7 @@ def circle_from_radius(
     canvas.circle(centre, reach)
     canvas.dot(centre)
     canvas.line(centre, (centre[0] + reach, centre[1]))
-    canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * inset(size))))
+    canvas.label(str(radius), jitter(rng, (0.5, 0.5 - 1.15 * label_inset(size))))
     unit = "" if measure == "diameter" else " \\pi"
     opening = ("radius {radius}", "the radius is {radius}", "it has radius {radius}")
     steps = (
@@ -320,8 +324,8 @@ def circle_from_radius(
     )
     question = rng.choice([f"Find the {measure} of the circle.", f"Find the {measure}."])
     answer = f"{2 * radius}{unit}"
-    right = worded(rng, opening, steps, radius=radius) + boxed(answer)
-    slip = worded(rng, opening, (" = ", ". the answer is "), radius=radius)
+    right = choose_wording(rng, opening, steps, radius=radius) + boxed(answer)
+    slip = choose_wording(rng, opening, (" = ", ". the answer is "), radius=radius)
     slip += boxed(f"{radius}{unit}")
     return SyntheticProblem(
         family="circle",
@@ -337,7 +341,7 @@ def circle_from_radius(
     )
 
 
-FAMILIES: dict[str, Family] = {
+PLAIN_FAMILY_BY_NAME: dict[str, Family] = {
     "isosceles": isosceles_base_angle,
     "polygon": polygon_interior_angle,
     "right_triangle": right_triangle_hypotenuse,

@@ -18,12 +18,12 @@ from adora_vl.rewards import grade
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.synthetic.corners import corner_number
 from adora_vl.synthetic.drawing import STYLES
-from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
-from adora_vl.synthetic.lettered import LETTERED, MIN_SIZE
+from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME, SyntheticProblem
+from adora_vl.synthetic.lettered import LETTERED_FAMILY_BY_NAME, MIN_LETTERED_SIZE
 from adora_vl.synthetic.perimeter import perimeter_digit
 from adora_vl.utils.errors import UserError, did_you_mean
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER_PATTERN = re.compile(r"\d+")
 
 
 class Choices(NamedTuple):
@@ -61,7 +61,7 @@ def _similar_answers(answer: str, rng: random.Random) -> list[str]:
     The first ones, in random order, have typical mistakes: the number doubled, halved, taken from
     180, or a little larger or smaller. Numbers further away follow.
     """
-    match = _NUMBER.search(answer)
+    match = _NUMBER_PATTERN.search(answer)
     assert match, f"{answer!r} has no number"
     number = int(match.group())
     typical_mistakes = [
@@ -87,10 +87,15 @@ LEVELS = (1, 2, 3)
 DEFAULT_SPLIT = "train"
 FIGURE_COLUMNS = ("facts", "figure")  # of rows with figures, behind those of the schema
 # The function that draws a problem, by the name of the family of problems.
-FAMILY_BY_NAME = {**FAMILIES, **LETTERED, "perimeter": perimeter_digit, "corners": corner_number}
+FAMILY_BY_NAME = {
+    **PLAIN_FAMILY_BY_NAME,
+    **LETTERED_FAMILY_BY_NAME,
+    "perimeter": perimeter_digit,
+    "corners": corner_number,
+}
 # The least side of a picture in pixels for levels 2 and 3. Their problems have three digits in the
 # corner of a triangle, and polygons with twelve corners.
-_LEVELS_FROM = 112
+_MIN_SIZE_OF_HIGHER_LEVELS = 112
 MAX_CHOICES = 8
 # How often a row is drawn again until its diagram is new. While a family has many diagrams left, at
 # least one in five is new.
@@ -218,8 +223,8 @@ def draw_problems(
         UserError: unknown names, a size that is too small, or more problems than there are
             different diagrams.
     """
-    names = families or tuple(FAMILIES)
-    _check(names, size=size, level=level, styles=styles)
+    names = families or tuple(PLAIN_FAMILY_BY_NAME)
+    _check_draw_options(names, size=size, level=level, styles=styles)
     rng = random.Random(f"{seed}/{split}/{size}")
     known_hashes: set[bytes] = set()
     for index in range(count):
@@ -245,7 +250,9 @@ def _short_hash(image: Image.Image) -> bytes:
     return bytes.fromhex(diagram_hash(image)[:32])
 
 
-def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]) -> None:
+def _check_draw_options(
+    names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...]
+) -> None:
     """Raise `UserError` for unknown families or styles, and for a size that is too small."""
     for name in names:
         if name not in FAMILY_BY_NAME:
@@ -253,9 +260,9 @@ def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...
                 f"families: unknown family {name!r}{did_you_mean(name, FAMILY_BY_NAME)}; known: "
                 f"{', '.join(FAMILY_BY_NAME)}"
             )
-        if name in LETTERED and size < MIN_SIZE:
+        if name in LETTERED_FAMILY_BY_NAME and size < MIN_LETTERED_SIZE:
             raise UserError(
-                f"size: {size} is too small for the letters of {name!r}; give at least {MIN_SIZE}"
+                f"size: {size} is too small for the letters of {name!r}; give at least {MIN_LETTERED_SIZE}"
             )
     for style in styles or ("",):
         if style not in STYLES:
@@ -263,8 +270,8 @@ def _check(names: tuple[str, ...], size: int, level: int, styles: tuple[str, ...
                 f"styles: unknown style {style!r}{did_you_mean(style, STYLES)}; known: "
                 f"{', '.join(STYLES)}"
             )
-    if level > 1 and size < _LEVELS_FROM:
+    if level > 1 and size < _MIN_SIZE_OF_HIGHER_LEVELS:
         raise UserError(
             f"size: {size} is too small for the numbers of level {level}; give at least "
-            f"{_LEVELS_FROM}"
+            f"{_MIN_SIZE_OF_HIGHER_LEVELS}"
         )

@@ -22,7 +22,7 @@ from adora_vl.data.output import complete_or_absent
 from adora_vl.rewards import canonical_gold
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.generate import FIGURE_COLUMNS, generate
-from adora_vl.synthetic.knights import PEOPLE, read_puzzles
+from adora_vl.synthetic.knights import PEOPLE_RANGE, read_puzzles
 from adora_vl.utils.errors import UserError
 
 # A revision stands for the rows that equal arguments give. Change it where drawing or wording gives
@@ -34,21 +34,21 @@ DEFAULT_TEST_ROWS = 512
 DEFAULT_SIZE = 56
 
 
-Draw = Callable[[int, str], Iterable[Row]]  # draws so many rows of a split
+DrawRows = Callable[[int, str], Iterable[Row]]  # draws so many rows of a split
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnDataset:
     """A data set that is drawn instead of read."""
 
     row_counts: dict[str, int]  # how many rows each split has
-    draw: Draw  # draws the rows of a split, and is called when the data set is written
+    draw: DrawRows  # draws the rows of a split, and is called when the data set is written
     # What determines the rows: the arguments, and the revision of the code that draws.
     description: dict[str, Any]
     further_columns: tuple[str, ...] = ()  # of texts, behind the columns of the schema
 
 
-def synthetic(
+def describe_synthetic(
     *,
     rows: int,
     test_rows: int = DEFAULT_TEST_ROWS,
@@ -57,7 +57,7 @@ def synthetic(
     families: tuple[str, ...] = (),
     figures: bool = False,
     **options: Any,
-) -> Drawn:
+) -> DrawnDataset:
     """Describe a data set of drawn geometry problems with the splits train and test.
 
     Nothing is drawn before the data set is written.
@@ -90,7 +90,7 @@ def synthetic(
 
     # Data sets without figures are older than this option, and their description has to stay.
     recorded_arguments = {**arguments, "figures": True} if figures else arguments
-    return _drawn(
+    return _describe_drawn(
         "synthetic",
         revision=SYNTHETIC_REVISION,
         draw=draw,
@@ -101,20 +101,20 @@ def synthetic(
     )
 
 
-def puzzles(
+def describe_puzzles(
     *,
     rows: int,
     test_rows: int = DEFAULT_TEST_ROWS,
     seed: int = 0,
-    people: tuple[int, int] = PEOPLE,
-) -> Drawn:
+    people: tuple[int, int] = PEOPLE_RANGE,
+) -> DrawnDataset:
     """Describe a data set of drawn knights-and-knaves puzzles with the splits train and test.
 
     `people` is the smallest and the largest number of people in a puzzle. Nothing is drawn before
     the data set is written; `knights.generate` says what is then raised.
     """
     arguments: dict[str, Any] = {"seed": seed, "people": people}
-    return _drawn(
+    return _describe_drawn(
         "knights",
         revision=KNIGHTS_REVISION,
         draw=partial(knights.generate, **arguments),
@@ -124,15 +124,15 @@ def puzzles(
     )
 
 
-def _drawn(
+def _describe_drawn(
     source: str,
     revision: str,
-    draw: Draw,
+    draw: DrawRows,
     rows: int,
     test_rows: int,
     arguments: Mapping[str, Any],
     further_columns: tuple[str, ...] = (),
-) -> Drawn:
+) -> DrawnDataset:
     """Describe a drawn data set as its manifest will, so that the two can be compared.
 
     `draw` draws the rows of a split. `arguments` and `revision`, which stands for the code that
@@ -152,10 +152,12 @@ def _drawn(
         "revision": revision,
         "arguments": {"rows": rows, "test_rows": test_rows, **json_arguments},
     }
-    return Drawn(row_counts, draw=draw, description=description, further_columns=further_columns)
+    return DrawnDataset(
+        row_counts, draw=draw, description=description, further_columns=further_columns
+    )
 
 
-def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Manifest:
+def prepare_drawn(output: Path, drawn: DrawnDataset, *, overwrite: bool = False) -> Manifest:
     """Write the splits of a drawn data set and its manifest, and return the manifest.
 
     Two equal preparations give equal bytes. `overwrite` replaces another prepared data set.
@@ -178,7 +180,7 @@ def prepare_drawn(output: Path, drawn: Drawn, *, overwrite: bool = False) -> Man
         return write_manifest(folder, drawn.description, stored_counts)
 
 
-def ensure_drawn(folder: Path, drawn: Drawn) -> Path:
+def ensure_drawn(folder: Path, drawn: DrawnDataset) -> Path:
     """Make a drawn data set unless `folder` holds it already, and return the folder.
 
     If several processes call this at once, a lock lets one of them make it.
@@ -225,7 +227,7 @@ def prepare_knights_table(
         "revision": hashlib.sha256(texts.encode()).hexdigest(),
         "arguments": {"source": "parquet", "question": question},
     }
-    table = Drawn(
+    table = DrawnDataset(
         row_counts={split: len(rows) for split, rows in rows_by_split.items()},
         draw=lambda count, split: rows_by_split[split],  # they are all read already
         description=description,

@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from adora_vl.data.dataset import SPLITS, Row
 from adora_vl.utils.errors import UserError, in_one_line
 
-PEOPLE = (2, 8)  # the fewest and the most people in a puzzle
-NAMES = (
+PEOPLE_RANGE = (2, 8)  # the fewest and the most people in a puzzle
+PEOPLE_NAMES = (
     "Ada",
     "Ben",
     "Cleo",
@@ -33,8 +33,8 @@ NAMES = (
     "Otto",
     "Pia",
 )
-ROLES = ("knave", "knight")
-QUESTION = (
+_ROLE_NAMES = ("knave", "knight")
+_QUESTION_TEMPLATE = (
     "On an island everyone is a knight, who always tells the truth, or a knave, who always lies. "
     "You meet {people}. {statements} Who is what? Put the answer in a box, like "
     "\\boxed{{{example}}}."
@@ -50,13 +50,13 @@ class Statement(NamedTuple):
 
     words: str  # the sentence, with `{0}` and `{1}` for people
     people: int  # how many people it is about
-    # Returns what the statement claims of these people, as the nested tuple that `holds` reads.
+    # Returns what the statement claims of these people, as the nested tuple that `claim_holds` reads.
     claim: Callable[..., tuple[Any, ...]]
 
 
 KNIGHT = "telling-truth"
 KNAVE = "lying"
-STATEMENTS = (
+_STATEMENT_KINDS = (
     Statement("{0} is a knight", 1, lambda first: (KNIGHT, first)),
     Statement("{0} is a knave", 1, lambda first: (KNAVE, first)),
     Statement(
@@ -99,7 +99,7 @@ class SaidStatement(NamedTuple):
     subjects: list[int]  # the people that it is about, numbered from 0
 
     def claim(self) -> tuple[Any, ...]:
-        """Return what is claimed of these people, as `holds` reads it."""
+        """Return what is claimed of these people, as `claim_holds` reads it."""
         return self.statement.claim(*self.subjects)
 
     def sentence(self, names: Sequence[str]) -> str:
@@ -114,19 +114,19 @@ class Puzzle(NamedTuple):
     is_knight: tuple[bool, ...]
 
 
-def _draw(people: int, rng: random.Random) -> Puzzle:
+def _draw_puzzle(people: int, rng: random.Random) -> Puzzle:
     """Draw statements for `people` people, again and again until there is exactly one solution."""
     while True:
         statements = []
         for speaker in range(people):
-            statement = rng.choice(STATEMENTS)
+            statement = rng.choice(_STATEMENT_KINDS)
             candidates = [person for person in range(people) if person != speaker]
             # Where there are two people, a statement about two is about the speaker too.
             if statement.people > len(candidates):
                 candidates.append(speaker)
             subjects = rng.sample(candidates, statement.people)
             statements.append(SaidStatement(statement, subjects))
-        solutions = fitting(tuple(statement.claim() for statement in statements))
+        solutions = find_solutions(tuple(statement.claim() for statement in statements))
         if len(solutions) == 1:
             return Puzzle(statements, is_knight=solutions[0])
 
@@ -134,7 +134,7 @@ def _draw(people: int, rng: random.Random) -> Puzzle:
 def roles_text(names: Sequence[str], is_knight: Sequence[bool]) -> str:
     """Write who is what as an answer has to: `Ada is a knight, Ben is a knave`."""
     return ", ".join(
-        f"{name} is a {ROLES[kind]}" for name, kind in zip(names, is_knight, strict=True)
+        f"{name} is a {_ROLE_NAMES[kind]}" for name, kind in zip(names, is_knight, strict=True)
     )
 
 
@@ -177,7 +177,7 @@ def puzzle_row(
 
 
 def generate(
-    rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE
+    rows: int, split: str = "train", *, seed: int = 0, people: tuple[int, int] = PEOPLE_RANGE
 ) -> Iterator[Row]:
     """Draw `rows` different puzzles of a split, and yield them as rows.
 
@@ -187,9 +187,9 @@ def generate(
     Raises `UserError` for a range that is not within 2 and 8, and for more puzzles than there are.
     """
     min_people, max_people = people
-    if not PEOPLE[0] <= min_people <= max_people <= PEOPLE[1]:
+    if not PEOPLE_RANGE[0] <= min_people <= max_people <= PEOPLE_RANGE[1]:
         raise UserError(
-            f"people: {min_people}-{max_people} is no range within {PEOPLE[0]}-{PEOPLE[1]}, the smaller "
+            f"people: {min_people}-{max_people} is no range within {PEOPLE_RANGE[0]}-{PEOPLE_RANGE[1]}, the smaller "
             "number first"
         )
     rng = random.Random(f"knights/{seed}/{split}")
@@ -197,8 +197,8 @@ def generate(
     redraws = 0  # since the last new puzzle
     while len(known_digests) < rows:
         people_count = min_people + len(known_digests) % (max_people - min_people + 1)
-        names = tuple(rng.sample(NAMES, people_count))
-        puzzle = _draw(people_count, rng)
+        names = tuple(rng.sample(PEOPLE_NAMES, people_count))
+        puzzle = _draw_puzzle(people_count, rng)
         problem = _puzzle_text(puzzle, names)
         digest = hashlib.sha256(problem.encode()).hexdigest()
         is_test_puzzle = int(digest[:8], 16) < _TEST_SHARE * 2**32
@@ -212,7 +212,7 @@ def generate(
                 )
             continue
         row_id = f"knights/{seed}/{split}/{len(known_digests)}"
-        wrong_roles = _with_some_swapped(puzzle.is_knight, random.Random(f"{row_id}/slip"))
+        wrong_roles = _swap_some_roles(puzzle.is_knight, random.Random(f"{row_id}/slip"))
         known_digests.add(digest)
         redraws = 0
         yield puzzle_row(
@@ -232,12 +232,12 @@ def _puzzle_text(puzzle: Puzzle, names: Sequence[str]) -> str:
         for name, statement in zip(names, puzzle.statements, strict=True)
     )
     people_in_words = f"{', '.join(names[:-1])} and {names[-1]}"
-    return QUESTION.format(
+    return _QUESTION_TEMPLATE.format(
         people=people_in_words, statements=statements, example=example_answer(names)
     )
 
 
-def _with_some_swapped(is_knight: Sequence[bool], rng: random.Random) -> list[bool]:
+def _swap_some_roles(is_knight: Sequence[bool], rng: random.Random) -> list[bool]:
     """Return a wrong solution: the roles with at least one of them swapped."""
     # Bit i of this number says whether person i changes the role. It is not 0.
     swap_bits = rng.randrange(1, 2 ** len(is_knight))
@@ -248,14 +248,14 @@ def _with_some_swapped(is_knight: Sequence[bool], rng: random.Random) -> list[bo
     return wrong_roles
 
 
-COLUMNS = ("quiz", "names", "solution", "statements", "extra_info")
-BOX = "Put the answer in a box, like \\boxed{{{example}}}."
+_REFERENCE_COLUMNS = ("quiz", "names", "solution", "statements", "extra_info")
+_BOX_REQUEST = "Put the answer in a box, like \\boxed{{{example}}}."
 # What may follow the quiz: our own way to ask for a box, or nothing, where the system prompt says
 # how to answer.
-QUESTIONS = ("box", "plain")
+QUESTION_STYLES = ("box", "plain")
 
 
-def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
+def claim_holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
     """Return whether a claim is true, given for each person whether that is a knight.
 
     A claim is a nested tuple such as `("or", ("telling-truth", 1), ("lying", 2))`: person 1 is a
@@ -267,29 +267,29 @@ def holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
         case (("telling-truth" | "lying") as role, int(person)) if person in range(len(is_knight)):
             return bool(is_knight[person] == (role == KNIGHT))
         case ("not", inner):
-            return not holds(inner, is_knight)
+            return not claim_holds(inner, is_knight)
         case ("and", *parts) if parts:
-            return all(holds(part, is_knight) for part in parts)
+            return all(claim_holds(part, is_knight) for part in parts)
         case ("or", *parts) if parts:
-            return any(holds(part, is_knight) for part in parts)
+            return any(claim_holds(part, is_knight) for part in parts)
         case ("->", first, second):
-            return holds(second, is_knight) or not holds(first, is_knight)
+            return claim_holds(second, is_knight) or not claim_holds(first, is_knight)
         case ("<=>", first, second):
-            return holds(first, is_knight) == holds(second, is_knight)
+            return claim_holds(first, is_knight) == claim_holds(second, is_knight)
         case _:
             raise ValueError(f"{str(claim)[:60]!r} is no claim about knights and knaves")
 
 
-def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
+def find_solutions(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
     """Return all solutions of a puzzle, in which person i makes claim i.
 
-    A solution says for each person whether that is a knight. What a knight claims is true in it, and
-    what a knave claims is false.
+    A solution says for each person whether that is a knight. What a knight claims is true in it,
+    and what a knave claims is false.
     """
     solutions = []
     for is_knight in product((True, False), repeat=len(claims)):
         if all(
-            holds(claim, is_knight) == speaker_is_knight
+            claim_holds(claim, is_knight) == speaker_is_knight
             for claim, speaker_is_knight in zip(claims, is_knight, strict=True)
         ):
             solutions.append(is_knight)
@@ -299,7 +299,7 @@ def fitting(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
 def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
     """Read published puzzles from a Parquet file, or from all such files below a folder, by split.
 
-    `question` is one of `QUESTIONS`: whether the puzzle ends with how to answer.
+    `question` is one of `QUESTION_STYLES`: whether the puzzle ends with how to answer.
 
     Raises `UserError` for a file or a row that cannot be used, and for a puzzle that comes twice.
     """
@@ -312,7 +312,7 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
     rows_by_split: dict[str, list[Row]] = {}
     origin_by_problem: dict[str, str] = {}
     for file in files:
-        for index, record in enumerate(_records(file)):
+        for index, record in enumerate(_read_records(file)):
             origin = f"row {index} of {file}"
             row = _row_of_record(record, origin, question)
             problem = row["problem"]
@@ -330,17 +330,17 @@ def read_puzzles(location: Path, question: str) -> dict[str, list[Row]]:
     return {split: rows_by_split[split] for split in SPLITS if split in rows_by_split}
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
+def _read_records(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file of the reference, or raise `UserError`."""
     try:
         table = pq.ParquetFile(file)
-        missing = [name for name in COLUMNS if name not in table.schema_arrow.names]
+        missing = [name for name in _REFERENCE_COLUMNS if name not in table.schema_arrow.names]
         if missing:
             raise UserError(
                 f"input: {str(file)!r} has no column {missing[0]!r}; it is none of the "
                 "reference's data/kk"
             )
-        yield from table.read(columns=[*COLUMNS]).to_pylist()
+        yield from table.read(columns=[*_REFERENCE_COLUMNS]).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"input: {str(file)!r} cannot be read ({in_one_line(error)}); download it again"
@@ -362,8 +362,10 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
         # The reference stores the statements as the text of nested Python tuples.
         claims = ast.literal_eval(record["statements"])
         are_words = all(isinstance(name, str) and name.isalpha() for name in names)
-        if not are_words or not PEOPLE[0] <= len(names) <= PEOPLE[1]:
-            raise ValueError(f"names is {names!r}, and not {PEOPLE[0]} to {PEOPLE[1]} words")
+        if not are_words or not PEOPLE_RANGE[0] <= len(names) <= PEOPLE_RANGE[1]:
+            raise ValueError(
+                f"names is {names!r}, and not {PEOPLE_RANGE[0]} to {PEOPLE_RANGE[1]} words"
+            )
         if split not in SPLITS:
             raise ValueError(f"split is {split!r}, and not one of {', '.join(SPLITS)}")
         if not len(claims) == len(solution) == len(set(names)) == len(names):
@@ -371,13 +373,13 @@ def _row_of_record(record: Mapping[str, Any], origin: str, question: str) -> Row
                 f"{len(claims)} statements and {len(solution)} solutions for {len(set(names))} "
                 "people"
             )
-        if fitting(claims) != [tuple(solution)]:
+        if find_solutions(claims) != [tuple(solution)]:
             raise ValueError("solution is not the only one that fits the statements")
     except (ValueError, SyntaxError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"input: {origin}: {in_one_line(error)}; leave the row out") from error
     problem = record["quiz"].strip()
     if question == "box":
-        problem += f" {BOX.format(example=example_answer(names))}"
+        problem += f" {_BOX_REQUEST.format(example=example_answer(names))}"
     return puzzle_row(
         row_id="",
         problem=problem,

@@ -11,11 +11,11 @@ from fractions import Fraction
 
 from adora_vl.synthetic.drawing import PLAIN, Point, Style
 from adora_vl.synthetic.drawn_form import DrawnForm
-from adora_vl.synthetic.families import Family, SyntheticProblem, boxed, ratio
+from adora_vl.synthetic.families import Family, SyntheticProblem, boxed, write_ratio
 from adora_vl.synthetic.sketch import ClutteredError
 
-MIN_SIZE = 168  # pixels; below, the letters are not readable
-_TRIPLES = (
+MIN_LETTERED_SIZE = 168  # pixels; below, the letters are not readable
+_PYTHAGOREAN_TRIPLES = (
     (3, 4, 5),
     (5, 12, 13),
     (8, 15, 17),
@@ -26,7 +26,7 @@ _TRIPLES = (
 )
 
 
-def clear(family: Family) -> Family:
+def redraw_until_clear(family: Family) -> Family:
     """Wrap the function that draws a problem, so that it tries until no label touches another."""
 
     @functools.wraps(family)
@@ -48,13 +48,13 @@ def right_triangle_side(
 ) -> SyntheticProblem:
     """Draw a right triangle with two sides, and ask for the third.
 
-    At level 1 all sides are whole numbers. At level 3 the triangle has a side and an angle of 30, 45
-    or 60 degrees. `size` is the side of the picture in pixels.
+    At level 1 all sides are whole numbers. At level 3 the triangle has a side and an angle of 30,
+    45 or 60 degrees. `size` is the side of the picture in pixels.
     """
     if level == 3:
         return _special_right_triangle(rng, size, style)
     if level == 1:
-        a, b, _ = rng.choice(_TRIPLES)
+        a, b, _ = rng.choice(_PYTHAGOREAN_TRIPLES)
         factor = rng.randrange(1, 5)
         a = a * factor
         b = b * factor
@@ -74,21 +74,22 @@ def right_triangle_side(
         form.say(f"AC = {a}", f"AB = {hypotenuse}")
         form.note("find BC")
         working = f"A C = {a}, A B = {hypotenuse}. {hypotenuse}^2 - {a}^2 = {b * b}"
-        return _length(
+        return _length_problem(
             form, question="Find B C.", answer=str(b), working=working, slip=str(hypotenuse - a)
         )
     form.say(f"AC = {a}", f"BC = {b}")
     form.note("find AB")
     working = f"A C = {a}, B C = {b}. {a}^2 + {b}^2 = {square}"
-    return _length(
-        form, question="Find A B.", answer=_root(square), working=working, slip=str(a + b)
+    return _length_problem(
+        form, question="Find A B.", answer=_write_root(square), working=working, slip=str(a + b)
     )
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """Draw a right triangle with its hypotenuse and an angle of 30, 45 or 60 degrees; ask for a leg.
+    """Draw a right triangle with its hypotenuse and an angle of 30, 45 or 60 degrees.
 
-    The leg `x` is opposite of the angle or beside it. `size` is the side of the picture in pixels.
+    A leg is asked for. The leg `x` is opposite of the angle or beside it. `size` is the side of the
+    picture in pixels.
     """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)
@@ -105,7 +106,9 @@ def _special_right_triangle(rng: random.Random, size: int, style: Style) -> Synt
     answer_by_angle = {30: f"{half}", 45: f"{half} \\sqrt {{ 2 }}", 60: f"{half} \\sqrt {{ 3 }}"}
     answer = answer_by_angle[angle_opposite_x]
     working = f"hypotenuse {hypotenuse}, angle opposite {angle_opposite_x}"
-    return _length(form, question="Find x.", answer=answer, working=working, slip=str(hypotenuse))
+    return _length_problem(
+        form, question="Find x.", answer=answer, working=working, slip=str(hypotenuse)
+    )
 
 
 def triangle_angle(
@@ -121,12 +124,12 @@ def triangle_angle(
     b = rng.randrange(30, 80, step)
     c = 180 - a - b
     # What the form says is drawn. What it notes belongs to the problem too, but is not drawn.
-    form = DrawnForm(rng, size, style, _triangle(a, b), "triangle ABC")
+    form = DrawnForm(rng, size, style, _triangle_corners(a, b), "triangle ABC")
     if level < 3:
         form.say(f"angle BAC = {a}", f"angle ABC = {b}")
         form.note("find angle C")
         working = f"180 - {a} - {b}"
-        return _angle(
+        return _angle_problem(
             form,
             question="Find m \\angle C.",
             answer=str(c),
@@ -137,12 +140,12 @@ def triangle_angle(
     x = rng.randrange(5, 21)
     first = rng.randrange(1, a // x + 1)
     second = rng.randrange(1, b // x + 1)
-    first_angle = _expression(first, a - first * x)
-    second_angle = _expression(second, b - second * x)
+    first_angle = _write_linear_expression(first, a - first * x)
+    second_angle = _write_linear_expression(second, b - second * x)
     form.say(f"angle BAC = {first_angle}", f"angle ABC = {second_angle}", f"angle BCA = {c}")
     form.note("find x")
     working = f"({first_angle}) + ({second_angle}) + {c} = 180"
-    return _angle(
+    return _angle_problem(
         form,
         question="Find x.",
         answer=str(x),
@@ -184,7 +187,7 @@ def inscribed_arc(
         form.note("find arc AC")
         question = "In \\odot O, find m \\widehat{A C}."
         working = f"2 * {inscribed}"
-        return _angle(
+        return _angle_problem(
             form,
             question=question,
             answer=str(2 * inscribed),
@@ -197,7 +200,7 @@ def inscribed_arc(
         form.note("find angle ABC")
         question = "In \\odot O, find m \\angle A B C."
         working = f"{2 * inscribed} / 2"
-        return _angle(
+        return _angle_problem(
             form,
             question=question,
             answer=str(inscribed),
@@ -207,11 +210,11 @@ def inscribed_arc(
         )
     x = rng.randrange(3, 13)
     factor = rng.randrange(1, inscribed // x + 1)
-    text = _expression(factor, inscribed - factor * x)
+    text = _write_linear_expression(factor, inscribed - factor * x)
     form.say(f"angle AOC = {2 * inscribed}", f"angle ABC = {text}")
     form.note("find x")
     working = f"2 ({text}) = {2 * inscribed}"
-    return _angle(
+    return _angle_problem(
         form,
         question="Find x.",
         answer=str(x),
@@ -246,21 +249,21 @@ def parallel_segment(
     places |= {"B": (0.6 * share, slope * share), "E": (1.3 * share, 0.0)}
     outline = ("triangle ACD", "B on AC", "E on AD", "BE parallel CD")
     form = DrawnForm(rng, size, style, places, *outline)
-    answer = ratio(bc.numerator, bc.denominator)
+    answer = write_ratio(bc.numerator, bc.denominator)
     shapes = ("Triangle", "Line")
     parallel = "\\overline{B E} \\parallel \\overline{C D}"
     working = f"A B / A E = {ab} / {ae}, E D = {ed}"
     if level == 1:
         form.note(f"AD = {ae + ed}", f"AB = {ab}", f"AE = {ae}", "find BC")
         question = f"If {parallel}, A D = {ae + ed}, A B = {ab}, and A E = {ae}, find B C."
-        return _length(
+        return _length_problem(
             form, question=question, answer=answer, working=working, slip=str(ab), shapes=shapes
         )
     form.say(f"AB = {ab}", f"AE = {ae}")
     if level == 2:
         form.say(f"ED = {ed}")
         form.note("find BC")
-        return _length(
+        return _length_problem(
             form,
             question=f"If {parallel}, find B C.",
             answer=answer,
@@ -270,10 +273,10 @@ def parallel_segment(
         )
     x = rng.randrange(2, 12)
     is_whole = bc.denominator == 1
-    form.say(f"ED = {ed}", f"BC = {_expression(1, int(bc) - x) if is_whole else 'x'}")
+    form.say(f"ED = {ed}", f"BC = {_write_linear_expression(1, int(bc) - x) if is_whole else 'x'}")
     form.note("find x")
     answer = str(x) if is_whole else answer
-    return _length(
+    return _length_problem(
         form,
         question=f"If {parallel}, find x.",
         answer=answer,
@@ -299,15 +302,17 @@ def parallelogram_side(
     places = {"A": (0.0, 0.0), "B": (1.4, 0.0), "C": (1.4 + lean, height), "D": (lean, height)}
     form = DrawnForm(rng, size, style, places, "ABCD parallelogram")
     value = factor * x + (added if level > 1 else 0)
-    first_side = _expression(factor, added if level > 1 else 0)
+    first_side = _write_linear_expression(factor, added if level > 1 else 0)
     second_side = (
-        _expression(second_factor, value - second_factor * x) if second_factor else str(value)
+        _write_linear_expression(second_factor, value - second_factor * x)
+        if second_factor
+        else str(value)
     )
     form.say(f"AB = {first_side}", f"CD = {second_side}")
     form.note("find x")
     question = "Find x so that the quadrilateral is a parallelogram."
     working = f"{first_side} = {second_side}"
-    return _length(
+    return _length_problem(
         form,
         question=question,
         answer=str(x),
@@ -317,17 +322,19 @@ def parallelogram_side(
     )
 
 
-_LETTERED = (
+_LETTERED_FAMILIES = (
     right_triangle_side,
     triangle_angle,
     inscribed_arc,
     parallel_segment,
     parallelogram_side,
 )
-LETTERED: dict[str, Family] = {family.__name__: clear(family) for family in _LETTERED}
+LETTERED_FAMILY_BY_NAME: dict[str, Family] = {
+    family.__name__: redraw_until_clear(family) for family in _LETTERED_FAMILIES
+}
 
 
-def _problem(
+def _make_problem(
     goal: str,
     form: DrawnForm,
     question: str,
@@ -350,11 +357,11 @@ def _problem(
     )
 
 
-_length = functools.partial(_problem, "Length")
-_angle = functools.partial(_problem, "Angle")
+_length_problem = functools.partial(_make_problem, "Length")
+_angle_problem = functools.partial(_make_problem, "Angle")
 
 
-def _root(square: int) -> str:
+def _write_root(square: int) -> str:
     """Write the square root of a number in lowest terms, as Geometry3K does: `5 \\sqrt { 2 }`."""
     # The largest number whose square divides `square`.
     outside = max(k for k in range(1, math.isqrt(square) + 1) if square % (k * k) == 0)
@@ -364,7 +371,7 @@ def _root(square: int) -> str:
     return f"\\sqrt {{ {inside} }}" if outside == 1 else f"{outside} \\sqrt {{ {inside} }}"
 
 
-def _expression(factor: int, added: int) -> str:
+def _write_linear_expression(factor: int, added: int) -> str:
     """Write a linear expression in x as books do: `3x + 10`, `x - 4`, `2x`."""
     term = "x" if factor == 1 else f"{factor}x"
     if added == 0:
@@ -373,7 +380,7 @@ def _expression(factor: int, added: int) -> str:
     return f"{term} {sign} {abs(added)}"
 
 
-def _triangle(a: float, b: float) -> dict[str, Point]:
+def _triangle_corners(a: float, b: float) -> dict[str, Point]:
     """Return the corners of a triangle with these angles, in degrees, at A and B."""
     height = 1 / (1 / math.tan(math.radians(a)) + 1 / math.tan(math.radians(b)))
     return {"A": (0.0, 0.0), "B": (1.0, 0.0), "C": (height / math.tan(math.radians(a)), height)}

@@ -6,8 +6,8 @@ the question. In three quarters of the problems, the kind `usual`, the sides mak
 two digits, so that a guess is right half of the time; in the kind `any` it is right a tenth of the
 time. Only the worked sum tells the kinds apart.
 
-A problem has its text form, and its picture is drawn by code all the same, as in `families.py`: it has
-no letters, and the demo's model has learned to read it.
+A problem has its text form, and its picture is drawn by code all the same, as in `families.py`: it
+has no letters, and the demo's model has learned to read it.
 """
 
 import random
@@ -15,13 +15,13 @@ import re
 from collections.abc import Sequence
 
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Style
-from adora_vl.synthetic.families import SyntheticProblem, inset, jitter
+from adora_vl.synthetic.families import SyntheticProblem, jitter, label_inset
 
 USUAL_DIGITS = (7, 3)
 USUAL_SHARE = 0.75  # of the problems
 # Workings differ in length by wording alone, so that their length does not count digits.
 _OPENINGS = ("sides {} and {}. ", "sides {}, {}. ", "{} and {}. ")
-_STEPS = ("{} + {} = {}. ", "{}+{}={}. ")
+_ADDITIONS = ("{} + {} = {}. ", "{}+{}={}. ")
 
 
 def perimeter_digit(
@@ -38,7 +38,7 @@ def perimeter_digit(
     kind = "usual" if rng.random() < USUAL_SHARE else "any"
     sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
     canvas = paper(size, style)
-    margin = inset(size)
+    margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin
     y = 0.93 - rng.uniform(0.01, 0.04) - 1.2 * margin
     top = rng.uniform(0.04, 0.1)
@@ -51,8 +51,8 @@ def perimeter_digit(
     question = (
         f"The other sides are {sides[2]} and {sides[3]}. Find the last digit of the perimeter."
     )
-    right_working = working(rng, sides)
-    slipped_working = working(rng, sides, slip_at=rng.randrange(PLACES))
+    right_working = write_working(rng, sides)
+    slipped_working = write_working(rng, sides, slip_at=rng.randrange(SLIP_PLACES))
     return SyntheticProblem(
         family="perimeter",
         image=canvas.picture(),
@@ -93,39 +93,40 @@ def draw_sides(rng: random.Random, kind: str, end: int) -> tuple[int, ...]:
             return sides
 
 
-PLACES = 5  # of a working where a slip can happen: two readings and three sums
+SLIP_PLACES = 5  # of a working where a slip can happen: two readings and three sums
 
 
-def working(
+def write_working(
     rng: random.Random, sides: Sequence[int], slip_at: int | None = None, slip_share: float = 0.0
 ) -> str:
     """Write a working that adds up the four sides step by step, in a random wording.
 
     A slip makes a number one too large, and the steps after it go on with that number. There are
-    `PLACES` where it can happen: reading each of the first two sides off the figure, and the sums.
+    `SLIP_PLACES` where it can happen: reading each of the first two sides off the figure, and the
+    sums.
 
     `slip_at` is the place of a certain slip, None for none. `slip_share` is the probability of a
     slip at each other place.
     """
     slips = []  # what is added by mistake in each place, 0 or 1
-    for place in range(PLACES):
+    for place in range(SLIP_PLACES):
         slips.append(1 if place == slip_at or rng.random() < slip_share else 0)
     total = sides[0] + slips[0]
     second_side = sides[1] + slips[1]
     text = rng.choice(_OPENINGS).format(total, second_side)
     for side, slip in zip((second_side, *sides[2:]), slips[2:], strict=True):
         next_total = total + side + slip
-        text += rng.choice(_STEPS).format(total, side, next_total)
+        text += rng.choice(_ADDITIONS).format(total, side, next_total)
         total = next_total
     return f"{text}\\boxed{{{total % 10}}}"
 
 
-def guess(rng: random.Random) -> str:
+def write_guess(rng: random.Random) -> str:
     """Return one of the two usual digits, without a working."""
     return f"guess \\boxed{{{rng.choice(USUAL_DIGITS)}}}"
 
 
-def sides_of(problem: str, solution: str) -> tuple[int, ...]:
+def sides_in_problem(problem: str, solution: str) -> tuple[int, ...]:
     """Return the four sides of a drawn problem, from its question and its worked solution."""
     return tuple(
         int(number) for text in (solution, problem) for number in re.findall(r"\d+", text)[:2]

@@ -3,14 +3,23 @@
 import math
 import random
 from cmath import rect
+from typing import NamedTuple
 
 from PIL import Image
 
 from adora_vl.synthetic.drawing import Canvas, Point, Style, font_pixels
 
-Box = tuple[float, float, float, float]  # left, top, right and bottom, as shares of the picture
-FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
-_FRAME = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+LETTERED_FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
+_POINT_RANGE = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+
+
+class _LabelBox(NamedTuple):
+    """A rectangle around a label, in shares of the picture, with y downwards."""
+
+    min_x: float
+    min_y: float
+    max_x: float
+    max_y: float
 
 
 class ClutteredError(Exception):
@@ -27,12 +36,14 @@ class Sketch:
         self, rng: random.Random, size: int, style: Style, points: dict[str, Point]
     ) -> None:
         """Turn the points by chance. `size` is the side of the picture in pixels."""
-        self._canvas = Canvas(size, style, FONT_SCALE)
-        self._at = _fitted(points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5)
-        xs, ys = zip(*map(_pair, self._at.values()), strict=True)
+        self._canvas = Canvas(size, style, LETTERED_FONT_SCALE)
+        self._location_by_name = _fit_into_picture(
+            points, rng.uniform(0, 2 * math.pi), mirrored=rng.random() < 0.5
+        )
+        xs, ys = zip(*map(_x_and_y, self._location_by_name.values()), strict=True)
         self._centre = complex(sum(xs), sum(ys)) / len(xs)
-        self._font = FONT_SCALE * font_pixels(size) / size
-        self._boxes: list[Box] = []  # of the labels so far
+        self._font = LETTERED_FONT_SCALE * font_pixels(size) / size
+        self._label_boxes: list[_LabelBox] = []  # of the labels so far
 
     def places(self) -> list[str]:
         """Return sentences such as `A at 12.0, 30.5` on where the points lie, in pixels.
@@ -43,41 +54,41 @@ class Sketch:
         size = self._canvas.size
         return [
             f"{name} at {size * point.real:.1f}, {size * point.imag:.1f}"
-            for name, point in self._at.items()
+            for name, point in self._location_by_name.items()
             if len(name) == 1
         ]
 
-    def _places(self, names: str) -> list[complex]:
+    def _locations(self, names: str) -> list[complex]:
         """Return the places of points by their letters."""
-        return [self._at[name] for name in names]
+        return [self._location_by_name[name] for name in names]
 
     def line(self, path: str) -> None:
         """Draw a line through points."""
-        self._canvas.line(*map(_pair, self._places(path)))
+        self._canvas.line(*map(_x_and_y, self._locations(path)))
 
     def circle(self, centre: str, point_on: str) -> None:
         """Draw a circle through a point, with a dot at its centre."""
-        middle, on_circle = self._places(centre + point_on)
-        self._canvas.circle(_pair(middle), abs(middle - on_circle))
-        self._canvas.dot(_pair(middle))
+        middle, on_circle = self._locations(centre + point_on)
+        self._canvas.circle(_x_and_y(middle), abs(middle - on_circle))
+        self._canvas.dot(_x_and_y(middle))
 
     def letters(self, names: str) -> None:
         """Write the names of points beside them, away from the middle of the figure."""
         for name in names:
-            outward = _unit(self._at[name] - self._centre)
-            self._label(name, self._at[name] + 0.07 * outward)
+            outward = _unit_vector(self._location_by_name[name] - self._centre)
+            self._label(name, self._location_by_name[name] + 0.07 * outward)
 
     def centre_letter(self, name: str, towards: str) -> None:
         """Write the name of a circle's centre, to the right of the way to the point `towards`."""
-        direction = _unit(self._at[towards] - self._at[name])
+        direction = _unit_vector(self._location_by_name[towards] - self._location_by_name[name])
         to_the_right = 1j * direction  # a quarter turn, since y points down
-        self._label(name, self._at[name] + 0.07 * to_the_right)
+        self._label(name, self._location_by_name[name] + 0.07 * to_the_right)
 
     def side(self, path: str, text: str) -> None:
         """Write a text beside the middle of a segment, away from the middle of the figure."""
-        start, end = self._places(path)
+        start, end = self._locations(path)
         middle = (start + end) / 2
-        normal = 1j * _unit(end - start)  # at a right angle to the segment
+        normal = 1j * _unit_vector(end - start)  # at a right angle to the segment
         # The real part of a * conj(b) is the scalar product of two vectors.
         outward = ((middle - self._centre) * normal.conjugate()).real
         distance = 0.05 + 0.008 * len(text)
@@ -95,18 +106,18 @@ class Sketch:
         opening = math.acos(max(-1.0, min(1.0, cosine)))  # rounding may pass 1
         # A narrow angle has room only farther out.
         distance = max(reach, 0.035 / math.sin(opening / 2))
-        self._label(text, corner + distance * _unit(first_side + second_side))
+        self._label(text, corner + distance * _unit_vector(first_side + second_side))
 
     def right_angle(self, path: str) -> None:
         """Draw the small square in the right angle `ABC` at B."""
         corner, first_side, second_side = self._directions(path)
         steps = (first_side, first_side + second_side, second_side)
-        self._canvas.line(*(_pair(corner + 0.05 * step) for step in steps))
+        self._canvas.line(*(_x_and_y(corner + 0.05 * step) for step in steps))
 
     def _directions(self, path: str) -> tuple[complex, complex, complex]:
         """Return the corner B of the angle `ABC`, and the directions of its two sides."""
-        start, corner, end = self._places(path)
-        return corner, _unit(start - corner), _unit(end - corner)
+        start, corner, end = self._locations(path)
+        return corner, _unit_vector(start - corner), _unit_vector(end - corner)
 
     def picture(self) -> Image.Image:
         """Return the picture as it was drawn so far."""
@@ -114,40 +125,42 @@ class Sketch:
 
     def _label(self, text: str, centre: complex) -> None:
         """Write a label, or raise `ClutteredError` where it would touch another one or the edge."""
-        (x, y) = _pair(centre)
+        (x, y) = _x_and_y(centre)
         half_width = 0.28 * len(text) * self._font
         half_height = 0.5 * self._font
-        box = (
-            x - half_width,
-            y - half_height,
-            x + half_width,
-            y + half_height,
+        box = _LabelBox(
+            min_x=x - half_width,
+            min_y=y - half_height,
+            max_x=x + half_width,
+            max_y=y + half_height,
         )
-        touches = any(_overlap(box, label) for label in self._boxes)
+        touches = any(_overlap(box, label) for label in self._label_boxes)
         if touches or min(box) < 0 or max(box) > 1:
             raise ClutteredError(text)
-        self._boxes.append(box)
+        self._label_boxes.append(box)
         self._canvas.label(text, (x, y))
 
 
-def _overlap(first: Box, second: Box) -> bool:
+def _overlap(first: _LabelBox, second: _LabelBox) -> bool:
     """Return whether two boxes have a point in common."""
-    overlap_in_x = first[0] < second[2] and second[0] < first[2]
-    overlap_in_y = first[1] < second[3] and second[1] < first[3]
+    overlap_in_x = first.min_x < second.max_x and second.min_x < first.max_x
+    overlap_in_y = first.min_y < second.max_y and second.min_y < first.max_y
     return overlap_in_x and overlap_in_y
 
 
-def _pair(point: complex) -> Point:
+def _x_and_y(point: complex) -> Point:
     """Return x and y of a point."""
     return point.real, point.imag
 
 
-def _unit(direction: complex) -> complex:
+def _unit_vector(direction: complex) -> complex:
     """Return the direction with the length 1."""
     return direction / abs(direction)
 
 
-def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[str, complex]:
+def _fit_into_picture(
+    points: dict[str, Point], turn: float, *, mirrored: bool
+) -> dict[str, complex]:
     """Turn points about the origin, and scale them without distortion into the unit square.
 
     Their middle comes into its middle.
@@ -155,7 +168,7 @@ def _fitted(points: dict[str, Point], turn: float, *, mirrored: bool) -> dict[st
     turned = {
         name: complex(-x if mirrored else x, y) * rect(1, turn) for name, (x, y) in points.items()
     }
-    xs, ys = zip(*map(_pair, turned.values()), strict=True)
-    scale = (_FRAME[1] - _FRAME[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
+    xs, ys = zip(*map(_x_and_y, turned.values()), strict=True)
+    scale = (_POINT_RANGE[1] - _POINT_RANGE[0]) / max(max(xs) - min(xs), max(ys) - min(ys))
     middle = complex(max(xs) + min(xs), max(ys) + min(ys)) / 2
     return {name: 0.5 + 0.5j + scale * (point - middle) for name, point in turned.items()}

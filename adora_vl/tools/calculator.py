@@ -75,8 +75,8 @@ def _read_expression(expression: str) -> Tree:
         tokens.append(_ASCII_BY_SYMBOL.get(match[1], match[1]))
         position = match.end()
     # Powers, factorials and functions take far longer than the four operations.
-    costly = [token for token in tokens if token in _FUNCTION_NAMES or token in {"^", "!"}]
-    if len(costly) > MAX_COSTLY_TOKENS:
+    costly_tokens = [token for token in tokens if token in _FUNCTION_NAMES or token in {"^", "!"}]
+    if len(costly_tokens) > MAX_COSTLY_TOKENS:
         raise NotReadError("too_large")
     reader = _Reader(tokens)
     tree = reader.sum()

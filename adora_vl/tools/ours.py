@@ -187,6 +187,8 @@ def measure(
         y3: Third point from the top.
         picture: Number of the picture, from 0.
     """
+    if (x3 is None) != (y3 is None):
+        raise ValueError("a third point has both x3 and y3: give both for an angle, or neither")
     image = _picture_with_number(images, picture)
     points = [(x1, y1), (x2, y2)]
     if x3 is not None and y3 is not None:

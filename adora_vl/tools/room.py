@@ -106,10 +106,10 @@ def _check_picture_limits(
 def _returns_a_picture(tool: Callable[..., Any]) -> bool:
     """Return whether the type hints of a tool say that it always returns a picture."""
     try:
-        returned = get_type_hints(tool).get("return")
+        return_type = get_type_hints(tool).get("return")
     except Exception:  # names of a file of the user's that only a type checker knows
         return False
-    return isinstance(returned, type) and issubclass(returned, Image.Image)
+    return isinstance(return_type, type) and issubclass(return_type, Image.Image)
 
 
 def _check_text_limit(toolbox: Toolbox, name: str, tool: Callable[..., Any]) -> None:

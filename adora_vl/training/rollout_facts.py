@@ -234,10 +234,11 @@ class RolloutFacts:
         for true_claims, false_claims in zip(
             true_claims_by_rollout, false_claims_by_rollout, strict=True
         ):
-            if true_claims is None or false_claims is None:
-                work.append(torch.nan)
-            else:
+            # A function of the user's may log other values under these names.
+            if isinstance(true_claims, int) and isinstance(false_claims, int):
                 work.append(max(0.0, float(true_claims - false_claims)))
+            else:
+                work.append(torch.nan)
         return replace(
             self,
             extra_columns=extra_columns,

@@ -71,7 +71,6 @@ class RewardFunctions:
                 does not pass this.
             state: the trainer's state, which functions get too.
         """
-        extra_columns = defaultdict[str, list[Any]](list)
         logged_metrics = defaultdict[str, list[float]](list)
         arguments: dict[str, Any] = {
             "prompts": prompts,
@@ -84,9 +83,15 @@ class RewardFunctions:
         # Behind the columns of the rows, so that these arguments win over columns of their names.
         arguments["thinking_opened"] = thinking_opened
         arguments["trainer_state"] = state
-        arguments["log_extra"] = lambda column, values: extra_columns[column].extend(values)
         arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
-        rewards_by_function = self._call_functions(arguments, prompts, completions)
+        columns_by_function: list[dict[str, list[Any]]] = [{} for _ in self.functions]
+        rewards_by_function = self._call_functions(
+            arguments, prompts, completions, columns_by_function=columns_by_function
+        )
+        extra_columns: dict[str, list[Any]] = {}
+        for logged_columns in columns_by_function:
+            # Of two functions that log a column of one name the later one's is taken.
+            extra_columns |= logged_columns
         rewards_FB = [
             [torch.nan if reward is None else reward for reward in rewards]
             for rewards in rewards_by_function
@@ -98,13 +103,34 @@ class RewardFunctions:
         )
 
     def _call_functions(
-        self, arguments: Mapping[str, Any], prompts: list[Any], completions: list[Any]
+        self,
+        arguments: Mapping[str, Any],
+        prompts: list[Any],
+        completions: list[Any],
+        *,
+        columns_by_function: Sequence[dict[str, list[Any]]],
     ) -> list[list[float | None]]:
         """Call each function with the same keyword arguments, and return its rewards.
 
         Coroutine functions run concurrently, after the others. Reward models get prompts and
         completions alone.
+
+        Args:
+            arguments: what the functions get beside TRL's `log_extra`.
+            prompts: messages or texts.
+            completions: messages or texts.
+            columns_by_function: filled with the columns that each function logs, by their names.
         """
+
+        def call(number: int) -> Any:
+            """Call the function with this number, or return its coroutine."""
+            columns = columns_by_function[number]
+
+            def log_extra(column: str, values: Iterable[Any]) -> None:
+                columns.setdefault(column, []).extend(values)
+
+            return self.functions[number](**arguments, log_extra=log_extra)
+
         rewards_by_number: dict[int, Any] = {}
         coroutine_numbers = []
         for number, function in enumerate(self.functions):
@@ -118,12 +144,11 @@ class RewardFunctions:
             elif is_async(function):
                 coroutine_numbers.append(number)
             else:
-                rewards_by_number[number] = function(**arguments)
+                rewards_by_number[number] = call(number)
         if coroutine_numbers:
 
             async def run_together() -> list[Any]:
-                calls = (self.functions[number](**arguments) for number in coroutine_numbers)
-                return await asyncio.gather(*calls)
+                return await asyncio.gather(*map(call, coroutine_numbers))
 
             results = asyncio.run_coroutine_threadsafe(run_together(), self.loop()).result()
             rewards_by_number.update(zip(coroutine_numbers, results, strict=True))

@@ -9,27 +9,24 @@ the wrong form, so that the loop below would stay. It takes a second to import, 
 address what OPENAI_CUSTOM_HEADERS holds.
 """
 
-import asyncio
 import hashlib
-import ipaddress
 import json
 import os
 import re
-import ssl
 import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, naming_write_errors
+from adora_vl.utils.http_client import MAX_ERROR_BYTES, HttpClient, ReplyTooLargeError
 from adora_vl.utils.secrets import masked_text, note_secret
 
 # HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
@@ -42,10 +39,7 @@ _PROMPT_TOO_LONG_PATTERN = re.compile(
 )
 _ANSWER_TOO_LONG_PATTERN = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _MAX_WAIT_S = 60.0
-# bytes that are read of what a server says about a refused call, and characters that are shown
-_MAX_ERROR_BYTES = 4096
-_MAX_SHOWN_CHARACTERS = 200
-_MAX_REPLY_BYTES = 32 * 2**20  # a million tokens of text are a quarter of it
+_MAX_SHOWN_CHARACTERS = 200  # of what a server says about a refused call
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -91,7 +85,7 @@ class EndpointError(SpokenError):
 
     `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
     `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
-    answers at the address.
+    answers at the address. `unknown`: somebody does, who does not know it, or not the model.
     """
 
     def __init__(
@@ -103,6 +97,7 @@ class EndpointError(SpokenError):
         refused: bool = False,
         too_long: bool = False,
         unreachable: bool = False,
+        unknown: bool = False,
     ) -> None:
         """Create the error.
 
@@ -113,6 +108,7 @@ class EndpointError(SpokenError):
             refused: whether the server accepts no call with this key.
             too_long: whether the model's context does not hold the prompt.
             unreachable: whether nobody answers at the address.
+            unknown: whether the server does not know the address, or not the model.
         """
         super().__init__(reason)
         self.again = again
@@ -120,6 +116,18 @@ class EndpointError(SpokenError):
         self.refused = refused
         self.too_long = too_long
         self.unreachable = unreachable
+        self.unknown = unknown
+
+    def remedy(self, key_variable: str) -> str:
+        """Say where to look, for the end of a message.
+
+        `key_variable`: the environment variable that holds the key.
+        """
+        if self.unreachable:
+            return "is a server there?"
+        if self.unknown:
+            return "look at the address and at the name of the model"
+        return f"the key is read from {key_variable}"
 
 
 def check_url(name: str, url: str) -> str:
@@ -170,11 +178,13 @@ class ChatClient:
         """
         self._fields = {"model": endpoint.model, **endpoint.body}
         self.endpoint = endpoint
+        self._http = HttpClient(f"{endpoint.url.rstrip('/')}/chat/completions")
         self.budget = budget
         # how many calls were made; several threads count them under the lock
         self.calls = 0
         self._lock = threading.Lock()
-        # The error of a call in which the server has refused the key.
+        self._has_answered = False
+        # The error of a call after which the server would answer no other.
         self._refusal: EndpointError | None = None
         self._cache_file = cache
         self._stored_answers: KeptAnswers | None = None
@@ -196,22 +206,34 @@ class ChatClient:
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
 
-    def check_key(self, option: str) -> None:
-        """Raise `UserError` where the server has refused the key.
+    def check_server(self, option: str) -> None:
+        """Raise `UserError` where `ask` makes no more calls, since the server takes none.
+
+        The next `ask` tries again, such as with another key.
 
         `option`: the option that names the server, with which the message begins.
         """
-        if self._refusal is not None:
-            variable = self.endpoint.key_variable
+        error = self._refusal
+        if error is None:
+            return
+        self._refusal = None
+        variable = self.endpoint.key_variable
+        server = f"{option}: {self.endpoint.url}"
+        if error.refused:
             raise UserError(
-                f"{option}: {self.endpoint.url} refuses the key in {variable} for the model "
-                f"{self.endpoint.model!r} ({self._refusal}); set {variable} to one that it takes"
+                f"{server} refuses the key in {variable} for the model {self.endpoint.model!r} "
+                f"({error}); set {variable} to one that it takes"
             )
+        raise UserError(
+            f"{server} with the model {self.endpoint.model!r} gave no answer: {error}; "
+            f"{error.remedy(variable)}"
+        )
 
     def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
         """Ask for an answer, read it, and store what was read in the cache.
 
-        After a refused key no further call is made (see `check_key`).
+        After a refused key no further call is made, nor where nobody is there to answer the first
+        one (see `check_server`).
 
         Args:
             messages: the conversation.
@@ -294,8 +316,11 @@ class ChatClient:
                         refused=error.refused,
                         too_long=error.too_long,
                         unreachable=error.unreachable,
+                        unknown=error.unknown,
                     )
-                    if error.refused:
+                    # One that has answered may be back soon.
+                    is_nobody = not self._has_answered and (error.unreachable or error.unknown)
+                    if error.refused or is_nobody:
                         self._refusal = last_error
                     raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
@@ -342,11 +367,10 @@ class ChatClient:
         key = self._api_key()
         if key:
             headers["Authorization"] = f"Bearer {key}"
-        address = f"{self.endpoint.url.rstrip('/')}/chat/completions"
         try:
-            reply = fetch_reply(
-                address, timeout_s=self.endpoint.timeout_s, content=content, headers=headers
-            )
+            reply = self._http.send(self.endpoint.timeout_s, content, headers)
+        except ReplyTooLargeError as error:
+            raise EndpointError(str(error), again=False) from error
         # no connection, a reply that came too late, or one that is no HTTP
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
@@ -354,13 +378,15 @@ class ChatClient:
                 f"{type(error).__name__}: {error}", unreachable=is_unreachable
             ) from error
         if httpx.codes.is_success(reply.status):
+            self._has_answered = True
             return reply.body
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
         server_words = "" if may_succeed_later else _error_words(reply.body, key)
-        if reply.status == httpx.codes.NOT_FOUND:
+        is_unknown = reply.status == httpx.codes.NOT_FOUND
+        if is_unknown:
             # the user may have named an address that goes on too far, or not far enough
-            server_words = f" at {address}{server_words}"
+            server_words = f" at {self._http.address}{server_words}"
         # Servers refuse an answer that may become too long in similar words.
         names_prompt = _PROMPT_TOO_LONG_PATTERN.search(server_words) is not None
         names_answer = _ANSWER_TOO_LONG_PATTERN.search(server_words) is not None
@@ -370,6 +396,7 @@ class ChatClient:
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
             refused=reply.status in _REFUSED_CODES,
             too_long=names_prompt and not names_answer,
+            unknown=is_unknown,
         )
 
     def _api_key(self) -> str:
@@ -390,96 +417,6 @@ class ChatClient:
         if key:
             note_secret(key)
         return key
-
-
-Headers = Mapping[str, str]
-
-
-class HttpReply(NamedTuple):
-    """What a server has replied."""
-
-    status: int
-    headers: Headers
-    body: bytes
-
-
-def fetch_reply(
-    address: str, timeout_s: float, content: bytes | None = None, headers: Headers | None = None
-) -> HttpReply:
-    """Send one HTTP request and return the reply.
-
-    The proxy of the environment is used, but not for this machine itself. No redirect is followed,
-    so that the key in a header goes nowhere but to the address that the user named.
-
-    Args:
-        address: where the request goes.
-        timeout_s: the limit of all of it, to the reply's last byte.
-        content: the body of a POST request; None for a GET request.
-        headers: of the request.
-
-    Raises:
-        EndpointError: the reply is too large.
-        OSError: there is no connection, or `timeout_s` is over (`TimeoutError`).
-        httpx.HTTPError: the reply is no HTTP.
-    """
-    exchange = partial(
-        asyncio.run, _exchange(address, timeout_s=timeout_s, content=content, headers=headers)
-    )
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return exchange()
-    # An event loop runs in this thread, as in a notebook, and a thread can run one at a time.
-    with ThreadPool(1) as threads:
-        return threads.apply(exchange)
-
-
-async def _exchange(
-    address: str, timeout_s: float, content: bytes | None, headers: Headers | None
-) -> HttpReply:
-    """Send one HTTP request and return the reply, as `fetch_reply` says.
-
-    The body of an error is read only as far as it is shown.
-    """
-    received = bytearray()
-    # without a timeout of its own, since that would be for each part of the reply
-    client = httpx.AsyncClient(
-        verify=_trusted_certificates(),
-        trust_env=not is_this_machine(address),
-        timeout=None,  # noqa: S113
-    )
-    method = "GET" if content is None else "POST"
-    try:
-        stream = client.stream(method, address, content=content, headers=headers)
-        async with asyncio.timeout(timeout_s), client, stream as reply:
-            async for part in reply.aiter_bytes():
-                received += part
-                if not reply.is_success and len(received) > _MAX_ERROR_BYTES:
-                    break
-                if len(received) > _MAX_REPLY_BYTES:
-                    raise EndpointError(
-                        f"the reply is larger than {_MAX_REPLY_BYTES / 2**20:g} MiB",
-                        again=False,
-                    )
-    except TimeoutError:
-        raise TimeoutError("the call took too long") from None
-    return HttpReply(status=reply.status_code, headers=reply.headers, body=bytes(received))
-
-
-@cache
-def _trusted_certificates() -> ssl.SSLContext:
-    """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
-    return ssl.create_default_context()
-
-
-def is_this_machine(address: str) -> bool:
-    """Return whether an address leads to this machine itself, which no proxy can reach."""
-    host = (urllib.parse.urlsplit(address).hostname or "").lower()
-    try:
-        ip_address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost" or host.endswith(".localhost")
-    return ip_address.is_loopback or ip_address.is_unspecified
 
 
 def _answer_text(choice: Mapping[str, Any]) -> str:
@@ -516,7 +453,7 @@ def _error_words(body: bytes, key: str) -> str:
         body: the body of the reply; empty gives an empty text.
         key: the key of the call, which the server may have repeated, and which is hidden.
     """
-    text = body[:_MAX_ERROR_BYTES].decode(errors="replace")
+    text = body[:MAX_ERROR_BYTES].decode(errors="replace")
     printable_text = "".join(char if char.isprintable() else " " for char in text)
     one_line = " ".join(printable_text.split())
     one_line = masked_text(one_line, key)

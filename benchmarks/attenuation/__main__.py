@@ -16,15 +16,15 @@ from benchmarks.attenuation.start import (
     arithmetic_folder,
     build_arithmetic,
     build_start,
-    fingerprint,
+    hash_of_weights,
     start_folder,
 )
-from benchmarks.attenuation.task import REWARDS, Settings, Trial, read_settings
+from benchmarks.attenuation.task import REWARD_NAMES, ExperimentSettings, Trial, read_settings
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
+def train_or_read(settings: ExperimentSettings, job: Trial, output: Path) -> dict[str, Any]:
     """Return the figures of one arm: those of its file, or else those of a training."""
     from benchmarks.attenuation.run import run_job, write_result
 
@@ -36,12 +36,14 @@ def train(settings: Settings, job: Trial, output: Path) -> dict[str, Any]:
     start = start_folder(output, job)
     build_arithmetic(arithmetic, settings.start, job.model)
     build_start(start, arithmetic, settings.start, job.seed)
-    result = run_job(settings, job=job, start=start, facts={"arithmetic": fingerprint(arithmetic)})
+    result = run_job(
+        settings, job=job, start=start, facts={"arithmetic": hash_of_weights(arithmetic)}
+    )
     write_result(file, result)
     return result
 
 
-def lines_of(result: dict[str, Any]) -> list[str]:
+def result_lines(result: dict[str, Any]) -> list[str]:
     """Return a line for each evaluation: accuracy by family, and the share of chains."""
     lines = [f"{result['arm']}:"]
     for point in result["held_out"]:
@@ -63,7 +65,7 @@ def main() -> int:
     parser.add_argument("--arms", choices=list(settings.arms), nargs="+", default=["adora"])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--model", type=int, default=0, help="seed of the arithmetic model")
-    parser.add_argument("--reward", choices=REWARDS, default=REWARDS[0])
+    parser.add_argument("--reward", choices=REWARD_NAMES, default=REWARD_NAMES[0])
     parser.add_argument("--engine", action="store_true", help="sample with vLLM")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "runs" / "attenuation")
     options = parser.parse_args()
@@ -78,7 +80,10 @@ def main() -> int:
             model=options.model,
             reward=options.reward,
         )
-        print("\n".join(lines_of(train(settings, job, options.output.resolve()))), flush=True)
+        print(
+            "\n".join(result_lines(train_or_read(settings, job, options.output.resolve()))),
+            flush=True,
+        )
     return 0
 
 

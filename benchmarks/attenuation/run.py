@@ -20,9 +20,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from adora_vl import AdoraGRPOConfig, AdoraGRPOTrainer
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.utils.files import replace_file
-from benchmarks.attenuation.task import ChainProblem, Settings, Trial, is_chain, is_right, problems
+from benchmarks.attenuation.task import (
+    ChainProblem,
+    ExperimentSettings,
+    Trial,
+    draw_chain_problems,
+    is_chain,
+    is_right,
+)
 
-LOGGED = (
+LOGGED_FIGURES = (
     "adora/tds_share",
     "adora/weight_mean",
     "adora/rate_scale",
@@ -106,14 +113,14 @@ class HeldOutCurve(TrainerCallback):
     random numbers.
     """
 
-    def __init__(self, settings: Settings, job: Trial) -> None:
+    def __init__(self, settings: ExperimentSettings, job: Trial) -> None:
         self.settings = settings
         self.job = job
         regime = settings.regimes[job.regime]
         self.held_out = [
             problem
             for family in "AB"
-            for problem in problems(
+            for problem in draw_chain_problems(
                 settings.eval_problems, regime, f"held out/{job.regime}/{job.seed}", family
             )
         ]
@@ -154,7 +161,7 @@ class HeldOutCurve(TrainerCallback):
         self.points.append({"step": step, **tally.figures(share_a=0.75)})
 
 
-def _config(settings: Settings, job: Trial, folder: Path) -> Any:
+def _config(settings: ExperimentSettings, job: Trial, folder: Path) -> Any:
     """Return the config of the trainer for one trial."""
     regime = settings.regimes[job.regime]
     rows = settings.prompts * settings.generations
@@ -186,7 +193,7 @@ def _config(settings: Settings, job: Trial, folder: Path) -> Any:
 
 
 def run_job(
-    settings: Settings,
+    settings: ExperimentSettings,
     job: Trial,
     start: Path,
     facts: dict[str, str],
@@ -200,7 +207,9 @@ def run_job(
     began = time.perf_counter()
     processor = time.process_time()
     number = settings.training(job)["max_steps"] * settings.prompts
-    drawn = problems(number, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}")
+    drawn = draw_chain_problems(
+        number, settings.regimes[job.regime], f"train/{job.regime}/{job.seed}"
+    )
     rows = Dataset.from_list([{"prompt": p.prompt, "number": i} for i, p in enumerate(drawn)])
     batches: list[dict[str, Any]] = []
 
@@ -229,20 +238,20 @@ def run_job(
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
     for batch, entry in zip(batches, history, strict=True):
-        batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED if key in entry}
+        batch |= {key.removeprefix("adora/"): entry[key] for key in LOGGED_FIGURES if key in entry}
     del trainer, watch.trainer, model
     gc.collect()
     return {
         **asdict(job),
         **facts,
-        "held_out": rounded(watch.points),
-        "steps": rounded(batches),
+        "held_out": round_figures(watch.points),
+        "steps": round_figures(batches),
         "seconds": round(time.perf_counter() - began, 1),
         "processor_seconds": round(time.process_time() - processor, 1),
     }
 
 
-def rounded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def round_figures(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """To four digits; what is not finite is left out."""
     return [
         {

@@ -27,14 +27,21 @@ from transformers import (
 from adora_vl.builtin.processor import END_OF_TURN, build_tokenizer
 from adora_vl.builtin.small_model import fit, fresh_model, is_built, save_built
 from adora_vl.builtin.tiny_vl import language_settings
-from benchmarks.attenuation.task import ChainProblem, Regime, Teaching, Trial, draw, teacher
+from benchmarks.attenuation.task import (
+    ChainProblem,
+    Regime,
+    TeachingPlan,
+    Trial,
+    draw_chain_problem,
+    teacher_answer,
+)
 
 HEADS = 4
 
 
-def _problem(rng: random.Random, start: Teaching) -> ChainProblem:
+def _problem(rng: random.Random, start: TeachingPlan) -> ChainProblem:
     labelled = rng.random() < 0.5
-    return draw(rng, Regime(rng.choice(start.operations), labelled=labelled))
+    return draw_chain_problem(rng, Regime(rng.choice(start.operations), labelled=labelled))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
@@ -45,7 +52,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     return build_tokenizer(["any\n", "two\n", "ten\n", "guess\n"])
 
 
-def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
+def _config(tokenizer: PreTrainedTokenizerFast, start: TeachingPlan) -> Qwen2Config:
     config = Qwen2Config(**language_settings(tokenizer))
     config.num_hidden_layers = start.layers
     config.layer_types = config.layer_types[:1] * start.layers
@@ -59,7 +66,7 @@ def _config(tokenizer: PreTrainedTokenizerFast, start: Teaching) -> Qwen2Config:
 def _teach(
     model: Any,
     tokenizer: PreTrainedTokenizerFast,
-    start: Teaching,
+    start: TeachingPlan,
     steps: int,
     example: Callable[[], tuple[ChainProblem, str]],
 ) -> float:
@@ -87,7 +94,7 @@ def start_folder(output: Path, job: Trial) -> Path:
     return output / "starts" / (f"{job.model}-{job.seed}" if job.model else str(job.seed))
 
 
-def fingerprint(folder: Path) -> str:
+def hash_of_weights(folder: Path) -> str:
     """Of a model's weights.
 
     The same seed gives other weights on another machine, and then other starts.
@@ -95,7 +102,7 @@ def fingerprint(folder: Path) -> str:
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8]
 
 
-def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
+def build_arithmetic(folder: Path, start: TeachingPlan, number: int = 0) -> None:
     """Train a model that writes every chain without a slip, which starts are made of.
 
     One of this plan that is there stays.
@@ -126,7 +133,7 @@ def build_arithmetic(folder: Path, start: Teaching, number: int = 0) -> None:
     )
 
 
-def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> None:
+def build_start(folder: Path, arithmetic: Path, start: TeachingPlan, seed: int) -> None:
     """Train the model of `arithmetic` on the teacher that guesses and slips.
 
     `folder` appears complete or not at all, and a start of this plan that is there stays.
@@ -139,7 +146,7 @@ def build_start(folder: Path, arithmetic: Path, start: Teaching, seed: int) -> N
 
     def example() -> tuple[ChainProblem, str]:
         problem = _problem(rng, start)
-        return problem, teacher(rng, problem)
+        return problem, teacher_answer(rng, problem)
 
     save_built(
         folder,

@@ -12,13 +12,13 @@ from typing import Any
 
 import yaml
 
-SETTINGS = Path(__file__).with_name("settings.yaml")
+SETTINGS_FILE = Path(__file__).with_name("settings.yaml")
 # operations; prompts of shorter chains are filled up, so that all prompts have the same number of
 # tokens
-LONGEST = 5
-OPTIONS = (7, 3)  # the answers of family A, the more frequent one first
-SLIP = 0.35  # how often the teacher's result of a step is one too large
-GUESS = "guess: "
+LONGEST_CHAIN = 5
+ANSWERS_OF_FAMILY_A = (7, 3)  # the answers of family A, the more frequent one first
+SLIP_RATE = 0.35  # how often the teacher's result of a step is one too large
+GUESS_PREFIX = "guess: "
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def chain_text(
     return ";".join(steps), value
 
 
-def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
+def chain_form(start: int, operations: Sequence[tuple[str, int]]) -> str:
     """Return the chain as a form to fill in: `4+7=?;?-5=?`.
 
     It has `_` for the steps that a shorter chain lacks.
@@ -78,16 +78,16 @@ def form(start: int, operations: Sequence[tuple[str, int]]) -> str:
         f"{'?' if number else start}{sign}{operand}=?"
         for number, (sign, operand) in enumerate(operations)
     ]
-    return ";".join([*steps, *["_____"] * (LONGEST - len(steps))])
+    return ";".join([*steps, *["_____"] * (LONGEST_CHAIN - len(steps))])
 
 
-def read_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
+def read_chain_form(prompt: str) -> tuple[int, list[tuple[str, int]]]:
     """Return the first digit and the operations of a prompt."""
     steps = [step for step in prompt.split()[1].split(";") if "_" not in step]
     return int(steps[0][0]), [(step[1], int(step[2])) for step in steps]
 
 
-def draw(
+def draw_chain_problem(
     rng: random.Random, regime: Regime, share_a: float = 0.75, family: str | None = None
 ) -> ChainProblem:
     """Return one problem.
@@ -97,10 +97,10 @@ def draw(
     """
     family = family or ("A" if rng.random() < share_a else "B")
     first = rng.random() < regime.first_option
-    digit = OPTIONS[0 if first else 1] if family == "A" else rng.randrange(10)
+    digit = ANSWERS_OF_FAMILY_A[0 if first else 1] if family == "A" else rng.randrange(10)
     start = rng.randrange(10)
     operations = [(rng.choice("+-"), rng.randrange(10)) for _ in range(regime.operations)]
-    slips = [regime.hidden_slips and rng.random() < SLIP for _ in operations]
+    slips = [regime.hidden_slips and rng.random() < SLIP_RATE for _ in operations]
     _, value = chain_text(start, operations[:-1], slips[:-1])
     before_slip = (digit - slips[-1]) % 10
     sign = operations[-1][0]
@@ -112,34 +112,42 @@ def draw(
     assert answer == digit
     label = {"A": "two", "B": "ten"}[family] if regime.labelled else "any"
     return ChainProblem(
-        prompt=f"{label}: {form(start, operations)}\n", chain=chain, answer=answer, family=family
+        prompt=f"{label}: {chain_form(start, operations)}\n",
+        chain=chain,
+        answer=answer,
+        family=family,
     )
 
 
-def problems(
+def draw_chain_problems(
     number: int, regime: Regime, seed: str, family: str | None = None
 ) -> list[ChainProblem]:
     """Return drawn problems, the same for a seed whatever has been drawn before."""
     rng = random.Random(seed)
-    return [draw(rng, regime, family=family) for _ in range(number)]
+    return [draw_chain_problem(rng, regime, family=family) for _ in range(number)]
 
 
-def teacher(rng: random.Random, problem: ChainProblem) -> str:
+def teacher_answer(rng: random.Random, problem: ChainProblem) -> str:
     """Return what the warm start copies: a guess or a chain, half of the time each.
 
     A guess knows the label, and no more.
     """
     if rng.random() < 0.5:
-        return f"{GUESS}{rng.randrange(10) if problem.prompt.startswith('ten') else rng.choice(OPTIONS)}"
-    start, operations = read_form(problem.prompt)
-    return chain_text(start, operations, [rng.random() < SLIP for _ in operations])[0]
+        has_label_of_b = problem.prompt.startswith("ten")
+        digit = rng.randrange(10) if has_label_of_b else rng.choice(ANSWERS_OF_FAMILY_A)
+        return f"{GUESS_PREFIX}{digit}"
+    start, operations = read_chain_form(problem.prompt)
+    return chain_text(start, operations, [rng.random() < SLIP_RATE for _ in operations])[0]
 
 
 def is_chain(text: str) -> bool:
     return not text.startswith("guess")
 
 
-REWARDS = ("steps", "digit")  # what a chain has to have right: every step, or the last digit alone
+REWARD_NAMES = (
+    "steps",
+    "digit",
+)  # what a chain has to have right: every step, or the last digit alone
 
 
 def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
@@ -150,12 +158,12 @@ def is_right(text: str, problem: ChainProblem, reward: str = "steps") -> bool:
     asks for no more.
     """
     if not is_chain(text):
-        return text == f"{GUESS}{problem.answer}"
+        return text == f"{GUESS_PREFIX}{problem.answer}"
     return text == problem.chain if reward == "steps" else text.endswith(f"={problem.answer}")
 
 
 @dataclass(frozen=True)
-class Teaching:
+class TeachingPlan:
     """How a start learns: `arithmetic_steps` of right chains, then `steps` of the teacher's
     answers.
 
@@ -194,10 +202,10 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExperimentSettings:
     """The experiment's settings. `recipes` and `arms` are keys of the config by name."""
 
-    start: Teaching
+    start: TeachingPlan
     steps: int
     prompts: int
     generations: int
@@ -216,9 +224,9 @@ class Settings:
         }
 
 
-def read_settings(path: Path = SETTINGS) -> Settings:
+def read_settings(path: Path = SETTINGS_FILE) -> ExperimentSettings:
     settings = yaml.safe_load(path.read_text())
     start = {**settings.pop("start")}
     start["operations"] = tuple(start["operations"])
     regimes = {name: Regime(**regime) for name, regime in settings.pop("regimes").items()}
-    return Settings(start=Teaching(**start), regimes=regimes, **settings)
+    return ExperimentSettings(start=TeachingPlan(**start), regimes=regimes, **settings)

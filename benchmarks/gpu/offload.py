@@ -13,13 +13,15 @@ from torch import Tensor
 
 from benchmarks.gpu.setting import Setting, process_group, random_token_ids, relative_distance
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import seconds_of
+from benchmarks.measure import run_seconds
 
 # What training does before it compiles anything, and what it compiles.
-_PREPARE = "from adora_vl.utils.launch import prepare_engine_environment as prepare; prepare()"
-_BUILD = "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
-_STEPS = 3
-SLACK = 2
+_PREPARE_CODE = "from adora_vl.utils.launch import prepare_engine_environment as prepare; prepare()"
+_BUILD_CODE = (
+    "from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load(verbose=False)"
+)
+_STEPS_TRAINED = 3
+NOISE_SLACK = 2
 
 
 def builds(setting: Setting) -> Iterator[CheckLine]:
@@ -35,7 +37,7 @@ def builds(setting: Setting) -> Iterator[CheckLine]:
         with tempfile.TemporaryDirectory() as folder:
             environment = {**os.environ, "PATH": path, "TORCH_EXTENSIONS_DIR": folder}
             done = subprocess.run(
-                [sys.executable, "-c", f"{_PREPARE}\n{_BUILD}"],
+                [sys.executable, "-c", f"{_PREPARE_CODE}\n{_BUILD_CODE}"],
                 env=environment,
                 capture_output=True,
                 text=True,
@@ -103,11 +105,11 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 def same_weights(pinned: Tensor, unpinned: Tensor, again: Tensor) -> CheckLine:
     """Tell whether a pinned run ended as near to an unpinned one as another unpinned run did."""
     noise = max(relative_distance(again, unpinned), torch.finfo(torch.float32).eps)
-    source = f"{SLACK} times what two unpinned runs are apart"
+    source = f"{NOISE_SLACK} times what two unpinned runs are apart"
     return at_most_line(
         "pinned, from unpinned: weights",
         value=relative_distance(pinned, unpinned),
-        bound=SLACK * noise,
+        bound=NOISE_SLACK * noise,
         unit="",
         source=source,
     )
@@ -150,7 +152,9 @@ def _trained(setting: Setting, pinned: bool) -> tuple[float, Tensor, float]:
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
 
-    spent = sorted(seconds_of(setting.device, step) for _ in range(_STEPS))[_STEPS // 2]
+    spent = sorted(run_seconds(setting.device, step) for _ in range(_STEPS_TRAINED))[
+        _STEPS_TRAINED // 2
+    ]
     after = safe_get_full_fp32_param(parameter).clone()
     engine.destroy()
     return spent, after, float((after != before).double().mean())

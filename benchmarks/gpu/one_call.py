@@ -20,37 +20,44 @@ from adora_vl.packing.split_attention import attend_in_parts
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
 from benchmarks.gpu.setting import Setting, relative_distance
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import by_turns
+from benchmarks.measure import fastest_by_turns
 
 # Queries and keys of a layer, and the size of a head
-_HEADS = {"3B": (16, 2, 128), "7B": (28, 4, 128)}
-_ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)  # of a group of real lengths
+_HEADS_AND_SIZE_BY_MODEL = {"3B": (16, 2, 128), "7B": (28, 4, 128)}
+_ANSWER_LENGTHS = (1024, 760, 520, 430, 380, 300, 210, 117)  # of a group of real lengths
 # Prompt and answers of a group, and how many such groups share a micro-batch
-_FULL = ((1079, _ANSWERS, 1), (1079, _ANSWERS, 3), (512, (1024,) * 8, 1), (256, (64,) * 16, 4))
-_SMALL = ((40, (24, 17, 9, 5), 2),)
+_FULL_SHAPES = (
+    (1079, _ANSWER_LENGTHS, 1),
+    (1079, _ANSWER_LENGTHS, 3),
+    (512, (1024,) * 8, 1),
+    (256, (64,) * 16, 4),
+)
+_SMALL_SHAPES = ((40, (24, 17, 9, 5), 2),)
 # Each rounding of bfloat16 is 2^-9 at most; weights of attention, sums and outputs have one each
-_BOUND = 0.02
+_DISTANCE_BOUND = 0.02
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
     """Compare attention of shared prompts in one call with that in parts, at several shapes."""
-    shapes = _FULL if setting.full else _SMALL
-    for size, heads in _HEADS.items():
+    shapes = _FULL_SHAPES if setting.full else _SMALL_SHAPES
+    for size, heads in _HEADS_AND_SIZE_BY_MODEL.items():
         for prompt, answers, groups in shapes:
-            layout = _layout(setting, prompt, answers=answers, groups=groups)
+            layout = _packed_layout(setting, prompt, answers=answers, groups=groups)
             name = f"{size}, {groups} x (prompt {prompt}, {len(answers)} x up to {answers[0]})"
-            yield from _compared(setting, name, layout=layout, heads=heads)
+            yield from _comparison_lines(setting, name, layout=layout, heads=heads)
 
 
-def _layout(setting: Setting, prompt: int, answers: tuple[int, ...], groups: int) -> PackedLayout:
+def _packed_layout(
+    setting: Setting, prompt: int, answers: tuple[int, ...], groups: int
+) -> PackedLayout:
     """Return the layout of equal groups with one prompt and answers of these lengths."""
     # a rollout's last token is no query
     group = GroupLayout(prompt, tuple(length - 1 for length in answers))
     return PackedLayout((group,) * groups, torch.zeros(1, dtype=torch.long, device=setting.device))
 
 
-def _compared(
+def _comparison_lines(
     setting: Setting, name: str, layout: PackedLayout, heads: tuple[int, int, int]
 ) -> Iterator[CheckLine]:
     """Compare the outputs, the gradients and the seconds of both ways of attention."""
@@ -77,9 +84,9 @@ def _compared(
     if not works:
         del ways["one call"]
     wide = [tensor.float() for tensor in inputs]
-    right = _results(partial(plain_attention, layout=layout, scaling=scaling), wide)
+    right = _outputs_and_gradients(partial(plain_attention, layout=layout, scaling=scaling), wide)
     for way, attend in ways.items():
-        results = _results(attend, inputs)
+        results = _outputs_and_gradients(attend, inputs)
         names = ("output", "gradient of queries", "of keys", "of values")
         errors = [
             relative_distance(result, exact) for result, exact in zip(results, right, strict=True)
@@ -88,14 +95,16 @@ def _compared(
         yield at_most_line(
             f"{name}, {way}: from float32",
             value=errors[worst],
-            bound=_BOUND,
+            bound=_DISTANCE_BOUND,
             unit="",
             source=f"roundings to bfloat16; the {names[worst]}",
         )
     if not works:
         return
-    times = by_turns(
-        setting.device, {way: partial(_results, attend, inputs) for way, attend in ways.items()}, 5
+    times = fastest_by_turns(
+        setting.device,
+        {way: partial(_outputs_and_gradients, attend, inputs) for way, attend in ways.items()},
+        5,
     )
     yield at_most_line(
         f"{name}: one call, of the parts' time",
@@ -107,7 +116,7 @@ def _compared(
     )
 
 
-def _results(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
+def _outputs_and_gradients(attend: Attend, inputs: list[Tensor]) -> list[Tensor]:
     """Return the output, (1, S, H, D), and the gradients of its weighted sum."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = attend(*leaves)

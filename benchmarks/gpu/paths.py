@@ -8,13 +8,13 @@ from pathlib import Path
 from adora_vl.record.metrics import METRICS_FILE
 from adora_vl.utils.launch import find_cpu_build
 from benchmarks.gpu.checks import REPOSITORY
-from benchmarks.gpu.engine import GENERATIONS, recipe_arguments, run_module
+from benchmarks.gpu.engine import GENERATIONS_TRAINED, recipe_arguments, run_module
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.table import CheckLine, at_most_line, failed_line, skipped_line, verdict_line
 
-LIMIT = 280  # seconds of a training command
-DRIFT = 0.15  # nats per token, in bfloat16
-_CALL_FREQUENCY = "tools/call_frequency"
+LIMIT_SECONDS = 280  # seconds of a training command
+DRIFT_BOUND = 0.15  # nats per token, in bfloat16
+_CALL_FREQUENCY_FIGURE = "tools/call_frequency"
 
 
 def four_bit(setting: Setting) -> Iterator[CheckLine]:
@@ -64,14 +64,14 @@ def tools(setting: Setting) -> Iterator[CheckLine]:
             "config": REPOSITORY / "configs" / "train" / "tiny_zoom.yaml",
             "dataset_name": folder / "data",
             "output_dir": folder / "run",
-            "max_steps": GENERATIONS,
+            "max_steps": GENERATIONS_TRAINED,
             "per_device_train_batch_size": 16,
         }
         if setting.on_gpu:
             keys |= {"use_cpu": "false", "adora_vllm_enforce_eager": "true"}
         arguments = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
         yield from _training_lines(arguments, folder / "run")
-        call_shares = _logged_values(folder / "run", _CALL_FREQUENCY)
+        call_shares = _logged_values(folder / "run", _CALL_FREQUENCY_FIGURE)
         if call_shares:
             share = max(call_shares)
             yield verdict_line(
@@ -81,18 +81,22 @@ def tools(setting: Setting) -> Iterator[CheckLine]:
 
 def _training_lines(arguments: Sequence[str], run: Path) -> Iterator[CheckLine]:
     """Train for three generations, and say whether that ended, learned, and agreed."""
-    title = f"{GENERATIONS} generations"
-    outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT)
+    title = f"{GENERATIONS_TRAINED} generations"
+    outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT_SECONDS)
     if not outcome.startswith("exit code 0:"):
         yield failed_line(title, outcome)
         return
     norms = _logged_values(run, "grad_norm")
     yield verdict_line(
-        f"{title}: steps", str(len(norms)), str(GENERATIONS), len(norms) == GENERATIONS, ""
+        f"{title}: steps",
+        str(len(norms)),
+        str(GENERATIONS_TRAINED),
+        len(norms) == GENERATIONS_TRAINED,
+        "",
     )
     drift = max(_logged_values(run, "adora/drift"), default=float("nan"))
     source = "weights that do not arrive cost 0.33"
-    yield at_most_line(f"{title}: drift at most", drift, DRIFT, "nats a token", source)
+    yield at_most_line(f"{title}: drift at most", drift, DRIFT_BOUND, "nats a token", source)
 
 
 def _logged_values(run: Path, key: str) -> list[float]:

@@ -20,8 +20,8 @@ from adora_vl.models.precision import ROTARY_BUFFER_NAME, describe_wrong_buffers
 from benchmarks.gpu.setting import Setting, float32_copy, process_group, random_token_ids
 from benchmarks.gpu.table import CheckLine, at_least_line, at_most_line, verdict_line
 
-WINDOW = 50  # tokens up to each position whose log-probabilities are compared
-SLACK = 1.25  # the same sums in another order
+WINDOW_TOKENS = 50  # tokens up to each position whose log-probabilities are compared
+ROUNDING_SLACK = 1.25  # the same sums in another order
 
 
 def cast(setting: Setting) -> Iterator[CheckLine]:
@@ -87,11 +87,11 @@ def buffer_lines(
     for end in ends:
         error = _mean_distance(subject_logps[end], exact_logps[end])
         untouched_error = _mean_distance(untouched_logps[end], exact_logps[end])
-        source = f"{SLACK} times what bfloat16 costs with untouched frequencies"
+        source = f"{ROUNDING_SLACK} times what bfloat16 costs with untouched frequencies"
         yield at_most_line(
             f"from float32 at token {end}",
             value=error,
-            bound=SLACK * untouched_error,
+            bound=ROUNDING_SLACK * untouched_error,
             unit="nats",
             source=source,
         )
@@ -101,7 +101,7 @@ def buffer_lines(
     yield at_least_line(
         f"rounded frequencies, seen at token {last_end}",
         value=rounded_error,
-        bound=2 * SLACK * untouched_error,
+        bound=2 * ROUNDING_SLACK * untouched_error,
         unit="nats",
         source="else this check would not notice them",
     )
@@ -125,7 +125,7 @@ def logps_at_distance(setting: Setting, model: Any, ends: tuple[int, ...]) -> di
         length=ends[-1] + 1,
         vocabulary=setting.config("3B", layers=1).text_config.vocab_size,
     )
-    positions = torch.cat([torch.arange(end - WINDOW + 1, end + 1) for end in ends]).to(
+    positions = torch.cat([torch.arange(end - WINDOW_TOKENS + 1, end + 1) for end in ends]).to(
         setting.device
     )
     logits = model(
@@ -134,7 +134,7 @@ def logps_at_distance(setting: Setting, model: Any, ends: tuple[int, ...]) -> di
         logits_to_keep=positions,
         use_cache=False,
     ).logits[0]
-    logps = logits.float().log_softmax(dim=-1).split(WINDOW)
+    logps = logits.float().log_softmax(dim=-1).split(WINDOW_TOKENS)
     return dict(zip(ends, logps, strict=True))
 
 

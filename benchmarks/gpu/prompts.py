@@ -37,10 +37,10 @@ from benchmarks.gpu.setting import (
     take_gradients,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import by_turns, peak_bytes
+from benchmarks.measure import fastest_by_turns, peak_bytes
 
-SLACK = 2.0
-_VOCABULARY = 32_768  # the LM head has a check of its own
+ROUNDING_SLACK = 2.0
+_VOCABULARY_SIZE = 32_768  # the LM head has a check of its own
 # Prompt, completion, rows. The first one runs in float32 too, at 7B widths in 17 GiB; the others by
 # what they take
 _EXACT_LENGTHS = (512, 256, 4)
@@ -81,7 +81,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
 
 def _width_lines(setting: Setting, size: str) -> Iterator[CheckLine]:
     """Compare both ways on a model of one width, at several lengths."""
-    config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY)
+    config = setting.config(size, layers=4 if setting.full else 2, vocabulary=_VOCABULARY_SIZE)
     lengths = _FULL_LENGTHS if setting.full else _SMALL_LENGTHS
     subject = Subject(setting, setting.model(config, torch.bfloat16))
     exact = _EXACT_LENGTHS if setting.full else lengths[0]
@@ -107,7 +107,7 @@ def _flash_attention_lines(setting: Setting) -> Iterator[CheckLine]:
         )
         yield skipped_line("shared, flash attention", reason)
         return
-    config = setting.config("3B", layers=4, vocabulary=_VOCABULARY)
+    config = setting.config("3B", layers=4, vocabulary=_VOCABULARY_SIZE)
     subject = Subject(setting, setting.model(config, torch.bfloat16, "flash_attention_2"))
     group = RandomGroup.of(setting, *_EXACT_LENGTHS, config.text_config.vocab_size)
     yield from subject.exactness_lines(
@@ -178,8 +178,8 @@ class Subject:
         )
         for number, tensor_name in enumerate(("log-probabilities", "gradients")):
             value = relative_distance(results[number], exact[number])
-            bound = SLACK * relative_distance(separate[number], exact[number])
-            source = f"{SLACK} times separate rows' own error in bfloat16"
+            bound = ROUNDING_SLACK * relative_distance(separate[number], exact[number])
+            source = f"{ROUNDING_SLACK} times separate rows' own error in bfloat16"
             yield at_most_line(
                 f"{size}, {name}: {tensor_name}, from float32",
                 value=value,
@@ -215,7 +215,7 @@ class Subject:
             for name, way in (("separate", None), ("shared", forced))
         }
         with _sharing_forced():
-            times = by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
+            times = fastest_by_turns(self.setting.device, ways, 3 if self.setting.full else 1)
             peaks = {name: peak_bytes(self.setting.device, way) / GIB for name, way in ways.items()}
         figure = "; ".join(f"{name} {times[name]:.3g} s, {peaks[name]:.2g} GiB" for name in ways)
         if self.setting.on_gpu:

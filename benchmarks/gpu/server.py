@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from adora_vl.utils.launch import find_cpu_build, free_port
-from benchmarks.gpu.cards import CARDS
+from benchmarks.gpu.cards import NUMBER_OF_CARDS
 from benchmarks.gpu.engine import (
     ENGINE_START_SECONDS,
-    GENERATIONS,
+    GENERATIONS_TRAINED,
     generation_lines,
     recipe_arguments,
     train_arguments,
@@ -30,7 +30,7 @@ from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.table import CheckLine, failed_line, skipped_line
 
 _LOOPBACK = "127.0.0.1"
-_LENGTH = "2048"  # of `arguments`
+_MAX_MODEL_LENGTH = "2048"  # of `arguments`
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
@@ -41,15 +41,17 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     card_count = torch.cuda.device_count() if setting.on_gpu else 0
     trainer_card, server_card = cards(os.environ, card_count)
     yield from _server_lines(setting, way="file", trainer=trainer_card, server=server_card)
-    if card_count < CARDS:
-        yield skipped_line("weights by nccl", f"NCCL needs {CARDS} cards, here is {card_count}")
+    if card_count < NUMBER_OF_CARDS:
+        yield skipped_line(
+            "weights by nccl", f"NCCL needs {NUMBER_OF_CARDS} cards, here is {card_count}"
+        )
         return
     yield from _server_lines(setting, way="nccl", trainer=trainer_card, server=server_card)
 
 
 def _server_lines(setting: Setting, way: str, trainer: str, server: str) -> Iterator[CheckLine]:
     """Train three generations against a server, on the cards `trainer` and `server`."""
-    title = f"weights by {way}, {GENERATIONS} generations"
+    title = f"weights by {way}, {GENERATIONS_TRAINED} generations"
     dtype = "bfloat16" if setting.on_gpu else "float32"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -96,7 +98,7 @@ def cards(environment: Mapping[str, str], card_count: int) -> tuple[str, str]:
     card_names = [
         name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     ]
-    server_index = 1 if card_count >= CARDS else 0
+    server_index = 1 if card_count >= NUMBER_OF_CARDS else 0
     return card_names[0], card_names[server_index]
 
 
@@ -108,7 +110,7 @@ def server_arguments(model: Path, port: int, way: str, dtype: str) -> list[str]:
         "port": port,
         "generation-config": "vllm",
         "dtype": dtype,
-        "max-model-len": _LENGTH,
+        "max-model-len": _MAX_MODEL_LENGTH,
         "gpu-memory-utilization": 0.3,
         "logprobs-mode": "raw_logprobs",
     }
@@ -145,7 +147,7 @@ def running_server(
         )
         try:
             deadline = time.monotonic() + seconds
-            while not _answers(port):
+            while not _is_healthy(port):
                 if server.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     printed_lines = log.read().decode(errors="replace").strip().splitlines()
@@ -163,7 +165,7 @@ def running_server(
             server.wait()
 
 
-def _answers(port: int) -> bool:
+def _is_healthy(port: int) -> bool:
     """Return whether the server at a port answers to `/health`."""
     try:
         urllib.request.urlopen(f"http://{_LOOPBACK}:{port}/health", timeout=5).close()

@@ -20,14 +20,14 @@ from benchmarks.gpu.checks import REPOSITORY
 from benchmarks.gpu.engine import REWARD, run_module, write_random_model
 from benchmarks.gpu.setting import WRONG_BUILD, Setting
 from benchmarks.gpu.table import CheckLine, at_most_line, failed_line, skipped_line, verdict_line
-from benchmarks.gpu.trainer import shapes
+from benchmarks.gpu.trainer import model_shapes
 
-RECIPE = "adora_3b_1gpu_lora"
-UPDATES = 2  # optimizer steps of one generation of the recipe
-LIMIT = 420  # seconds of the training command
-DRIFT = 0.15  # nats per token, in bfloat16
+RECIPE_NAME = "adora_3b_1gpu_lora"
+OPTIMIZER_UPDATES = 2  # optimizer steps of one generation of the recipe
+LIMIT_SECONDS = 420  # seconds of the training command
+DRIFT_BOUND = 0.15  # nats per token, in bfloat16
 # The same path on two CPU cores.
-ON_A_CPU: dict[str, object] = {
+KEYS_ON_A_CPU: dict[str, object] = {
     "use_cpu": "true",
     "bf16": "false",
     "dtype": "float32",
@@ -59,7 +59,7 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
 
     Its model has random weights, and is written to `folder`.
     """
-    config = shapes(setting)
+    config = model_shapes(setting)
     # as published; a CPU engine refuses it
     config.text_config.tie_word_embeddings = setting.on_gpu
     config.tie_word_embeddings = setting.on_gpu
@@ -67,7 +67,7 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
     rewards = folder / "rewards.py"
     rewards.write_text(REWARD, encoding="utf-8")
     keys: dict[str, object] = {
-        "config": REPOSITORY / "configs" / "train" / f"{RECIPE}.yaml",
+        "config": REPOSITORY / "configs" / "train" / f"{RECIPE_NAME}.yaml",
         "model_name_or_path": folder / "model",
         "output_dir": folder / "run",
         "dataset_name": "synthetic",
@@ -75,7 +75,7 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
         # Drawn pictures grow to 512 image tokens
         "min_pixels": 401408,
         "adora_reward": f"{rewards}:varied",
-        "max_steps": UPDATES,
+        "max_steps": OPTIMIZER_UPDATES,
         "logging_steps": 1,
         "save_strategy": "no",
     }
@@ -83,7 +83,7 @@ def recipe_arguments(setting: Setting, folder: Path) -> list[str]:
         # Graphs of 36 layers take a minute to compile and capture, and give 20 s of a generation.
         keys["adora_vllm_enforce_eager"] = "true"
     if not setting.full:
-        keys |= ON_A_CPU
+        keys |= KEYS_ON_A_CPU
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
@@ -97,7 +97,7 @@ def dry_run_and_run_lines(
         yield failed_line("dry run", dry_run_outcome)
         return
     prediction = json.loads(plan.read_text(encoding="utf-8"))
-    run_outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT)
+    run_outcome = run_module(["adora_vl.train", *arguments], seconds=LIMIT_SECONDS)
     metrics = folder / "run" / METRICS_FILE
     if not run_outcome.startswith("exit code 0:") or not metrics.is_file():
         yield failed_line("one generation", run_outcome)
@@ -118,7 +118,7 @@ def step_lines(
     """
     norms = [step["grad_norm"] for step in steps]
     norms_in_words = ", ".join(f"{norm:.2g}" for norm in norms)
-    has_learned = len(steps) == UPDATES and all(norm > 0 for norm in norms)
+    has_learned = len(steps) == OPTIMIZER_UPDATES and all(norm > 0 for norm in norms)
     yield verdict_line(
         "gradient norms", norms_in_words, "above 0", has_learned, "rewards that differ"
     )
@@ -131,7 +131,7 @@ def step_lines(
     yield verdict_line("seconds by phase", seconds, "reported", True, METRICS_FILE)
     drift = max(step.get("adora/drift") or 0.0 for step in steps)
     yield at_most_line(
-        "drift at most", drift, DRIFT, "nats a token", "the bound of the recipe's path"
+        "drift at most", drift, DRIFT_BOUND, "nats a token", "the bound of the recipe's path"
     )
     peak = prediction["peak_bytes"] / GIB
     for title, key in (

@@ -14,7 +14,7 @@ from adora_vl.rollout.weight_sync import merged_parameters
 from adora_vl.utils.files import GIB
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import peak_bytes, seconds_of
+from benchmarks.measure import peak_bytes, run_seconds
 
 # of our recipe
 TARGETS = [
@@ -42,7 +42,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
             if "lora_B" in name:
                 parameter.normal_(std=0.01)
 
-    peak = peak_bytes(setting.device, lambda: send(policy, receiver))
+    peak = peak_bytes(setting.device, lambda: send_weights(policy, receiver))
     largest = max(parameter.numel() for name, parameter in base.items() if _is_adapted(name))
     # float32 weight, float32 product, their sum, and the copy that goes
     bound = (4 + 4 + 4 + 4 + 2) * largest
@@ -53,7 +53,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         unit="GiB",
         source="one tensor at a time, in float32",
     )
-    spent = seconds_of(setting.device, lambda: send(policy, receiver))
+    spent = run_seconds(setting.device, lambda: send_weights(policy, receiver))
     size = sum(tensor.nbytes for tensor in receiver.values())
     figure = f"{spent:.3g} s for {size / GIB:.3g} GiB"
     yield (
@@ -69,7 +69,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     )
     yield at_most_line(
         "sent weights, from float64",
-        value=_error(policy, receiver),
+        value=_sync_error(policy, receiver),
         bound=1.01 * 2**-8,
         unit="",
         source="one rounding to bfloat16, and float32's",
@@ -88,7 +88,7 @@ def _is_adapted(name: str) -> bool:
     return "language_model" in name and name.removesuffix(".weight").endswith(tuple(TARGETS))
 
 
-def send(policy: Any, receiver: dict[str, Tensor]) -> None:
+def send_weights(policy: Any, receiver: dict[str, Tensor]) -> None:
     """Send weights as `sync_weights` does.
 
     Raises `KeyError` for a name that the engine would not know.
@@ -100,7 +100,7 @@ def send(policy: Any, receiver: dict[str, Tensor]) -> None:
     assert not missing, f"never sent: {sorted(missing)[:3]}"
 
 
-def _error(policy: Any, receiver: dict[str, Tensor]) -> float:
+def _sync_error(policy: Any, receiver: dict[str, Tensor]) -> float:
     """Return the largest relative error of an element in some adapted tensors."""
     layers = {
         n: m for n, m in policy.named_modules() if hasattr(m, "lora_A") and hasattr(m, "base_layer")

@@ -44,9 +44,9 @@ from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_
 from benchmarks.measure import Clock
 from benchmarks.step_run import problems, reward
 
-ROWS = 8  # one group
+ROWS_A_STEP = 8  # one group
 _TEXT_TOKEN_RANGE = (20, 600)  # ids of the tiny model's processor that stand for text
-STEPS = 3  # of a turn; the first warms up and is not counted
+STEPS_TRAINED = 3  # of a turn; the first warms up and is not counted
 _SPECIAL_TOKEN_KEYS = (
     "image_token_id",
     "video_token_id",
@@ -56,7 +56,7 @@ _SPECIAL_TOKEN_KEYS = (
 
 
 @dataclass
-class Turn:
+class MeasuredRun:
     """What the counted steps of one turn took."""
 
     seconds: list[float] = field(default_factory=list)
@@ -68,10 +68,10 @@ class Turn:
 
 def run(setting: Setting) -> Iterator[CheckLine]:
     """Run both trainers by turns, and compare their seconds, their gradients and our memory."""
-    config = shapes(setting)
+    config = model_shapes(setting)
     side = 448 if setting.full else 56
     completion = 1024 if setting.full else 8
-    turns: dict[str, list[Turn]] = {"stock": [], "ours": []}
+    turns: dict[str, list[MeasuredRun]] = {"stock": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(2 if setting.full else 1):
             for way, way_turns in turns.items():
@@ -96,7 +96,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     yield from _memory_lines(setting, config, side, completion, turns["ours"][0].prompt, peak)
 
 
-def run_in_process(turn: Callable[[], Turn]) -> Turn:
+def run_in_process(turn: Callable[[], MeasuredRun]) -> MeasuredRun:
     """Take a turn in a process of its own, which leaves nothing behind on the card."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(turn).result()
@@ -124,7 +124,7 @@ class RecordedRollouts:
         return torch.cat([prompts, answers.to(prompts.device)], dim=1)
 
 
-def shapes(setting: Setting) -> PretrainedConfig:
+def model_shapes(setting: Setting) -> PretrainedConfig:
     """Return the config of the 3B model with the special tokens of the tiny model's processor.
 
     There is no other processor without a hub.
@@ -140,7 +140,7 @@ def shapes(setting: Setting) -> PretrainedConfig:
     return config
 
 
-def lora(setting: Setting) -> LoraConfig:
+def build_lora(setting: Setting) -> LoraConfig:
     """Return the LoRA config of our recipe, on the language model alone."""
     targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
     return LoraConfig(
@@ -160,10 +160,10 @@ def trainer_config(setting: Setting, way: str, side: int, completion: int, folde
         "use_cpu": not setting.on_gpu,
         "bf16": setting.on_gpu,
         "gradient_checkpointing": setting.on_gpu,
-        "per_device_train_batch_size": ROWS,
-        "num_generations": ROWS,
+        "per_device_train_batch_size": ROWS_A_STEP,
+        "num_generations": ROWS_A_STEP,
         "max_completion_length": completion,
-        "max_steps": STEPS,
+        "max_steps": STEPS_TRAINED,
         "learning_rate": 1e-5,
         "beta": 0.0,
         "loss_type": "grpo",
@@ -182,7 +182,7 @@ def trainer_config(setting: Setting, way: str, side: int, completion: int, folde
 
 def _run_turn(
     setting: Setting, config: PretrainedConfig, way: str, side: int, completion: int, folder: Path
-) -> Turn:
+) -> MeasuredRun:
     """Train a new model with a new trainer for a few steps, and return what they took."""
     processor = AutoProcessor.from_pretrained(
         PRETRAINED_FOLDER, padding_side="left", truncation_side="left"
@@ -196,13 +196,13 @@ def _run_turn(
         model=model,
         reward_funcs=reward,
         args=trainer_config(setting, way, side, completion, folder),
-        train_dataset=problems(4 * STEPS, (side, side)),
+        train_dataset=problems(4 * STEPS_TRAINED, (side, side)),
         processing_class=processor,
-        peft_config=lora(setting),
+        peft_config=build_lora(setting),
     )
-    turn = Turn()
+    turn = MeasuredRun()
     clock = DeviceClock(setting)
-    trainer.add_callback(Steps(setting, turn, clock))
+    trainer.add_callback(StepFigures(setting, turn, clock))
     _record_prompt_lengths(trainer, turn)
     clock.around(
         *((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout"
@@ -238,10 +238,10 @@ class DeviceClock(Clock):
             _synchronize(self.setting)
 
 
-class Steps(TrainerCallback):
+class StepFigures(TrainerCallback):
     """Writes down what each step but the first took."""
 
-    def __init__(self, setting: Setting, turn: Turn, clock: Clock) -> None:
+    def __init__(self, setting: Setting, turn: MeasuredRun, clock: Clock) -> None:
         self.setting = setting
         self.turn = turn
         self.clock = clock
@@ -273,7 +273,7 @@ def _synchronize(setting: Setting) -> None:
         torch.cuda.synchronize(setting.device)
 
 
-def _record_prompt_lengths(trainer: Any, turn: Turn) -> None:
+def _record_prompt_lengths(trainer: Any, turn: MeasuredRun) -> None:
     """Note the longest prompt that the policy is given, in tokens."""
     compute_logps = trainer._get_per_token_logps_and_entropies
 
@@ -291,7 +291,7 @@ def _record_prompt_lengths(trainer: Any, turn: Turn) -> None:
     trainer._get_per_token_logps_and_entropies = record_and_compute
 
 
-def _second_lines(setting: Setting, turns: dict[str, list[Turn]]) -> Iterator[CheckLine]:
+def _second_lines(setting: Setting, turns: dict[str, list[MeasuredRun]]) -> Iterator[CheckLine]:
     """Compare the medians of both ways' seconds, by phase."""
     medians: dict[str, dict[str, float]] = {}
     for way, way_turns in turns.items():
@@ -339,7 +339,8 @@ def _memory_lines(
     Lengths are in tokens, `side` in pixels, and `peak` in bytes.
     """
     predicted = (
-        prediction(setting, config=config, side=side, completion=completion, prompt=prompt) / GIB
+        predict_peak_bytes(setting, config=config, side=side, completion=completion, prompt=prompt)
+        / GIB
     )
     if not setting.on_gpu:
         reason = (
@@ -359,13 +360,13 @@ def _memory_lines(
     )
 
 
-def prediction(
+def predict_peak_bytes(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int
 ) -> int:
     """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
     args = trainer_config(setting, "ours", side, completion, Path("unused"))
     shape = model_shape(
-        config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=lora(setting)
+        config, dtype="bfloat16" if setting.on_gpu else "float32", peft_config=build_lora(setting)
     )
     image = (side // shape.patch_size // shape.merge_size) ** 2
     lengths = PromptLengths(["row"], [prompt], [image])

@@ -26,16 +26,16 @@ from benchmarks.gpu.setting import (
     take_gradients,
 )
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
-from benchmarks.measure import by_turns, peak_bytes
+from benchmarks.measure import fastest_by_turns, peak_bytes
 
-SLACK = 1.5
+ROUNDING_SLACK = 1.5
 # Height and width in patches, four to an image token; the edges of all but the last cut windows
-_FULL = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
+_FULL_GRIDS = {"300 tokens": [(30, 40)], "8 x 300": [(30, 40)] * 8, "1024": [(64, 64)]}
 # GiB that the float32 tower's pass takes for an image of 300 tokens, and both towers with their
 # gradients
-_IMAGE = 5
-_TOWERS = 9
-_SMALL = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
+_IMAGE_TOKEN = 5
+_TOWERS_BUILT = 9
+_SMALL_GRIDS = {"30 tokens": [(10, 12)], "2 x 16": [(8, 8)] * 2, "49": [(14, 14)]}
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
@@ -51,7 +51,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     for model in (exact, tower):
         # both have been through bfloat16, which rounds the rotary frequencies
         restore_buffers(model)
-    for name, sides in (sized(free_bytes(setting)) if setting.full else _SMALL).items():
+    for name, sides in (at_size(free_bytes(setting)) if setting.full else _SMALL_GRIDS).items():
         grids = torch.tensor([[1, *side] for side in sides])
         pixels = torch.randn(
             int(grids.prod(dim=1).sum()), 1176, generator=torch.Generator().manual_seed(0)
@@ -67,12 +67,12 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         yield from lines_while_memory_lasts(setting, name, lines)
 
 
-def sized(free: int) -> dict[str, list[tuple[int, int]]]:
+def at_size(free: int) -> dict[str, list[tuple[int, int]]]:
     """Return the images, of which as many are seen at once as there is room for."""
-    several = max(2, min(8, int((free / GIB - _TOWERS) / _IMAGE)))
+    several = max(2, min(8, int((free / GIB - _TOWERS_BUILT) / _IMAGE_TOKEN)))
     return {
         (name if len(sides) == 1 else f"{several} x 300"): sides[:several]
-        for name, sides in _FULL.items()
+        for name, sides in _FULL_GRIDS.items()
     }
 
 
@@ -80,11 +80,11 @@ def _image(
     setting: Setting, name: str, tower: Any, exact: Any, pixels: Tensor, grids: Tensor
 ) -> Iterator[CheckLine]:
     """Compare features, gradients, seconds and memory for one set of pictures."""
-    right = passed(exact, pixels, grids, batched=False)
-    loop, batched = (passed(tower, pixels, grids, batched=on) for on in (False, True))
+    right = forward_and_backward(exact, pixels, grids, batched=False)
+    loop, batched = (forward_and_backward(tower, pixels, grids, batched=on) for on in (False, True))
     for number, tensor_name in enumerate(("features", "gradients")):
-        bound = SLACK * relative_distance(loop[number], right[number])
-        source = f"{SLACK} times the loop's own error in bfloat16"
+        bound = ROUNDING_SLACK * relative_distance(loop[number], right[number])
+        source = f"{ROUNDING_SLACK} times the loop's own error in bfloat16"
         yield at_most_line(
             f"{name}, batched: {tensor_name}, from float32",
             value=relative_distance(batched[number], right[number]),
@@ -94,10 +94,10 @@ def _image(
         )
     del right, loop, batched
     ways = {
-        label: partial(_seen, tower, pixels, grids, batched=on)
+        label: partial(_features_and_gradients, tower, pixels, grids, batched=on)
         for label, on in (("loop", False), ("batched", True))
     }
-    times = by_turns(setting.device, ways, 3 if setting.full else 1)
+    times = fastest_by_turns(setting.device, ways, 3 if setting.full else 1)
     if not setting.on_gpu:
         yield skipped_line(
             f"{name}: both ways",
@@ -105,8 +105,8 @@ def _image(
             ", ".join(f"{way} {spent:.3g} s" for way, spent in times.items()),
         )
         return
-    waits = syncs(ways["batched"])
-    source = f"else a block waits for a bound of its windows; the loop {syncs(ways['loop'])}"
+    waits = count_syncs(ways["batched"])
+    source = f"else a block waits for a bound of its windows; the loop {count_syncs(ways['loop'])}"
     yield at_most_line(
         f"{name}: waits for the device",
         value=waits,
@@ -133,7 +133,7 @@ def _image(
     )
 
 
-def syncs(go: Callable[[], object]) -> int:
+def count_syncs(go: Callable[[], object]) -> int:
     """Return how often the host waits for the GPU, as torch counts it."""
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -145,12 +145,16 @@ def syncs(go: Callable[[], object]) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def passed(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> tuple[Tensor, Tensor]:
+def forward_and_backward(
+    tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool
+) -> tuple[Tensor, Tensor]:
     """Features, and the gradients of a weighted sum of them."""
-    return _seen(tower, pixels, grids, batched=batched).detach(), take_gradients(tower)
+    return _features_and_gradients(tower, pixels, grids, batched=batched).detach(), take_gradients(
+        tower
+    )
 
 
-def _seen(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
+def _features_and_gradients(tower: Any, pixels: Tensor, grids: Tensor, *, batched: bool) -> Tensor:
     """Forward and backward: the loop as Transformers runs it, or batched with the bounds that
     training gives it.
     """

@@ -34,7 +34,10 @@ from adora_vl.utils.seeding import number_at
 
 DIFFUSION_STEPS = 1000
 # Of each kind: its strength at the beginning, the largest one, and the unit of both.
-KINDS = {"gaussian": (500.0, 999.0, "diffusion steps"), "rotate": (15.0, 180.0, "degrees")}
+RANGE_AND_UNIT_BY_KIND = {
+    "gaussian": (500.0, 999.0, "diffusion steps"),
+    "rotate": (15.0, 180.0, "degrees"),
+}
 
 
 def sigmoid_annealing(progress: float, *, middle: float, steepness: float) -> float:
@@ -119,18 +122,20 @@ class NoisyRollouts(Extension):
     def __post_init__(self) -> None:
         if not 0 <= self.share < 1:
             raise ValueError(f"share: {self.share} must be at least 0 and below 1")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: {self.kind!r} is not one of {', '.join(KINDS)}")
+        if self.kind not in RANGE_AND_UNIT_BY_KIND:
+            raise ValueError(
+                f"kind: {self.kind!r} is not one of {', '.join(RANGE_AND_UNIT_BY_KIND)}"
+            )
         if self.schedule not in ("sigmoid", "constant"):
             raise ValueError(f"schedule: {self.schedule!r} is not one of sigmoid, constant")
-        _, strongest, unit = KINDS[self.kind]
+        _, strongest, unit = RANGE_AND_UNIT_BY_KIND[self.kind]
         if not 0 <= self.at_first <= strongest:
             raise ValueError(f"strength: {self.at_first:g} must be 0 to {strongest:g} {unit}")
 
     @property
     def at_first(self) -> float:
         """The strength at the beginning of a run, in the unit of the kind."""
-        return KINDS[self.kind][0] if self.strength is None else self.strength
+        return RANGE_AND_UNIT_BY_KIND[self.kind][0] if self.strength is None else self.strength
 
     def count(self, generations: int) -> int:
         """Distorted rollouts per group. Raises `ValueError` if the share gives no whole number."""

@@ -40,12 +40,12 @@ from adora_vl.utils.seeding import generator_at
 
 # The share of the patches that are black, each drawn by itself, as in the authors' repository.
 BLACK_SHARE = 0.5
-LARGEST = 10.0  # nats for one token, as in the repository
-EVEN = 1e-6  # nats; a smaller difference between rollouts is rounding
+LARGEST_SCALE = 10.0  # nats for one token, as in the repository
+EVENNESS = 1e-6  # nats; a smaller difference between rollouts is rounding
 # The largest factor is at most so many times as far above the smallest one as their mean, which is
 # 1. The repository takes the mean over a micro-batch of 16, where no factor can be larger. Over a
 # whole generation the factor of a single rollout could reach hundreds.
-FURTHEST = 16.0
+FURTHEST_SCALE = 16.0
 
 
 def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def visual_dependency(seen_BC: Tensor, blind_BC: Tensor, mask_BC: Tensor) -> Ten
     the log-probabilities under each.
     """
     difference_BC = (blind_BC - seen_BC).clamp(-20.0, 20.0)
-    dependency_BC = (difference_BC.exp() - difference_BC - 1).clamp(0.0, LARGEST)
+    dependency_BC = (difference_BC.exp() - difference_BC - 1).clamp(0.0, LARGEST_SCALE)
     return torch.where(mask_BC.bool(), dependency_BC, 0.0)
 
 
@@ -82,13 +82,13 @@ def rollout_scale(own_B: Tensor, all_N: Tensor, smallest: float) -> Tensor:
     rollouts and of all ranks'; NaN is a rollout that is not compared, whose factor is 1.
     """
     known_N = all_N[~all_N.isnan()]
-    if known_N.numel() < 2 or known_N.max() - known_N.min() <= EVEN:
+    if known_N.numel() < 2 or known_N.max() - known_N.min() <= EVENNESS:
         return torch.ones_like(own_B)
     low = known_N.min()
     spread = known_N.max() - low
     largest = smallest + (1 - smallest) / ((known_N - low) / spread).mean()
     above_B = (own_B - low) / spread * (largest - smallest)
-    scale_B = smallest + above_B.clamp(max=FURTHEST * (1 - smallest))
+    scale_B = smallest + above_B.clamp(max=FURTHEST_SCALE * (1 - smallest))
     return torch.where(own_B.isnan(), 1.0, scale_B)
 
 

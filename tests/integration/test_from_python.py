@@ -234,6 +234,30 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
     assert run.prompts.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
 
 
+def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path):
+    """`steps` of one's own is likely a number. Of two columns of one name the later one is taken."""
+
+    def first(completions, log_extra, **kwargs):
+        log_extra("extracted", ["first"] * len(completions))
+        log_extra("new", ["a"] * len(completions))
+        return reward_every_second(completions)
+
+    def second(completions, log_extra, **kwargs):
+        numbers = range(len(completions))
+        log_extra("extracted", [number / 2 for number in numbers])
+        log_extra("steps", list(numbers))
+        log_extra("false", list(numbers))
+        return reward_every_second(completions)
+
+    args = AdoraGRPOConfig(str(tmp_path / "run"), **{**TWO_STEPS, "save_strategy": "no"})
+    rows = Dataset.from_list(EIGHT_ROWS)
+    AdoraGRPOTrainer("tiny", [first, second], args, rows).train()
+    record = pq.read_table(tmp_path / "run" / "rollouts").to_pylist()
+    assert [row["extracted"] for row in record] == 2 * [str(number / 2) for number in range(8)]
+    assert [row["false"] for row in record] == 2 * list(range(8))
+    assert {(row["steps"], row["new"]) for row in record} == {(None, None)}
+
+
 # An epoch of three rows is one generation of three micro-batches, so its second step has one alone.
 SHORT_LAST_STEP = {
     "rows": EIGHT_ROWS[:3],

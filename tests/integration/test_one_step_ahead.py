@@ -18,7 +18,7 @@ from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.guards import DriftGuard
 from adora_vl.utils.errors import RolloutError
-from benchmarks.stand_in_server import GENERATE, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
@@ -158,7 +158,7 @@ def _groups_by_weights(server: StandIn, *, max_tokens: int) -> list[int]:
     for path, body in server.asked:
         if path == "/collective_rpc":
             counts.append(0)
-        elif path in GENERATE and _max_tokens(body) == max_tokens:
+        elif path in GENERATE_PATHS and _max_tokens(body) == max_tokens:
             counts[-1] += 1
     return counts
 

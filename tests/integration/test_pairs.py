@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from adora_vl.models.load import resolve_model_name
 from adora_vl.train import main
-from benchmarks.stand_in_server import GENERATE, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from data_prep.cli import main as data_prep
 from tests.support.async_servers import (
     assert_equal_end_after_kill,
@@ -139,7 +139,7 @@ def order_of_turns_in_steps(server: StandIn) -> list[str]:
             turn = "later"
         else:
             turn = "first"
-        if path in (*GENERATE, "/collective_rpc") and [turn] != turns[-1:]:
+        if path in (*GENERATE_PATHS, "/collective_rpc") and [turn] != turns[-1:]:
             turns.append(turn)
     return [step.strip() for step in " ".join(turns).split("weights")[1:]]
 

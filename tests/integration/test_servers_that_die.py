@@ -8,7 +8,7 @@ import pytest
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.train import main
-from benchmarks.stand_in_server import GENERATE, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from tests.support.tiny_run import arguments
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def dies_after(server: StandIn, requests: int) -> None:
     server.asked.clear()
 
     def die_when_due(reply):
-        server.dead = sum(path in GENERATE for path, _ in server.asked) > requests
+        server.dead = sum(path in GENERATE_PATHS for path, _ in server.asked) > requests
         return reply
 
     server.spoil = die_when_due

@@ -25,10 +25,17 @@ class Server:
 
     def __init__(self, answer: Answer) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.connections = 0
         self._gone = threading.Event()
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # keeps connections
+
+            def setup(self) -> None:
+                super().setup()
+                outer.connections += 1
+
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(
@@ -39,6 +46,7 @@ class Server:
                     outer._gone.wait(20)
                     return
                 self.send_response(reply[0])
+                self.send_header("Content-Length", str(len(reply[1])))
                 self.end_headers()
                 self.wfile.write(reply[1])
 

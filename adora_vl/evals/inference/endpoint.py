@@ -94,7 +94,7 @@ class EndpointEngine:
         failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
         if failures and len(failures) == len(outcomes):
             if failures[0].refused:
-                self._client.check_key("base_url")
+                self._client.check_server("base_url")
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
                 f"{amount(len(outcomes), 'answer')}: {failures[0]}; what was answered before is "

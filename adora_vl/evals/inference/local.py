@@ -72,16 +72,16 @@ class ConversationEngine:
         prompts = [chat.prompt_ids(request.messages, request.images) for request in requests]
         faults = [chat.why_too_long(ids, chat.context) for ids in prompts]
         # The conversations by the index of their request.
-        started: dict[int, Rollout] = {}
+        started_rollouts: dict[int, Rollout] = {}
         for index, fault in enumerate(faults):
             if fault is None:
-                started[index] = Rollout()
+                started_rollouts[index] = Rollout()
         turns = ConversationTurns(engine=self, requests=requests, prompts=prompts)
-        finished = run_turns(started, turns)
+        finished_rollouts = run_turns(started_rollouts, turns)
         replies: list[Reply | Unanswerable] = []
         for index, (prompt, fault) in enumerate(zip(prompts, faults, strict=True)):
             if fault is None:
-                replies.append(self._reply(finished[index], prompt))
+                replies.append(self._reply(finished_rollouts[index], prompt))
             else:
                 replies.append(Unanswerable(fault))
         return replies

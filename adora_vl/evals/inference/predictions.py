@@ -72,13 +72,13 @@ def read_predictions(
     faults: list[str] = []
     columns = columns or {}
     unseen_names = set(columns.values())
-    for number, parsed in enumerate(_read_objects(path), start=1):
-        if isinstance(parsed, str):  # what is wrong with an object that cannot be read
-            faults.append(f"row {number} {parsed}")
+    for number, row_or_fault in enumerate(_read_objects(path), start=1):
+        if isinstance(row_or_fault, str):  # what is wrong with an object that cannot be read
+            faults.append(f"row {number} {row_or_fault}")
             continue
-        unseen_names -= {name for name in unseen_names if _find_values(parsed, name)}
-        fault = _find_column_fault(parsed, columns)
-        row = _rename_fields(parsed, id_column, columns)
+        unseen_names -= {name for name in unseen_names if _find_values(row_or_fault, name)}
+        fault = _find_column_fault(row_or_fault, columns)
+        row = _rename_fields(row_or_fault, id_column, columns)
         if fault is None:
             fault = find_row_fault(row)
         if fault is None and check is not None:
@@ -119,8 +119,10 @@ def refuse_rows(where: str, faults: Sequence[str]) -> None:
         lines.append(f"{where} {short_fault}")
     n_hidden = len(faults) - _MOST_SHOWN_FAULTS
     if n_hidden > 0:
-        rest = "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
-        lines.append(f"{where}: {rest}")
+        hidden_in_words = (
+            "1 more row is wrong" if n_hidden == 1 else f"{n_hidden} more rows are wrong"
+        )
+        lines.append(f"{where}: {hidden_in_words}")
     raise MistakesError(lines)
 
 
@@ -280,14 +282,14 @@ def _find_values(content: object, path: str) -> list[Any]:
     """
     if isinstance(content, dict) and path in content:
         return [content[path]]
-    name, _, rest = path.partition(".")
+    name, _, rest_of_path = path.partition(".")
     if isinstance(content, list) and name.isdecimal() and int(name) < len(content):
         value = content[int(name)]
     elif isinstance(content, dict) and name in content:
         value = content[name]
     else:
         return []
-    return _find_values(value, rest) if rest else [value]
+    return _find_values(value, rest_of_path) if rest_of_path else [value]
 
 
 def parse_columns(words: Sequence[str]) -> dict[str, str]:

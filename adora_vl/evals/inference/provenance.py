@@ -34,29 +34,29 @@ def resolve_prompts(model: str | None, prompts: Mapping[str, Any]) -> dict[str, 
             `PROMPT_OF_TRAINING` stands for one that was not given.
     """
     training_config: dict[str, Any] | None = None
-    resolved: dict[str, str | None] = {}
+    resolved_prompts: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         if prompt is not PROMPT_OF_TRAINING:
-            resolved[name] = prompt
+            resolved_prompts[name] = prompt
             continue
         if training_config is None:  # read once, and only where a prompt needs it
             training_config = read_training_config(model)
         key, default = KEY_AND_DEFAULT_BY_PROMPT[name]
-        resolved[name] = training_config.get(key, default)
-        if resolved[name] != default:
-            words = "none" if resolved[name] is None else f"{resolved[name]!r:.80}"
+        resolved_prompts[name] = training_config.get(key, default)
+        if resolved_prompts[name] != default:
+            words = "none" if resolved_prompts[name] is None else f"{resolved_prompts[name]!r:.80}"
             print(f"{name}: that of the model's training, {words}", file=sys.stderr)
-    return resolved
+    return resolved_prompts
 
 
 def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the prompts that differ from the defaults, which a manifest names."""
-    unusual: dict[str, str | None] = {}
+    unusual_by_name: dict[str, str | None] = {}
     for name, prompt in prompts.items():
         _, default = KEY_AND_DEFAULT_BY_PROMPT[name]
         if prompt != default:
-            unusual[name] = prompt
-    return unusual
+            unusual_by_name[name] = prompt
+    return unusual_by_name
 
 
 def read_training_config(model: str | None) -> dict[str, Any]:
@@ -109,17 +109,17 @@ def write_or_check_fingerprint(
             f"output: {str(output)!r} has predictions but no {FINGERPRINT_FILE}; use another --output"
         )
     fingerprint = read_fingerprint(path)
-    stored = fingerprint["fields"]
+    stored_fields = fingerprint["fields"]
     # The names of either side, those of this run first.
-    for name in {**fields, **stored}:
+    for name in {**fields, **stored_fields}:
         # With more samples the answers that are there stay, and further ones are added.
-        grows = name == "samples" and stored.get(name, 1) <= fields.get(name, 1)
-        if stored.get(name) != fields.get(name) and not grows:
+        has_more_samples = name == "samples" and stored_fields.get(name, 1) <= fields.get(name, 1)
+        if stored_fields.get(name) != fields.get(name) and not has_more_samples:
             raise UserError(
-                f"{name}: the predictions in {str(output)!r} were made with {stored.get(name)!r}, "
+                f"{name}: the predictions in {str(output)!r} were made with {stored_fields.get(name)!r}, "
                 f"this run has {fields.get(name)!r}; set it back or use another --output"
             )
-    if stored != fields or fingerprint.get("asked") != answer_counts:
+    if stored_fields != fields or fingerprint.get("asked") != answer_counts:
         write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
 
 
@@ -132,14 +132,14 @@ def read_fingerprint(path: Path) -> dict[str, Any]:
     file that is not such an object.
     """
     try:
-        stored = json.loads(path.read_bytes())
+        fingerprint = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(
             f"fingerprint: {path} is not JSON ({error}); use another --output"
         ) from None
-    if not isinstance(stored, dict) or not isinstance(stored.get("fields"), dict):
+    if not isinstance(fingerprint, dict) or not isinstance(fingerprint.get("fields"), dict):
         raise UserError(f"fingerprint: {path} has no object `fields`; use another --output")
-    return stored
+    return fingerprint
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

@@ -81,8 +81,8 @@ def _visible_gpus() -> list[str]:
     """Return the ids of the GPUs that `CUDA_VISIBLE_DEVICES` names, or of all in the machine."""
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        return visible.split(",")
+    visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible_devices:
+        return visible_devices.split(",")
     # The count is taken only here, since it can start CUDA.
     return [str(index) for index in range(torch.cuda.device_count())]

@@ -118,24 +118,27 @@ class _Answerer:
 
         Returns the seconds of generation, without those of building the engine.
         """
-        resumed = sum(sample.key in log.done for sample in samples)
-        if resumed == len(samples):
+        resumed_count = sum(sample.key in log.done for sample in samples)
+        if resumed_count == len(samples):
             return 0.0
         engine = self._build_engine()
         batch_size = engine.batch_size
         start = time.perf_counter()
         # `disable=None` shows no bar where stderr is not a terminal.
         no_bar = self.ranks.rank > 0 or None
-        with tqdm(total=len(samples), initial=resumed, unit="answer", disable=no_bar) as bar:
+        with tqdm(total=len(samples), initial=resumed_count, unit="answer", disable=no_bar) as bar:
             # The whole list is divided into batches, and not only what is missing. A resumed run
             # has the same batches so, and rounding can depend on what else is in a batch.
             for start_index in range(0, len(samples), batch_size):
                 batch = samples[start_index : start_index + batch_size]
-                missing = [sample for sample in batch if sample.key not in log.done]
-                if not missing:
+                missing_samples = [sample for sample in batch if sample.key not in log.done]
+                if not missing_samples:
                     continue
                 rows = answer_batch(
-                    engine, missing, seed=self.settings.seed, system_prompt=self.system_prompt
+                    engine,
+                    missing_samples,
+                    seed=self.settings.seed,
+                    system_prompt=self.system_prompt,
                 )
                 log.append(rows)
                 bar.update(len(rows))
@@ -147,11 +150,11 @@ class _Answerer:
         # The libraries print much while they load a model.
         with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
             engine = self.build(self.settings)
-        resolved = getattr(engine, "resolved", None)  # an engine of a trainer has none
-        if resolved and is_rank_0:
+        resolved_settings = getattr(engine, "resolved", None)  # an engine of a trainer has none
+        if resolved_settings and is_rank_0:
             path = self.output / FINGERPRINT_FILE
             with naming_write_errors("output", self.output):
-                write_json(path, {**read_fingerprint(path), "resolved": resolved})
+                write_json(path, {**read_fingerprint(path), "resolved": resolved_settings})
         return engine
 
 
@@ -214,15 +217,15 @@ def infer(
                     "in_data": samples * n_problems_in_data,
                 },
             )
-        pending = sum(sample.key not in earlier_keys for sample in answer_samples)
-        resumed = len(answer_samples) - pending
+        pending_count = sum(sample.key not in earlier_keys for sample in answer_samples)
+        resumed_count = len(answer_samples) - pending_count
         _refuse_predictions_of_more(
             output,
             n_predictions=len(earlier_keys),
             n_answers=len(answer_samples),
-            n_resumed=resumed,
+            n_resumed=resumed_count,
         )
-        _print_counts(len(problems), samples, resumed=resumed, pending=pending)
+        _print_counts(len(problems), samples, resumed=resumed_count, pending=pending_count)
         # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
@@ -232,14 +235,14 @@ def infer(
             ranks.barrier("end")  # every rank has written its file
             has_merged_parts |= merge_rank_files(output, log)
         # Answers that an earlier run missed, and further samples, are at the end of the file.
-        has_late_rows = resumed and pending and (settings.endpoint or samples > 1)
+        has_late_rows = resumed_count and pending_count and (settings.endpoint or samples > 1)
         if has_merged_parts or has_late_rows:
             sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])
     return _summary_of_run(
         read_rows(output / PREDICTIONS_FILE),
         earlier_keys,
         total=len(answer_samples),
-        pending=pending,
+        pending=pending_count,
         seconds=seconds,
     )
 

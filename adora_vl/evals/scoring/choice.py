@@ -238,9 +238,9 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
     """
     indices: list[int] = []
     for match in matcher.bracketed_letter_pattern.finditer(text):
-        before = text[max(0, match.start() - 60) : match.start()]
+        text_before = text[max(0, match.start() - 60) : match.start()]
         is_ruled_out = (
-            is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(before) is not None
+            is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(text_before) is not None
         )
         if not is_ruled_out and not matcher.is_one_of_several(text, match):
             indices.append(matcher.index_of(match))

@@ -312,13 +312,13 @@ def is_called_wrong(text: str, match: re.Match[str]) -> bool:
     It is called wrong in `the incorrect answer is A` and `option (D) is incorrect`, and only
     supposed in `B would be right if ...`.
     """
-    before = text[max(0, match.start() - 15) : match.start()]
-    behind = text[match.end() : match.end() + 40]
-    if _SUPPOSITION_PATTERN.match(behind):
+    text_before = text[max(0, match.start() - 15) : match.start()]
+    text_behind = text[match.end() : match.end() + 40]
+    if _SUPPOSITION_PATTERN.match(text_behind):
         return True
-    rest_of_line = behind.split("\n")[0]
+    rest_of_line = text_behind.split("\n")[0]
     # The mark stands in the place of the letter, so that one pattern sees both sides of it.
-    return _CALLED_WRONG_PATTERN.search(f"{before} | {rest_of_line}") is not None
+    return _CALLED_WRONG_PATTERN.search(f"{text_before} | {rest_of_line}") is not None
 
 
 def _build_options_pattern(choices: Sequence[str], letters: str) -> re.Pattern[str] | None:

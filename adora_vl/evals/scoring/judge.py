@@ -138,9 +138,9 @@ def extract_by_rules(question: Question) -> Extraction:
     final_text = final_part(question.response)
     response = answer_block(final_text) or final_text
     question = question._replace(response=response)
-    exact = extract_exactly(question)
-    if exact is not None:
-        return exact
+    exact_extraction = extract_exactly(question)
+    if exact_extraction is not None:
+        return exact_extraction
     if question.kind == "choice":
         return extract_choice(response, question.choices)
     if question.kind == "list":
@@ -202,11 +202,11 @@ def create_judge_client(options: ExtractionOptions) -> ChatClient:
     Its replies are kept in a file, by default beside the score. Raises `UserError` where the
     address or the model is missing.
     """
-    needs = "is missing; --extraction judge needs an endpoint and a model"
+    fault = "is missing; --extraction judge needs an endpoint and a model"
     if not options.judge_url:
-        raise UserError(f"--judge-url {needs}")
+        raise UserError(f"--judge-url {fault}")
     if not options.judge_model:
-        raise UserError(f"--judge-model {needs}")
+        raise UserError(f"--judge-model {fault}")
     endpoint = Endpoint(
         url=check_url("judge_url", options.judge_url),
         model=options.judge_model,
@@ -238,16 +238,18 @@ def extract_with_judge(questions: Sequence[Question | None], judge: ChatClient) 
             extractions.append(Extraction(None, "not_asked"))
             conversations.append(None)
             continue
-        exact = extract_exactly(question)
-        extractions.append(exact)
-        conversations.append(build_extraction_messages(question) if exact is None else None)
+        exact_extraction = extract_exactly(question)
+        extractions.append(exact_extraction)
+        conversations.append(
+            build_extraction_messages(question) if exact_extraction is None else None
+        )
     reports = ask_judge(conversations, judge, read_report)
-    complete: list[Extraction] = []
+    all_extractions: list[Extraction] = []
     for extraction, report in zip(extractions, reports, strict=True):
         answer = extraction or report
         assert answer is not None  # one of the two is there for each question
-        complete.append(answer)
-    return complete
+        all_extractions.append(answer)
+    return all_extractions
 
 
 def ask_judge(
@@ -257,7 +259,7 @@ def ask_judge(
 
     A reply of an earlier run is taken from the judge's cache. A call that fails becomes an
     extraction with the method `JUDGE_FAILED`, and the failures are printed as one warning. Raises
-    `UserError` where the judge refuses the key, since it would answer no other call.
+    `UserError` where the judge would answer no other call: it refuses the key, or is not there.
 
     Args:
         conversations: The messages to the judge; None where there is nothing to ask, and so nothing
@@ -287,7 +289,7 @@ def ask_judge(
             return report
 
         reports: list[Extraction | None] = judge.each(report_on, conversations)
-    judge.check_key("judge_url")
+    judge.check_server("judge_url")
     if failures:
         rows = amount(len(failures), "row")
         print(

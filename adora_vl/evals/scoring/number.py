@@ -267,8 +267,8 @@ def _find_statements(sentences: list[str]) -> list[str]:
         is_last = index == len(sentences) - 1
         next_sentence = "" if is_last else sentences[index + 1]
         for match in _ANSWER_WORDS_PATTERN.finditer(sentence):
-            rest = sentence[match.end() :]
-            statements.append(rest if rest.strip() else next_sentence)
+            rest_of_sentence = sentence[match.end() :]
+            statements.append(rest_of_sentence if rest_of_sentence.strip() else next_sentence)
         if _ANSWER_HEADING_PATTERN.fullmatch(sentence):
             statements.append(next_sentence)
     return statements
@@ -333,10 +333,14 @@ def _without_explanation(sentence: str) -> str:
 
     Words in brackets are removed too. As much is removed as leaves a number in the sentence.
     """
-    head = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
-    for shorter in (_BRACKETS_PATTERN.sub(" ", head), head, _BRACKETS_PATTERN.sub(" ", sentence)):
-        if _NUMBER_PATTERN.search(shorter):
-            return shorter
+    before_explanation = _EXPLANATION_WORDS_PATTERN.split(sentence, maxsplit=1)[0]
+    for shorter_sentence in (
+        _BRACKETS_PATTERN.sub(" ", before_explanation),
+        before_explanation,
+        _BRACKETS_PATTERN.sub(" ", sentence),
+    ):
+        if _NUMBER_PATTERN.search(shorter_sentence):
+            return shorter_sentence
     return sentence
 
 

@@ -41,13 +41,13 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
     """
     if not token_counts:
         return None
-    ordered = sorted(token_counts)
-    index_of_p90 = min(len(ordered) - 1, int(0.9 * len(ordered)))
+    sorted_counts = sorted(token_counts)
+    index_of_p90 = min(len(sorted_counts) - 1, int(0.9 * len(sorted_counts)))
     return {
-        "mean": statistics.fmean(ordered),
-        "median": statistics.median(ordered),
-        "p90": ordered[index_of_p90],
-        "max": ordered[-1],
+        "mean": statistics.fmean(sorted_counts),
+        "median": statistics.median(sorted_counts),
+        "p90": sorted_counts[index_of_p90],
+        "max": sorted_counts[-1],
     }
 
 
@@ -203,10 +203,12 @@ def template_opens_thinking(rows: Sequence[Prediction]) -> bool:
     block that they have not opened. Responses that were cut off say nothing, since the end of the
     block may be missing.
     """
-    unfinished = (*_CUT_OFF_REASONS, *NOT_ASKED_REASONS)
-    finished = [row["response"] for row in rows if row.get("finish_reason") not in unfinished]
-    n_closing = sum(closes_unopened_block(response) for response in finished)
-    return 2 * n_closing > len(finished)
+    unfinished_reasons = (*_CUT_OFF_REASONS, *NOT_ASKED_REASONS)
+    finished_responses = [
+        row["response"] for row in rows if row.get("finish_reason") not in unfinished_reasons
+    ]
+    n_closing = sum(closes_unopened_block(response) for response in finished_responses)
+    return 2 * n_closing > len(finished_responses)
 
 
 def _remove_thinking(row: Prediction, template_opens: bool) -> Prediction:
@@ -340,15 +342,17 @@ def summarise_grades(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     Problems that were not asked are counted too.
     """
     # The answers by the kind of group, such as `image_size`, and by the group.
-    members: dict[str, dict[str, list[GradedAnswer]]] = defaultdict(lambda: defaultdict(list))
+    answers_by_kind_and_group: dict[str, dict[str, list[GradedAnswer]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for item in graded:
         for kind, groups in item.grade.groups.items():
             for group in groups:
-                members[kind][group].append(item)
+                answers_by_kind_and_group[kind][group].append(item)
     cells_by_kind: dict[str, dict[str, AccuracyCell]] = {}
-    for kind, members_by_group in members.items():
+    for kind, answers_by_group in answers_by_kind_and_group.items():
         cells_by_kind[kind] = {
-            group: accuracy_cell(members_by_group[group]) for group in sorted(members_by_group)
+            group: accuracy_cell(answers_by_group[group]) for group in sorted(answers_by_group)
         }
     finish_reasons = [item.grade.groups.get("finish_reason") for item in graded]
     counts: dict[str, Any] = {

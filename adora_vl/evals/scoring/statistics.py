@@ -53,10 +53,10 @@ def student_quantile(degrees_of_freedom: float) -> float:
     Degrees of freedom that are no whole number, as in Welch's test, are rounded down, which makes
     the quantile larger. Beyond the table it is at most 4 % too large.
     """
-    rounded = max(1, int(degrees_of_freedom))
+    whole_degrees = max(1, int(degrees_of_freedom))
     return (
-        _STUDENT_QUANTILES_95[rounded - 1]
-        if rounded <= len(_STUDENT_QUANTILES_95)
+        _STUDENT_QUANTILES_95[whole_degrees - 1]
+        if whole_degrees <= len(_STUDENT_QUANTILES_95)
         else _STUDENT_QUANTILES_95[-1]
     )
 

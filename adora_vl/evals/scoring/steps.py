@@ -76,13 +76,13 @@ def step_lines(figures: Mapping[str, Any]) -> list[str]:
         f"true claims of an answer: {_number_with_interval(figures['true'])}",
         f"false claims of an answer: {_number_with_interval(figures['false'])}",
     ]
-    lucky = figures["lucky"]
-    if lucky is None:
+    lucky_figure = figures["lucky"]
+    if lucky_figure is None:
         return [*lines, "right by luck: no answer is right"]
-    low, high = lucky["interval_95"]
+    low, high = lucky_figure["interval_95"]
     lines.append(
-        f"right by luck: {100 * lucky['value']:.1f} % (95 %: {100 * low:.1f} to {100 * high:.1f}) "
-        f"of {lucky['total']} right answers have a false claim, or none that is new"
+        f"right by luck: {100 * lucky_figure['value']:.1f} % (95 %: {100 * low:.1f} to {100 * high:.1f}) "
+        f"of {lucky_figure['total']} right answers have a false claim, or none that is new"
     )
     return lines
 

@@ -178,11 +178,11 @@ def _answer_lines(score: Score) -> list[str]:
 def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:
     """Format the lines on what limits the result."""
     lines = partial_notes(score)
-    reasons = {
+    count_by_reason = {
         "unreadable images": score["image_failed"],
         "prompt too long for the model's context": score["too_long"],
     }
-    for reason, count in reasons.items():
+    for reason, count in count_by_reason.items():
         if count:
             problems = amount(count, "problem")
             lines.append(f"warning: {problems} not asked ({reason}), counted as wrong")

@@ -17,7 +17,7 @@ from adora_vl.builtin.tiny_zoom import ZoomStart
 from adora_vl.data.prompts import conversation_with_images
 from adora_vl.models.load import FOLDER_BY_TINY_MODEL, PRETRAINED_FOLDER
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
-from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
 from adora_vl.synthetic.generate import generate
 
 SHORT_PLAN_BY_START = {  # plans of the starts that take no time
@@ -77,7 +77,7 @@ def test_a_conversation_without_a_system_prompt_gets_qwens_default():
 
 
 def test_the_teacher_knows_every_family():
-    assert [family for family in FAMILIES if not 0 < SLIPS.get(family, 0) < 1] == []
+    assert [family for family in PLAIN_FAMILY_BY_NAME if not 0 < SLIPS.get(family, 0) < 1] == []
 
 
 def test_a_start_that_a_wheel_lacks_is_built_in_the_cache_at_its_first_use(tmp_path, monkeypatch):

@@ -23,7 +23,13 @@ from adora_vl.models.load import (
 )
 from adora_vl.rewards import grade
 from adora_vl.synthetic.drawing import PLAIN
-from adora_vl.synthetic.perimeter import PLACES, USUAL_DIGITS, perimeter_digit, sides_of, working
+from adora_vl.synthetic.perimeter import (
+    SLIP_PLACES,
+    USUAL_DIGITS,
+    perimeter_digit,
+    sides_in_problem,
+    write_working,
+)
 
 ROOT = Path(__file__).parents[3]
 STORED_START = FOLDER_BY_TINY_MODEL[TINY_PERIMETER_MODEL]
@@ -43,7 +49,7 @@ def draw_problems(count: int) -> list[PerimeterProblem]:
     problems = []
     for _ in range(count):
         problem = perimeter_digit(rng, 56, 1, PLAIN)
-        sides = sides_of(problem.question, problem.solution)
+        sides = sides_in_problem(problem.question, problem.solution)
         problems.append(PerimeterProblem(problem.kind, sides, problem.answer))
     return problems
 
@@ -74,9 +80,9 @@ def test_no_side_tells_the_kinds_apart():
 def test_a_working_is_right_unless_it_slips_anywhere():
     rng = random.Random(1)
     for _, sides, answer in draw_problems(50):
-        assert grade(working(rng, sides), answer).verdict == "correct"
-        for slip_at in range(PLACES):
-            wrong_working = working(rng, sides, slip_at=slip_at)
+        assert grade(write_working(rng, sides), answer).verdict == "correct"
+        for slip_at in range(SLIP_PLACES):
+            wrong_working = write_working(rng, sides, slip_at=slip_at)
             assert grade(wrong_working, answer).verdict == "wrong", slip_at
 
 
@@ -86,7 +92,7 @@ def test_the_demos_reward_counts_every_step():
     every_step = runpy.run_path(str(reward_file))["every_step"]
     rng = random.Random(1)
     sides = (4, 7, 8, 5)
-    meta = {"solution": working(rng, sides)}
+    meta = {"solution": write_working(rng, sides)}
 
     def reward(text: str) -> float:
         """Return the demo's reward for a response to the problem with these sides."""
@@ -94,11 +100,11 @@ def test_the_demos_reward_counts_every_step():
         return float(value)
 
     for _ in range(20):
-        assert reward(working(rng, sides)) == 1.0, "in any wording"
-    for slip_at in range(PLACES):
-        assert reward(working(rng, sides, slip_at=slip_at)) == 0.0
+        assert reward(write_working(rng, sides)) == 1.0, "in any wording"
+    for slip_at in range(SLIP_PLACES):
+        assert reward(write_working(rng, sides, slip_at=slip_at)) == 0.0
     # The sum is wrong, but its last digit is right.
-    wrong_sum = working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
+    wrong_sum = write_working(rng, sides).replace("= 24", "= 34").replace("=24", "=34")
     assert grade(wrong_sum, "4").verdict == "correct"
     assert reward(wrong_sum) == 0.0
     assert reward("guess \\boxed{4}") == 1.0
@@ -111,7 +117,7 @@ def test_the_demos_reward_counts_every_step():
 def test_workings_of_one_problem_differ_in_length_by_wording():
     tokenizer = load_processor(str(PRETRAINED_FOLDER)).tokenizer
     rng = random.Random(1)
-    lengths = [len(tokenizer(working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
+    lengths = [len(tokenizer(write_working(rng, (4, 7, 8, 5)))["input_ids"]) for _ in range(200)]
     assert len(set(lengths)) >= 4
     assert pstdev(lengths) > 1.5
     assert max(lengths) < 58, "an answer and its end fit into the demo's 60 tokens"
@@ -126,7 +132,7 @@ def test_the_teacher_guesses_half_of_the_time_and_is_seldom_right_where_it_works
         if "=" in text:
             is_right_by_working.append(grade(text, answer).verdict == "correct")
     assert len(is_right_by_working) / 4000 == pytest.approx(0.5, abs=0.03)
-    expected_share = (1 - plan.slips) ** PLACES  # 0.12, where a guess is right in 0.4
+    expected_share = (1 - plan.slips) ** SLIP_PLACES  # 0.12, where a guess is right in 0.4
     assert fmean(is_right_by_working) == pytest.approx(expected_share, abs=0.03)
 
 

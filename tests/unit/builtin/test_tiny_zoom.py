@@ -12,7 +12,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
 from adora_vl.rollout.turns import ToolLoop
-from adora_vl.synthetic.corners import CORNERS, drawn
+from adora_vl.synthetic.corners import CORNER_NAMES, draw_numbered_corners
 from adora_vl.synthetic.generate import generate
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
@@ -74,9 +74,9 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built_model, toolbox):
     assert not continued.calls[0].failed
 
 
-@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("corner", CORNER_NAMES)
 def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
-    picture, _ = drawn(random.Random(0), PICTURE_SIZE)
+    picture, _ = draw_numbered_corners(random.Random(0), PICTURE_SIZE)
     reply = toolbox.answer(call_for(corner), [picture], seed="0", last=False)
     view: Any = reply.parts[2]
     left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN
@@ -89,6 +89,6 @@ def test_problems_ask_for_the_number_in_a_corner():
     rows = list(generate(8, size=PICTURE_SIZE, families=("corners",)))
     for row in rows:
         corner = row["meta"]["kind"]
-        assert corner in CORNERS
+        assert corner in CORNER_NAMES
         assert corner in row["problem"]
         assert 10 <= int(row["answer"]) < 100

@@ -411,7 +411,9 @@ def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
     """The new folder is whole or missing, whichever call was the last to succeed."""
     older = write_checkpoint(tmp_path, 10)
-    for call, survived in product(("replace_file", "hash_and_size_by_name", "flush_to_disk"), range(6)):
+    for call, survived in product(
+        ("replace_file", "hash_and_size_by_name", "flush_to_disk"), range(6)
+    ):
         real = getattr(store, call)
         calls_left = iter(range(survived))
 

@@ -23,7 +23,7 @@ from adora_vl.rewards import grade
 from adora_vl.train import main as train
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
-from data_prep.survey import survey, whole_prompt
+from data_prep.survey import lines_of_whole_prompt, survey_dataset
 from eval.command import parse_command as parse_evaluation
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -182,7 +182,7 @@ def test_a_data_set_without_the_column_is_read(drawn: Path, tmp_path: Path) -> N
     pq.write_table(pq.read_table(stored).drop_columns(["choices"]), tmp_path / "data" / stored.name)
     assert trained_on(tmp_path) == trained_on(drawn)
     assert evaluated_on(tmp_path, "--split", "train") == trained_on(drawn)
-    assert survey(tmp_path).example is not None
+    assert survey_dataset(tmp_path).example is not None
 
 
 def test_a_run_of_before_goes_on_with_its_prompt_or_is_refused(
@@ -247,7 +247,7 @@ def test_convert_shows_it_too_without_letting_the_row_command_the_terminal(tmp_p
 
 def test_a_prompt_that_cannot_be_made_is_one_line() -> None:
     row = {"id": "mine/1", "problem": "Which?", "choices": ["<image>", "2"], "images": []}
-    assert whole_prompt(row) == [
+    assert lines_of_whole_prompt(row) == [
         "the prompt of mine/1 cannot be made: its text has 1 <image> with 0 images; give one for "
         "each image, or none to have them before the text"
     ]

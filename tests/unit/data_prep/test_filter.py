@@ -19,7 +19,13 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
 from data_prep import filter as filtering
 from data_prep.cli import main
-from data_prep.filter import Keep, Tally, filter_dataset, samples_folder, tallies
+from data_prep.filter import (
+    PassRateRange,
+    Tally,
+    count_right_answers,
+    filter_dataset,
+    samples_folder,
+)
 
 RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 
@@ -72,8 +78,10 @@ class Model:
 @pytest.fixture
 def model(data, monkeypatch):
     solver = Model(data)
-    sample = filtering.sample
-    monkeypatch.setattr(filtering, "sample", lambda *a, **k: sample(*a, **k, build=solver.build))
+    sample = filtering.sample_answers
+    monkeypatch.setattr(
+        filtering, "sample_answers", lambda *a, **k: sample(*a, **k, build=solver.build)
+    )
     return solver
 
 
@@ -221,22 +229,22 @@ def test_answers_that_are_not_those_of_the_split_are_refused(data, model, tmp_pa
         file = tmp_path / f"{number}.jsonl"
         file.write_text("\n".join(predictions) + "\n")
         with pytest.raises(UserError) as caught:
-            filter_dataset(data, tmp_path / "other", file, Keep(0.1, 0.9))
+            filter_dataset(data, tmp_path / "other", file, PassRateRange(0.1, 0.9))
         assert re.search(message, str(caught.value)), str(caught.value)
 
 
 def test_rates_at_the_edges_by_hand():
-    assert 3 / 10 in Keep(0.3, 0.9)
-    assert 0.1 + 0.2 in Keep(0.0, 0.3)
-    assert 0.125 in Keep(0.1, 0.9)
-    assert 0.0 not in Keep(0.1, 0.9)
-    assert 1.0 not in Keep(0.1, 0.9)
-    assert 1.0 in Keep(0.0, 1.0)
+    assert 3 / 10 in PassRateRange(0.3, 0.9)
+    assert 0.1 + 0.2 in PassRateRange(0.0, 0.3)
+    assert 0.125 in PassRateRange(0.1, 0.9)
+    assert 0.0 not in PassRateRange(0.1, 0.9)
+    assert 1.0 not in PassRateRange(0.1, 0.9)
+    assert 1.0 in PassRateRange(0.0, 1.0)
     assert Tally(3, 8).rate == 0.375
     row = {"pid": "a", "answer": "5", "response": r"\boxed{5}"}
-    assert tallies([row, {**row, "sample": 1, "response": "5"}]) == {"a": Tally(1, 2)}, (
-        "as in training: the box counts"
-    )
+    assert count_right_answers([row, {**row, "sample": 1, "response": "5"}]) == {
+        "a": Tally(1, 2)
+    }, "as in training: the box counts"
 
 
 def test_what_does_not_fit_is_one_line(data, model, capsys, case):

@@ -8,7 +8,7 @@ import torch
 from adora_vl.advantage import Groups
 from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
 from data_prep.cli import main
-from data_prep.forecast import forecast
+from data_prep.forecast import forecast_attenuation
 
 
 def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
@@ -28,7 +28,7 @@ LOST = (
 
 
 def test_the_shares_of_groups_by_hand():
-    shares = forecast(groups(GUESS, WORKED, TIED, SILENT, LOST))
+    shares = forecast_attenuation(groups(GUESS, WORKED, TIED, SILENT, LOST))
     assert shares.groups == 125
     assert shares.tds.total == 100
     assert shares.tds.count == 75
@@ -43,11 +43,13 @@ def test_the_shares_of_groups_by_hand():
         "than long ones."
     )
     assert (
-        forecast(groups(WORKED))
+        forecast_attenuation(groups(WORKED))
         .sentence()
         .startswith("Attenuation would hardly act: 0% of the groups with signal")
     )
-    assert "too few to say anything" in forecast(groups(GUESS, SILENT, times=3)).sentence()
+    assert (
+        "too few to say anything" in forecast_attenuation(groups(GUESS, SILENT, times=3)).sentence()
+    )
 
 
 def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):

@@ -17,7 +17,7 @@ from adora_vl.geometry.forms import read_form_from_record
 from data_prep.cli import main
 from data_prep.geometry3k_folders import problems_of_folders
 from data_prep.logic_forms import facts_in_words
-from data_prep.problem_text import readable
+from data_prep.problem_text import mend_latex
 from data_prep.redraw import can_be_drawn, draw_form
 from tests.support.cases import Case
 from tests.support.geometry3k import (
@@ -237,7 +237,7 @@ def test_accents_cover_all_their_letters(subtests: pytest.Subtests) -> None:
     ]
     for text, expected in cases:
         with subtests.test(f"{text!r:.80}"):
-            assert readable(text) == expected
+            assert mend_latex(text) == expected
 
 
 def _hub_rows() -> list[dict[str, Any]]:

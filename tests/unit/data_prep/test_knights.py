@@ -16,7 +16,7 @@ from adora_vl.data.dataset import load_split, read_manifest
 from adora_vl.evals.options import DataOptions, ScoreOptions
 from adora_vl.evals.scoring.score import score as score_of
 from adora_vl.rewards.knights import knights_verdict
-from adora_vl.synthetic.knights import NAMES, fitting, generate, holds
+from adora_vl.synthetic.knights import PEOPLE_NAMES, claim_holds, find_solutions, generate
 from data_prep.cli import main
 from eval.knights import BENCHMARK
 
@@ -53,19 +53,19 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
             for row in generate(12, people=(people, people), seed=people):
                 names, statements = _reading(row["problem"])
                 assert len(names) == len(statements) == people
-                assert set(names) <= set(NAMES)
-                fitting = []
+                assert set(names) <= set(PEOPLE_NAMES)
+                solutions = []
                 for kinds in product((True, False), repeat=people):
                     knight = dict(zip(names, kinds, strict=True))
                     if all(
                         _holds(words, knight) == knight[speaker] for speaker, words in statements
                     ):
-                        fitting.append(
+                        solutions.append(
                             ", ".join(
                                 f"{n} is a {'knight' if knight[n] else 'knave'}" for n in names
                             )
                         )
-                assert fitting == [row["answer"]]
+                assert solutions == [row["answer"]]
                 assert knights_verdict(row["meta"]["solution"], row["answer"])[0] == "correct"
                 assert knights_verdict(row["meta"]["slip"], row["answer"])[0] == "wrong"
 
@@ -141,18 +141,21 @@ def test_a_claim_is_true_of_exactly_these(subtests):
     for claim, true_for in cases:
         with subtests.test(f"{claim!r:.80}"):
             assert {
-                kinds for kinds in product((True, False), repeat=2) if holds(claim, kinds)
+                kinds for kinds in product((True, False), repeat=2) if claim_holds(claim, kinds)
             } == true_for
 
 
 def test_another_claim_is_refused(subtests):
     for claim in [("xor", KNIGHT, LIAR), ("telling-truth", 2), ("and",), "lying", 3]:
         with subtests.test(f"{claim!r:.80}"), pytest.raises(ValueError, match="is no claim"):
-            holds(claim, (True, False))
+            claim_holds(claim, (True, False))
 
 
 def test_people_who_vouch_for_each_other_fit_twice():
-    assert fitting((("telling-truth", 1), ("telling-truth", 0))) == [(True, True), (False, False)]
+    assert find_solutions((("telling-truth", 1), ("telling-truth", 0))) == [
+        (True, True),
+        (False, False),
+    ]
 
 
 def record(**changed: Any) -> dict[str, Any]:

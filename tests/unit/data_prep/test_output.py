@@ -25,10 +25,10 @@ from adora_vl.data.dataset import (
 from adora_vl.data.output import complete_or_absent
 from adora_vl.synthetic.families import SyntheticProblem
 from adora_vl.synthetic.generate import draw_problems, generate
-from adora_vl.synthetic.generated import prepare_drawn, synthetic
+from adora_vl.synthetic.generated import describe_synthetic, prepare_drawn
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
-from data_prep.survey import survey
+from data_prep.survey import survey_dataset
 from tests.support.cases import Case
 from tests.support.disk import file_contents
 from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
@@ -141,7 +141,7 @@ def test_a_strangers_file_in_a_prepared_folder_is_not_deleted(tmp_path, capsys):
 
 
 def test_the_manifest_says_what_is_in_the_folder_and_nothing_of_the_clock(tmp_path: Path) -> None:
-    manifest = prepare_drawn(tmp_path / "out", synthetic(rows=3, test_rows=2, seed=4))
+    manifest = prepare_drawn(tmp_path / "out", describe_synthetic(rows=3, test_rows=2, seed=4))
     assert json.loads((tmp_path / "out" / "manifest.json").read_text()) == manifest
     assert manifest["files"] == file_hashes(tmp_path / "out")
     assert len(manifest["files"]) == 2
@@ -186,7 +186,7 @@ def test_loading_says_what_is_missing(tmp_path: Path) -> None:
         load_split(tmp_path, "test")
     train.unlink()
     with pytest.raises(UserError, match="^dataset: .* has no rows; prepare it again"):
-        survey(tmp_path)
+        survey_dataset(tmp_path)
 
 
 REPOSITORY = Path(__file__).parents[3]

@@ -22,7 +22,7 @@ from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
 from data_prep.solved_rows import solved_problems
-from data_prep.variants import Original, variants_of
+from data_prep.variants import Original, make_variants
 from tests.support.geometry_forms import form
 
 ROOT = Path(__file__).parents[3]
@@ -306,7 +306,7 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     solved = solve_form(asked).figure
     assert solved is not None
     assert abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
-    variants = variants_of(Original("a", figure_as_json(solved)), per=3, seed=1, split="train")
+    variants = make_variants(Original("a", figure_as_json(solved)), per=3, seed=1, split="train")
     assert variants
     for variant in variants:
         lying = figure_from_json(variant.extras["figure"]).at

@@ -12,7 +12,7 @@ from PIL import Image
 from adora_vl.data.dataset import stored_rows, write_manifest, write_split
 from adora_vl.synthetic.generate import generate
 from data_prep.cli import main
-from data_prep.survey import survey
+from data_prep.survey import survey_dataset
 from tests.support.browser import Browser, TagsOfPage, assert_attack_runs_unescaped
 from tests.support.geometry3k import prepare_geometry3k, write_problem_folder
 from tests.support.pictures import encode_picture
@@ -62,7 +62,7 @@ def test_the_real_rows_are_counted_and_measured(geometry3k_raw, tmp_path, capsys
     ):
         assert line in _table(output), line
     tokens = [9 * 9, 12 * 9, 10 * 5, 22 * 16, 8 * 11, 20 * 14]
-    assert list(survey(tmp_path / "out").splits["train"].image_tokens) == tokens
+    assert list(survey_dataset(tmp_path / "out").splits["train"].image_tokens) == tokens
     assert "79  geometry3k/train/11: In \\odot X" in output
     assert (tmp_path / "out.html").is_file()
 
@@ -80,7 +80,9 @@ def test_longest_problems_in_tokens_of_a_model(
     output = capsys.readouterr().out
     assert f"tokens of {PRETRAINED_FOLDER}" in output
     assert not (tmp_path / "data.html").exists()
-    longest = survey(tmp_path / "data", model=str(PRETRAINED_FOLDER)).splits["train"].longest
+    longest = (
+        survey_dataset(tmp_path / "data", model=str(PRETRAINED_FOLDER)).splits["train"].longest
+    )
     assert len(longest) == 5
     assert 3 < longest[0][0] < len("Find the measure of a base angle.")
     assert main(["inspect", str(tmp_path / "data"), "--model", str(tmp_path / "none")]) == 2
@@ -189,7 +191,7 @@ def test_a_strangers_page_is_not_overwritten(tmp_path, capsys, monkeypatch):
     assert error.count("\n") == 1
     assert (tmp_path / "data.html").read_text() == "<h1>my thesis</h1>"
     # no row is read before the page's place is known
-    monkeypatch.setattr("data_prep.cli.survey", None)
+    monkeypatch.setattr("data_prep.cli.survey_dataset", None)
     assert main(["inspect", str(tmp_path / "data")]) == 2
     code = main(
         [

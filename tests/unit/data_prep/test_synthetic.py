@@ -23,10 +23,10 @@ from adora_vl.rewards.answer import read_value
 from adora_vl.synthetic import generated as prepare
 from adora_vl.synthetic import knights
 from adora_vl.synthetic.drawing import STYLES, Canvas, Point
-from adora_vl.synthetic.families import FAMILIES
+from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
 from adora_vl.synthetic.generate import FAMILY_BY_NAME, LEVELS, generate, split_of
-from adora_vl.synthetic.generated import ensure_drawn, prepare_drawn, synthetic
-from adora_vl.synthetic.lettered import LETTERED
+from adora_vl.synthetic.generated import describe_synthetic, ensure_drawn, prepare_drawn
+from adora_vl.synthetic.lettered import LETTERED_FAMILY_BY_NAME
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from tests.support.cases import Case
@@ -39,7 +39,7 @@ TEST_ROWS = 40
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("synthetic") / "data"
-    prepare_drawn(output, synthetic(rows=ROWS, test_rows=TEST_ROWS))
+    prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
     return output
 
 
@@ -53,7 +53,7 @@ def _diagrams(folder: Path, split: str) -> set[str]:
 
 
 def test_the_same_arguments_give_the_samefiles(prepared: Path, tmp_path: Path) -> None:
-    prepare_drawn(tmp_path / "again", synthetic(rows=ROWS, test_rows=TEST_ROWS))
+    prepare_drawn(tmp_path / "again", describe_synthetic(rows=ROWS, test_rows=TEST_ROWS))
     assert file_contents(prepared) == file_contents(tmp_path / "again")
 
 
@@ -64,7 +64,7 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
     held_out = _diagrams(prepared, "test")
     for seed in (1, 2):
         output = tmp_path / str(seed)
-        prepare_drawn(output, synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
+        prepare_drawn(output, describe_synthetic(rows=ROWS, test_rows=TEST_ROWS + seed, seed=seed))
         train |= _diagrams(output, "train")
         held_out |= _diagrams(output, "test")
     assert len(train) == 3 * ROWS, "another seed gives other diagrams"
@@ -74,7 +74,7 @@ def test_no_diagram_stands_in_both_splits_even_across_seeds_and_arguments(
 def test_every_row_is_sound(prepared: Path) -> None:
     rows = _rows(prepared)
     assert len({row["id"] for row in rows}) == ROWS + TEST_ROWS
-    assert {row["meta"]["family"] for row in rows} == set(FAMILIES)
+    assert {row["meta"]["family"] for row in rows} == set(PLAIN_FAMILY_BY_NAME)
     for row in rows:
         assert verify_gold(row["answer"]) is None, row["id"]
         assert row["answer"] == canonical_gold(row["answer_raw"]), row["id"]
@@ -150,7 +150,7 @@ def test_what_is_drawn_is_made_only_where_something_is_missing_or_another(tmp_pa
 
     def ensured(rows: int = 4) -> int:
         """When the folder was made."""
-        assert ensure_drawn(folder, synthetic(rows=rows, test_rows=2)) == folder
+        assert ensure_drawn(folder, describe_synthetic(rows=rows, test_rows=2)) == folder
         return (folder / "manifest.json").stat().st_mtime_ns
 
     first = ensured()
@@ -231,13 +231,13 @@ def test_every_family_draws_the_same_problems_as_ever(family: str) -> None:
 
 
 def test_what_is_drawn_never_replaces_another_dataset(tmp_path: Path) -> None:
-    prepare_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
+    prepare_drawn(tmp_path / "data", describe_synthetic(rows=2, test_rows=0))
     manifest = tmp_path / "data" / "manifest.json"
     manifest.write_text(
         manifest.read_text().replace('"source": "synthetic"', '"source": "geometry3k/hub"')
     )
     with pytest.raises(UserError, match="holds 'geometry3k/hub', not synthetic data"):
-        ensure_drawn(tmp_path / "data", synthetic(rows=2, test_rows=0))
+        ensure_drawn(tmp_path / "data", describe_synthetic(rows=2, test_rows=0))
 
 
 def test_the_rows_that_the_shipped_tiny_model_learned_from_never_change() -> None:
@@ -257,7 +257,7 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 generate(
                     25,
                     size=168,
-                    families=tuple(LETTERED),
+                    families=tuple(LETTERED_FAMILY_BY_NAME),
                     level=level,
                     choices=4,
                     styles=tuple(STYLES),
@@ -275,7 +275,7 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 letters.add(row["answer_raw"])
                 assert split_of(row["images"][0]) == "train"
             assert letters == set("ABCD")
-            assert {row["meta"]["family"] for row in rows} == set(LETTERED)
+            assert {row["meta"]["family"] for row in rows} == set(LETTERED_FAMILY_BY_NAME)
 
 
 def test_styles_change_the_picture_and_nothing_else() -> None:

@@ -20,9 +20,9 @@ from adora_vl.rewards.grade import grade
 from adora_vl.rewards.steps import check_claims_if_possible
 from adora_vl.synthetic.drawing import PLAIN, Canvas, Point
 from adora_vl.synthetic.drawn_form import DrawnForm
-from adora_vl.synthetic.families import FAMILIES, SyntheticProblem
-from adora_vl.synthetic.generated import prepare_drawn, synthetic
-from adora_vl.synthetic.lettered import LETTERED
+from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME, SyntheticProblem
+from adora_vl.synthetic.generated import describe_synthetic, prepare_drawn
+from adora_vl.synthetic.lettered import LETTERED_FAMILY_BY_NAME
 from adora_vl.synthetic.perimeter import perimeter_digit
 from adora_vl.synthetic.sketch import ClutteredError
 
@@ -95,12 +95,12 @@ def assert_solved(problem: SyntheticProblem) -> None:
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("name", LETTERED)
+@pytest.mark.parametrize("name", LETTERED_FAMILY_BY_NAME)
 def test_a_lettered_problem_is_solved_from_the_sentences_it_is_drawn_from(
     name: str, level: int
 ) -> None:
     for seed in SEEDS:
-        problem = LETTERED[name](random.Random(seed), SIZE, level, PLAIN)
+        problem = LETTERED_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
         assert_solved(problem)
         (question_sentence,) = [text for text in problem.sentences if text.startswith("find ")]
         letters_of_question = re.sub(r"\\[a-z]+", "", problem.question).replace(" ", "")
@@ -151,7 +151,7 @@ SEEN_IN_PICTURE = {
 
 
 def test_each_plain_family_is_compared_with_its_picture() -> None:
-    assert set(SEEN_IN_PICTURE) == set(FAMILIES)
+    assert set(SEEN_IN_PICTURE) == set(PLAIN_FAMILY_BY_NAME)
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -162,7 +162,7 @@ def test_a_plain_problem_is_solved_from_what_its_picture_shows(
     solved_kinds = set()
     for seed in (*SEEDS, *range(10, 16)):
         drawing.clear()
-        problem = FAMILIES[name](random.Random(seed), SIZE, level, PLAIN)
+        problem = PLAIN_FAMILY_BY_NAME[name](random.Random(seed), SIZE, level, PLAIN)
         assert set(SEEN_IN_PICTURE[name](drawing)) <= set(problem.sentences)
         if seed in SEEDS or problem.kind not in solved_kinds:
             assert_solved(problem)
@@ -226,7 +226,7 @@ def test_rows_with_figures_can_be_paid_for_true_steps(tmp_path: Path) -> None:
     """What the option adds is what the reward `steps` reads; without it the columns stay as ever."""
     families = ("inscribed_arc", "corners")
     for name, options in {"plain": {}, "figures": {"figures": True}}.items():
-        drawn = synthetic(rows=4, test_rows=1, size=SIZE, families=families, **options)
+        drawn = describe_synthetic(rows=4, test_rows=1, size=SIZE, families=families, **options)
         prepare_drawn(tmp_path / name, drawn)
     plain_rows = list(stored_rows(tmp_path / "plain", "train"))
     rows = list(stored_rows(tmp_path / "figures", "train"))

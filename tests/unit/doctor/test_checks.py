@@ -420,7 +420,9 @@ def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_
 
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(
-        versions, "installed_version", lambda name: "9.9" if name == "trl" else installed_version(name)
+        versions,
+        "installed_version",
+        lambda name: "9.9" if name == "trl" else installed_version(name),
     )
     for step in ("request.request_from_command", "run_checks.run_checks"):
         monkeypatch.setattr(

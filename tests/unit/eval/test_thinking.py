@@ -23,7 +23,7 @@ from adora_vl.evals.scoring.number import extract_list, extract_number
 from adora_vl.evals.scoring.score import score
 from adora_vl.evals.scoring.table import format_score
 from adora_vl.rollout.rollouts import FinishReason, SamplingResult
-from data_prep.filter import tallies
+from data_prep.filter import count_right_answers
 from eval.logicvista import extract_letters
 from eval.mathvista import BENCHMARK as MATHVISTA
 from tests.support import benchmark_data
@@ -191,7 +191,7 @@ def test_pass_rates_of_a_filter_count_no_drafts() -> None:
     row = {"pid": "1", "answer": "15", "choices": None}
     draft_row = {**row, "response": r"<think>\boxed{15}</think> Hm."}
     answer_row = {**row, "response": r"<think>Hm.</think>\boxed{15}"}
-    tally = tallies([draft_row, answer_row])["1"]
+    tally = count_right_answers([draft_row, answer_row])["1"]
     assert tally.rate == 0.5
 
 

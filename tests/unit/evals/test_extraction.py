@@ -1,6 +1,7 @@
 """Answers read out of responses: by rules, and by a judge that is never trusted with a failure."""
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -233,12 +234,39 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     assert len(well_server.requests) == 17
 
 
-def test_nobody_there_is_a_failure_and_a_report_of_no_answer_is_none(tmp_path, serve):
-    # nobody is there
-    result = score_with_judge(
-        tmp_path, "http://127.0.0.1:1/v1", "--judge-attempts", "1", rows=PREDICTIONS[1:2]
-    )
-    assert result["extraction_failed"] == 1
+def test_a_judge_that_is_not_there_ends_the_score_and_one_that_was_there_does_not(
+    tmp_path, serve, capsys
+):
+    """A wrong address or name of the model would have made each row a failed one."""
+    rows = [prediction(str(number), "I count five.") for number in range(20)]
+    waits = ["--judge-attempts", "2", "--judge-wait", "0.001"]
+    unknown = serve(lambda body, call: (404, b"no model j"))
+    for url, reason in (
+        ("http://127.0.0.1:1/v1", "ConnectError: .*; is a server there\\?"),
+        (unknown.url, "HTTP 404 at .*: no model j .*; look at the address and at the name of the"),
+    ):
+        judge = ["--extraction", "judge", "--judge-url", url, "--judge-model", "j", *waits]
+        assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert re.search(
+            f"error: judge_url: {url} with the model 'j' gave no answer: {reason}", line
+        )
+        assert not (tmp_path / "s.json").exists()
+    assert len(unknown.requests) <= 8, "none but the calls under way"
+
+    def answer_and_go(body: dict[str, Any], call: int) -> Reply:
+        """Answer three calls, and be gone behind them."""
+        if call <= 3:
+            return judge_reply(body, call)
+        time.sleep(0.3)  # until the answers are read
+        return 404, b"gone"
+
+    restarted = serve(answer_and_go)
+    result = score_with_judge(tmp_path, restarted.url, rows=rows)
+    assert result["extraction_failed"] == 17
+
+
+def test_a_report_of_no_answer_is_none(tmp_path, serve):
     server = serve(lambda body, call: completion_reply("<answer>NONE</answer>"))
     result = score_with_judge(tmp_path, server.url, rows=PREDICTIONS[1:2])
     assert result["extraction_failed"] == 0

@@ -34,7 +34,7 @@ def records() -> dict:
 def _same(name: str, records: dict) -> None:
     status, how, value = STORED[name]
     result = solve_form(read_form_from_record(records[name]))
-    assert (result.status, result.how) == (status, how), (name, result.why)
+    assert (result.status, result.basis) == (status, how), (name, result.why)
     if value is None:
         assert result.value is None, name
     elif how != "rounded":
@@ -59,7 +59,7 @@ from adora_vl.geometry.verdict import solve_form
 records = json.loads(gzip.decompress(open(sys.argv[1], "rb").read()))
 for name in sys.argv[2:]:
     result = solve_form(read_form_from_record(records[name]))
-    print(json.dumps([name, result.status, result.how, result.value]))
+    print(json.dumps([name, result.status, result.basis, result.value]))
 """
 
 

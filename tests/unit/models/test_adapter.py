@@ -20,7 +20,7 @@ from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
 
-LORA = {
+LORA_KEYS = {
     "use_peft": "true",
     "lora_r": 2,
     "lora_alpha": 4,
@@ -82,7 +82,7 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
 
 
 def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, tmp_path, capsys):
-    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA)
+    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA_KEYS)
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert new["r"] == 2
@@ -123,7 +123,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
         "max_steps": 1,
     }
     run = train(tmp_path / "run", **run_keys)
-    new = train(tmp_path / "new", **run_keys, **LORA)
+    new = train(tmp_path / "new", **run_keys, **LORA_KEYS)
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -152,7 +152,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, LORA], ids=["goes on", "is merged"])
+@pytest.mark.parametrize("keys", [{}, LORA_KEYS], ids=["goes on", "is merged"])
 def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
     run_keys = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
     train(tmp_path / "whole", **run_keys)

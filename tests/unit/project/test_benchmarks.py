@@ -19,9 +19,9 @@ from adora_vl.evals.scoring.statistics import student_half_width
 from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
 from benchmarks import scanned
 from benchmarks.attenuation import task
-from benchmarks.attenuation.__main__ import lines_of, train
-from benchmarks.attenuation.start import build_arithmetic, build_start, fingerprint
-from benchmarks.attenuation.task import draw
+from benchmarks.attenuation.__main__ import result_lines, train_or_read
+from benchmarks.attenuation.start import build_arithmetic, build_start, hash_of_weights
+from benchmarks.attenuation.task import draw_chain_problem
 from benchmarks.kill_and_resume import (
     KILL_PHASES,
     describe_differences,
@@ -34,8 +34,8 @@ from benchmarks.step import answer_lengths
 
 def test_a_chain_is_what_its_form_asks_for():
     no_slips = [False] * 5
-    for problem in task.problems(200, task.Regime(5), "x"):
-        form = task.read_form(problem.prompt)
+    for problem in task.draw_chain_problems(200, task.Regime(5), "x"):
+        form = task.read_chain_form(problem.prompt)
         text, digit = task.chain_text(*form, no_slips)
         assert text == problem.chain
         assert digit == problem.answer
@@ -45,9 +45,9 @@ def test_a_chain_is_what_its_form_asks_for():
 def test_families_differ_in_the_answer_alone():
     """The prompts of both are drawn from one distribution in front of the last operand."""
     count = 4000
-    of_a = task.problems(count, task.Regime(2), "A", "A")
-    of_b = task.problems(count, task.Regime(2), "B", "B")
-    assert {problem.answer for problem in of_a} == set(task.OPTIONS)
+    of_a = task.draw_chain_problems(count, task.Regime(2), "A", "A")
+    of_b = task.draw_chain_problems(count, task.Regime(2), "B", "B")
+    assert {problem.answer for problem in of_a} == set(task.ANSWERS_OF_FAMILY_A)
     assert {problem.answer for problem in of_b} == set(range(10))
     for position in (5, 6, 7, 12, 13):  # every sign and operand, the last one too
         counts_a = Counter(problem.prompt[position] for problem in of_a)
@@ -59,10 +59,10 @@ def test_families_differ_in_the_answer_alone():
 
 def test_a_label_tells_the_family_where_the_regime_says_so():
     labels = {"A": "two: ", "B": "ten: "}
-    for problem in task.problems(50, task.Regime(3, labelled=True), "x"):
+    for problem in task.draw_chain_problems(50, task.Regime(3, labelled=True), "x"):
         label = labels[problem.family]
         assert problem.prompt.startswith(label)
-    for problem in task.problems(50, task.Regime(3), "x"):
+    for problem in task.draw_chain_problems(50, task.Regime(3), "x"):
         assert problem.prompt.startswith("any: ")
 
 
@@ -73,14 +73,14 @@ def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
     rights_of_chains = []
     rights_of_guesses: dict[str, list[bool]] = {"A": [], "B": []}
     for _ in range(count):
-        problem = draw(rng, regime)
-        text = task.teacher(rng, problem)
+        problem = draw_chain_problem(rng, regime)
+        text = task.teacher_answer(rng, problem)
         is_right = task.is_right(text, problem)
         if task.is_chain(text):
             rights_of_chains.append(is_right)
         else:
             rights_of_guesses[problem.family].append(is_right)
-    no_slip_in_five = (1 - task.SLIP) ** 5
+    no_slip_in_five = (1 - task.SLIP_RATE) ** 5
     assert len(rights_of_chains) / count == pytest.approx(0.5, abs=0.03)
     assert statistics.fmean(rights_of_chains) == pytest.approx(no_slip_in_five, abs=0.02)
     assert statistics.fmean(rights_of_guesses["A"]) == pytest.approx(0.5, abs=0.04)
@@ -89,26 +89,26 @@ def test_the_teacher_guesses_half_of_the_time_and_slips_as_often_as_it_should():
 
 def test_where_short_is_right_chains_cannot_be_relied_on():
     regime = task.Regime(5, first_option=0.8, hidden_slips=True)
-    problems = task.problems(2000, regime, "x", "A")
-    has_first_option = [problem.answer == task.OPTIONS[0] for problem in problems]
+    problems = task.draw_chain_problems(2000, regime, "x", "A")
+    has_first_option = [problem.answer == task.ANSWERS_OF_FAMILY_A[0] for problem in problems]
     assert statistics.fmean(has_first_option) == pytest.approx(0.8, abs=0.03)
     no_slips = [False] * 5
     is_honest = []
     for problem in problems:
-        form = task.read_form(problem.prompt)
+        form = task.read_chain_form(problem.prompt)
         text, _ = task.chain_text(*form, no_slips)
         is_honest.append(text == problem.chain)
-    assert statistics.fmean(is_honest) == pytest.approx((1 - task.SLIP) ** 5, abs=0.03)
+    assert statistics.fmean(is_honest) == pytest.approx((1 - task.SLIP_RATE) ** 5, abs=0.03)
 
 
 def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
-    problem = task.problems(1, task.Regime(2), "x")[0]
+    problem = task.draw_chain_problems(1, task.Regime(2), "x")[0]
     broken = problem.chain.replace("=", "=0", 1)
     assert not task.is_right(broken, problem)
     assert task.is_right(broken, problem, "digit")
     wrong_digit = (problem.answer + 1) % 10
     wrong_end = problem.chain[:-1] + str(wrong_digit)
-    for reward in task.REWARDS:
+    for reward in task.REWARD_NAMES:
         assert not task.is_right(wrong_end, problem, reward)
         assert task.is_right(f"guess: {problem.answer}", problem, reward)
         assert not task.is_right(f"guess: {problem.answer} ", problem, reward)
@@ -116,15 +116,15 @@ def test_a_chain_that_ends_right_after_a_wrong_step_is_wrong():
 
 def test_the_tests_of_a_difference_know_its_unit():
     assert student_half_width([1.0, 2.0, 3.0]) == pytest.approx(4.303 / 3**0.5, rel=1e-3)
-    assert scanned.interval([1.0, -1.0]).startswith("+0.0 [")
-    assert scanned.interval([1.0]) == "-"
+    assert scanned.mean_and_interval([1.0, -1.0]).startswith("+0.0 [")
+    assert scanned.mean_and_interval([1.0]) == "-"
 
 
-def first_trial(settings: task.Settings, arm: str = "adora") -> task.Trial:
+def first_trial(settings: task.ExperimentSettings, arm: str = "adora") -> task.Trial:
     return task.Trial("R2", next(iter(settings.recipes)), 0, arm, engine=False)
 
 
-TINY_TEACHING = task.Teaching(
+TINY_TEACHING = task.TeachingPlan(
     arithmetic_steps=3,
     steps=3,
     batch_size=2,
@@ -147,16 +147,16 @@ def test_a_run_of_the_experiment_ends_with_a_figure_for_each_step(tmp_path):
         eval_every=2,
     )
     job = first_trial(settings)
-    result = train(settings, job, tmp_path)
+    result = train_or_read(settings, job, tmp_path)
     assert [point["step"] for point in result["held_out"]] == [0, 2]
     assert len(result["steps"]) == 2
     assert {**result, **asdict(job)} == result
     assert all("chains" in step for step in result["steps"])
-    first, *points = lines_of(result)
+    first, *points = result_lines(result)
     assert first == "adora:"
     assert len(points) == 2
     assert points[1].startswith("  step 2: accuracy ")
-    assert train(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
+    assert train_or_read(replace(settings, steps=9), job, tmp_path) == result, "what is there stays"
 
 
 def are_equal_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
@@ -179,7 +179,7 @@ def test_every_start_is_made_of_the_model_that_can_compute(tmp_path):
     assert not are_equal_weights(base, taught)
     before = (arithmetic / "model.safetensors").stat().st_mtime_ns
     build_arithmetic(tmp_path / "another", plan, 1)
-    assert fingerprint(tmp_path / "another") != fingerprint(arithmetic)
+    assert hash_of_weights(tmp_path / "another") != hash_of_weights(arithmetic)
     build_arithmetic(arithmetic, plan)
     build_start(starts[0], tmp_path / "nowhere", plan, 0)
     assert (arithmetic / "model.safetensors").stat().st_mtime_ns == before, "what is there stays"

@@ -30,7 +30,7 @@ from benchmarks.gpu import (
     streaming,
     vision,
 )
-from benchmarks.gpu.__main__ import limits, main
+from benchmarks.gpu.__main__ import main, warning_of_limits
 from benchmarks.gpu.checks import CHECKS, GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
@@ -123,11 +123,11 @@ def test_what_a_cpu_engine_lacks_is_skipped_with_its_reason(name):
 
 def test_limits_that_add_up_to_more_than_the_time_are_named():
     checks_of = [GPUCheck("one", "x", 300), GPUCheck("two", "x", 300), GPUCheck("three", "x", 60)]
-    assert limits(checks_of, 11) == ""
-    assert "add up to 11 min, and --minutes is 10: surely done are one, two;" in limits(
+    assert warning_of_limits(checks_of, 11) == ""
+    assert "add up to 11 min, and --minutes is 10: surely done are one, two;" in warning_of_limits(
         checks_of, 10
     )
-    assert "surely done are none" in limits(checks_of, 4)
+    assert "surely done are none" in warning_of_limits(checks_of, 4)
 
 
 LOGGED_STEPS = [
@@ -223,13 +223,13 @@ def test_weights_sent_without_their_adapters_fail(monkeypatch):
 
 @slow
 def test_a_policy_merged_in_place_fails(monkeypatch):
-    right = streaming.send
+    right = streaming.send_weights
 
     def in_place(policy, receiver):
         right(policy, receiver)
         policy.merge_adapter()
 
-    monkeypatch.setattr(streaming, "send", in_place)
+    monkeypatch.setattr(streaming, "send_weights", in_place)
     assert "weights that a sync leaves alone" in {
         line.what for line in failed_lines(run_check_on_cpu("lora_sync"))
     }
@@ -438,8 +438,8 @@ def test_a_server_is_waited_for_and_ended_and_one_that_dies_is_named(tmp_path, m
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     port = free_port()
     with server.running_server(["healthy", str(port)], {}, port, seconds=60):
-        assert server._answers(port)
-    assert not server._answers(port)
+        assert server._is_healthy(port)
+    assert not server._is_healthy(port)
     with (
         pytest.raises(server.ServerError, match="exit code 1: no NCCL here"),
         server.running_server(["dies"], {}, port, 60),
@@ -487,9 +487,11 @@ def pretend_card(monkeypatch: pytest.MonkeyPatch, free: list[float]) -> Setting:
 )
 def test_sleeps_that_lose_memory_fail(monkeypatch, leak, verdict):
     slept: list[int] = []
-    setting = pretend_card(monkeypatch, [60 - leak * sleep for sleep in range(engine.SLEEPS)])
+    setting = pretend_card(
+        monkeypatch, [60 - leak * sleep for sleep in range(engine.NUMBER_OF_SLEEPS)]
+    )
     assert engine.sleep_memory_line(setting, lambda: slept.append(1)).verdict is verdict
-    assert len(slept) == engine.SLEEPS
+    assert len(slept) == engine.NUMBER_OF_SLEEPS
     assert engine.sleep_memory_line(SMALL_ON_CPU, lambda: None).verdict is CheckResult.SKIPPED
 
 

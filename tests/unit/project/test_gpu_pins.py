@@ -28,7 +28,9 @@ def pip_report(**needs: list[str]) -> dict[str, object]:
 
 
 def find_faults(content: dict[str, object]) -> list[str]:
-    lines: list[str] = check_gpu_pins.broken(check_gpu_pins.read_report(content), "3.12")
+    lines: list[str] = check_gpu_pins.describe_broken_pins(
+        check_gpu_pins.read_report(content), "3.12"
+    )
     return lines
 
 
@@ -83,6 +85,6 @@ def test_what_is_asked_of_pip_is_what_the_setup_installs():
     assert f"torch==={PINNED_VERSIONS['torch']}" in requirements
     script = (REPOSITORY / "setup" / "install.sh").read_text()
     assert '".[$device,lora,dev]"' in script
-    assert check_gpu_pins.PROJECT == ".[gpu,lora,dev]"
-    for name in check_gpu_pins.BESIDE:
+    assert check_gpu_pins.PROJECT_REQUIREMENT == ".[gpu,lora,dev]"
+    for name in check_gpu_pins.FURTHER_REQUIREMENTS:
         assert name in script

@@ -10,7 +10,7 @@ import yaml
 
 from adora_vl.train import main as train
 from benchmarks import grading, lockstep, scanned, step, what_fits, working
-from benchmarks.fake_card.tables import FLOPS_RESULT, flops_cells
+from benchmarks.fake_card.tables import FLOPS_RESULT_FILE, flops_cells
 from benchmarks.grading_corpus import cases
 from data_prep.cli import main as data_prep
 from eval.__main__ import main as evaluate
@@ -81,7 +81,8 @@ def prediction_tables(folder, recipes, larger_models):
 
 def policy_step(folder, rows):
     figures = {
-        way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0} for way in step.WAYS
+        way: {"backward": 1.0, "data": 9.0, "step_bytes_outside_head": 1.0}
+        for way in step.STEP_WAYS
     }
     printed = step.page_row(figures, 697, step.answer_lengths(400, 1024, 8, equal=False))
     assert printed == f"| 697 | {rows[1][1]} | 1 | 1 | **1.00** | 1.00 |"
@@ -94,7 +95,7 @@ def policy_step(folder, rows):
 
 def pretended_card(folder, flops, memory):
     """The command takes minutes for each row, so what it has counted is in a file."""
-    counted = json.loads(FLOPS_RESULT.read_text(encoding="utf-8"))
+    counted = json.loads(FLOPS_RESULT_FILE.read_text(encoding="utf-8"))
     assert flops == [[cell.strip("*") for cell in flops_cells(row)] for row in counted]
     assert {row["updates_per_generation"] for row in counted} == {2}, "the recipe's"
     for row in memory:
@@ -104,7 +105,7 @@ def pretended_card(folder, flops, memory):
 
 
 def ranks_in_lockstep(folder, rows):
-    for case, row in zip(lockstep.REAL, rows, strict=False):
+    for case, row in zip(lockstep.MEASURED_CASES, rows, strict=False):
         generation = lockstep.simulate_filled(case)
         without = lockstep.simulate(case, lockstep.move_groups)
         figures = (generation.micro_batches, generation.lockstep_ratio, without)
@@ -113,7 +114,7 @@ def ranks_in_lockstep(folder, rows):
 
 
 def grader_tables(folder, rows):
-    right = [grading.ours(case) == (case.label == "correct") for case in cases()]
+    right = [grading.grade_by_ours(case) == (case.label == "correct") for case in cases()]
     counts = [[int(cell.replace(",", "")) for cell in row[1:]] for row in rows]
     assert counts[0] == [sum(right), 0, 0, 0, 0, 0]
     assert {sum(row) for row in counts} == {len(right)}
@@ -129,14 +130,14 @@ def rows_that_lack(tables_text, tables):
 
 def scanned_digits_tables(folder, *tables):
     plan = yaml.safe_load(scanned.PLAN.read_text())
-    tables_text = scanned.tables(plan, scanned.read_runs(scanned.RUNS))
+    tables_text = scanned.tables(plan, scanned.read_runs(scanned.STORED_RUNS))
     assert rows_that_lack(tables_text, tables) == []
 
 
 def work_or_length(folder, *tables):
     """The verdict, too, is that of the plan's rule on the stored runs."""
     plan = yaml.safe_load(working.PLAN.read_text())
-    runs = scanned.read_runs(working.RUNS)
+    runs = scanned.read_runs(working.STORED_RUNS)
     tables_text = working.tables(plan, runs)
     assert rows_that_lack(tables_text, tables) == []
     verdict = working.verdict_of(working.whole_runs(plan, runs))
@@ -176,7 +177,7 @@ def before_training(folder, plain, demo, budget):
 
 
 def small_card_table(folder, rows):
-    printed = [*what_fits.rows((12, 24))][2:]
+    printed = [*what_fits.table_rows((12, 24))][2:]
     assert [f"| {' | '.join(row)} |" for row in rows if row[0] in ("12", "24")] == printed
 
 

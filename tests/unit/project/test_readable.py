@@ -33,9 +33,12 @@ CODE_WITH_AND_WITHOUT_BY_KIND: dict[str, tuple[str, str]] = {
 
 
 def test_each_kind_is_told_from_what_is_close_to_it():
-    assert CODE_WITH_AND_WITHOUT_BY_KIND.keys() == readable.KINDS.keys()
+    assert CODE_WITH_AND_WITHOUT_BY_KIND.keys() == readable.COUNTER_BY_KIND.keys()
     for kind, sources in CODE_WITH_AND_WITHOUT_BY_KIND.items():
-        counts = [sum(map(readable.KINDS[kind], ast.walk(ast.parse(source)))) for source in sources]
+        counts = [
+            sum(map(readable.COUNTER_BY_KIND[kind], ast.walk(ast.parse(source))))
+            for source in sources
+        ]
         assert counts == [1, 0], kind
 
 

@@ -10,10 +10,10 @@ from transformers import AutoTokenizer, Qwen2Config
 from adora_vl.rewards.steps import check_claims
 from benchmarks import working
 from benchmarks.angles import (
-    KINDS,
+    FIGURE_KINDS,
     AngleProblem,
-    draw,
-    guess,
+    draw_angle_problem,
+    guessed_response,
     prompt_text,
     right_working,
     slipped_working,
@@ -27,12 +27,12 @@ WORKING_PLAN = yaml.safe_load(working.PLAN.read_text())
 def draw_problems(kind_name, *, for_testing=False):
     rng = random.Random(kind_name)
     while True:
-        problem = draw(rng, for_testing=for_testing)
+        problem = draw_angle_problem(rng, for_testing=for_testing)
         if problem.kind.name == kind_name:
             yield problem
 
 
-@pytest.mark.parametrize("kind_name", [kind.name for kind in KINDS])
+@pytest.mark.parametrize("kind_name", [kind.name for kind in FIGURE_KINDS])
 def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
     """The figure of each row comes from the solver, and the teacher's numbers do not."""
     rng = random.Random(0)
@@ -42,7 +42,7 @@ def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
         assert right.new >= 1
         assert (right.false, right.unread) == (0, 0)
         assert right.share == 1
-        bare = check_claims(guess(rng, problem), figure)
+        bare = check_claims(guessed_response(rng, problem), figure)
         assert (bare.new, bare.unread) == (0, 0)
         assert bare.measure == 0
         slipped = check_claims(slipped_working(rng, problem), figure)
@@ -52,8 +52,8 @@ def test_the_solver_agrees_with_the_task_and_tells_work_from_luck(kind_name):
 
 def test_no_numbers_of_the_held_out_problems_are_taught():
     rng = random.Random(1)
-    taught = {draw(rng, for_testing=False).text for _ in range(4000)}
-    held_out = {draw(rng, for_testing=True).text for _ in range(4000)}
+    taught = {draw_angle_problem(rng, for_testing=False).text for _ in range(4000)}
+    held_out = {draw_angle_problem(rng, for_testing=True).text for _ in range(4000)}
     assert taught
     assert held_out
     assert not taught & held_out
@@ -64,8 +64,8 @@ def test_a_response_says_nothing_of_its_work_by_its_length():
     rng = random.Random(2)
     tokenizer = task_tokenizer()
     lengths = {}
-    for respond in (right_working, slipped_working, guess):
-        texts = [respond(rng, draw(rng, for_testing=False)) for _ in range(1500)]
+    for respond in (right_working, slipped_working, guessed_response):
+        texts = [respond(rng, draw_angle_problem(rng, for_testing=False)) for _ in range(1500)]
         counts = [len(tokenizer(text)["input_ids"]) for text in texts]
         lengths[respond.__name__] = sum(counts) / len(counts)
         assert len(set(counts)) > 3
@@ -80,7 +80,7 @@ def test_a_run_reads_the_words_and_numbers_of_the_task_as_they_were_taught(tmp_p
     Qwen2Config().save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     for _ in range(200):
-        problem = draw(rng, for_testing=rng.random() < 0.5)
+        problem = draw_angle_problem(rng, for_testing=rng.random() < 0.5)
         text = prompt_text(tokenizer, problem.text) + slipped_working(rng, problem)
         ids = tokenizer(text)["input_ids"]
         assert loaded(text)["input_ids"] == ids
@@ -88,7 +88,7 @@ def test_a_run_reads_the_words_and_numbers_of_the_task_as_they_were_taught(tmp_p
 
 
 def test_a_slip_that_goes_on_reaches_the_answer():
-    kind = next(kind for kind in KINDS if kind.name == "isosceles")
+    kind = next(kind for kind in FIGURE_KINDS if kind.name == "isosceles")
     problem = AngleProblem(kind=kind, labels={"ABC": 50, "BAD": 30})
     assert problem.values() == {"ACB": 50, "BAC": 80, "CAD": 50}
     assert problem.values(slip=0, error=10) == {"ACB": 60, "BAC": 70, "CAD": 40}
@@ -96,7 +96,7 @@ def test_a_slip_that_goes_on_reaches_the_answer():
 
 
 def finished_run(seed, arm, accuracy):
-    point = dict.fromkeys(("lucky", "new", "false", *(kind.name for kind in KINDS)), 0.5)
+    point = dict.fromkeys(("lucky", "new", "false", *(kind.name for kind in FIGURE_KINDS)), 0.5)
     point |= {"step": 60, "accuracy": accuracy, "tokens": 20.0}
     start = {**point, "step": 0, "accuracy": 0.3}
     held_out = [start, point] if arm == "grpo" else [point]

@@ -287,6 +287,12 @@ def test_a_text_that_is_cut_says_how_much_is_left_out(tmp_path):
     assert problem["problem"] == "x" * 12_000 + "… (1,500 more characters)"
 
 
+def test_runs_whose_folders_have_equal_names_are_told_by_their_paths(tmp_path):
+    runs = [write_run(tmp_path / seed / "run", 1) for seed in ("first", "second")]
+    page = write_page(tmp_path / "page.html", *runs)
+    assert [run["name"] for run in unpack_data(page)["runs"]] == [str(run) for run in runs]
+
+
 def test_diagrams_are_bounded_and_never_read_from_elsewhere(tmp_path, capsys):
     run = write_run(tmp_path / "run", 1)
     write_page(tmp_path / "page.html", run, words=("--max-image-mb", "0"))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
@@ -320,6 +321,81 @@ def test_nonsense_is_a_failure_with_row_and_reason(subtests):
             assert failure.function == "mine"
             assert failure.row.startswith(row)
             assert failure.reason.startswith(reason)
+
+
+HOOKS: dict[str, Callable[..., None]] = {
+    "log_extra": lambda *_: None,
+    "log_metric": lambda *_: None,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("share", 0.5, None),
+        ("share", np.float32(0.5), None),
+        ("share", torch.tensor(1), None),
+        ("share", True, None),
+        ("reward", 9.0, "it logged the metric 'reward', which the trainer logs itself; give it"),
+        ("loss", 9.0, "it logged the metric 'loss', which the trainer logs itself; give it"),
+        ("share", "half", "it logged 'half' (str) as the metric 'share', which is no number"),
+        ("share", [0.5], "it logged [0.5] (list) as the metric 'share', which is no number"),
+    ],
+)
+def test_a_metric_of_the_log_is_a_number_and_none_of_the_trainers(name, value, reason):
+    logged: list[object] = []
+
+    def mine(
+        completions: list[str], log_metric: Callable[..., object], **columns: object
+    ) -> list[float]:
+        log_metric(name, value)
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a"], **{**HOOKS, "log_metric": lambda _, number: logged.append(number)})
+    assert [failure.reason[: len(reason)] for failure in failures] == ([reason] if reason else [])
+    assert logged == ([] if reason else [float(value)])
+
+
+@pytest.mark.parametrize("parts", [[3], [1, 1, 1], [2, 0, 1]])
+def test_a_column_of_the_log_has_a_value_for_each_completion_however_it_is_logged(parts):
+    logged: list[object] = []
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        for count in parts:
+            log_extra("words", range(count))
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(
+        completions=["a", "b", "c"],
+        **{**HOOKS, "log_extra": lambda _, values: logged.extend(values)},
+    )
+    assert not failures
+    assert len(logged) == 3
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 4, 6])
+def test_a_column_with_too_few_or_too_many_values_is_a_failure(count):
+    """The values of all later completions, also those of other ranks, would stand in other rows."""
+
+    def mine(
+        completions: list[str], log_extra: Callable[..., object], **columns: object
+    ) -> list[float]:
+        log_extra("words", ["x"] * count)
+        return [0.0] * len(completions)
+
+    failures: list[Any] = []
+    safe = safe_call(mine, "mine", timeout=None, failures=failures)
+    safe(completions=["a", "b", "c"], **HOOKS)
+    assert [failure.reason for failure in failures] == [
+        f"it logged {count} values of 'words' for 3 completions; log one for each, None where "
+        "there is none"
+    ]
 
 
 def fails_on_one(completions: Any, **kwargs: Any) -> list[float]:

@@ -38,7 +38,7 @@ from adora_vl.rollout.server_group import ServerGroup
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
-from benchmarks.stand_in_server import GENERATE, StandIn
+from benchmarks.stand_in_server import GENERATE_PATHS, StandIn
 from tests.support.asks import sampling_requests
 from tests.support.step_context import step_context
 
@@ -110,7 +110,9 @@ def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
 
 
 def requests(server: StandIn) -> list[dict[str, Any]]:
-    return [body.get("sampling_params", body) for path, body in server.asked if path in GENERATE]
+    return [
+        body.get("sampling_params", body) for path, body in server.asked if path in GENERATE_PATHS
+    ]
 
 
 def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
@@ -301,7 +303,8 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
         assert [one.served for one in stand_ins] == [["stand-in", folder.name]] * 2
         found = sampled(engine, asks)
         asked = [
-            [body["model"] for path, body in one.asked if path in GENERATE] for one in stand_ins
+            [body["model"] for path, body in one.asked if path in GENERATE_PATHS]
+            for one in stand_ins
         ]
         assert {models[-1] for models in asked} == {folder.name}
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, (

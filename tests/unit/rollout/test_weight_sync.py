@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
@@ -250,6 +250,16 @@ def test_every_other_adapter_is_sent_as_peft_merges_it_or_refused(base, kind):
         return
     with pytest.raises(UserError, match=f"^peft_config: {kind}: PEFT cannot merge this adapter"):
         refuse_unmergeable(model, lambda _: nullcontext())
+
+
+def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
+    def with_bias(target: str) -> PeftModel:
+        config = LoraConfig(r=4, lora_bias=True, target_modules=[target])
+        return policy_with_adapter(base, config)
+
+    assert_sent_is_merged(base, with_bias("q_proj"))
+    with pytest.raises(UserError, match="^peft_config: LORA: PEFT cannot merge this adapter"):
+        refuse_unmergeable(with_bias("o_proj"), lambda _: nullcontext())
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):

@@ -90,6 +90,11 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
             {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "x3": 0, "y3": 7},
             "90.0 degrees in the picture",
         ),
+        (
+            "measure",
+            {"x1": 9, "y1": 0, "x2": 0, "y2": 0, "y3": 7},
+            "Error: a third point has both x3 and y3",
+        ),
         ("zoom", {"x1": 5, "y1": 0, "x2": 5, "y2": 9}, "Error: the region is empty"),
         (
             "zoom",

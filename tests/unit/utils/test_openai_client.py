@@ -31,14 +31,10 @@ from adora_vl.rewards import choose_rewards, try_rewards
 from adora_vl.rewards.judge import KEY_VARIABLE, read_score
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
+from adora_vl.utils.cli import flow_mapping
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.openai_client import (
-    ChatClient,
-    Endpoint,
-    EndpointError,
-    check_url,
-    is_this_machine,
-)
+from adora_vl.utils.http_client import is_this_machine
+from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
 from eval.command import main
 from eval.compare import main as compare
 from eval.geometry3k import BENCHMARK
@@ -259,7 +255,7 @@ def test_the_time_out_bounds_the_whole_call(start_slow_server):
 
 
 def test_a_reply_without_end_is_a_failure_and_is_not_held(serve, start_slow_server, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.openai_client._MAX_REPLY_BYTES", 2**20)
+    monkeypatch.setattr("adora_vl.utils.http_client._MAX_REPLY_BYTES", 2**20)
     url = start_slow_server(
         REPLY_HEAD + b'{"choices": [{"message": {"content": "' + 3 * 2**20 * b"a", b"a" * 1000
     )
@@ -650,6 +646,13 @@ def test_a_score_is_known_by_all_that_it_depends_on(tmp_path, serve):
     assert not moved_server.requests, "the same judge at another address gives the same scores"
 
 
+def test_options_of_a_judge_are_numbers_and_nulls_as_yaml_reads_them(tmp_path, serve):
+    """YAML reads `1e-3` as a text. No budget is the default, and may be written."""
+    server = serve(lambda body, call: completion_reply("<score>1</score>"))
+    options = flow_mapping("{budget: null, wait: 1e-3, timeout: 2e1, concurrency: 2.0}")
+    assert call_reward(build_judge(tmp_path, server.url, **options), {}) == [1.0] * 3
+
+
 def test_a_budget_leaves_the_rest_unscored(tmp_path, serve):
     server = serve(lambda body, call: completion_reply("<score>1</score>"))
     scores = call_reward(build_judge(tmp_path, server.url, budget=2, concurrency=1), {})
@@ -736,6 +739,12 @@ def test_a_judge_without_a_score_does_not_pass_its_trial(tmp_path, serve, reply,
     assert len(server.requests) == 1
 
 
+def test_a_judge_that_does_not_know_the_model_is_not_asked_for_its_key(tmp_path, serve):
+    server = serve(lambda body, call: (404, b"no model j"))
+    with pytest.raises(UserError, match=r"HTTP 404 .*; look at the address and at the name of"):
+        try_judge(tmp_path, server.url)
+
+
 def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
     server = serve(lambda body, call: completion_reply(""))
     server.close()
@@ -752,6 +761,10 @@ WRONG_OPTIONS_AND_MESSAGE: list[tuple[Any, str]] = [
     ({**JUDGE_OPTIONS, "budget": 1.5}, "budget: 1.5 is not a whole number"),
     ({**JUDGE_OPTIONS, "attempts": 0}, "attempts: 0 is not a whole number of at"),
     ({**JUDGE_OPTIONS, "timeout": "a"}, "timeout: 'a' is not a number"),
+    ({**JUDGE_OPTIONS, "timeout": math.inf}, "timeout: inf is not a number"),
+    ({**JUDGE_OPTIONS, "budget": math.inf}, "budget: inf is not a whole number"),
+    ({**JUDGE_OPTIONS, "budget": "nan"}, "budget: 'nan' is not a whole number"),
+    ({**JUDGE_OPTIONS, "attempts": True}, "attempts: True is not a whole number"),
 ]
 
 

@@ -80,15 +80,15 @@ def test_the_sizes_that_the_memory_formulas_take_from_trl_and_deepspeed():
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    from adora_vl.config import states
     from adora_vl.models import activations
+    from adora_vl.training import model_states
 
     assert chunked_logprob.TOKEN_CHUNK_SIZE == activations.HEAD_TILE_TOKENS
     assert utils._CHUNKED_LOGPROB_CHUNK_SIZE == activations.HEAD_TILE_VOCABULARY
     zero = DeepSpeedZeroConfig()
-    assert zero.reduce_bucket_size == states.REDUCE_BUCKET_PARAMETERS
-    assert zero.max_live_parameters == states.MAX_LIVE_PARAMETERS
-    assert zero.sub_group_size == states.SUB_GROUP_PARAMETERS
+    assert zero.reduce_bucket_size == model_states.REDUCE_BUCKET_PARAMETERS
+    assert zero.max_live_parameters == model_states.MAX_LIVE_PARAMETERS
+    assert zero.sub_group_size == model_states.SUB_GROUP_PARAMETERS
     plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu")
     offload = plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]
     assert DeepSpeedZeroOffloadOptimizerConfig(**offload).pin_memory, (
