@@ -652,16 +652,17 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         Collective: every rank makes equally many passes. Raises `RolloutError` where the engine's
         log-probabilities are too far from the policy's.
         """
-        policy = partial(self._get_per_token_logps_and_entropies, self.model)
+        policy_forward = partial(self._get_per_token_logps_and_entropies, self.model)
         without_checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with without_checkpointing:
             for old_pass in self.old_logps.passes_due(micro_batches):
                 batch = old_pass.batch()
+                # Tells the pass its micro-batch; nobody has to observe what it computes.
                 with self.policy_pass.watch(observer=None, micro_batch=batch):
                     logps_BC = generation_logps(
-                        batch, model_pass=policy, rows_per_pass=len(batch["completion_ids"])
+                        batch, model_pass=policy_forward, rows_per_pass=len(batch["completion_ids"])
                     )
                 batch["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:

@@ -478,7 +478,7 @@ def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
     # A form has y downwards, as a picture has it, and a figure upwards.
-    points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
+    points = {name: (x, -y) for name, (x, y) in result.figure.coordinates.items()}
     form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")

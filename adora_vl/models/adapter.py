@@ -313,9 +313,11 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
     PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
     """
     reference_config = policy.peft_config.pop("ref", None)
-    yield
-    if reference_config is not None:
-        policy.peft_config["ref"] = reference_config
+    try:
+        yield
+    finally:
+        if reference_config is not None:
+            policy.peft_config["ref"] = reference_config
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:

@@ -68,7 +68,7 @@ def test_sentences_are_solved(text: str, answer: str | None) -> None:
 
 
 # Equations in a right triangle with BC = 3, each of which AB = 5 fulfils.
-SQUARES = [
+SENTENCES_WITH_SQUARES = [
     "2 * AB^2 = 50",
     "3AB^2 = 75",
     "AB * BC^2 = 45",
@@ -81,17 +81,19 @@ SQUARES = [
 ]
 
 
-@pytest.mark.parametrize("equation", SQUARES)
+@pytest.mark.parametrize("equation", SENTENCES_WITH_SQUARES)
 def test_a_square_binds_closer_than_a_product_or_a_minus(equation: str) -> None:
     result = solve_form(read_form_from_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0)
 
 
-SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+SENTENCE_CASES = json.loads(Path(__file__).with_name("sentences.json").read_text())
 
 
-@pytest.mark.parametrize(("text", "facts"), SENTENCES, ids=[text for text, _ in SENTENCES])
+@pytest.mark.parametrize(
+    ("text", "facts"), SENTENCE_CASES, ids=[text for text, _ in SENTENCE_CASES]
+)
 def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
     assert list(read_form_from_text(f"{text.rstrip('.')}. find x").facts) == facts
 

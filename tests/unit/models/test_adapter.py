@@ -5,6 +5,8 @@ what comes out.
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.export import main as export
+from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.train import main
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
@@ -27,6 +30,14 @@ LORA_KEYS = {
     "lora_dropout": 0,
     "lora_target_modules": ".*q_proj",
 }
+
+
+def test_a_save_that_fails_leaves_the_reference_adapter_to_the_policy():
+    policy: Any = SimpleNamespace(peft_config={"default": "trained", "ref": "reference"})
+    with pytest.raises(OSError, match="disk"), without_reference_adapter(policy):
+        assert policy.peft_config == {"default": "trained"}
+        raise OSError("the disk is full")
+    assert policy.peft_config == {"default": "trained", "ref": "reference"}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:

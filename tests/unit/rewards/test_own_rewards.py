@@ -263,12 +263,14 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
 
 
 def call_safely(
-    function: Any, count: int = 3, timeout: float | None = 5.0
+    function: Any, completion_count: int = 3, timeout: float | None = 5.0
 ) -> tuple[list[float | None], list[RewardFailure]]:
     failures: list[RewardFailure] = []
-    ids = {"id": [f"row/{n}" for n in range(count)]}
+    ids = {"id": [f"row/{n}" for n in range(completion_count)]}
     return call_as_trl(
-        safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids
+        safe_call(function, "mine", timeout, failures),
+        [str(n) for n in range(completion_count)],
+        **ids,
     ), failures
 
 

@@ -308,7 +308,7 @@ def make_batcher(
         "steps_per_generation": 4,
     }
     context = step_context(log, **{**sizes, **keys})
-    return MicroBatcher(context, banks, every_row_counts=every_row_counts, room=room)
+    return MicroBatcher(context, banks, every_row_counts=every_row_counts, micro_batch_room=room)
 
 
 def eight_groups(banks: ImageBanks, live: str) -> Batch:
