@@ -62,10 +62,10 @@ def configured_attention(config: PreTrainedConfig) -> str:
 
 
 def empty_mask(device: torch.device) -> Tensor:
-    """Return an empty mask that Transformers passes on unchanged and `_packed_or_stock_attention`
-    ignores.
+    """Return an empty mask, which Transformers passes on unchanged.
 
-    Without it Transformers would build a mask over all groups of the sequence.
+    `_packed_or_stock_attention` ignores it. Without it Transformers would build a mask over all
+    groups of the sequence.
     """
     return torch.empty(1, 1, 0, 0, device=device)
 
