@@ -236,7 +236,7 @@ def _try_variant(
     solved = solve_variant(form)
     if question is None or solved is None or not draws_every_asked_point(form):
         return None
-    coordinates = _turn_like_original(figure, solved.figure.at)
+    coordinates = _turn_like_original(figure, solved.figure.coordinates)
     # In a picture y points down, in a figure up.
     drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
     if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
@@ -249,7 +249,7 @@ def _try_variant(
         name: (round(x, _STORED_DECIMALS), round(y, _STORED_DECIMALS))
         for name, (x, y) in coordinates.items()
     }
-    stored_figure = replace(solved.figure, at=stored_coordinates, form=drawn_form)
+    stored_figure = replace(solved.figure, coordinates=stored_coordinates, form=drawn_form)
     return RawProblem(
         id=variant_id,
         split=split,
@@ -298,14 +298,14 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     question = tuple(with_other_number(part) for part in form.question)
     if all(old.number == new for old, new in new_values.items()):
         return None
-    xs = [x for x, _ in figure.at.values()]
-    ys = [y for _, y in figure.at.values()]
+    xs = [x for x, _ in figure.coordinates.values()]
+    ys = [y for _, y in figure.coordinates.values()]
     longer_side = max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)  # never 0, which divides
     pixels_per_unit = _START_DIAGRAM_PIXELS / longer_side
     points = {
         # In a picture y points down.
         name: (pixels_per_unit * x, -pixels_per_unit * y)
-        for name, (x, y) in figure.at.items()
+        for name, (x, y) in figure.coordinates.items()
     }
     return replace(form, facts=facts, question=question, points=points)
 
@@ -400,7 +400,7 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     rotation = 1 + 0j
     # Points are complex numbers. Those of the picture come last, since it need not be to scale: it
     # says how the lines lie, and it lacks some points. Its y points down.
-    original_points = {name: complex(x, y) for name, (x, y) in original.at.items()}
+    original_points = {name: complex(x, y) for name, (x, y) in original.coordinates.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for points_on_line in original.form.lines_with_points:
         start = points_on_line[0]

@@ -29,7 +29,7 @@ from adora_vl.utils.launch import free_port
 from tests.support.examples import load_example
 from tests.support.reward_groups import (
     apply_method,
-    float64,  # noqa: F401
+    float64,  # noqa: F401  # a fixture that each test of this file uses
     groups_of_rewards,
     random_groups,
 )
@@ -298,11 +298,11 @@ def test_a_wrong_option_of_a_method_is_named(subtests):
             method_class(**wrong)
 
 
-METHODS_OF_SETTINGS_ALONE = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
+BY_SETTINGS = {"grpo", "dr_grpo"}  # TRL's own keys are all there is to them
 
 
 # The setting of each method at which it is GRPO: (options, the scale of the GRPO that it then is)
-NEUTRAL_METHOD_AND_SCALE_BY_NAME = {
+NEUTRAL = {
     "grpo": (Grpo(), "group"),
     "dr_grpo": (DrGrpo(), "none"),
     "dapo": (Dapo(drop_constant=False), "group"),
@@ -312,32 +312,32 @@ NEUTRAL_METHOD_AND_SCALE_BY_NAME = {
 
 
 def test_every_method_has_a_neutral_setting_and_a_source():
-    assert NEUTRAL_METHOD_AND_SCALE_BY_NAME.keys() == METHODS.keys()
+    assert NEUTRAL.keys() == METHODS.keys()
     assert all(method.source.startswith("arXiv") for method in METHODS.values())
 
 
 def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
     for name in METHODS:
-        options, scale = NEUTRAL_METHOD_AND_SCALE_BY_NAME[name]
+        options, scale = NEUTRAL[name]
         for seed in range(3):
             with subtests.test(f"{name} {seed}"):
                 groups = random_groups(seed=seed)
                 stock = group_advantages(groups.rewards_PG, scale=scale)
                 neutral = apply_method(name, groups, options, scale)
                 assert torch.equal(neutral, stock)
-                if name not in METHODS_OF_SETTINGS_ALONE:
+                if name not in BY_SETTINGS:
                     default = apply_method(name, groups, None, scale)
                     assert not torch.equal(default, stock), "so it can fail"
 
 
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain_names = set()
-    for name, (options, _) in NEUTRAL_METHOD_AND_SCALE_BY_NAME.items():
+    for name, (options, _) in NEUTRAL.items():
         if AdvantagePipeline({name: options}).is_plain:
             plain_names.add(name)
-    assert plain_names == METHODS_OF_SETTINGS_ALONE | {"dapo", "adora"}
+    assert plain_names == BY_SETTINGS | {"dapo", "adora"}
     assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
-    for name in METHODS.keys() - METHODS_OF_SETTINGS_ALONE:
+    for name in METHODS.keys() - BY_SETTINGS:
         assert not AdvantagePipeline({name: METHODS[name]()}).is_plain, name
 
 
@@ -415,7 +415,7 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
             )
 
 
-DEGENERATE_REWARDS_BY_NAME = {
+DEGENERATE = {
     "all right": [[1.0] * 4],
     "all wrong": [[0.0] * 4],
     "all a little": [[0.1] * 4],
@@ -431,9 +431,9 @@ DEGENERATE_REWARDS_BY_NAME = {
 
 
 def test_everything_stays_finite(subtests):
-    for case, name in product(DEGENERATE_REWARDS_BY_NAME, METHODS):
+    for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
-            groups = groups_of_rewards(DEGENERATE_REWARDS_BY_NAME[case])
+            groups = groups_of_rewards(DEGENERATE[case])
             result = apply_method(name, groups)
             assert result.shape == groups.rewards_PG.shape
             assert result.isfinite().all()
@@ -468,7 +468,7 @@ def test_the_package_needs_torch_and_nothing_else():
     assert done.stdout.strip() == "[]"
 
 
-SCRIPT_OF_A_RANK = """
+RANKS = """
 import sys, torch, torch.distributed as dist
 from adora_vl.advantage import METHODS, Groups, AdvantagePipeline, group_advantages
 from adora_vl.advantage.adora import Adora
@@ -507,7 +507,7 @@ def test_two_ranks_compute_what_one_does(tmp_path):
     """
     port = str(free_port())
     script = tmp_path / "ranks.py"
-    script.write_text(SCRIPT_OF_A_RANK)
+    script.write_text(RANKS)
     env = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
     command = [sys.executable, str(script)]
     ranks = [
