@@ -17,7 +17,7 @@ from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.training.generation import PresentGeneration
 from adora_vl.types import Batch
-from adora_vl.utils.files import usual_modes
+from adora_vl.utils.files import give_usual_modes
 
 
 class CheckpointedTrainer(TrainerParts):
@@ -189,7 +189,7 @@ class CheckpointedTrainer(TrainerParts):
             with without_reference_adapter(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
-                usual_modes(folder)
+                give_usual_modes(folder)
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

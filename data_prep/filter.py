@@ -221,7 +221,7 @@ def filter_dataset(
             if name == split:
                 rows = (row for row in rows if row["id"] in chosen_ids)
             row_counts[name] = dataset.write_split(
-                rows, folder=folder, split=name, features=dataset.features_of(data, name)
+                rows, folder=folder, split=name, features=dataset.features_of_split(data, name)
             )
         _write_tallies(folder / RATES_FILE, tally_by_id)
         summary = _filter_summary(tally_by_id.values(), keep)

@@ -22,7 +22,7 @@ from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file, written_to
+from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value
 
 MAX_PROBLEMS_SHOWN = 12  # of one kind, in the table for a person
@@ -401,7 +401,7 @@ def _solve(arguments: argparse.Namespace) -> None:
     )
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
-        with written_to("output", arguments.output):
+        with naming_write_errors("output", arguments.output):
             replace_file(arguments.output, "".join(f"{line}\n" for line in lines))
     if is_text:
         (form,) = forms.values()
@@ -483,6 +483,6 @@ def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return
-    with written_to("picture", file):
+    with naming_write_errors("picture", file):
         replace_file(file, png_bytes(draw_form(form)))
     print(f"picture: {file}")

@@ -23,7 +23,7 @@ from adora_vl.data.images import open_picture, png_bytes
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, replace_file, written_to
+from adora_vl.utils.files import check_folder, naming_write_errors, replace_file
 from data_prep.survey import (
     UNKNOWN_VALUE,
     SplitSurvey,
@@ -203,7 +203,7 @@ def write_page(overview: Survey, path: Path) -> None:
     """
     content = render_page(overview)
     check_page(path)
-    with written_to("html", path):
+    with naming_write_errors("html", path):
         replace_file(path, content)
 
 
@@ -218,7 +218,9 @@ def check_page(path: Path) -> None:
             f"html: there is no folder {str(path.parent)!r}; make it, or choose another place"
         )
     head = None
-    with written_to("html", path):  # turns the errors of the file system into a `UserError`
+    with naming_write_errors(
+        "html", path
+    ):  # turns the errors of the file system into a `UserError`
         if path.exists():
             head = path.read_text(encoding="utf-8", errors="replace")[:1000]
     if head is not None and _PAGE_GENERATOR not in head:

@@ -213,7 +213,7 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
 def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
     change, keys, line, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
+    monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == TEXT_MODULES_PATTERN

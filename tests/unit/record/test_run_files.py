@@ -18,7 +18,7 @@ from datasets import Image as ImageFeature
 from datasets import load_dataset
 
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
-from adora_vl.checkpoint.store import problem_of
+from adora_vl.checkpoint.store import problem_with_checkpoint
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import PREPARED_BY
@@ -616,7 +616,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
-    assert problem_of(adora_run / "checkpoint-2") is None
+    assert problem_with_checkpoint(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
