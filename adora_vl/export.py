@@ -16,14 +16,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import Parser, exit_code_of, imports
+from adora_vl.utils.cli import Parser, exit_code_of, interruptible_imports
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replacing, replacing_folder, unwritable
+from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
 
-with imports():
-    from adora_vl.checkpoint.store import COMPLETE_FILE, newest_valid, problem_of
-    from adora_vl.checkpoint.writer import has_begun, recording_saved_files
+with interruptible_imports():
+    from adora_vl.checkpoint.store import (
+        COMPLETE_FILE,
+        newest_valid_checkpoint,
+        problem_with_checkpoint,
+    )
+    from adora_vl.checkpoint.writer import recording_saved_files, run_has_begun
     from adora_vl.models.adapter import (
         find_processor_folder,
         load_merged,
@@ -97,7 +101,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         write_universal(source, output)
         return source
     # The last lines of a run propose this folder. Its files are recorded as those of the run.
-    belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and has_begun(run)
+    belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and run_has_begun(run)
     # All is written into `staged`, which becomes `output` when the block ends.
     with recording_saved_files(run, writes=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
@@ -166,11 +170,11 @@ def find_weights(run: Path) -> Path:
     if not run.is_dir():
         raise UserError(f"RUN: no folder {str(run)!r}")
     if (run / COMPLETE_FILE).is_file() or run.name.startswith("checkpoint-"):
-        problem = problem_of(run)
+        problem = problem_with_checkpoint(run)
         if problem:
             raise UserError(f"RUN: {str(run)!r} is not whole: {problem}; name another checkpoint")
         return run
-    checkpoint, _ = newest_valid(run)
+    checkpoint, _ = newest_valid_checkpoint(run)
     if checkpoint is not None:
         return checkpoint
     if (run / ADAPTER_CONFIG_FILE).is_file() or list(run.glob("*.safetensors")):
@@ -182,7 +186,7 @@ def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
     """Copy the files of a folder whose names match a pattern, each whole or not at all."""
     paths = {path for pattern in patterns for path in source.glob(pattern)}
     for path in sorted(paths):
-        with replacing(target / path.name, durable=False) as copy, path.open("rb") as original:
+        with replacing_file(target / path.name, durable=False) as copy, path.open("rb") as original:
             shutil.copyfileobj(original, copy, _COPY_CHUNK_BYTES)
 
 
@@ -249,11 +253,11 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    from adora_vl.checkpoint.universal import without_code
+    from adora_vl.checkpoint.universal import refusing_pickled_code
 
     config = read_config("RUN", str(source))
     model = auto_class(config).from_config(config, dtype=config.dtype)
-    with without_code(source):
+    with refusing_pickled_code(source):
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
 
@@ -282,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         # A full disk is an exception of its own in safetensors.
         except (OSError, SafetensorError) as error:
-            raise unwritable("OUT", options.output, error) from error
+            raise unwritable_error("OUT", options.output, error) from error
         print(f"{source} -> {options.output}")
         if not options.universal:
             print(f"Serve it      {serve_command(options.output)}")

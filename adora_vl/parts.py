@@ -231,7 +231,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             checkpointing_context=self.recomputed_layers.switched,
         )
         attention = configured_attention(self.model.config)
-        room = MicroBatchRoom(
+        micro_batch_room = MicroBatchRoom(
             activation_memory=lambda: activation_memory_of(
                 args,
                 shape=self.run.shape,
@@ -243,7 +243,10 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             masked=not is_flash_attention_requested(requested_attention_implementation=attention),
         )
         self.micro_batcher = MicroBatcher(
-            context, self.images.banks, every_row_counts=every_row_counts, room=room
+            context,
+            self.images.banks,
+            every_row_counts=every_row_counts,
+            micro_batch_room=micro_batch_room,
         )
         self.entropy_bonus = EntropyBonus(args, self.micro_batcher)
         self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))

@@ -15,14 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.utils import errors
-from adora_vl.utils.cli import EXIT_INTERRUPTED, USUAL_IMPORT_S, announce_reading, imports
+from adora_vl.utils.cli import (
+    EXIT_INTERRUPTED,
+    USUAL_IMPORT_S,
+    announce_imports,
+    interruptible_imports,
+)
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
-from adora_vl.utils.files import disk_is_full, written_to
-from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave, watch_launcher
-from adora_vl.utils.secrets import masked, masked_text
+from adora_vl.utils.files import disk_is_full, naming_write_errors
+from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave_process, watch_launcher
+from adora_vl.utils.secrets import masked_text, without_secrets
 from adora_vl.utils.versions import check_versions
 
-with imports():
+with interruptible_imports():
     from adora_vl.config.command import CliArgs, read
     from adora_vl.config.dry_run_options import take_options
     from adora_vl.config.help import asks_for_help, help_text
@@ -80,7 +85,7 @@ def load_trainer(run: ResolvedRun, log: Path) -> AdoraGRPOTrainer:
         refused_keys = [key for key in init_kwargs if key in str(error)]
         if refused_keys and isinstance(error, TypeError | ValueError):
             key = refused_keys[0]
-            value = f"{masked(init_kwargs)[key]!r:.60}"
+            value = f"{without_secrets(init_kwargs)[key]!r:.60}"
             reason = errors.in_one_line(error)
             raise UserError(
                 f"model_init_kwargs: {key}: {value} is refused by the model ({reason})"
@@ -167,7 +172,10 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
     from adora_vl.checkpoint.writer import recording_saved_files
     from adora_vl.export import copy_model
 
-    with written_to("output_dir", output_dir), recording_saved_files(output_dir, writes=True):
+    with (
+        naming_write_errors("output_dir", output_dir),
+        recording_saved_files(output_dir, writes=True),
+    ):
         copy_model(checkpoint, output_dir)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")
 
@@ -193,7 +201,7 @@ def train(cli_args: CliArgs) -> int:
     signal stops saves a checkpoint and no model.
     """
     from adora_vl.checkpoint.stop import EXIT_STOPPED, StopOnSignal
-    from adora_vl.checkpoint.writer import delete_aside
+    from adora_vl.checkpoint.writer import delete_run_set_aside
     from adora_vl.record.manifest import end_manifest, noting_failure
 
     run = prepare(cli_args)
@@ -224,7 +232,7 @@ def train(cli_args: CliArgs) -> int:
         ):
             model_folder = save_final_model(trainer, output_dir)
         if is_main:
-            delete_aside(output_dir)
+            delete_run_set_aside(output_dir)
             end_manifest(
                 trainer.manifest,
                 output_dir=output_dir,
@@ -313,7 +321,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Without `--dry-run` the options are None, and all words are those of the training.
         options, training_arguments = take_options(words)
         cli_args = read(words if options is None else training_arguments)
-        announce_reading(USUAL_IMPORT_S)
+        announce_imports(USUAL_IMPORT_S)
         if options is None:
             return train(cli_args)
         from adora_vl.planning.dry_run import dry_run
@@ -326,7 +334,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report_stop(error)
         return 1
     except RuntimeError as error:
-        lost_contact = errors.lost_contact(error)
+        lost_contact = errors.lost_contact_message(error)
         if not lost_contact:
             raise
         report_stop(RunError(f"outside the training: {lost_contact}"), cause=error)
@@ -339,4 +347,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave_process(main())

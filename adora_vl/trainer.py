@@ -39,10 +39,10 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import use_adapter
 
-from adora_vl.checkpoint.universal import expect_universal, is_universal, load_shards
-from adora_vl.checkpoint.writer import set_aside
+from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
+from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
@@ -69,7 +69,7 @@ from adora_vl.record.card_memory import CardMemory
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_settings import engine_settings
-from adora_vl.rollout.prompt_tokens import folder_settings_left_out
+from adora_vl.rollout.prompt_tokens import ignoring_generation_config
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.weight_sync import refuse_unmergeable
@@ -82,7 +82,7 @@ from adora_vl.training.schedule import OVERSAMPLING_FACTOR, count_groups_for_sig
 from adora_vl.types import Batch, Row, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.seeding import drawn_at
+from adora_vl.utils.seeding import drawing_by_key
 
 
 class AdoraGRPOTrainer(CheckpointedTrainer):
@@ -283,14 +283,14 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         if self.accelerator.is_main_process:
             # Not earlier: until here the new run could still have failed.
             if run.output.start.replaces:
-                set_aside(output_dir)
+                set_run_aside(output_dir)
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
         checkpoint = run.output.start.checkpoint
         if checkpoint:
             self.restore(checkpoint)
             if is_universal(Path(checkpoint)):
-                expect_universal(self)
+                expect_universal_checkpoint(self)
 
     def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
         """Load weights and state of a finished run's last checkpoint, in place of training.
@@ -345,7 +345,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
 
         Otherwise TRL cuts them, into `_buffered_inputs`.
         """
-        return regroups(self.args) and not regroup_obstacle(self.args)
+        return asks_for_regrouping(self.args) and not regroup_obstacle(self.args)
 
     def _sample_generation(self, rows: list[Row]) -> PresentGeneration:
         """Sample a generation of rollouts from these rows, and make it ready to be learned from."""
@@ -594,7 +594,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         samples with dropout. Log-probabilities are computed without dropout, and would not be those
         of the samples.
         """
-        with folder_settings_left_out(self.model), evaluation_mode(self.model):
+        with ignoring_generation_config(self.model), evaluation_mode(self.model):
             completion_ids, *_ = self._generate_single_turn(
                 prompts.ids, prompts.images, prompts.fields, num_generations=1
             )
@@ -652,16 +652,17 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         Collective: every rank makes equally many passes. Raises `RolloutError` where the engine's
         log-probabilities are too far from the policy's.
         """
-        policy = partial(self._get_per_token_logps_and_entropies, self.model)
+        policy_forward = partial(self._get_per_token_logps_and_entropies, self.model)
         without_checkpointing = disable_gradient_checkpointing(
             self.model, self.args.gradient_checkpointing_kwargs
         )
         with without_checkpointing:
             for old_pass in self.old_logps.passes_due(micro_batches):
                 batch = old_pass.batch()
+                # Tells the pass its micro-batch; nobody has to observe what it computes.
                 with self.policy_pass.watch(observer=None, micro_batch=batch):
                     logps_BC = generation_logps(
-                        batch, model_pass=policy, rows_per_pass=len(batch["completion_ids"])
+                        batch, model_pass=policy_forward, rows_per_pass=len(batch["completion_ids"])
                     )
                 batch["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
@@ -769,7 +770,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
-        seeded_draws = drawn_at(seed) if model.training else nullcontext()
+        seeded_draws = drawing_by_key(seed) if model.training else nullcontext()
         with self.policy_pass.watch(observe, micro), seeded_draws:
             loss: Tensor = super()._compute_loss(model, micro)
         if model.training:

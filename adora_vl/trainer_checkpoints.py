@@ -17,7 +17,7 @@ from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.training.generation import PresentGeneration
 from adora_vl.types import Batch
-from adora_vl.utils.files import usual_modes
+from adora_vl.utils.files import give_usual_modes
 
 
 class CheckpointedTrainer(TrainerParts):
@@ -38,20 +38,20 @@ class CheckpointedTrainer(TrainerParts):
         crash can leave an incomplete checkpoint, or none. Ours lets it write into another folder,
         adds what a resumed run needs, renames the folder, and then deletes older checkpoints.
         """
-        stock_save = super()._save_checkpoint
+        trl_save_checkpoint = super()._save_checkpoint
         facts = self.unfinished_generation.facts_to_save(self._step_began, self._facts())
 
         def write_parts(folder: Path) -> dict[str, Any]:
             """Write all parts into the folder, and return the facts for its manifest."""
-            stock_save(model, trial)
+            trl_save_checkpoint(model, trial)
             self.moving_reference.save(folder)
             completions_table = trackers.table_to_json(self._logs)
             self.pool.save(folder)
             # TRL's buffer, unless this package cuts generations into micro-batches itself.
             micro_batches: list[Batch] | None = self._buffered_inputs
             if self._cuts_generations:
-                present = self._present_generation
-                micro_batches = None if present is None else present.micro_batches
+                generation = self._present_generation
+                micro_batches = None if generation is None else generation.micro_batches
             unfinished_facts = self.unfinished_generation.save(
                 folder,
                 micro_step=self._step_began,
@@ -189,7 +189,7 @@ class CheckpointedTrainer(TrainerParts):
             with without_reference_adapter(self.model) if lacks_reference else nullcontext():
                 super().save_model(output_dir, _internal_call)
             if self.args.should_save:
-                usual_modes(folder)
+                give_usual_modes(folder)
                 write_card(self.manifest, folder, self.state)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:

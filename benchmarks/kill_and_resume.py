@@ -128,7 +128,7 @@ def patched_place_of_phase(phase: str) -> tuple[Any, Any, str]:
         "rollout": (AdoraGRPOTrainer, "_generate_and_score_completions"),
         "grading": (RewardFunctions, "__call__"),
         "backward": (AdoraGRPOTrainer, "_compute_loss"),
-        "saving": (store, "publish"),
+        "saving": (store, "publish_checkpoint"),
     }
     return AdoraGRPOTrainer, *places[phase]
 

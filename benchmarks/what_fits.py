@@ -10,7 +10,7 @@ from pathlib import Path
 
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
-from adora_vl.planning.memory import Prediction, Setup, predict
+from adora_vl.planning.memory import Prediction, Setup, predict_memory
 from adora_vl.planning.plan import make_plan
 from adora_vl.planning.what_fits import proposed_utilization
 from adora_vl.utils.files import GIB
@@ -53,7 +53,7 @@ def longest_answer(setup: Setup, card: int) -> tuple[Setup, Prediction] | None:
             if share is None:
                 continue
             longer_setup = replace(longer_setup, engine=replace(engine, utilization=share))
-            prediction = predict(longer_setup, card)
+            prediction = predict_memory(longer_setup, card)
             if (
                 prediction.engine is not None
                 and prediction.engine.concurrent_rollouts >= LEAST_SEQUENCES

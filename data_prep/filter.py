@@ -1,9 +1,9 @@
 """Keeps the problems that a model solves sometimes: neither always, nor never.
 
 Problems that a model always or never solves have groups of equal rewards, which teach nothing. The
-source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search; this
-is the cheap version that it compares with, the pass rate of plain samples. The answers are sampled
-as for an evaluation, which samples nothing twice.
+source is ThinkLite-VL (arXiv 2504.07934), whose own measure counts iterations of a tree search;
+this is the cheap version that it compares with, the pass rate of plain samples. The answers are
+sampled as for an evaluation, which samples nothing twice.
 """
 
 import json
@@ -221,7 +221,7 @@ def filter_dataset(
             if name == split:
                 rows = (row for row in rows if row["id"] in chosen_ids)
             row_counts[name] = dataset.write_split(
-                rows, folder=folder, split=name, features=dataset.features_of(data, name)
+                rows, folder=folder, split=name, features=dataset.features_of_split(data, name)
             )
         _write_tallies(folder / RATES_FILE, tally_by_id)
         summary = _filter_summary(tally_by_id.values(), keep)

@@ -1,7 +1,7 @@
 """Forecasts on which groups ADORA's attenuation would act, from several answers to each problem.
 
-Whether it then helps depends on whether short right answers are guesses, which none of these figures
-can say. docs/experiments.md has tasks whose outcome is known.
+Whether it then helps depends on whether short right answers are guesses, which none of these
+figures can say. docs/experiments.md has tasks whose outcome is known.
 """
 
 import json
@@ -73,8 +73,10 @@ class Forecast:
 
     groups: int  # with and without a signal
     tds: ShareOfGroups  # groups that are TDS, of those with a signal
-    ties: ShareOfGroups  # groups whose longest right answer is as long as the wrong ones, of the TDS groups
-    short_only: ShareOfGroups  # groups in which no right answer is longer than a wrong one, of the TDS groups
+    # Of the TDS groups: those whose longest right answer is as long as the wrong ones, and those in
+    # which no right answer is longer than a wrong one.
+    ties: ShareOfGroups
+    short_only: ShareOfGroups
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right

@@ -45,15 +45,15 @@ from data_prep.solved_rows import (
 )
 
 _QUESTION_COLUMNS = Columns(problem="messages", answer="solution", images=("images",))
-_SOURCE_OF_REDRAWN_ROWS = (
-    "geometry3k, redrawn"  # the source of rows whose diagram is drawn from a logic form
-)
+# the source of rows whose diagram is drawn from a logic form
+_SOURCE_OF_REDRAWN_ROWS = "geometry3k, redrawn"
 
 
 def problems_of_facts(path: Path, question_table: Path | None) -> dict[str, SplitRows]:
     """Solve the logic forms of a file, and return the problems whose facts determine their answer.
 
-    Their wording comes from `question_table`. Without it the question of the form is put into words.
+    Their wording comes from `question_table`. Without it the question of the form is put into
+    words.
 
     Raises `UserError` where one of the two files cannot be read.
     """
@@ -175,8 +175,8 @@ def open_source(
 
     `location` is an id on the hub, or the path of files. `revision` is for the hub alone.
 
-    Raises `UserError` for an option that belongs to another source, for a missing path, and for data
-    that cannot be read.
+    Raises `UserError` for an option that belongs to another source, for a missing path, and for
+    data that cannot be read.
     """
     _check_options_of_source(source, revision=revision, options=options)
     if source != "hub" and not location:

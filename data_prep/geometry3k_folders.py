@@ -187,7 +187,8 @@ OUR_SPLIT_BY_AUTHORS_SPLIT = {
 def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRows]:
     """Find the problems in the authors' folders or zip files, to be read one by one.
 
-    `diagram` is a key of `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every vertex.
+    `diagram` is a key of `FILE_BY_DIAGRAM`: the picture as printed, or with a letter at every
+    vertex.
 
     Raises `UserError` as `problem_folders`.
     """
@@ -205,8 +206,8 @@ def problems_of_folders(root: Path, diagram: str = "plain") -> dict[str, SplitRo
 def _read_folder(folder: ProblemFolder, *, split: str, diagram_file: str) -> RawProblem:
     """Read one problem: its `data.json`, its picture `diagram_file`, and its facts.
 
-    Raises `RowError` for a file or a field that cannot be used. It has the bytes that were read, for
-    the quarantine of unusable rows.
+    Raises `RowError` for a file or a field that cannot be used. It has the bytes that were read,
+    for the quarantine of unusable rows.
     """
     row_id = f"geometry3k/{split}/{folder.number}"
     original_files: list[bytes] = []

@@ -71,8 +71,8 @@ def read_forms(path: Path) -> dict[int, LogicForm]:
 def facts_in_words(form: LogicForm, problem: str) -> str | None:
     """Return the facts of a diagram as sentences, with which a model can solve it without looking.
 
-    `form` has the facts and the question, and `problem` is the text of the problem. None is returned
-    where the sentences would not suffice:
+    `form` has the facts and the question, and `problem` is the text of the problem. None is
+    returned where the sentences would not suffice:
 
     - a fact cannot be read,
     - the problem is about a coloured region, or about a shape that the annotation does not name,

@@ -136,7 +136,7 @@ def _fact_as_sentence(term: Term) -> str | None:
 
 
 def _shape_kind_in_words(term: Term) -> str | None:
-    """Put a fact on the kind of a shape into words: `ABCD is a rectangle`, `triangle ABC is isosceles`.
+    """Put a fact on the kind of a shape into words, such as `ABCD is a rectangle`.
 
     Returns an empty text for a shape without a name, since the question itself says its kind.
     """

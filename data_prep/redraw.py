@@ -1,8 +1,8 @@
 """Draws the diagram of a Geometry3K problem anew from its logic form.
 
-It serves machines without the original pictures. Values stand beside their segment, in their angle or at
-their arc; a fact for which a drawing has no mark is written below it. Points are complex numbers,
-in shares of the picture, y downwards.
+It serves machines without the original pictures. Values stand beside their segment, in their angle
+or at their arc; a fact for which a drawing has no mark is written below it. Points are complex
+numbers, in shares of the picture, y downwards.
 """
 
 from __future__ import annotations
@@ -69,8 +69,13 @@ def draw_if_legible(form: LogicForm) -> Image.Image | None:
     return picture if diagram.is_legible() else None
 
 
-# The box of a label: left, top, right, bottom, in shares of the picture.
-_Box = tuple[float, float, float, float]
+class _Box(NamedTuple):
+    """A rectangle around a label, in shares of the picture, with y downwards."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
 
 
 class _AngleInPicture(NamedTuple):
@@ -96,16 +101,14 @@ def _points_to_draw(form: LogicForm) -> list[str]:
 
 def _is_in_box(point: complex, box: _Box) -> bool:
     """Return whether a point, as a complex number, lies in a box."""
-    left, top, right, bottom = box
-    return left < point.real < right and top < point.imag < bottom
+    return box.left < point.real < box.right and box.top < point.imag < box.bottom
 
 
 def _overlap(box: _Box, other_box: _Box) -> bool:
     """Return whether two boxes overlap."""
-    left, top, right, bottom = box
-    other_left, other_top, other_right, other_bottom = other_box
-    overlap_in_x = left < other_right and other_left < right
-    return overlap_in_x and top < other_bottom and other_top < bottom
+    overlap_in_x = box.left < other_box.right and other_box.left < box.right
+    overlap_in_y = box.top < other_box.bottom and other_box.top < box.bottom
+    return overlap_in_x and overlap_in_y
 
 
 class _DiagramDrawing:
@@ -182,23 +185,26 @@ class _DiagramDrawing:
 
     def _write_below(self, sentences: Sequence[str | None]) -> None:
         """Write sentences below the figure, each once, one a line."""
-        bottom = max(
-            [point.imag for point in self.ink_points] + [box[3] for box in self.label_boxes]
-        )
-        for number, text in enumerate(dict.fromkeys(filter(None, sentences)), start=1):
+        bottoms = [point.imag for point in self.ink_points]
+        bottoms += [box.bottom for box in self.label_boxes]
+        bottom = max(bottoms)
+        # A fact without words is None, and is left out.
+        different_sentences = dict.fromkeys(sentence for sentence in sentences if sentence)
+        for number, sentence in enumerate(different_sentences, start=1):
             y = min(0.985, bottom + 0.045 * number)
-            self._write_label(latex_as_plain_text(text, words=True), [complex(0.5, y)])
+            text = latex_as_plain_text(sentence, words=True)
+            self._write_label(text, [complex(0.5, y)])
 
     def _cropped_picture(self) -> Image.Image:
         """Return the part of the canvas that has something on it, with a white edge."""
         boxes = list(self.label_boxes)
         for point in self.ink_points:
-            boxes.append((point.real, point.imag, point.real, point.imag))
+            boxes.append(_Box(left=point.real, top=point.imag, right=point.real, bottom=point.imag))
         edges = (
-            min(box[0] for box in boxes) - _WHITE_MARGIN,
-            min(box[1] for box in boxes) - _WHITE_MARGIN,
-            max(box[2] for box in boxes) + _WHITE_MARGIN,
-            max(box[3] for box in boxes) + _WHITE_MARGIN,
+            min(box.left for box in boxes) - _WHITE_MARGIN,
+            min(box.top for box in boxes) - _WHITE_MARGIN,
+            max(box.right for box in boxes) + _WHITE_MARGIN,
+            max(box.bottom for box in boxes) + _WHITE_MARGIN,
         )
         left, top, right, bottom = [round(_PICTURE_PIXELS * min(1, max(0, edge))) for edge in edges]
         return self.canvas.picture().crop((left, top, right, bottom))
@@ -206,8 +212,7 @@ class _DiagramDrawing:
     def is_legible(self) -> bool:
         """Return whether no label of the picture lies on another one, on a point, or outside."""
         for number, box in enumerate(self.label_boxes):
-            left, top, right, bottom = box
-            if min(left, top) < 0 or max(right, bottom) > 1:
+            if min(box.left, box.top) < 0 or max(box.right, box.bottom) > 1:
                 return False
             if any(_is_in_box(point, box) for point in self.location_by_name.values()):
                 return False
@@ -506,11 +511,11 @@ class _DiagramDrawing:
 
         def box_at(point: complex) -> _Box:
             """Return the box of the text around a point."""
-            return (
-                point.real - half_width,
-                point.imag - half_height,
-                point.real + half_width,
-                point.imag + half_height,
+            return _Box(
+                left=point.real - half_width,
+                top=point.imag - half_height,
+                right=point.real + half_width,
+                bottom=point.imag + half_height,
             )
 
         def cost(point: complex) -> int:

@@ -22,7 +22,7 @@ from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.utils.cli import Commands, amount, optional, path, read_json, whole
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file, written_to
+from adora_vl.utils.files import naming_write_errors, replace_file
 from data_prep.solved_rows import is_rounded_value
 
 MAX_PROBLEMS_SHOWN = 12  # of one kind, in the table for a person
@@ -96,7 +96,8 @@ def read_forms_or_text(file: Path) -> dict[str, LogicForm]:
     """Read the facts and questions of a file, as logic forms by the names of their problems.
 
     A file of JSON (.json, .json.gz) has logic forms. Any other file has the facts of one problem,
-    one a sentence. The names are the keys of the JSON, or the name of the file for a single problem.
+    one a sentence. The names are the keys of the JSON, or the name of the file for a single
+    problem.
 
     Raises `UserError` with the problem and what is wrong with it.
     """
@@ -400,7 +401,7 @@ def _solve(arguments: argparse.Namespace) -> None:
     )
     if arguments.output is not None:
         lines = [json.dumps(problem.record(), ensure_ascii=False) for problem in problems]
-        with written_to("output", arguments.output):
+        with naming_write_errors("output", arguments.output):
             replace_file(arguments.output, "".join(f"{line}\n" for line in lines))
     if is_text:
         (form,) = forms.values()
@@ -477,11 +478,11 @@ def _write_picture(result: Verdict, arguments: argparse.Namespace) -> None:
 
     file = arguments.picture or arguments.facts.with_suffix(".png")
     # A form has y downwards, as a picture has it, and a figure upwards.
-    points = {name: (x, -y) for name, (x, y) in result.figure.at.items()}
+    points = {name: (x, -y) for name, (x, y) in result.figure.coordinates.items()}
     form = replace(result.figure.form, points=points)
     if not can_be_drawn(form):
         print("no picture: not all points of the facts have a place")
         return
-    with written_to("picture", file):
+    with naming_write_errors("picture", file):
         replace_file(file, png_bytes(draw_form(form)))
     print(f"picture: {file}")

@@ -128,7 +128,7 @@ def _fill_places(form: LogicForm, solution: Verdict) -> LogicForm:
     if can_be_drawn(form) or solution.figure is None:
         return form
     # In a figure y points up, in a picture down.
-    points = {name: (x, -y) for name, (x, y) in solution.figure.at.items()}
+    points = {name: (x, -y) for name, (x, y) in solution.figure.coordinates.items()}
     return replace(form, points=points)
 
 

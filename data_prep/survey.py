@@ -29,8 +29,8 @@ from adora_vl.data.prompts import (
     DEFAULT_PROMPT,
     as_text,
     conversation_with_images,
+    read_template,
     shown_lines,
-    template,
 )
 from adora_vl.data.rows import problem_with_prompt, problem_with_row
 from adora_vl.evals.prepared import answer_form
@@ -191,8 +191,8 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
 def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> None:
     """Add one to the counts of the values that the properties of a row have.
 
-    `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of the images
-    is no column of the row, and is counted elsewhere.
+    `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of
+    the images is no column of the row, and is counted elsewhere.
     """
     meta = row.get("meta")
     if not isinstance(meta, dict):
@@ -221,11 +221,11 @@ def _load_token_counter(model: str) -> TextTokens:
     """
     from transformers import AutoTokenizer  # its import takes seconds
 
-    from adora_vl.utils.hub import only_here
+    from adora_vl.utils.hub import looks_only_on_this_machine
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            model, local_files_only=only_here(model), trust_remote_code=False
+            model, local_files_only=looks_only_on_this_machine(model), trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         remedy = "give a model folder or leave --model out"
@@ -282,7 +282,7 @@ def _lines_of_longest(overview: Survey) -> list[str]:
 
 def lines_of_whole_prompt(row: Row) -> list[str]:
     """Return the lines of the prompt that a training with the default keys would make of a row."""
-    problem = template(DEFAULT_PROMPT)(row)
+    problem = read_template(DEFAULT_PROMPT)(row)
     image_count = len(row["images"] or [])
     fault = problem_with_prompt(problem, image_count)
     if fault:

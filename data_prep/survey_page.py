@@ -23,7 +23,7 @@ from adora_vl.data.images import open_picture, png_bytes
 from adora_vl.models.families import FAMILIES
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, replace_file, written_to
+from adora_vl.utils.files import check_folder, naming_write_errors, replace_file
 from data_prep.survey import (
     UNKNOWN_VALUE,
     SplitSurvey,
@@ -201,9 +201,9 @@ def write_page(overview: Survey, path: Path) -> None:
 
     Raises `UserError` where `path` is a file that is not such a page, or cannot be written.
     """
-    content = page(overview)
+    content = render_page(overview)
     check_page(path)
-    with written_to("html", path):
+    with naming_write_errors("html", path):
         replace_file(path, content)
 
 
@@ -218,7 +218,9 @@ def check_page(path: Path) -> None:
             f"html: there is no folder {str(path.parent)!r}; make it, or choose another place"
         )
     head = None
-    with written_to("html", path):  # turns the errors of the file system into a `UserError`
+    with naming_write_errors(
+        "html", path
+    ):  # turns the errors of the file system into a `UserError`
         if path.exists():
             head = path.read_text(encoding="utf-8", errors="replace")[:1000]
     if head is not None and _PAGE_GENERATOR not in head:
@@ -227,7 +229,7 @@ def check_page(path: Path) -> None:
         )
 
 
-def page(overview: Survey) -> str:
+def render_page(overview: Survey) -> str:
     """Return the HTML page of a survey: some rows, a prompt, plots and counts.
 
     Its content policy forbids scripts and everything from other places, since the texts of rows
@@ -241,7 +243,7 @@ def page(overview: Survey) -> str:
         for name, svg in draw_plots(overview).items()
     )
     cards = "".join(
-        _card(row, split)
+        _render_row(row, split)
         for split, split_survey in overview.splits.items()
         for row in split_survey.gallery
     )
@@ -265,20 +267,21 @@ def page(overview: Survey) -> str:
     )
 
 
-def _card(row: Row, split: str) -> str:
+def _render_row(row: Row, split: str) -> str:
     """Return the HTML of one row: its pictures, its problem, its choices and what is known of it.
 
     The right choice is marked.
     """
     pictures = "".join(
-        f"<img alt='diagram' src='{_picture(image['bytes'])}'>" for image in row["images"][:4]
+        f"<img alt='diagram' src='{_picture_as_data_uri(image['bytes'])}'>"
+        for image in row["images"][:4]
     )
     answer_in_source = row.get("answer_raw") or ""  # the letter of the right choice, or its value
     is_letter = len(answer_in_source) == 1 and answer_in_source.isupper()
     items = []
     for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
         is_right = answer_in_source == (letter if is_letter else value)
-        items.append(f"<li{' class=right' if is_right else ''}>{_text(value)}</li>")
+        items.append(f"<li{' class=right' if is_right else ''}>{_escape_shortened(value)}</li>")
     choices = f"<ol>{''.join(items)}</ol>" if items else ""
     meta = row.get("meta") or {}
     properties = {
@@ -289,21 +292,23 @@ def _card(row: Row, split: str) -> str:
         "family": meta.get("family") or "",
     }
     terms = "".join(
-        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in properties.items() if value
+        f"<dt>{name}</dt><dd>{_escape_shortened(value)}</dd>"
+        for name, value in properties.items()
+        if value
     )
-    title = f"{_text(row['id'])} ({escape(split)})"
-    problem = _text(row["problem"])
+    title = f"{_escape_shortened(row['id'])} ({escape(split)})"
+    problem = _escape_shortened(row["problem"])
     return f"<article><h3>{title}</h3>{pictures}<p>{problem}</p>{choices}<dl>{terms}</dl></article>"
 
 
-def _text(value: str) -> str:
+def _escape_shortened(value: str) -> str:
     """Return a text for HTML, cut where it is too long for a card."""
-    return escape(
-        value if len(value) <= _MAX_CHARACTERS_SHOWN else value[:_MAX_CHARACTERS_SHOWN] + "…"
-    )
+    if len(value) > _MAX_CHARACTERS_SHOWN:
+        value = value[:_MAX_CHARACTERS_SHOWN] + "…"
+    return escape(value)
 
 
-def _picture(encoded: bytes) -> str:
+def _picture_as_data_uri(encoded: bytes) -> str:
     """Return a stored picture as a data URI, made smaller where it would make the page too large."""
     if len(encoded) > _MAX_IMAGE_BYTES:
         with open_picture(io.BytesIO(encoded)) as image:

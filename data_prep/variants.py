@@ -1,8 +1,8 @@
 """`python -m data_prep variants`: problems of a prepared folder with other numbers, to scale.
 
 A variant depends on the seed, on the id of its original and on its own number alone, so that
-`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its figure
-is of the same kind as before, and its picture can be read.
+`--workers` and `--limit` change none. A variant is kept if its facts determine the answer, its
+figure is of the same kind as before, and its picture can be read.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def _return_finished(variant: RawProblem) -> RawProblem:
 def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
     """Make up to `per` variants of a stored problem.
 
-    A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most; after that it is
-    left out.
+    A variant whose numbers fit no diagram is tried again, `MAX_TRIES_PER_VARIANT` times at most;
+    after that it is left out.
 
     Raises `UserError` where the stored figure cannot be read.
     """
@@ -224,7 +224,8 @@ def _try_variant(
 ) -> RawProblem | None:
     """Make a geometry problem with other numbers: change its facts, solve them, draw the diagram.
 
-    `figure` has the facts of the original problem, and the coordinates of the points in its diagram.
+    `figure` has the facts of the original problem, and the coordinates of the points in its
+    diagram.
 
     Returns None where the new numbers fit no diagram, or where a reader could not make it out.
     """
@@ -235,7 +236,7 @@ def _try_variant(
     solved = solve_variant(form)
     if question is None or solved is None or not draws_every_asked_point(form):
         return None
-    coordinates = _turn_like_original(figure, solved.figure.at)
+    coordinates = _turn_like_original(figure, solved.figure.coordinates)
     # In a picture y points down, in a figure up.
     drawn_form = replace(form, points={name: (x, -y) for name, (x, y) in coordinates.items()})
     if not can_be_drawn(drawn_form) or not _has_room_between_parts(drawn_form):
@@ -248,7 +249,7 @@ def _try_variant(
         name: (round(x, _STORED_DECIMALS), round(y, _STORED_DECIMALS))
         for name, (x, y) in coordinates.items()
     }
-    stored_figure = replace(solved.figure, at=stored_coordinates, form=drawn_form)
+    stored_figure = replace(solved.figure, coordinates=stored_coordinates, form=drawn_form)
     return RawProblem(
         id=variant_id,
         split=split,
@@ -297,14 +298,14 @@ def form_with_other_numbers(figure: Figure, rng: random.Random) -> LogicForm | N
     question = tuple(with_other_number(part) for part in form.question)
     if all(old.number == new for old, new in new_values.items()):
         return None
-    xs = [x for x, _ in figure.at.values()]
-    ys = [y for _, y in figure.at.values()]
+    xs = [x for x, _ in figure.coordinates.values()]
+    ys = [y for _, y in figure.coordinates.values()]
     longer_side = max(max(xs) - min(xs), max(ys) - min(ys), 1e-9)  # never 0, which divides
     pixels_per_unit = _START_DIAGRAM_PIXELS / longer_side
     points = {
         # In a picture y points down.
         name: (pixels_per_unit * x, -pixels_per_unit * y)
-        for name, (x, y) in figure.at.items()
+        for name, (x, y) in figure.coordinates.items()
     }
     return replace(form, facts=facts, question=question, points=points)
 
@@ -360,8 +361,8 @@ def solve_variant(form: LogicForm) -> SolvedVariant | None:
     result = choose_outcome(problem, Budget(EVALUATIONS), starts=4)
     if result.status != "answered" or result.solution is None or result.value is None:
         return None
-    # An answer at a double root is known to four digits only. `faults` counts differences in kind from the
-    # old diagram, such as a point that has moved to the other side of a line.
+    # An answer at a double root is known to four digits only. `faults` counts differences in kind
+    # from the old diagram, such as a point that has moved to the other side of a line.
     if result.at_double_root or result.solution.faults or result.value <= 0:
         return None
     figure = figure_of_solution(problem, result.solution, form)
@@ -399,7 +400,7 @@ def _upright_rotation(original: Figure, coordinates: Mapping[str, Point]) -> com
     rotation = 1 + 0j
     # Points are complex numbers. Those of the picture come last, since it need not be to scale: it
     # says how the lines lie, and it lacks some points. Its y points down.
-    original_points = {name: complex(x, y) for name, (x, y) in original.at.items()}
+    original_points = {name: complex(x, y) for name, (x, y) in original.coordinates.items()}
     original_points |= {name: complex(x, -y) for name, (x, y) in original.form.points.items()}
     for points_on_line in original.form.lines_with_points:
         start = points_on_line[0]

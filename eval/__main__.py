@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
-from adora_vl.utils.cli import exit_code_of, imports
+from adora_vl.utils.cli import exit_code_of, interruptible_imports
 from adora_vl.utils.errors import UserError
 
 # Names that are not benchmarks, with the module of each command.
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_command: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
         return run_command(command_words)
     try:
-        with imports():
+        with interruptible_imports():
             benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
             from eval.command import main as run_benchmark
     except UserError as error:

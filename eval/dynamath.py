@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
     from adora_vl.evals.options import HubDataOptions, ScoreOptions
@@ -199,6 +199,6 @@ BENCHMARK = Benchmark(
     item=describe_extracted_answer,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

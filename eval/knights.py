@@ -1,8 +1,8 @@
 """`python -m eval.knights`: knights-and-knaves puzzles."""
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.options import ScoreOptions
     from adora_vl.evals.prepared import load
     from adora_vl.evals.records import Benchmark, Prediction, RowGrade
@@ -48,6 +48,6 @@ BENCHMARK = Benchmark(
     check=_check_row,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -6,9 +6,9 @@ import re
 from functools import partial
 from operator import itemgetter
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
     from adora_vl.evals.options import HubDataOptions
@@ -122,6 +122,6 @@ BENCHMARK = Benchmark(
     ),
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -10,10 +10,10 @@ from functools import partial
 from string import ascii_uppercase
 from typing import Any, Literal
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
-    from adora_vl.data.prompts import IMAGE_PLACEHOLDER, lettered
+with interruptible_imports():
+    from adora_vl.data.prompts import IMAGE_PLACEHOLDER, with_letters
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         ANY_VALUE,
@@ -76,7 +76,7 @@ def build_query(row: dict[str, Any]) -> str:
 
     question = _IMAGE_TAG_PATTERN.sub(replace_tag, row["question"])
     options_are_drawn = "".join(row["options"]) == _OPTION_LETTERS
-    options = [] if options_are_drawn else lettered(row["options"])
+    options = [] if options_are_drawn else with_letters(row["options"])
     return "\n".join([_PROMPT_INSTRUCTION, question, *options]) + "\n"
 
 
@@ -470,6 +470,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
-    from adora_vl.data.prompts import lettered
+with interruptible_imports():
+    from adora_vl.data.prompts import with_letters
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
     from adora_vl.evals.options import HubDataOptions, option
@@ -64,7 +64,7 @@ def build_query(row: dict[str, Any]) -> str:
         question += f" (Unit: {row['unit']})"
     lines = [hint, question]
     if row["choices"]:
-        lines += ["Choices:", *lettered(row["choices"])]
+        lines += ["Choices:", *with_letters(row["choices"])]
     return "\n".join(lines).strip()
 
 
@@ -447,6 +447,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Literal
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         ANY_VALUE,
@@ -211,6 +211,6 @@ BENCHMARK = Benchmark(
     item=describe_extracted_answer,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -8,9 +8,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import (
         TEXT_VALUE,
@@ -287,6 +287,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -10,9 +10,9 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.utils.cli import imports
+from adora_vl.utils.cli import interruptible_imports
 
-with imports():
+with interruptible_imports():
     from adora_vl.evals.inference.dataset import load_problems
     from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
     from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
@@ -292,6 +292,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
-    with imports():
+    with interruptible_imports():
         from eval.command import main
     raise SystemExit(main(BENCHMARK))

@@ -19,10 +19,10 @@ from adora_vl.builtin import (
     ModelSize,
     WarmStart,
 )
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, imports, path, whole
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, interruptible_imports, path, whole
 from adora_vl.utils.errors import UserError
 
-with imports():
+with interruptible_imports():
     from adora_vl.models.load import TINY_MODEL, TINY_MODELS
 
 

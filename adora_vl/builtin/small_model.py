@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, read_object, replacing_folder, written_to
+from adora_vl.utils.files import check_folder, naming_write_errors, read_object, replacing_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -155,7 +155,7 @@ _FACTS = "build.json"
 def check_place(folder: Path) -> None:
     """Raise `UserError` unless `folder` is absent, empty or a model that was built here."""
     check_folder("output", folder.parent)
-    with written_to("output", folder):
+    with naming_write_errors("output", folder):
         exists = folder.exists()
         if exists and not folder.is_dir():
             raise UserError(f"output: {str(folder)!r} is a file; choose a folder")
@@ -200,7 +200,7 @@ def save_built(
         **training_facts,
         "plan": asdict(plan),
     }
-    with written_to("output", folder), replacing_folder(folder) as new_folder:
+    with naming_write_errors("output", folder), replacing_folder(folder) as new_folder:
         model.save_pretrained(new_folder)
         processor.save_pretrained(new_folder)
         (new_folder / _FACTS).write_text(json.dumps(facts, indent=2) + "\n")

@@ -21,10 +21,10 @@ from transformers import TrainingArguments
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.judge import without_address
-from adora_vl.utils.cli import dotted, plain, spelled
+from adora_vl.utils.cli import plain_value, spelled_in_config, with_dotted_keys
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import NFS_DELAY_S, appears
-from adora_vl.utils.secrets import masked
+from adora_vl.utils.files import NFS_DELAY_S, appears_in_time
+from adora_vl.utils.secrets import without_secrets
 
 # These keys may differ between a run and its continuation: where it writes, what it shows, how long
 # it goes on.
@@ -159,8 +159,8 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for section in settings:
         for field in dataclasses.fields(section):
-            plain_value = masked(plain(getattr(section, field.name)))
-            values |= dotted(field.name, plain_value)
+            value = without_secrets(plain_value(getattr(section, field.name)))
+            values |= with_dotted_keys(field.name, value)
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
         values["adora_reward"] = [without_address(entry) for entry in rewards]
@@ -175,7 +175,7 @@ def _ignored_keys(values: Mapping[str, Any], *, has_further_tools: bool) -> set[
     """
     ignored = set(_IGNORED_KEYS)
     # The length of a run matters if something depends on its last step.
-    rate_is_constant = spelled(values.get("lr_scheduler_type")) == "constant"
+    rate_is_constant = spelled_in_config(values.get("lr_scheduler_type")) == "constant"
     has_extensions = any(key.startswith("adora_extensions.") for key in values)
     if rate_is_constant and not has_extensions:
         ignored |= _LENGTH_KEYS
@@ -227,7 +227,7 @@ class RankView:
     differences: list[str]
 
 
-def leave_token(output_dir: Path) -> str:
+def leave_token_file(output_dir: Path) -> str:
     """Make an empty file with a random name in `output_dir`, and return the name.
 
     The first rank calls this. Ranks that see the file have the same folder, on a shared disk.
@@ -255,26 +255,26 @@ def check_ranks(
 
     Args:
         output_dir: The run's folder, as this rank sees it.
-        token: The name of a file that the first rank has made in it (`leave_token`).
+        token: The name of a file that the first rank has made in it (`leave_token_file`).
         first: The fingerprint of the first rank, its settings that influence the steps.
         mine: The fingerprint of this rank.
         patience_s: Seconds to wait for the file, which a network disk may show late.
     """
     view = RankView(
         machine=socket.gethostname(),
-        shares_folder=appears(output_dir / token, patience_s),
+        shares_folder=appears_in_time(output_dir / token, patience_s),
         differences=differences(first, mine),
     )
     views: list[RankView] = gather_object([view])
     # The rank that comes first deletes it; all have looked for it before they gathered.
     with contextlib.suppress(OSError):
         (output_dir / token).unlink(missing_ok=True)
-    problem = problem_among(views, output_dir)
+    problem = problem_among_ranks(views, output_dir)
     if problem is not None:
         raise UserError(problem)
 
 
-def problem_among(views: Sequence[RankView], output_dir: Path) -> str | None:
+def problem_among_ranks(views: Sequence[RankView], output_dir: Path) -> str | None:
     """Return an error line for the first rank that cannot take part in a run; None if all can.
 
     A rank cannot if it has another folder or other settings than rank 0. `views`: what the ranks

@@ -13,19 +13,19 @@ from adora_vl.checkpoint.store import (
     STAGING_FOLDER,
     clear_staging,
     manifest_of,
-    newest_valid,
-    problem_of,
+    newest_valid_checkpoint,
+    problem_with_checkpoint,
 )
-from adora_vl.checkpoint.universal import shards_of
+from adora_vl.checkpoint.universal import shard_folder_of
 from adora_vl.checkpoint.writer import (
     SET_ASIDE_FOLDER,
-    first_names,
+    first_names_in_words,
     holds_a_run,
     list_users_files,
     run_entries,
 )
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import refuse_dangling, written_to
+from adora_vl.utils.files import naming_write_errors, refuse_dangling
 
 LOCK_FILE = ".lock"  # in output_dir
 
@@ -148,7 +148,7 @@ def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerpri
     Raises `UserError` if these do not fit, or the folder has another run.
     """
     name = repr(str(output_dir))
-    newest, damaged_checkpoints = newest_valid(output_dir)
+    newest, damaged_checkpoints = newest_valid_checkpoint(output_dir)
     skipped = [f"skipped {damaged.path}: {damaged.problem}" for damaged in damaged_checkpoints]
     if newest is None:
         if skipped:
@@ -189,17 +189,17 @@ def _remedies_for_old_run(output_dir: Path) -> str:
     That is to choose another folder, or to replace the run. The text names what would be deleted
     then, and the user's own files in the folder, which have to be moved away first.
     """
-    with written_to("output_dir", output_dir):
+    with naming_write_errors("output_dir", output_dir):
         users_files = list_users_files(output_dir)
         deleted = [path.name for path in run_entries(output_dir) if path.name not in users_files]
     move_away = ""
     if users_files:
-        move_away = (
-            f"move away {first_names(users_files)}, which no run is known to have written, and "
-        )
+        names = first_names_in_words(users_files)
+        move_away = f"move away {names}, which no run is known to have written, and "
     deletes = ""
     if deleted:
-        deletes = f", which deletes {first_names(deleted)} once the new run has a whole checkpoint"
+        names = first_names_in_words(deleted)
+        deletes = f", which deletes {names} once the new run has a whole checkpoint"
     return (
         f"choose another output_dir, or {move_away}start anew with --overwrite_output_dir "
         f"true{deletes}"
@@ -253,7 +253,7 @@ def _start_over(
         start = _start_at(user_checkpoint, current)
     if not holds_a_run(output_dir):
         return start
-    old_names = first_names([path.name for path in run_entries(output_dir)])
+    old_names = first_names_in_words([path.name for path in run_entries(output_dir)])
     note = (
         f"the run in {output_dir} ({old_names}) is put aside, into "
         f"{output_dir / SET_ASIDE_FOLDER}, and "
@@ -272,7 +272,7 @@ def _start_at(checkpoint: Path, current: Fingerprint) -> StartPoint:
     where = f"resume_from_checkpoint: {str(checkpoint)!r}"
     if not (checkpoint / "trainer_state.json").is_file():
         raise UserError(f"{where} is no checkpoint folder (no trainer_state.json)")
-    problem = problem_of(checkpoint)
+    problem = problem_with_checkpoint(checkpoint)
     if problem:
         raise UserError(f"{where} is not whole: {problem}; name another one")
     saved: Fingerprint = manifest_of(checkpoint).get("fingerprint", {})
@@ -300,7 +300,7 @@ def _refuse_other_shards(checkpoint: Path, saved: Fingerprint, current: Fingerpr
             f"launch it as before, or begin anew from its weights: {export}, then "
             "--model_name_or_path OUT"
         )
-    if shards_of(checkpoint) is not None and saved_processes not in (None, processes):
+    if shard_folder_of(checkpoint) is not None and saved_processes not in (None, processes):
         raise UserError(
             f"{where} by {saved_processes} processes and this run has {processes}; "
             f"convert it: {export} --universal, then --resume_from_checkpoint OUT"

@@ -10,7 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.utils.files import appears, flush, put_in_place, remove_partial, replace_file
+from adora_vl.utils.files import (
+    appears_in_time,
+    flush_to_disk,
+    put_in_place,
+    remove_partial,
+    replace_file,
+)
 from adora_vl.utils.hashing import file_sha256
 
 MANIFEST_FILE = "manifest.json"
@@ -53,7 +59,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return sorted(folders, key=step_of, reverse=True)
 
 
-def publish(
+def publish_checkpoint(
     staged: Path, final: Path, facts: dict[str, Any], written: Collection[str] = ()
 ) -> None:
     """Finish a checkpoint: write its manifest, and move it to its place in one rename.
@@ -71,17 +77,17 @@ def publish(
     Raises `OSError` if one of the files does not appear.
     """
     for name in written:
-        if not appears(staged / name):
+        if not appears_in_time(staged / name):
             raise FileNotFoundError(
                 errno.ENOENT, "a file of another machine does not appear here", str(staged / name)
             )
-    seal(staged, facts, written)
+    seal_checkpoint(staged, facts, written)
     replaced = staged.with_name(f"{staged.name}.replaced")
     put_in_place(staged, final, replaced)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
+def seal_checkpoint(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> None:
     """Write the manifest of a checkpoint, and the file `complete` that marks it as whole.
 
     All other files are flushed to the disk first and the mark is written last, so that a checkpoint
@@ -92,17 +98,19 @@ def seal(folder: Path, facts: dict[str, Any], written: Collection[str] = ()) -> 
         facts: What the manifest says of the run, besides hashes and sizes of the files.
         written: Names of further files that other machines have written.
     """
-    paths = [folder / name for name in sorted({*names_in(folder), *written})]
+    paths = [folder / name for name in sorted({*file_names_below(folder), *written})]
     for path in paths:
-        flush(path)
-    manifest = json.dumps({**facts, "files": hashes(folder, paths)}, indent=2, sort_keys=True)
+        flush_to_disk(path)
+    manifest = json.dumps(
+        {**facts, "files": hash_and_size_by_name(folder, paths)}, indent=2, sort_keys=True
+    )
     replace_file(folder / MANIFEST_FILE, manifest)
     replace_file(folder / COMPLETE_FILE, hashlib.sha256(manifest.encode()).hexdigest())
     for directory in {path.parent for path in paths} | {folder}:
-        flush(directory)
+        flush_to_disk(directory)
 
 
-def problem_of(checkpoint: Path) -> str | None:
+def problem_with_checkpoint(checkpoint: Path) -> str | None:
     """Return what is wrong with a checkpoint, in a few words; None if it is whole.
 
     Every byte is read, to compare its hashes with those in the manifest.
@@ -121,7 +129,7 @@ def problem_of(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-    actual = hashes(checkpoint, [checkpoint / name for name in expected])
+    actual = hash_and_size_by_name(checkpoint, [checkpoint / name for name in expected])
     damaged = [name for name in expected if actual[name] != expected[name]]
     return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
 
@@ -132,7 +140,7 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
     return facts
 
 
-def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
+def save_for_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
     """Write something that one rank needs to resume into a checkpoint.
 
     Args:
@@ -147,8 +155,8 @@ def save_of_rank(folder: Path, kind: str, rank: int, content: Any) -> None:
     torch.save(content, folder / f"{kind}-{rank:05}.pt")
 
 
-def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
-    """Return what `save_of_rank` wrote for a rank, with its tensors on the CPU.
+def load_for_rank(checkpoint: Path, kind: str, rank: int) -> Any:
+    """Return what `save_for_rank` wrote for a rank, with its tensors on the CPU.
 
     None if it wrote nothing, such as with fewer ranks than now. `kind`: what was saved, the
     beginning of the file's name.
@@ -161,18 +169,18 @@ def load_of_rank(checkpoint: Path, kind: str, rank: int) -> Any:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def newest_valid(output_dir: Path) -> NewestCheckpoint:
+def newest_valid_checkpoint(output_dir: Path) -> NewestCheckpoint:
     """Return the newest whole checkpoint of a run, and the damaged ones that are newer."""
     damaged: list[DamagedCheckpoint] = []
     for checkpoint in checkpoints(output_dir):
-        problem = problem_of(checkpoint)
+        problem = problem_with_checkpoint(checkpoint)
         if problem is None:
             return NewestCheckpoint(path=checkpoint, damaged=damaged)
         damaged.append(DamagedCheckpoint(path=checkpoint, problem=problem))
     return NewestCheckpoint(path=None, damaged=damaged)
 
 
-def rotate(output_dir: Path, keep: int | None) -> None:
+def delete_old_checkpoints(output_dir: Path, keep: int | None) -> None:
     """Delete all complete checkpoints of a run except the newest ones.
 
     It is called after a new checkpoint is complete. Folders without the mark of a complete
@@ -200,12 +208,12 @@ def clear_staging(output_dir: Path) -> None:
     remove_partial(output_dir)
 
 
-def names_in(folder: Path) -> list[str]:
+def file_names_below(folder: Path) -> list[str]:
     """Return the names of all files in a folder and below it, relative to the folder."""
     return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
 
 
-def hashes(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
+def hash_and_size_by_name(folder: Path, paths: list[Path]) -> dict[str, dict[str, Any]]:
     """Return SHA-256 and size of files in a folder, by their names relative to it.
 
     The form is that of the manifest: {"sha256": ..., "bytes": ...} for each file.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, manifest_of, seal
+from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, manifest_of, seal_checkpoint
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_folder
 
@@ -36,7 +36,7 @@ _ALSO_CODE_VARIABLE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
 @contextlib.contextmanager
-def without_code(checkpoint: Path | str) -> Iterator[None]:
+def refusing_pickled_code(checkpoint: Path | str) -> Iterator[None]:
     """Inside the `with` block, keep `torch.load` from running code that a checkpoint contains.
 
     DeepSpeed unpickles its checkpoints, and a pickle may run any code. Here it yields tensors,
@@ -77,7 +77,7 @@ def load_shards(engine: Any, checkpoint: str, **options: Any) -> None:
     """Load a checkpoint into a DeepSpeed engine as Transformers does, but run no code from it."""
     from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
-    with without_code(checkpoint):
+    with refusing_pickled_code(checkpoint):
         deepspeed_load_checkpoint(engine, checkpoint, **options)
 
 
@@ -86,7 +86,7 @@ def is_universal(checkpoint: Path) -> bool:
     return (checkpoint / LATEST_UNIVERSAL_FILE).is_file()
 
 
-def shards_of(checkpoint: Path) -> Path | None:
+def shard_folder_of(checkpoint: Path) -> Path | None:
     """Return the folder in a checkpoint with DeepSpeed's shards, one or more files of each rank.
 
     None for a checkpoint without DeepSpeed, and for a universal one.
@@ -106,7 +106,7 @@ def write_universal(checkpoint: Path, output: Path) -> None:
 
     Raises `UserError` if there are no shards to convert, or if they contain code.
     """
-    shards = shards_of(checkpoint)
+    shards = shard_folder_of(checkpoint)
     if shards is None:
         raise UserError(
             f"RUN: {str(checkpoint)!r} has no shards of DeepSpeed, so it needs no conversion; "
@@ -133,13 +133,13 @@ def write_universal(checkpoint: Path, output: Path) -> None:
         )
         # The converter unpickles the shards. That the checkpoint's hashes are right does not say
         # who made it, so no code in it may run.
-        with contextlib.redirect_stdout(sys.stderr), without_code(checkpoint):
+        with contextlib.redirect_stdout(sys.stderr), refusing_pickled_code(checkpoint):
             convert(options)
         facts = {key: value for key, value in manifest_of(checkpoint).items() if key != "files"}
-        seal(staged, facts)
+        seal_checkpoint(staged, facts)
 
 
-def expect_universal(trainer: Trainer) -> None:
+def expect_universal_checkpoint(trainer: Trainer) -> None:
     """Configure DeepSpeed to load a universal checkpoint, before `trainer.train` loads it.
 
     Raises `UserError` for a run without DeepSpeed.

@@ -29,12 +29,18 @@ from adora_vl.checkpoint.store import (
     MANIFEST_FILE,
     STAGING_FOLDER,
     checkpoints,
-    hashes,
+    hash_and_size_by_name,
     manifest_of,
     step_of,
 )
-from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact
-from adora_vl.utils.files import disk_is_full, is_partial, read_object, replace_file, written_to
+from adora_vl.utils.errors import DiskFullError, RunError, UserError, lost_contact_message
+from adora_vl.utils.files import (
+    disk_is_full,
+    is_partial,
+    naming_write_errors,
+    read_object,
+    replace_file,
+)
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -116,7 +122,7 @@ def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> lis
     return [path.relative_to(folder).as_posix() for path in users_files]
 
 
-def first_names(names: Sequence[str]) -> str:
+def first_names_in_words(names: Sequence[str]) -> str:
     """Return the first few names as text for an error, and how many more there are."""
     text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
     further_count = len(names) - _MAX_SHOWN_NAMES
@@ -153,7 +159,9 @@ def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
         older_files = {
             name: entry for name, entry in recorded_files.items() if name in versions_after
         }
-        _write_notes(output_dir, files={**older_files, **hashes(output_dir, saved_files)})
+        _write_notes(
+            output_dir, files={**older_files, **hash_and_size_by_name(output_dir, saved_files)}
+        )
 
 
 def _write_notes(output_dir: Path, **notes: Any) -> None:
@@ -253,7 +261,7 @@ def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
         if entry is None or entry["bytes"] != path.stat().st_size:
             return False
         # Hashed last, only where the size is the same: a model is large.
-        return bool(hashes(path.parent, [path])[path.name] == entry)
+        return bool(hash_and_size_by_name(path.parent, [path])[path.name] == entry)
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         # The file cannot be read, or the notes are not as a run writes them.
         return False
@@ -326,7 +334,7 @@ def holds_a_run(output_dir: Path) -> bool:
     return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
 
 
-def has_begun(output_dir: Path) -> bool:
+def run_has_begun(output_dir: Path) -> bool:
     """Return whether a training command has begun here, even if it came to no checkpoint.
 
     It has if the folder has a run's `manifest.json`, or a checkpoint that is marked as complete.
@@ -347,8 +355,8 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
 
     `overwrite`: whether the run replaces the one in the folder.
     """
-    with written_to("output_dir", output_dir):
-        resumes = holds_a_run(output_dir) and has_begun(output_dir) and not overwrite
+    with naming_write_errors("output_dir", output_dir):
+        resumes = holds_a_run(output_dir) and run_has_begun(output_dir) and not overwrite
         if resumes:
             users_files = list_users_files(output_dir, model_entries(output_dir))
         else:
@@ -356,7 +364,8 @@ def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
         users_files += _users_hidden_files(output_dir)
     if users_files:
         raise UserError(
-            f"output_dir: {str(output_dir)!r} holds {first_names(users_files)}, which no run is "
+            f"output_dir: {str(output_dir)!r} holds {first_names_in_words(users_files)}, which no "
+            "run is "
             "known to have written and this one would write over or delete; choose another "
             "output_dir, or move what is yours away"
         )
@@ -375,13 +384,13 @@ def _users_hidden_files(output_dir: Path) -> list[str]:
     entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
     users_files = [f"{SET_ASIDE_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
     has_staged_files = staging.is_dir() and any(staging.iterdir())
-    is_folder_of_run = has_begun(output_dir) or has_begun(aside)
+    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(aside)
     if has_staged_files and not is_folder_of_run:
         users_files.append(STAGING_FOLDER)
     return users_files
 
 
-def set_aside(output_dir: Path) -> str | None:
+def set_run_aside(output_dir: Path) -> str | None:
     """Move the old run in a folder into a hidden subfolder, so that a new run can begin.
 
     No start resumes from there, even if the new run ends before its first checkpoint. In that case
@@ -413,7 +422,7 @@ def set_aside(output_dir: Path) -> str | None:
     return str(aside) if aside.is_dir() else None
 
 
-def delete_aside(output_dir: Path) -> None:
+def delete_run_set_aside(output_dir: Path) -> None:
     """Delete the old run that was moved aside, once the new one has a checkpoint."""
     shutil.rmtree(output_dir / SET_ASIDE_FOLDER, ignore_errors=True)
 
@@ -462,16 +471,16 @@ class CheckpointWriter:
             # Files are renamed when they are complete. After this no rank is still at that, so that
             # the names are the final ones.
             self.accelerator.wait_for_everyone()
-            written_names = set(gather_object(store.names_in(staged_checkpoint)))
+            written_names = set(gather_object(store.file_names_below(staged_checkpoint)))
             if self.accelerator.is_main_process:
-                store.publish(
+                store.publish_checkpoint(
                     staged_checkpoint,
                     final=self.output_dir / name,
                     facts={**facts, "step": step},
                     written=written_names,
                 )
-                delete_aside(self.output_dir)
-                store.rotate(self.output_dir, self.keep)
+                delete_run_set_aside(self.output_dir)
+                store.delete_old_checkpoints(self.output_dir, self.keep)
         except Exception as error:
             shutil.rmtree(staged_checkpoint, ignore_errors=True)
             if disk_is_full(error):
@@ -480,7 +489,7 @@ class CheckpointWriter:
                     f"{str(self.output_dir)!r}); older checkpoints are as they were; make room "
                     f"there, and {self.where_to_go_on()}"
                 ) from None
-            reason = lost_contact(error) or error
+            reason = lost_contact_message(error) or error
             raise RunError(
                 f"{name} could not be written ({reason}); older checkpoints are as they were"
             ) from error

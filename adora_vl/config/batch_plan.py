@@ -204,7 +204,7 @@ def check_row_count(plan: BatchLayout, rows: int) -> None:
         )
 
 
-def regroups(config: AdoraGRPOConfig) -> bool:
+def asks_for_regrouping(config: AdoraGRPOConfig) -> bool:
     """Return whether a config asks for micro-batches that keep the rows of a group together.
 
     TRL shuffles the rows instead. Several of this project's accelerations need the groups, and so

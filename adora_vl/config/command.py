@@ -17,9 +17,9 @@ from typing import Any
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import Key, read_keys
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
-from adora_vl.config.values import annotations_of_keys, convert, takes
+from adora_vl.config.values import allows_type, annotations_of_keys, convert
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
-from adora_vl.utils.errors import UserError, nearest
+from adora_vl.utils.errors import UserError, nearest_choice
 from adora_vl.utils.own_files import search_files_beside
 
 
@@ -138,7 +138,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     _set_environment(written_values.pop("env", {}), where=str(file))
     for cli_key in cli_keys:
         if cli_key.dotted_name != "config":
-            _override(written_values, cli_key, keys)
+            _override_from_command_line(written_values, cli_key, keys)
     hints = {
         **TYPE_BY_TRL_KEY,
         **annotations_of_keys(AdoraScriptArguments),
@@ -173,10 +173,10 @@ def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
     refuse_stray(words[1:])
     if not words:
         raise UserError("--config: expected the path of a YAML file after it")
-    return recipe(words[0])
+    return recipe_path(words[0])
 
 
-def recipe(name: str) -> Path:
+def recipe_path(name: str) -> Path:
     """Return the path of the config file that `--config NAME` means.
 
     NAME is a path, or names one of the config files that the package ships, its recipes, such as
@@ -287,7 +287,7 @@ def _check_key(
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
     proposals = _proposals(keys, command_options)
-    nearest_word = nearest(key, proposals)
+    nearest_word = nearest_choice(key, proposals)
     hint = f"; did you mean {proposals[nearest_word]!r}?" if nearest_word else ""
     raise UserError(f"{where}: unknown key '{key}'{hint}")
 
@@ -310,7 +310,9 @@ def _proposals(keys: Mapping[str, Key], command_options: Collection[str]) -> dic
     return proposals
 
 
-def _override(values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]) -> None:
+def _override_from_command_line(
+    values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]
+) -> None:
     """Write what the command line says of a key into `values`, over what the config file says.
 
     `--key.option` sets one option of a mapping. `--no_key` sets a key to false that is true by
@@ -394,9 +396,9 @@ def _with_option(key: str, container: Any, option_path: Sequence[str], value: An
         mapping = container
     elif isinstance(container, str):
         mapping = {word.strip(): {} for word in container.split("+")}
-        _entry_named(key, list(mapping), name)  # for its error alone
+        _entry_meant_by(key, list(mapping), name)  # for its error alone
     # An entry FILE.py:NAME of the mapping is meant by NAME, too.
-    entry = next((entry for entry in mapping if _is_named(entry, name)), name)
+    entry = next((entry for entry in mapping if _name_means_entry(entry, name)), name)
     return {**mapping, entry: _with_option(key, mapping.get(entry), inner_path, value)}
 
 
@@ -410,7 +412,7 @@ def _with_option_in_list(
     """
     name, *inner_path = option_path
     entries = [next(iter(item)) if isinstance(item, Mapping) else item for item in items]
-    entry = _entry_named(key, entries, name)
+    entry = _entry_meant_by(key, entries, name)
     index = entries.index(entry)
     item = items[index]
     options = item[entry] if isinstance(item, Mapping) else {}
@@ -419,17 +421,17 @@ def _with_option_in_list(
     return new_items
 
 
-def _is_named(entry: object, name: str) -> bool:
+def _name_means_entry(entry: object, name: str) -> bool:
     """Return whether `name` means an entry, which is a name or FILE.py:NAME."""
     return str(entry).rpartition(":")[2] == name
 
 
-def _entry_named(key: str, entries: Sequence[Any], name: str) -> Any:
+def _entry_meant_by(key: str, entries: Sequence[Any], name: str) -> Any:
     """Return the entry that `name` means, where an entry is a name or FILE.py:NAME.
 
     Raises `UserError` if there is none; `key` is the config key with these entries.
     """
-    entry = next((entry for entry in entries if _is_named(entry, name)), None)
+    entry = next((entry for entry in entries if _name_means_entry(entry, name)), None)
     if entry is None:
         listed = ", ".join(map(str, entries))
         raise UserError(f"{key}: {listed} has no {name}; write --{key} {name} before its options")
@@ -450,11 +452,11 @@ def _join_words(key: str, words: CliWords, hint: Any) -> Any:
     That is a list for a key that takes one, true for a flag without words, else the only word.
     Raises `UserError` for no word or too many.
     """
-    if not words and takes(hint, bool):
+    if not words and allows_type(hint, bool):
         return True
     if not words:
         raise UserError(f"{key}: its value is missing; write --{key} VALUE")
-    if takes(hint, list):
+    if allows_type(hint, list):
         return list(words)
     refuse_stray(words[1:])
     return words[0]

@@ -10,8 +10,8 @@ from pathlib import Path
 from adora_vl.config.sharding import (
     Sharding,
     check_spread,
-    from_environment,
-    from_file,
+    sharding_from_environment,
+    sharding_from_file,
 )
 from adora_vl.utils.cli import Parser, number, path, whole
 from adora_vl.utils.errors import UserError
@@ -80,10 +80,10 @@ def planned_sharding(options: DryRunOptions) -> Sharding:
     for FSDP, and for processes that do not divide evenly over the machines.
     """
     if options.accelerate_config is not None:
-        return from_file(
+        return sharding_from_file(
             options.accelerate_config, processes=options.processes, machines=options.machines
         )
-    sharding_of_launch = from_environment()
+    sharding_of_launch = sharding_from_environment()
     machines = options.machines or sharding_of_launch.machines
     processes = options.processes or sharding_of_launch.local_processes * machines
     check_spread(processes, machines)

@@ -9,7 +9,7 @@ from dataclasses import MISSING
 
 from adora_vl.config.trl_keys import OUR_LIBRARY, Key, read_keys
 from adora_vl.utils.cli import yaml_line
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 
 _LINE_WIDTH = 100
 _TEXT_COLUMN = 38  # where the words of the short list begin
@@ -78,14 +78,14 @@ def help_text(arguments: Sequence[str]) -> str:
     Raises `UserError` if the keys cannot be read from the installed TRL and Transformers.
     """
     if "--version" in arguments:
-        return f"adora_vl {installed('adora-vl') or 'of a checkout that is not installed'}"
+        return f"adora_vl {installed_version('adora-vl') or 'of a checkout that is not installed'}"
     keys = read_keys()
     if "--help-all" in arguments:
         return _help_of_all_keys(list(keys.values()))
     lines: list[str] = []
     for name, words in _TEXT_BY_COMMON_KEY.items():
         if name in keys:
-            lines.append(f"  {_with_default(keys[name]):<{_TEXT_COLUMN}}{words}")
+            lines.append(f"  {_line_with_default(keys[name]):<{_TEXT_COLUMN}}{words}")
     return _HELP_HEAD + "\n".join(lines) + "\n" + _HELP_TAIL.rstrip()
 
 
@@ -104,11 +104,11 @@ def _help_of_all_keys(keys: Sequence[Key]) -> str:
                 words = textwrap.fill(
                     key.help, _LINE_WIDTH, initial_indent="    ", subsequent_indent="    "
                 )
-                parts.append(f"{_with_default(key)}\n{words}".rstrip())
+                parts.append(f"{_line_with_default(key)}\n{words}".rstrip())
     return "\n".join(parts)
 
 
-def _with_default(key: Key) -> str:
+def _line_with_default(key: Key) -> str:
     """Return a key with its default as a line of YAML."""
     if key.default is MISSING:
         # The library computes this default.

@@ -13,7 +13,7 @@ from pydantic import Field
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.trl_ranges import Name
 from adora_vl.config.values import convert_fields
-from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, template
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, read_template
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
 
@@ -108,7 +108,7 @@ class AdoraScriptArguments:
             )
         _check_mixture(self.dataset_name, self.adora_mixture)
         if self.adora_prompt is not None:
-            template(self.adora_prompt)  # for its errors alone
+            read_template(self.adora_prompt)  # for its errors alone
         self.adora_system_prompt = _system_prompt_text(self.adora_system_prompt)
         token = control_token_in(self.adora_system_prompt)
         if token:

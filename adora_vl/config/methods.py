@@ -17,15 +17,15 @@ from torch import Tensor
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
 from adora_vl.config.values import convert
 from adora_vl.utils import own_files
-from adora_vl.utils.cli import plain
+from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     FromFile,
-    from_file,
     function_name,
     is_function,
-    is_own,
-    own_name,
+    is_users_file,
+    load_from_file,
+    name_in_users_file,
     source_hash,
 )
 
@@ -89,7 +89,10 @@ class MethodSet:
     @property
     def chosen(self) -> dict[str, Method]:
         """The methods by name; one from a file is named without the file."""
-        return {own_name(configured.entry): configured.method for configured in self.configured}
+        return {
+            name_in_users_file(configured.entry): configured.method
+            for configured in self.configured
+        }
 
     def options(self) -> dict[str, dict[str, Any]]:
         """Return the options of all methods, complete and in the form that `adora_method` has."""
@@ -163,7 +166,7 @@ def build_methods(
     options_by_name = _options_of_methods(value, functions)
     for name, options in options_by_name.items():
         kept_keys = options.pop(KEEP_SETTINGS, [])
-        if is_own(name):
+        if is_users_file(name):
             loaded = _load_from_file(name)
             hashes[loaded.file] = loaded.hash
             method = _build_method(name, loaded.value, options)
@@ -174,7 +177,7 @@ def build_methods(
             method = _build_method(name, METHODS[name], options)
         # A function has the options that were set. Any other method is a dataclass of all of its
         # options, defaults included.
-        all_options = options if isinstance(method, OwnFunction) else plain(method)
+        all_options = options if isinstance(method, OwnFunction) else plain_value(method)
         configured_methods.append(
             ConfiguredMethod(
                 entry=name,
@@ -187,7 +190,8 @@ def build_methods(
         # `remakes`: the method starts from the rewards, whatever the advantages are so far.
         if configured.method.remakes:
             raise UserError(
-                f"adora_method: {'+'.join(options_by_name)}: {own_name(configured.entry)} starts "
+                f"adora_method: {'+'.join(options_by_name)}: "
+                f"{name_in_users_file(configured.entry)} starts "
                 "from the rewards, so it must stand first"
             )
     return MethodSet(configured=tuple(configured_methods), hashes=hashes)
@@ -232,11 +236,12 @@ def _options_of_methods(
             raise UserError(f"adora_method: {value} names a method twice")
         value = dict.fromkeys(names)
     for name, options in value.items():
-        if not (name in METHODS or name in functions or is_own(str(name))):
+        if not (name in METHODS or name in functions or is_users_file(str(name))):
             raise _unknown_method(str(name))
         if options is not None and not isinstance(options, Mapping):
             raise UserError(
-                f"adora_method.{own_name(str(name))}: {options!r:.60} is not a mapping of its "
+                f"adora_method.{name_in_users_file(str(name))}: {options!r:.60} is not a mapping "
+                "of its "
                 "options"
             )
     return {name: dict(options or {}) for name, options in value.items()}
@@ -266,7 +271,7 @@ def _load_from_file(name: str) -> FromFile:
     def is_method(value: object) -> bool:
         return is_function(value) or (isinstance(value, type) and issubclass(value, Method))
 
-    return from_file("adora_method", name, noun="method", fits=is_method)
+    return load_from_file("adora_method", name, noun="method", fits=is_method)
 
 
 def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[str, ...]:
@@ -279,7 +284,8 @@ def _check_kept_keys(name: str, keep_settings: object, method: Method) -> tuple[
     if not isinstance(keys, list) or not set(map(str, keys)) <= method.settings.keys():
         keys_of_method = ", ".join(method.settings) or "none"
         raise UserError(
-            f"adora_method.{own_name(name)}.{KEEP_SETTINGS}: {keys!r} must list keys that {name} sets: "
+            f"adora_method.{name_in_users_file(name)}.{KEEP_SETTINGS}: {keys!r} must list keys "
+            f"that {name} sets: "
             f"{keys_of_method}"
         )
     return tuple(keys)
@@ -298,7 +304,7 @@ def _build_method(
     `name`: NAME or FILE.py:NAME, for errors. Raises `UserError` for an option that the method does
     not have, and for a wrong value.
     """
-    key = f"adora_method.{own_name(name)}"
+    key = f"adora_method.{name_in_users_file(name)}"
     if isinstance(class_or_function, type):
         method: Method = convert(key, options, hint=class_or_function)
         return method

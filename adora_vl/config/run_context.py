@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from adora_vl.config.dry_run_options import DryRunOptions, planned_sharding
-from adora_vl.config.sharding import Sharding, from_environment
+from adora_vl.config.sharding import Sharding, sharding_from_environment
 
 _OTHER_MACHINE_NOTE = (
     "the run is for another machine, so packages, trackers, servers, attention kernel, weights "
@@ -63,7 +63,7 @@ class RunContext:
         """
         return cls(
             on_this_machine=True,
-            sharding=from_environment(),
+            sharding=sharding_from_environment(),
             output_dir_mode=output_dir_mode,
             dry_run=False,
         )

@@ -18,9 +18,9 @@ from adora_vl.config.command import CliArgs, read, read_value
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.methods import name_functions, settle_methods
 from adora_vl.config.values import annotations_of_keys, convert_fields
-from adora_vl.utils.cli import plain, spelled
+from adora_vl.utils.cli import plain_value, spelled_in_config
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.secrets import HIDDEN_MARK, masked
+from adora_vl.utils.secrets import HIDDEN_MARK, without_secrets
 
 _CPU_RECIPE = "configs/train/smoke_cpu.yaml is a recipe for a CPU (use_cpu: true, bf16: false)"
 
@@ -52,9 +52,9 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         # Before TRL's own checks, because a method may set keys of TRL.
         self.methods = settle_methods(self, functions)
         self._init_trl_keys()
-        # For its side effect: `masked` remembers the secrets among the values, so that no later
-        # output shows them.
-        masked(vars(self))
+        # For its side effect: `without_secrets` remembers the secrets among the values, so that no
+        # later output shows them.
+        without_secrets(vars(self))
         self._refuse_masked_secrets()
 
     def _refuse_best_checkpoint(self) -> None:
@@ -69,7 +69,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         )
         if self.load_best_model_at_end:
             raise UserError(f"load_best_model_at_end: true is not supported; {instead}")
-        if spelled(self.save_strategy) == "best":
+        if spelled_in_config(self.save_strategy) == "best":
             raise UserError(f"save_strategy: best is not supported; {instead}")
 
     def _init_trl_keys(self) -> None:
@@ -153,7 +153,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         which could not be unpickled.
         """
         state = {name: value for name, value in vars(self).items() if name != "methods"}
-        return dict(masked(state, hidden=None))
+        return dict(without_secrets(state, hidden=None))
 
     def __copy__(self) -> AdoraGRPOConfig:
         """Return a copy with secrets and methods, which a copy by `__getstate__` would lack."""
@@ -178,7 +178,7 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
 
         Transformers itself masks only the first level.
         """
-        return dict(masked(plain(super().to_dict())))
+        return dict(without_secrets(plain_value(super().to_dict())))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.to_dict()})"

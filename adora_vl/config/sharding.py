@@ -65,7 +65,7 @@ class Sharding:
         return text
 
 
-def from_file(
+def sharding_from_file(
     path: str | Path, processes: int | None = None, machines: int | None = None
 ) -> Sharding:
     """Read how a run is spread over processes from an accelerate config.
@@ -160,7 +160,7 @@ def _whole_number(value: object, *, key: str, minimum: int, path: str | Path) ->
     return int(str(value))
 
 
-def from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
+def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:
     """Read how this run is spread over processes from what `accelerate launch` sets.
 
     `environment`: the environment variables of a process. Without a launcher it is one process.

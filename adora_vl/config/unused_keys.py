@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
 from adora_vl.config.losses import CLIPPED_LOSSES
-from adora_vl.utils.cli import spelled
+from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -54,32 +54,34 @@ _OPTIMIZERS_WITHOUT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop
 _LOW_RANK_OPTIMIZERS = ("apollo", "galore")
 
 
-def _evaluates(settings: RunSettings) -> bool:
-    return spelled(settings.config.eval_strategy) != "no"
+def _evaluates_in_training(settings: RunSettings) -> bool:
+    return spelled_in_config(settings.config.eval_strategy) != "no"
 
 
-def _by_engine(settings: RunSettings) -> bool:
+def _samples_with_engine(settings: RunSettings) -> bool:
     return bool(settings.config.use_vllm)
 
 
-def _by_server(settings: RunSettings) -> bool:
-    return _by_engine(settings) and settings.config.vllm_mode == "server"
+def _samples_on_server(settings: RunSettings) -> bool:
+    return _samples_with_engine(settings) and settings.config.vllm_mode == "server"
 
 
-def _by_own_engine(settings: RunSettings) -> bool:
-    return _by_engine(settings) and settings.config.vllm_mode == "colocate"
+def _samples_with_colocated_engine(settings: RunSettings) -> bool:
+    return _samples_with_engine(settings) and settings.config.vllm_mode == "colocate"
 
 
-def _corrects(settings: RunSettings) -> bool:
-    return _by_engine(settings) and bool(settings.config.vllm_importance_sampling_correction)
+def _corrects_importance(settings: RunSettings) -> bool:
+    return _samples_with_engine(settings) and bool(
+        settings.config.vllm_importance_sampling_correction
+    )
 
 
-def _on_plateau(settings: RunSettings) -> bool:
-    return spelled(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
+def _uses_plateau_schedule(settings: RunSettings) -> bool:
+    return spelled_in_config(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
 
 
 def _keeps_padding(settings: RunSettings) -> bool:
-    return not regroups(settings.config) or bool(regroup_obstacle(settings.config))
+    return not asks_for_regrouping(settings.config) or bool(regroup_obstacle(settings.config))
 
 
 def _reads_epsilon(settings: RunSettings) -> bool:
@@ -122,12 +124,12 @@ _UNUSED_KEYS = (
             "vllm_structured_outputs_regex",
         ),
         "without use_vllm: true",
-        _by_engine,
+        _samples_with_engine,
     ),
     UnusedKeys(
         ("vllm_group_port", "vllm_server_base_url", "vllm_server_port", "vllm_server_timeout"),
         "without use_vllm: true and vllm_mode: server",
-        _by_server,
+        _samples_on_server,
     ),
     UnusedKeys(
         (
@@ -137,7 +139,7 @@ _UNUSED_KEYS = (
             "vllm_tensor_parallel_size",
         ),
         "without use_vllm: true and vllm_mode: colocate; a server is told when it is started",
-        _by_own_engine,
+        _samples_with_colocated_engine,
     ),
     UnusedKeys(
         (
@@ -146,7 +148,7 @@ _UNUSED_KEYS = (
             "vllm_importance_sampling_mode",
         ),
         "without use_vllm: true and vllm_importance_sampling_correction: true",
-        _corrects,
+        _corrects_importance,
     ),
     UnusedKeys(
         ("cache_implementation", "ds3_gather_for_generation"),
@@ -203,18 +205,20 @@ _UNUSED_KEYS = (
         ("warmup_steps",),
         "with this lr_scheduler_type; constant_with_warmup has a warmup",
         lambda settings: (
-            spelled(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
+            spelled_in_config(settings.config.lr_scheduler_type) not in _SCHEDULES_WITHOUT_WARMUP
         ),
     ),
     UnusedKeys(
         ("adam_beta1", "adam_beta2", "adam_epsilon"),
         "with this optim",
-        lambda settings: not spelled(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM),
+        lambda settings: (
+            not spelled_in_config(settings.config.optim).startswith(_OPTIMIZERS_WITHOUT_ADAM)
+        ),
     ),
     UnusedKeys(
         ("optim_target_modules",),
         "without an optim of GaLore or APOLLO",
-        lambda settings: spelled(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
+        lambda settings: spelled_in_config(settings.config.optim).startswith(_LOW_RANK_OPTIMIZERS),
     ),
     UnusedKeys(
         (
@@ -225,7 +229,7 @@ _UNUSED_KEYS = (
             "eval_steps",
         ),
         "without eval_strategy: steps",
-        _evaluates,
+        _evaluates_in_training,
     ),
     UnusedKeys(
         ("num_generations_eval", "per_device_eval_batch_size"),
@@ -256,7 +260,7 @@ _UNUSED_KEYS = (
     UnusedKeys(
         ("greater_is_better", "metric_for_best_model"),
         "here, because no checkpoint is chosen by an evaluation",
-        _on_plateau,
+        _uses_plateau_schedule,
     ),
     UnusedKeys(
         (
@@ -332,7 +336,7 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
     code has passed.
     """
     order = config.train_sampling_strategy
-    schedule = spelled(config.lr_scheduler_type)
+    schedule = spelled_in_config(config.lr_scheduler_type)
     if config.label_smoothing_factor != 0:
         raise UserError(
             f"label_smoothing_factor: {config.label_smoothing_factor} has no labels to smooth in "
@@ -354,7 +358,11 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
             "lr_scheduler_type: reduce_lr_on_plateau is never told of an evaluation here, so the "
             "rate would stay as it is; choose another one"
         )
-    if config.eval_on_start and spelled(config.eval_strategy) == "no" and not trl_evaluates:
+    if (
+        config.eval_on_start
+        and spelled_in_config(config.eval_strategy) == "no"
+        and not trl_evaluates
+    ):
         raise UserError(
             "eval_on_start: true with eval_strategy: no has nothing to evaluate; set "
             "eval_strategy: steps"

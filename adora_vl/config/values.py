@@ -29,9 +29,9 @@ from adora_vl.utils.cli import (
     flow_mapping,
     is_null,
     read_json,
+    read_truth,
     shown,
     split_list,
-    truth,
     yaml_value,
 )
 from adora_vl.utils.errors import UserError, did_you_mean
@@ -71,7 +71,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         single_value = value[0]
     if _means_null(key, single_value, hint):
         if NoneType not in types:
-            _refuse(key, None, hint)
+            _refuse_value(key, None, hint)
         # None, except for a key where Transformers fails on None.
         return NULL_VALUE_BY_KEY.get(key)
     options_class = next((member for member in types if is_dataclass(member)), None)
@@ -81,7 +81,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
         return _convert_tuple(key, value, hint)
     # A key may take either true/false or a list: `adora_stock_step: true` is not the list [true].
     if bool in types and list in types:
-        truth_value = truth(single_value)
+        truth_value = read_truth(single_value)
         if truth_value is not None:
             return truth_value
     # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
@@ -104,7 +104,7 @@ def _convert_single(key: str, value: Any, hint: Any) -> Any:
     try:
         converted = _validator(hint).validate_python(parsed, strict=True)
     except ValidationError:
-        _refuse(key, value, hint)
+        _refuse_value(key, value, hint)
     # pydantic lets NaN and infinity pass, also inside of a mapping
     check_finite(key, converted)
     return converted
@@ -150,7 +150,7 @@ def convert_fields(
             continue
         # The field of a key that this project declares anew is another object than TRL's.
         is_of_library = library_fields.get(key.name) is key
-        if is_of_library and _annotation_in_ranges(key.name) is None:
+        if is_of_library and _type_of_library_key(key.name) is None:
             check_finite(key.name, value)
         else:
             setattr(config, key.name, convert(key.name, value, hints[key.name]))
@@ -176,7 +176,7 @@ def _convert_options(key: str, value: object, options_class: Any) -> Any:
     `value`: the mapping, or what may be written for it. Raises `UserError` for an unknown option, a
     missing one, and a wrong value.
     """
-    hints = _annotations(options_class)
+    hints = _annotation_by_field(options_class)
     options = _option_values(key, value, options_class)
     for name in options:
         if name not in hints:
@@ -207,7 +207,7 @@ def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, 
     class's `shorthand` alone, which is the name of one of its options. Raises `UserError` for
     anything else.
     """
-    hints = _annotations(options_class)
+    hints = _annotation_by_field(options_class)
     shorthand = getattr(options_class, "shorthand", None)
     options: object = value
     if isinstance(value, options_class):
@@ -250,7 +250,7 @@ def _convert_tuple(key: str, value: Any, hint: Any) -> Any:
 
 
 @cache
-def _annotations(dataclass: Any) -> dict[str, Any]:
+def _annotation_by_field(dataclass: Any) -> dict[str, Any]:
     """Return the annotation of every field of a dataclass, with its words as a `Literal`.
 
     Dataclasses of this project have a `Literal` already. Transformers lists the words that a field
@@ -272,14 +272,14 @@ def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
     """
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
-        key: _annotation_in_ranges(key) or hint
-        for key, hint in _annotations(dataclass).items()
+        key: _type_of_library_key(key) or hint
+        for key, hint in _annotation_by_field(dataclass).items()
         if key in parameters
     }
 
 
 @cache
-def _annotation_in_ranges(key: str) -> Any:
+def _type_of_library_key(key: str) -> Any:
     """Return the type that `TYPE_BY_TRL_KEY` has for a key of a library; None where it has none.
 
     The trackers that `report_to` takes are listed by Transformers, whose import takes seconds. So
@@ -338,7 +338,7 @@ def _union_members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def takes(hint: Any, value_type: type) -> bool:
+def allows_type(hint: Any, value_type: type) -> bool:
     """Return whether a key with this annotation takes values of this type."""
     return value_type in _member_types(hint)
 
@@ -378,7 +378,7 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
     types = _member_types(hint)
     words = _literal_words(hint)
     if bool in types:
-        truth_value = truth(value)
+        truth_value = read_truth(value)
         if truth_value is not None:
             return truth_value
     # YAML reads a bare `off` or `no` as false.
@@ -432,7 +432,7 @@ def _list_entries(key: str, value: object, entry_hint: object) -> list[Any]:
     """
     parts = value if isinstance(value, list | tuple) else [value]
     try:
-        if takes(entry_hint, dict):
+        if allows_type(entry_hint, dict):
             return [entry for part in parts for entry in _names_and_mappings(key, part)]
         all_are_texts = all(isinstance(part, str) for part in parts)
         entries = split_list(parts) if all_are_texts else list(parts)
@@ -504,7 +504,7 @@ def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
     return json_text if as_text else content
 
 
-def _refuse(key: str, value: object, hint: object) -> NoReturn:
+def _refuse_value(key: str, value: object, hint: object) -> NoReturn:
     """Raise the `UserError` for a value that the annotation `hint` of its key does not allow."""
     expected = " or ".join(map(_expected_in_words, _union_members(hint)))
     suggestion = did_you_mean(str(value), _literal_words(hint))

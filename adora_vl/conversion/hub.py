@@ -16,7 +16,7 @@ from adora_vl.conversion.pictures import FileRoot
 from adora_vl.conversion.records import Records
 from adora_vl.conversion.tables import SPLIT_OF, Opened, TablePart, open_local
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
-from adora_vl.utils.hub import no_hub
+from adora_vl.utils.hub import why_no_hub
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -41,7 +41,7 @@ def open_hub(
     from datasets import load_dataset
 
     # Why the hub cannot be reached, if it cannot: checked first, since the library tries for minutes.
-    no_hub_reason = no_hub()
+    no_hub_reason = why_no_hub()
     try:
         commit = commit_of(name, revision)
         loaded = load_dataset(name, subset, revision=commit, streaming=True)
@@ -77,7 +77,7 @@ def download_parquet(name: str, columns: Columns, revision: str | None) -> Opene
     """
     from huggingface_hub import snapshot_download
 
-    no_hub_reason = no_hub()
+    no_hub_reason = why_no_hub()
     try:
         snapshot = snapshot_download(
             name,
@@ -113,7 +113,7 @@ def commit_of(name: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi
 
-    no_hub()  # without a network the library would try for minutes, unless it is told so
+    why_no_hub()  # without a network the library would try for minutes, unless it is told so
     return str(HfApi().dataset_info(name, revision=revision).sha)
 
 

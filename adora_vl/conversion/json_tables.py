@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from adora_vl.conversion.columns import Columns
 from adora_vl.conversion.records import HEAD_RECORDS, BadRecord, Records, Table
-from adora_vl.utils.cli import GivenTwiceError, each_once, read_json
+from adora_vl.utils.cli import GivenTwiceError, read_json, refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 
 _PIECE_CHARACTERS = 2**16  # of a list, read at once
@@ -186,7 +186,7 @@ def _object_with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any] | B
     Returns a bad record where the object, or one inside it, has a key twice.
     """
     try:
-        record = each_once(pairs)
+        record = refuse_repeated_keys(pairs)
     except GivenTwiceError as error:
         return BadRecord("given_twice", str(error), _KEEP_ONE)
     for value in record.values():

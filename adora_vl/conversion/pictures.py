@@ -20,7 +20,7 @@ from adora_vl.conversion.chat import picture_of
 from adora_vl.conversion.problem import MAX_FILE_BYTES
 from adora_vl.data.images import UnreadableImageError, file_within, is_picture
 from adora_vl.utils.cli import read_json, shown
-from adora_vl.utils.errors import nearest
+from adora_vl.utils.errors import nearest_choice
 
 _DATA_URL = re.compile(r"data:image(?:/[\w.+-]+)?(?:;[\w=.+-]+)*;base64,", re.IGNORECASE)
 _FILE_URL = "file://"
@@ -306,7 +306,7 @@ def _near(file: Path, folder: Path | None) -> str:
             if other_folder != file.parent:
                 return f" (there is one in {folder_name!r}: --image-dir {other_folder})"
             break  # the same folder, where the file has another spelling
-    similar_name = nearest(file.name, _some_names(file.parent))
+    similar_name = nearest_choice(file.name, _some_names(file.parent))
     return f" (did you mean {similar_name!r}?)" if similar_name else ""
 
 

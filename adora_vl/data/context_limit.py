@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from adora_vl.models.families import family_of, sees_images
-from adora_vl.utils.http_client import ReplyTooLargeError, fetch
+from adora_vl.utils.http_client import ReplyTooLargeError, fetch_reply
 from adora_vl.utils.secrets import without_login
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def context_limit(
     )
 
 
-def uncountable(model_config: PretrainedConfig) -> str:
+def why_uncountable(model_config: PretrainedConfig) -> str:
     """Return why the image tokens of this model cannot be counted; empty where they can."""
     if family_of(model_config) is not None or not sees_images(model_config):
         return ""
@@ -119,6 +119,6 @@ def _length_of_server(address: str) -> int:
     if login:
         credentials = b64encode(":".join(login).encode()).decode()
         headers = {"Authorization": f"Basic {credentials}"}
-    _, _, body = fetch(f"{url}/v1/models", _SERVER_TIMEOUT_S, headers)
+    _, _, body = fetch_reply(f"{url}/v1/models", _SERVER_TIMEOUT_S, headers)
     first_model = json.loads(body)["data"][0]
     return int(first_model["max_model_len"])

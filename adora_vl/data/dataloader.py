@@ -31,7 +31,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
         if is_shown_already or not isinstance(image, Image.Image):
             return image
         if id(image) not in shown_by_id:
-            shown_by_id[id(image)] = _shown(image)
+            shown_by_id[id(image)] = _image_as_shown(image)
         return shown_by_id[id(image)]
 
     new_rows = []
@@ -45,7 +45,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     return new_rows
 
 
-def _shown(image: Image.Image) -> Any:
+def _image_as_shown(image: Image.Image) -> Any:
     """Return an image as the model sees it; an `UnreadableImage` where it cannot be decoded."""
     try:
         return as_kept_image(upright_rgb_copy(image))

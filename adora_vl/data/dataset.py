@@ -100,13 +100,13 @@ def write_split(
     features = features or schema()
     (folder / "data").mkdir(parents=True, exist_ok=True)
     arrow_schema = features.arrow_schema
-    rows_to_store = (_stored(row, features) for row in rows)
+    rows_to_store = (_row_to_store(row, features) for row in rows)
     count = 0
     path = folder / "data" / f"{split}-00000-of-00001.parquet"
     # Statistics would keep the least and the greatest picture of every row group in memory and in
     # the file.
     with pq.ParquetWriter(path, arrow_schema, write_statistics=False) as writer:
-        while batch := list(_group(rows_to_store)):
+        while batch := list(_next_row_group(rows_to_store)):
             writer.write_table(pa.Table.from_pylist(batch, schema=arrow_schema))
             count += len(batch)
     if not count:
@@ -114,7 +114,7 @@ def write_split(
     return count
 
 
-def _group(rows: Iterator[Row]) -> Iterator[Row]:
+def _next_row_group(rows: Iterator[Row]) -> Iterator[Row]:
     """Take the rows of the next row group from `rows`, limited in rows and in bytes of images."""
     remaining_bytes = _MAX_GROUP_IMAGE_BYTES
     for row in islice(rows, _MAX_GROUP_ROWS):
@@ -124,16 +124,16 @@ def _group(rows: Iterator[Row]) -> Iterator[Row]:
             return
 
 
-def _stored(row: Row, features: Features) -> Row:
+def _row_to_store(row: Row, features: Features) -> Row:
     """Return a row with its images as they are stored, after a check of its columns."""
     assert row.keys() == features.keys(), f"columns {sorted(row)} are not those of the schema"
     assert row["meta"].keys() == features["meta"].keys(), (
         f"meta {sorted(row['meta'])} is not that of the schema"
     )
-    return {**row, "images": [_stored_image(image) for image in row["images"]]}
+    return {**row, "images": [_image_to_store(image) for image in row["images"]]}
 
 
-def _stored_image(image: object) -> Any:
+def _image_to_store(image: object) -> Any:
     """Return an image as `{"bytes": ..., "path": ...}`, the form in which it is stored.
 
     A Pillow image is encoded as PNG. What is neither that nor bytes has this form already.
@@ -258,8 +258,8 @@ def stored_rows(folder: Path, split: str) -> Iterator[Row]:
     A batch is in memory at a time, and nothing is copied into the cache of `datasets`. Raises
     `UserError` as `load_split` does.
     """
-    for path in _files_of(folder, split):
-        with _parquet(path) as file:
+    for path in _files_of_split(folder, split):
+        with _open_parquet(path) as file:
             _require_columns(file.schema_arrow, folder, split)
             for batch in file.iter_batches(_BATCH_ROWS):
                 yield from batch.to_pylist()
@@ -272,8 +272,8 @@ def example_row(folder: Path, splits: Iterable[str]) -> Row | None:
     """
     first_file = None
     for split in splits:
-        for path in _files_of(folder, split):
-            with _parquet(path) as file:
+        for path in _files_of_split(folder, split):
+            with _open_parquet(path) as file:
                 if first_file is None and file.num_row_groups:
                     first_file = path
                 position = _first_row_with_choices(file)
@@ -297,7 +297,7 @@ def _first_row_with_choices(file: pq.ParquetFile) -> tuple[int, int] | None:
 
 def _row_at(path: Path, group: int, index: int) -> Row:
     """Return one row of a file by its row group and its index in it."""
-    with _parquet(path) as file:
+    with _open_parquet(path) as file:
         single_rows = file.iter_batches(batch_size=1, row_groups=[group])
         batch = next(islice(single_rows, index, None))
         return dict(batch.to_pylist()[0])
@@ -306,17 +306,17 @@ def _row_at(path: Path, group: int, index: int) -> Row:
 def row_count(folder: Path, split: str) -> int:
     """Return the number of rows of a split, from the footers of its files."""
     count = 0
-    for path in _files_of(folder, split):
-        with _parquet(path) as file:
+    for path in _files_of_split(folder, split):
+        with _open_parquet(path) as file:
             count += file.metadata.num_rows
     return count
 
 
-def features_of(folder: Path, split: str) -> Features:
+def features_of_split(folder: Path, split: str) -> Features:
     """Return the schema of a split: our columns, then those of the user (`data_prep convert`)."""
     from datasets import Features, Value
 
-    with _parquet(_files_of(folder, split)[0]) as file:
+    with _open_parquet(_files_of_split(folder, split)[0]) as file:
         user_columns = [name for name in file.schema_arrow.names if name not in KIND_BY_COLUMN]
     return Features({**schema(), **{name: Value("string") for name in user_columns}})
 
@@ -331,10 +331,10 @@ def load_split(folder: str | Path, split: str) -> Dataset:
     from datasets.exceptions import DatasetGenerationError
 
     folder = Path(folder)
-    files = _files_of(folder, split)
+    files = _files_of_split(folder, split)
     rows = 0
     for path in files:
-        with _parquet(path) as file:
+        with _open_parquet(path) as file:
             _require_columns(file.schema_arrow, folder, split)
             rows += file.metadata.num_rows
     if not rows:
@@ -349,7 +349,7 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         # so changed contents are read again.
         config_name = f"content-{content_hash(files)}"
         return load_dataset(
-            "parquet", config_name, data_files={split: [*map(_literal, files)]}, split=split
+            "parquet", config_name, data_files={split: [*map(_literal_path, files)]}, split=split
         )
     except (OSError, DatasetGenerationError) as error:
         cause = error.__cause__ or error
@@ -364,13 +364,13 @@ def load_split(folder: str | Path, split: str) -> Dataset:
         raise UserError(f"dataset: {str(folder)!r} cannot be put into {cache} {room}") from error
 
 
-def _literal(path: Path) -> str:
+def _literal_path(path: Path) -> str:
     """Return a path as `datasets` takes it, which reads `*`, `?` and `[...]` as a pattern."""
     return glob.escape(str(path))
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _open_parquet(path: Path) -> Iterator[Any]:
     """Open a Parquet file; errors in reading it become a `UserError` of one line."""
     try:
         with pq.ParquetFile(path) as file:
@@ -381,7 +381,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _files_of(folder: Path, split: str) -> list[Path]:
+def _files_of_split(folder: Path, split: str) -> list[Path]:
     """Return the files of a split. Raises `UserError` where the data set has no such split."""
     files = split_files(folder)
     expected = f"(expected data/{split}-*.parquet); it has {', '.join(files) or 'none'}"

@@ -105,7 +105,7 @@ def image_tokens(size: tuple[int, int], unit: int, low: int, high: int, row: obj
     return columns * rows
 
 
-def size_within(
+def size_to_store(
     width: int,
     height: int,
     min_pixels: int | None,
@@ -169,7 +169,7 @@ def clean_image(
     image = decoded_image(encoded)
     _refuse_degenerate(image)
     try:
-        size = size_within(*image.size, low, high, unit)
+        size = size_to_store(*image.size, low, high, unit)
     except ValueError as error:
         raise UnreadableImageError(
             kind="image_shape", why=f"{image.width} x {image.height} pixels: {error}"
@@ -329,7 +329,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
         # Pillow's own pixel limit is higher, and only a warning; so are broken tags.
         warnings.simplefilter("ignore")
         try:
-            return _decode(encoded, first_frame)
+            return _decode_upright(encoded, first_frame)
         except UnreadableImageError:
             raise
         except UnidentifiedImageError as error:  # its own text has a memory address in it
@@ -345,7 +345,7 @@ def decoded_image(encoded: bytes, *, first_frame: bool = False) -> Image.Image:
             raise unreadable from error
 
 
-def _decode(encoded: bytes, first_frame: bool) -> Image.Image:
+def _decode_upright(encoded: bytes, first_frame: bool) -> Image.Image:
     """Do the work of `decoded_image`, and raise what Pillow raises.
 
     The header alone decides whether a picture is decoded at all.
@@ -360,9 +360,9 @@ def _decode(encoded: bytes, first_frame: bool) -> Image.Image:
             image.verify()
     # Pillow cannot go on with a picture that was verified, so it is opened once more.
     with open_picture(io.BytesIO(encoded)) as image:
-        _load(image)
+        _load_pixels(image)
         ImageOps.exif_transpose(image, in_place=True)
-        return _flattened(image)
+        return _flattened_on_white(image)
 
 
 def _refuse_animated(image: Image.Image) -> None:
@@ -385,9 +385,9 @@ def upright_rgb_copy(image: Image.Image) -> Image.Image:
         warnings.simplefilter("ignore")  # as in `decoded_image`
         try:
             _refuse_large(image)
-            _load(image)
+            _load_pixels(image)
             upright = ImageOps.exif_transpose(image)  # a copy, also where nothing is turned
-            return _flattened(upright)
+            return _flattened_on_white(upright)
         except UnreadableImageError:
             raise
         except Exception as error:
@@ -401,7 +401,7 @@ def _refuse_large(image: Image.Image) -> None:
         raise UnreadableImageError("image_too_large", why)
 
 
-def _load(image: Image.Image) -> None:
+def _load_pixels(image: Image.Image) -> None:
     """Decode the pixels of an opened picture, and refuse one that would be nearly black.
 
     Pillow keeps the upper 8 of 16 bits of a colour. Where a file uses only the lower bits, the
@@ -502,7 +502,7 @@ def _refuse_dark(image: Image.Image) -> None:
         )
 
 
-def _flattened(image: Image.Image) -> Image.Image:
+def _flattened_on_white(image: Image.Image) -> Image.Image:
     """Return a picture in mode RGB, with white where it is transparent.
 
     A transparent diagram is drawn for white paper. Pillow alone would make the paper black.

@@ -23,7 +23,7 @@ from datasets import (
 
 from adora_vl.data.dataset import load_split, refuse_for_evaluation
 from adora_vl.data.images import UnreadableImageError, decoded_image, upright_rgb_copy
-from adora_vl.data.prompts import Template, conversations, template
+from adora_vl.data.prompts import Template, conversations, read_template
 from adora_vl.data.rows import (
     has_choices,
     images_of,
@@ -51,11 +51,11 @@ def decoded_rows(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         return rows
     images_of_rows = []
     for row_images in rows["images"]:
-        images_of_rows.append([_decoded(stored) for stored in row_images or []])
+        images_of_rows.append([_decoded_or_unreadable(stored) for stored in row_images or []])
     return {**rows, "images": images_of_rows}
 
 
-def _decoded(stored: dict[str, Any]) -> Any:
+def _decoded_or_unreadable(stored: dict[str, Any]) -> Any:
     """Return the picture of a stored image; an `UnreadableImage` where it cannot be decoded.
 
     `stored`: its `bytes`, or else a `path`, which may be a web address.
@@ -134,7 +134,7 @@ def load_rows(
         UserError: for data that cannot be used.
     """
     split = script.dataset_train_split
-    prompt_template = template(script.adora_prompt) if script.adora_prompt else None
+    prompt_template = read_template(script.adora_prompt) if script.adora_prompt else None
     datasets = []
     prompts = []  # texts of all rows
     for folder in folders:
@@ -204,7 +204,7 @@ def problem_texts(dataset: Dataset, prompt_template: Template | None, where: str
     return texts
 
 
-def as_asked(script: Any, table: pa.Table) -> Any:
+def script_arguments_for_fingerprint(script: Any, table: pa.Table) -> Any:
     """Return a copy of the script arguments for the fingerprint of a run.
 
     `adora_prompt` is None in the copy if the template gives each row its problem alone, so that a
@@ -212,7 +212,7 @@ def as_asked(script: Any, table: pa.Table) -> Any:
     """
     arguments = copy(script)
     if script.adora_prompt:
-        prompt_template = template(script.adora_prompt)
+        prompt_template = read_template(script.adora_prompt)
         if prompt_template.asks_the_problem_alone(with_choices=has_choices(table)):
             arguments.adora_prompt = None
     return arguments

@@ -11,10 +11,10 @@ from adora_vl.data.dataset import MANIFEST_NAME, read_manifest
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import (
     is_partial,
+    naming_write_errors,
     recover_folder,
     replacing_folder,
-    unwritable,
-    written_to,
+    unwritable_error,
 )
 
 # The argument that changes no row. People are told to raise it, so it may differ in a second try.
@@ -39,20 +39,20 @@ def complete_or_absent(
             written, as on a full disk.
     """
     output = output.resolve()
-    with written_to("output", output):
+    with naming_write_errors("output", output):
         recover_folder(output)
-    _refuse(output, description, overwrite)
+    _refuse_to_replace(output, description, overwrite)
     try:
         with replacing_folder(output) as folder:
             yield folder
-            _refuse(output, description, overwrite)  # again, since preparing takes long
+            _refuse_to_replace(output, description, overwrite)  # again, since preparing takes long
     except OSError as error:
         path = Path(error.filename or output)
         is_about_output = path in (output, *output.parents) or _is_in_hidden_folder(path, output)
         is_of_the_disk = error.errno is not None
         if not is_of_the_disk or not is_about_output:
             raise  # an error of the block, about another file
-        raise unwritable("output", output, error) from error
+        raise unwritable_error("output", output, error) from error
 
 
 def _is_in_hidden_folder(path: Path, output: Path) -> bool:
@@ -64,7 +64,9 @@ def _is_in_hidden_folder(path: Path, output: Path) -> bool:
     return False
 
 
-def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool) -> None:
+def _refuse_to_replace(
+    output: Path, description: Mapping[str, Any] | None, overwrite: bool
+) -> None:
     """Raise `UserError` where `output` holds something that may not be replaced.
 
     That is anything but a prepared data set. Without `overwrite` it is also a data set of another
@@ -75,9 +77,9 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
     if overwrite or manifest is None:
         return
     assert description is not None, "without it no dataset is the same"
-    stored = _identity(manifest)
+    stored = _identity_of_description(manifest)
     # The manifest was stored as JSON, in which tuples become lists.
-    new = _identity(json.loads(json.dumps(description)))
+    new = _identity_of_description(json.loads(json.dumps(description)))
     for key in (*new, *stored):
         if stored.get(key) != new.get(key):
             name = key[-1]
@@ -88,7 +90,7 @@ def _refuse(output: Path, description: Mapping[str, Any] | None, overwrite: bool
             )
 
 
-def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
+def _identity_of_description(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
     """Return what identifies a dataset: two with equal identities come from the same command.
 
     `description`: as in a manifest. The keys of the result are paths in it, such as `("source",)`
@@ -105,7 +107,7 @@ def _identity(description: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
 
 def refuse_foreign(output: Path) -> None:
     """Raise `UserError` unless `output` is absent, empty, or holds only a prepared dataset."""
-    with written_to("output", output):
+    with naming_write_errors("output", output):
         if not output.exists():
             return
         if not output.is_dir():

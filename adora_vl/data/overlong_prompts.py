@@ -212,12 +212,12 @@ class OverlongPrompts:
             return range(total)
         measures_all = self._measured_count(total) == total
         if not sources or total < REMEMBERED_ROWS or not measures_all:
-            return self.prompts_to_train_on(_rows_of(rows, texts), total)
+            return self.prompts_to_train_on(_rows_to_measure(rows, texts), total)
         identities = [*sources, self._counter.identity(), repr(self.pixels)]
         memory = RememberedLengths(identities, texts=texts)
         remembered = memory.read()
         if remembered is None:
-            lengths = self._measure(_rows_of(rows, texts), total)
+            lengths = self._measure(_rows_to_measure(rows, texts), total)
             memory.write(lengths.prompt_tokens, lengths.image_tokens)
         else:
             prompt_tokens, image_tokens = remembered
@@ -297,7 +297,7 @@ class OverlongPrompts:
         return usable
 
 
-def _rows_of(rows: Dataset, texts: Sequence[str]) -> Rows:
+def _rows_to_measure(rows: Dataset, texts: Sequence[str]) -> Rows:
     """Return id, text and sizes of images of each row of a data set."""
     table = rows.data.table
     return zip(table["id"].to_pylist(), texts, sizes_in(table), strict=True)

@@ -164,10 +164,10 @@ def sizes_in(table: pa.Table) -> Iterator[list[Size | None]]:
         values = iter(chunk.flatten())
         for count in chunk.value_lengths().to_pylist():
             image_count = count or 0  # None for a row whose list is null
-            yield [_size(stored) for stored in islice(values, image_count)]
+            yield [_size_of_stored_image(stored) for stored in islice(values, image_count)]
 
 
-def _size(stored: pa.StructScalar) -> Size | None:
+def _size_of_stored_image(stored: pa.StructScalar) -> Size | None:
     """Return the size of a stored image, None where it cannot be read."""
     try:
         content = stored["bytes"]

@@ -157,7 +157,7 @@ class Template:
         return "\n".join(lines)
 
 
-def template(source: str) -> Template:
+def read_template(source: str) -> Template:
     """Read a user's template for prompts: text with `{column}`, where `{{` and `}}` are braces.
 
     Raises `UserError` for anything else.
@@ -202,7 +202,7 @@ def template(source: str) -> Template:
 def _value_text(value: object) -> str:
     """Return a column's value as text of a prompt: a list as `(A) 12 (B) 13`, null as nothing."""
     if isinstance(value, list | tuple):
-        return " ".join(lettered(value))
+        return " ".join(with_letters(value))
     if value is None:
         return ""
     return str(value)
@@ -216,7 +216,7 @@ def _template_error(source: str, why: str) -> UserError:
     )
 
 
-def lettered(values: Sequence[Any]) -> list[str]:
+def with_letters(values: Sequence[Any]) -> list[str]:
     """Return the values with letters, `(A) 12`, `(B) 13`, in the form of MathVista.
 
     Values after the 26th get numbers, from 27 on.
@@ -259,7 +259,7 @@ def multiple_choice(choices: Sequence[str] | None) -> str | None:
     """
     if not choices:
         return None
-    return "\n".join(["Choices:", *lettered(choices), _ASKS_FOR_A_LETTER])
+    return "\n".join(["Choices:", *with_letters(choices), _ASKS_FOR_A_LETTER])
 
 
 def asks_for_answer_tags(*prompts: str | None) -> bool:
@@ -362,7 +362,7 @@ def conversation_with_images(
     The parts stand at each `<image>` of the problem, or before the text where it has none.
     """
     messages = conversation(problem, system_prompt)
-    messages[-1] = {"role": "user", "content": _parts(problem, n_images)}
+    messages[-1] = {"role": "user", "content": _message_parts(problem, n_images)}
     return messages
 
 
@@ -402,7 +402,7 @@ def as_text(messages: Sequence[Message]) -> str:
     return "\n".join(lines)
 
 
-def _parts(problem: str, n_images: int) -> list[Message]:
+def _message_parts(problem: str, n_images: int) -> list[Message]:
     """Return a problem as parts of a message, with an image part at each `<image>`.
 
     The images come before the text where it has no `<image>`.

@@ -50,17 +50,17 @@ def problem_with_row(row: Row) -> str | None:
             f"choices: {shown(choices)} is not a list of texts; make it one, or null for an open "
             "question"
         )
-    fault = _fault_in(row["problem"], len(images))
+    fault = _fault_in_text(row["problem"], len(images))
     if fault:
         return f"problem: {shown(row['problem'])} {fault}"
     for choice in choices or ():
-        fault = _fault_in(choice)
+        fault = _fault_in_text(choice)
         if fault:
             return f"choices: {shown(choice)} {fault}"
     return None
 
 
-def _fault_in(text: str, images: int | None = None) -> str | None:
+def _fault_in_text(text: str, images: int | None = None) -> str | None:
     """Return what makes a text of a prompt unusable, as words after its name; None if nothing does.
 
     `images`: the number of images of the row. If the text has placeholders for images, they have to
@@ -81,7 +81,7 @@ def problem_with_prompt(text: str, images: int) -> str | None:
 
     `images`: the number of images of the row.
     """
-    if fault := _fault_in(text, images):
+    if fault := _fault_in_text(text, images):
         return f"its text {fault}"
     return None if text.strip() else "its text is empty; name a column that has a value"
 

@@ -49,13 +49,13 @@ class _LentImage(Image.Image):
     def im(self) -> Any:
         """The pixels, through which every method of Pillow reads and writes; copied here."""
         shared_pixels = super().im
-        _make_plain(self)
+        _make_plain_image(self)
         self.im = shared_pixels.copy()
         return self.im
 
     @im.setter
     def im(self, pixels: Any) -> None:
-        _make_plain(self)
+        _make_plain_image(self)
         self.im = pixels
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -64,7 +64,7 @@ class _LentImage(Image.Image):
         return self.__reduce_ex__(protocol)
 
 
-def _make_plain(image: Image.Image) -> None:
+def _make_plain_image(image: Image.Image) -> None:
     """Make an image a plain one again, of Pillow's own class."""
     image.__class__ = Image.Image
 

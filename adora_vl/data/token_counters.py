@@ -78,10 +78,10 @@ def tokenizer_counter(
             texts.append(_chat_text(processor, messages, options))
         return _token_counts(processor, texts, special=False)
 
-    return TokenCounter(count, partial(_identity, processor, system_prompt, options))
+    return TokenCounter(count, partial(_identity_of_counter, processor, system_prompt, options))
 
 
-def _identity(
+def _identity_of_counter(
     processor: ProcessorMixin, system_prompt: str | None, options: TemplateOptions
 ) -> str:
     """Return a hash of all that decides how many tokens a prompt has; empty if it is not known."""

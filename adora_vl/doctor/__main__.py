@@ -23,12 +23,12 @@ from adora_vl.config.command import read
 from adora_vl.rewards import judge
 from adora_vl.rewards.choose import accepts_rounding
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
-from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_reading, exit_code_of, path
+from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, exit_code_of, path
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_json, replace_file, written_to
+from adora_vl.utils.files import check_json, naming_write_errors, replace_file
 from adora_vl.utils.launch import (
     find_cpu_build,
-    leave,
+    leave_process,
     prepare_engine_environment,
     use_expandable_segments,
 )
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_json("--json", path=options.json, kind="a table of the doctor", is_ours=is_table)
         # A mistake in the command is found before torch is imported, which takes seconds.
         cli_args = read(training_words)
-        announce_reading(USUAL_IMPORT_S)
+        announce_imports(USUAL_IMPORT_S)
         checks.extend(diagnose(cli_args))
         if is_main_process:
             print(table(checks), flush=True)
         if is_main_process and options.json is not None:
-            with written_to("--json", options.json):
+            with naming_write_errors("--json", options.json):
                 replace_file(options.json, json.dumps(as_json(checks), indent=2) + "\n")
 
     exit_code = exit_code_of(command, interrupted="nothing was written", speaks=is_main_process)
@@ -238,4 +238,4 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
 
 
 if __name__ == "__main__":
-    leave(main())
+    leave_process(main())

@@ -18,7 +18,7 @@ from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
-from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed
+from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed_version
 
 WRONG_ANSWER = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
@@ -33,12 +33,12 @@ OUR_DISTRIBUTION = "adora-vl"  # this project's distribution
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
 
-def _boxed(answer: str) -> str:
+def _boxed_response(answer: str) -> str:
     r"""Return a response of a model that has an answer in \boxed{}."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
-def _choices(row: Row) -> list[str] | None:
+def _choices_of_row(row: Row) -> list[str] | None:
     """Return the choices of a multiple-choice row, None for an open question."""
     return list(row["choices"]) if row.get("choices") else None
 
@@ -55,7 +55,7 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
     for row in rows:
         name = str(row.get("id", "?"))
         gold = row["answer"]
-        choices = _choices(row)
+        choices = _choices_of_row(row)
         # None or empty: the reference answer is usable.
         problem = verify_gold(gold, choices) if isinstance(gold, str) else "not a string"
         if problem:
@@ -64,14 +64,14 @@ def check_golds(rows: Sequence[Row], *, rounding: bool = False) -> Check:
                 f"{name}: the reference answer {gold!r} cannot be graded against ({problem})",
                 remedy,
             )
-        right_grade = grade(_boxed(gold), gold, choices=choices, rounding=rounding)
+        right_grade = grade(_boxed_response(gold), gold, choices=choices, rounding=rounding)
         if right_grade.verdict != "correct":
             detail = (
                 f"{name}: the reference answer {gold!r}, given as the answer, is "
                 f"{right_grade.verdict} ({right_grade.reason})"
             )
             return failed(title, detail, remedy)
-        wrong_grade = grade(_boxed(WRONG_ANSWER), gold, choices=choices, rounding=rounding)
+        wrong_grade = grade(_boxed_response(WRONG_ANSWER), gold, choices=choices, rounding=rounding)
         if wrong_grade.verdict == "correct":
             return failed(
                 title,
@@ -101,7 +101,7 @@ def check_rewards(
     title = "reward tells right from wrong"
     columns: dict[str, list[Any]] = {
         "answer": [row["answer"] for row in rows],
-        "choices": [_choices(row) for row in rows],
+        "choices": [_choices_of_row(row) for row in rows],
     }
     if rows and steps.FIGURE_COLUMN in rows[0]:
         columns[steps.FIGURE_COLUMN] = [row[steps.FIGURE_COLUMN] for row in rows]
@@ -110,7 +110,9 @@ def check_rewards(
         """Return the total reward of an answer to each row."""
         totals = [0.0] * len(rows)
         for function, weight in zip(functions, weights or [1.0] * len(functions), strict=True):
-            scores = function(completions=[_boxed(answer) for answer in answers], **columns)
+            scores = function(
+                completions=[_boxed_response(answer) for answer in answers], **columns
+            )
             for number, score in enumerate(scores):
                 # A reward that does not apply to a row is None, and adds nothing.
                 if score is not None:
@@ -300,7 +302,7 @@ def requirements_by_name() -> dict[str, Requirement]:
 
     Empty in a checkout that is not installed.
     """
-    if not installed(OUR_DISTRIBUTION):
+    if not installed_version(OUR_DISTRIBUTION):
         return {}
     requirements = [Requirement(text) for text in requires(OUR_DISTRIBUTION) or []]
     return {requirement.name: requirement for requirement in requirements}
@@ -348,7 +350,7 @@ def check_libraries() -> list[Check]:
     """Check the versions of the libraries that every run needs."""
     requirements = requirements_by_name()
     return [
-        check_version(name, requirements=requirements, find=installed, needed=True)
+        check_version(name, requirements=requirements, find=installed_version, needed=True)
         for name in SHOWN_LIBRARIES
     ]
 
@@ -368,7 +370,7 @@ def check_parts(
 
     `find`: returns the installed version of a distribution; by default that of this environment.
     """
-    find = find or installed
+    find = find or installed_version
     requirements = requirements_by_name()
     # The build of vLLM that is installed, or else the one to install.
     vllm = VLLM_DISTRIBUTIONS[0]

@@ -87,7 +87,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
     for name, parameter in model.named_parameters():
         is_of_vision = component_of(name) != LANGUAGE_MODEL
         is_in_layers = is_of_vision or ".layers." in name
-        is_matrix = len(_shape(parameter)) >= 2
+        is_matrix = len(_whole_shape(parameter)) >= 2
         if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
             candidates.append(NamedParameter(name, parameter))
     projector_names = [family.projector[0] for family in vision_by_model_type().values()]
@@ -100,7 +100,7 @@ def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParamete
     return preferred[-1] if preferred else None
 
 
-def _shape(parameter: Any) -> tuple[int, ...]:
+def _whole_shape(parameter: Any) -> tuple[int, ...]:
     """Return the shape of a whole parameter, also under ZeRO-3.
 
     There each rank has a part of it, and the parameter itself is empty between its uses.
@@ -109,7 +109,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 @contextmanager
-def _gathered(parameter: Any) -> Iterator[Tensor]:
+def _gathered_parameter(parameter: Any) -> Iterator[Tensor]:
     """Yield a whole parameter, which ZeRO-3 gathers from all ranks. Collective.
 
     What rank 0 writes into it inside of the `with` block goes to all ranks.
@@ -124,23 +124,23 @@ def _gathered(parameter: Any) -> Iterator[Tensor]:
 
 
 @contextmanager
-def changeable(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
+def changeable_weight(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
     """Yield a function `set_noise(scale)` that replaces a weight by its old value plus noise.
 
     The noise is normal, with `scale` times the root mean square of the weight. At the end of the
     `with` block the weight has its old value again. Collective under ZeRO-3, as is `set_noise`.
     """
-    with _gathered(parameter) as values:
+    with _gathered_parameter(parameter) as values:
         old_values = values.detach().to("cpu", copy=True)
     noise = torch.randn(old_values.shape, generator=torch.Generator().manual_seed(seed))
     noise_size = float(old_values.float().square().mean().sqrt())
     if noise_size == 0:
         # LoRA's second factor is zero at first. It gets noise of the size of an initialisation.
-        noise_size = 1.0 / max(_shape(parameter)) ** 0.5
+        noise_size = 1.0 / max(_whole_shape(parameter)) ** 0.5
     noise = noise * noise_size
 
     def write(new_values: Tensor) -> None:
-        with _gathered(parameter) as weight:
+        with _gathered_parameter(parameter) as weight:
             weight.copy_(new_values)
 
     def set_noise(scale: float) -> None:
@@ -235,7 +235,7 @@ class Examination(EngineProbe):
         engine = self.pair.engine
         assert engine is not None
         try:
-            with changeable(chosen.parameter, self.pair.config.seed) as set_noise:
+            with changeable_weight(chosen.parameter, self.pair.config.seed) as set_noise:
                 # The same prompts are sampled before and after the change, so that features or
                 # prefixes that are still in the engine's caches would be used.
                 rollouts = self.sample(check_name)
@@ -347,7 +347,7 @@ class Examination(EngineProbe):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class _ExaminationStep:
     """Some checks of an examination that are made together.
 
     `names`: the checks. `remedy`: what to do if an exception ends them. `run`: makes them.
@@ -358,7 +358,7 @@ class _Step:
     run: Callable[[], list[Check]]
 
 
-def _steps_of(examination: Examination, merge: int) -> list[_Step]:
+def _examination_steps(examination: Examination, merge: int) -> list[_ExaminationStep]:
     """Return the steps of an examination, in their order.
 
     `merge`: how many patches along a side become one image token.
@@ -366,47 +366,47 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
     pair = examination.pair
     image_token = getattr(pair.processor, "image_token_id", None)
     return [
-        _Step(
+        _ExaminationStep(
             names=(FEATURES_CHECK,),
             remedy=PIXELS_REMEDY,
             run=lambda: [check_features(examination.prompts, image_token, merge)],
         ),
-        _Step(
+        _ExaminationStep(
             names=(BUFFERS_CHECK,),
             remedy=BUFFERS_REMEDY,
             run=lambda: [check_buffers(examination.models)],
         ),
-        _Step(
+        _ExaminationStep(
             names=(RUNNER_CHECK,),
             remedy=VERSION_REMEDY,
             run=lambda: [check_runner(pair)],
         ),
-        _Step(
+        _ExaminationStep(
             names=(PROMPTS_CHECK, COLD_CHECK),
             remedy=PIXELS_REMEDY,
             run=examination.check_agreement,
         ),
-        _Step(
+        _ExaminationStep(
             names=(DISTANT_CHECK,),
             remedy=POSITIONS_REMEDY,
             run=lambda: [examination.check_distant_agreement()],
         ),
-        _Step(
+        _ExaminationStep(
             names=(LANGUAGE_CHECK,),
             remedy=SYNC_REMEDY,
             run=lambda: [examination.after_change(vision=False)],
         ),
-        _Step(
+        _ExaminationStep(
             names=(VISION_CHECK,),
             remedy=CACHES_REMEDY,
             run=lambda: [examination.after_change(vision=True)],
         ),
-        _Step(
+        _ExaminationStep(
             names=(SLEEP_CHECK,),
             remedy=SLEEP_REMEDY,
             run=lambda: [examination.after_sleep()],
         ),
-        _Step(
+        _ExaminationStep(
             names=(BANNED_CHECK,),
             remedy=BAN_REMEDY,
             run=lambda: [examination.banned()],
@@ -414,7 +414,7 @@ def _steps_of(examination: Examination, merge: int) -> list[_Step]:
     ]
 
 
-def examine(examination: Examination, merge: int) -> list[Check]:
+def examine_in_order(examination: Examination, merge: int) -> list[Check]:
     """Make the checks of engine and trainer in their order, and return their results.
 
     After a check that an exception has ended, or prompts that differ, the remaining ones are
@@ -430,7 +430,7 @@ def examine(examination: Examination, merge: int) -> list[Check]:
     elif pair.config.vllm_mode != "colocate":
         no_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
-    for step in _steps_of(examination, merge):
+    for step in _examination_steps(examination, merge):
         needs_engine = step.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
         if no_engine and needs_engine:
@@ -454,7 +454,7 @@ def _may_have_broken_engine(check: Check) -> bool:
     return prompts_differ or check.detail.startswith(_STOPPED_PREFIX)
 
 
-def _run_step(step: _Step) -> list[Check]:
+def _run_step(step: _ExaminationStep) -> list[Check]:
     """Make the checks of a step; on an exception the first one fails, and the rest is skipped."""
     try:
         return step.run()
@@ -497,5 +497,5 @@ class ExamineBeforeStepOne(TrainerCallback):  # type: ignore[misc]  # transforme
         # A model without vision has no image processor.
         merge = getattr(getattr(pair.processor, "image_processor", None), "merge_size", 1)
         examination = Examination(pair=pair, prompts=prompts, models=self.models)
-        self.checks = examine(examination, merge)
+        self.checks = examine_in_order(examination, merge)
         raise Examined

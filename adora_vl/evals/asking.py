@@ -30,7 +30,7 @@ from adora_vl.models.load import model_hash
 from adora_vl.utils.cli import amount, optional, whole
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder
-from adora_vl.utils.hub import notes_on
+from adora_vl.utils.hub import notes_on_local_copy
 
 MAX_SAMPLES = 1024
 # The options that an answer can depend on, apart from the engine, the split and the benchmark's
@@ -163,7 +163,7 @@ def answer_problems(
     # A server does not show its weights, so they cannot be hashed.
     weights_hash = None if settings.endpoint else model_hash(settings.model, settings.revision)
     if weights_hash is not None and processes.rank == 0:
-        for line in notes_on(settings.model):
+        for line in notes_on_local_copy(settings.model):
             print(line, file=sys.stderr)
     summary = infer(
         selection.problems[: options.limit],

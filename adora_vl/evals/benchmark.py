@@ -14,7 +14,7 @@ from types import ModuleType
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.records import Benchmark, LoadedProblems
 from adora_vl.utils.errors import UserError, did_you_mean
-from adora_vl.utils.own_files import from_file, is_own
+from adora_vl.utils.own_files import is_users_file, load_from_file
 
 BENCHMARK_NAMES = (
     "geometry3k",
@@ -49,8 +49,8 @@ def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str]
     """
     if name in BENCHMARK_NAMES:
         return load_shipped_benchmark(name)
-    if is_own(name):
-        user_file = from_file(
+    if is_users_file(name):
+        user_file = load_from_file(
             key, name, noun="benchmark", fits=lambda value: isinstance(value, Benchmark)
         )
         benchmark: Benchmark = replace(user_file.value, file=user_file.hash)

@@ -185,12 +185,12 @@ def _angle_between(
     Each line is directed from its first point to its second. None where the figure does not place
     all points, or the points of a line fall together.
     """
-    if not {*first_line, *second_line} <= figure.at.keys():
+    if not {*first_line, *second_line} <= figure.coordinates.keys():
         return None
     # As complex numbers, the quotient of two directions has the angle between them as its phase.
     directions: list[complex] = []
     for start, end in (first_line, second_line):
-        directions.append(complex(*figure.at[end]) - complex(*figure.at[start]))
+        directions.append(complex(*figure.coordinates[end]) - complex(*figure.coordinates[start]))
     first_direction, second_direction = directions
     if not abs(first_direction) or not abs(second_direction):
         return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import data_hash, load_split
 from adora_vl.data.images import decoded_image
-from adora_vl.data.prompts import Template, template
+from adora_vl.data.prompts import Template, read_template
 from adora_vl.data.rows import (
     has_choices,
     problem_with_prompt,
@@ -81,7 +81,7 @@ def load(options: DataOptions, prompt: str | None = None) -> LoadedProblems:
     # The data are hashed before their rows are read: a change in between gives another hash later.
     split_hash = data_hash(Path(options.data), options.split)
     dataset = load_split(options.data, options.split)
-    prompt_template = template(prompt) if prompt else None
+    prompt_template = read_template(prompt) if prompt else None
     if prompt_template is not None:
         where = f"{options.data!r} split {options.split!r}"
         prompt_template.check_columns(dataset.column_names, where)

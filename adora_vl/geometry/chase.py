@@ -100,9 +100,9 @@ class AngleChase:
     def value(self) -> float | None:
         """Return the goal where angles alone fix it and do not contradict each other; else None.
 
-        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a sum
-        of rows of M, whatever else stays open; the equations are consistent where some x fulfils
-        all of them. Both are asked by least squares, since M has no full rank as a rule.
+        The equations are M x = r and the goal is t x + c. The goal is fixed where its row t is a
+        sum of rows of M, whatever else stays open; the equations are consistent where some x
+        fulfils all of them. Both are asked by least squares, since M has no full rank as a rule.
         """
         if self.goal is None:
             return None
@@ -146,12 +146,14 @@ class AngleChase:
         way = self.places[end] - self.places[start]
         if abs(way) < _MIN_LENGTH:
             raise _NotLinearError
-        pair = frozenset((start, end))
-        line = self._line_by_points.setdefault(pair, " ".join(sorted(pair)))
-        reference = self._direction_by_line.setdefault(line, way)
-        return _DirectionSum(
-            constant=0.0 if dot(reference, way) >= 0 else 180.0, factors={f"line {line}": 1.0}
-        )
+        # Two points that no drawn line joins have a line of their own.
+        points = frozenset((start, end))
+        line = self._line_by_points.setdefault(points, " ".join(sorted(points)))
+        # The first way along a line is its direction; the opposite one is half a turn from it.
+        direction_of_line = self._direction_by_line.setdefault(line, way)
+        is_along = dot(direction_of_line, way) >= 0
+        constant = 0.0 if is_along else 180.0
+        return _DirectionSum(constant=constant, factors={f"line {line}": 1.0})
 
     def _value_in_picture(self, directions: _DirectionSum) -> float:
         """Return how many degrees a sum of directions comes to in the picture."""

@@ -1,9 +1,9 @@
 """Claims on a figure: which are true, and which of these say something new.
 
 A figure has many truths that cost nothing: `AB = AB`, a fact in other words, arithmetic on what is
-given. A claim is told from these by its gradient, how the difference of its sides changes with every
-place and letter of the figure. In the span of the gradients of given values and of earlier new
-claims it says nothing new. So no text has more new claims than its figure has free unknowns.
+given. A claim is told from these by its gradient, how the difference of its sides changes with
+every place and letter of the figure. In the span of the gradients of given values and of earlier
+new claims it says nothing new. So no text has more new claims than its figure has free unknowns.
 """
 
 from __future__ import annotations

@@ -26,9 +26,8 @@ _ROUNDED_ANSWER_TOLERANCE = 2e-3  # share by which answers of such figures may d
 _DOUBLE_ROOT_TOLERANCE = 3e-4  # share by which answers at a double root may differ
 _ANSWER_TOLERANCE = 1e-5  # share by which other equal answers may differ
 _DISTANCE_PER_FAULT = 0.1  # a fault of kind counts as so much distance from the picture
-_CLEARLY_NEARER_RATIO = (
-    1.5  # a figure that is so much nearer to the picture is the one that is meant
-)
+# a figure that is so much nearer to the picture is the one that is meant
+_CLEARLY_NEARER_RATIO = 1.5
 _NEGLIGIBLE_DISTANCE = 0.02  # and this counts as no distance at all
 
 

@@ -1,8 +1,9 @@
 """What a response claims of a figure: its equations, and relations such as "AB is parallel to CD".
 
-`read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the like
-between them, or a relation in signs or words. What nobody stands by is no claim
-(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not guessed.
+`read_claims` reads a text by a small grammar. A claim is a chain of sides with `=`, `is` or the
+like between them, or a relation in signs or words. What nobody stands by is no claim
+(`adora_vl.geometry.stance`), and what the grammar cannot read is counted as unread, and not
+guessed.
 """
 
 from __future__ import annotations

@@ -17,16 +17,14 @@ from adora_vl.geometry.reading import Reading, read_facts
 from adora_vl.geometry.solve import FigureProblem, answers_agree, is_collapsed
 
 _MAX_FACTS_TRIED = 14  # facts of one kind that are left out one by one
-_STARTS_WITHOUT_FACT = (
-    4  # of a form without a fact, of which many are tried; two that agree end a search
-)
+# of a form without a fact, of which many are tried; two that agree end a search
+_STARTS_WITHOUT_FACT = 4
 # A contradiction that is named has to hold: few facts are cheap to search from many starts.
 _STARTS_ALONE = 24
 _EVALUATIONS_ALONE = 4000
 _MAX_FACTS_NAMED = 6  # facts that a person still reads
-_MIN_RESIDUAL_SHARE = (
-    1e-3  # share of the largest residual that a fact has to have to count as involved
-)
+# share of the largest residual that a fact has to have to count as involved
+_MIN_RESIDUAL_SHARE = 1e-3
 
 
 @dataclass(frozen=True)

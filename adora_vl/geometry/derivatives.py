@@ -13,7 +13,7 @@ from adora_vl.geometry.quantities import Arithmetic, Function, sign_of_power
 
 
 class Differentiated(NamedTuple):
-    """A number, and its derivatives by all unknowns of a figure, shape (unknowns,)."""
+    """The value of a quantity, and its derivatives by all unknowns of a figure, shape (unknowns,)."""
 
     value: float
     slope: Vector
@@ -47,7 +47,7 @@ def apply_function(quantity: Arithmetic, parts: Sequence[Differentiated]) -> Dif
 
 
 def _differentiate_trigonometric(function: Function, angle: Differentiated) -> Differentiated:
-    """Return the sine, cosine or tangent of an angle in degrees."""
+    """Return the sine, cosine or tangent of an angle in degrees, with its derivatives."""
     radians = math.radians(angle.value)
     if function == "sin":
         value = math.sin(radians)
@@ -62,12 +62,12 @@ def _differentiate_trigonometric(function: Function, angle: Differentiated) -> D
 
 
 def _differentiate_logarithm(part: Differentiated) -> Differentiated:
-    """Return the natural logarithm of an absolute value."""
+    """Return the natural logarithm of an absolute value, with its derivatives."""
     return Differentiated(value=math.log(abs(part.value)), slope=part.slope / part.value)
 
 
 def _differentiate_product(parts: Sequence[Differentiated]) -> Differentiated:
-    """Return the product of any number of parts, by the product rule from left to right."""
+    """Return the product of any number of parts with its derivatives, by the product rule."""
     value = 1.0
     slope = np.zeros_like(parts[0].slope)
     for part in parts:
@@ -79,16 +79,17 @@ def _differentiate_product(parts: Sequence[Differentiated]) -> Differentiated:
 def _differentiate_quotient(
     numerator: Differentiated, denominator: Differentiated
 ) -> Differentiated:
-    """Return the quotient of two parts, by the quotient rule."""
+    """Return the quotient of two parts with its derivatives, by the quotient rule."""
     x, dx = numerator
     y, dy = denominator
     return Differentiated(value=x / y, slope=dx / y - (x / y**2) * dy)
 
 
 def _differentiate_power(base: Differentiated, exponent: Differentiated) -> Differentiated:
-    """Return the power of an absolute value, with its sign where the exponent is odd.
+    """Return a power with its derivatives, as `Arithmetic` says: that of the base's absolute value.
 
-    At base 0 the derivatives are taken as 0: the formula would divide by zero there.
+    It has the base's sign where the exponent is odd. At base 0 the derivatives are taken as 0: the
+    formula would divide by zero there.
     """
     x = abs(base.value)
     y = exponent.value

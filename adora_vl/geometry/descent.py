@@ -15,9 +15,8 @@ from adora_vl.geometry.layout import Vector
 from adora_vl.geometry.system import System
 
 _MAX_DAMPINGS_TRIED = 7  # dampings that one step tries
-_DAMPING_DIVISOR_AFTER_SUCCESS = (
-    8.0  # a step that went downhill lets the next one be so much bolder
-)
+# a step that went downhill lets the next one be so much bolder
+_DAMPING_DIVISOR_AFTER_SUCCESS = 8.0
 _DAMPING_FACTOR_AFTER_FAILURE = 6.0  # and one that did not makes it so much more careful
 _MIN_DAMPING = 1e-12
 _NEGLIGIBLE_RESIDUAL = 1e-13  # largest residual at which nothing is left to gain

@@ -324,18 +324,19 @@ class DrawnPoints:
         start = self.places[first]
         way = self.places[last] - start
         for term in self.fact_terms:
-            if term.head != "Perpendicular" or not all(
-                len(line.names) == 2 for line in term.arguments
-            ):
+            has_two_ends = all(len(line.names) == 2 for line in term.arguments)
+            if term.head != "Perpendicular" or not has_two_ends:
                 continue
             for line in term.arguments:
                 if name not in line.names or line.names[0] == line.names[1]:
                     continue
                 top = next(point for point in line.names if point != name)
-                if top in self.places and top not in (first, last):
-                    to_top = self.places[top] - start
-                    if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
-                        return dot(way, to_top) / abs(way) ** 2
+                if top not in self.places or top in (first, last):
+                    continue
+                to_top = self.places[top] - start
+                # A top on the segment itself, or nearly so, has no foot.
+                if abs(cross(way, to_top)) > _MIN_HEIGHT_SHARE * abs(way) ** 2:
+                    return dot(way, to_top) / abs(way) ** 2
         return 0.5
 
     def _copy_similar(self) -> None:

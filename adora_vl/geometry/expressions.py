@@ -74,11 +74,17 @@ Expression = Number | Letter | Operation
 
 
 def parse_expression(text: str) -> Expression:
-    """Read a value. Raises `ExpressionError` where it is none."""
+    r"""Read a value such as `\frac{3}{4}x` as a tree of numbers, letters and operations.
+
+    Units, dollar signs and spacing of LaTeX say nothing, and are dropped. Raises `ExpressionError`
+    where the text is no value.
+    """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"a value has {len(text)} characters, over {MAX_CHARACTERS}")
-    plain = re.sub(UNIT_PATTERN, "", text.replace("√", "\\sqrt ").strip())
+    plain = text.replace("√", "\\sqrt ").strip()
+    plain = re.sub(UNIT_PATTERN, "", plain)
     plain = _NOISE_PATTERN.sub("", plain).strip()
+    # Commands of LaTeX may be written without a backslash: `pi`, `sqrt(3)`.
     plain = re.sub(r"(?<![a-z\\])pi(?![a-z])", r"\\pi", plain)
     plain = re.sub(r"(?<![a-z\\])(sqrt|frac)", r"\\\1", plain)
     return _ExpressionReader(plain).whole()
@@ -140,7 +146,11 @@ def number_in_text(text: str) -> float | None:
 
 
 class _ExpressionReader:
-    """Reads one text from left to right: sums of products of powers."""
+    """Reads a value such as `2x + 5` from left to right: sums of products of powers.
+
+    `signs` are the numbers, letters, operators and brackets of the text. `next` is the number of
+    the sign that is read next, and `depth` how deep the brackets are nested.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -179,9 +189,9 @@ class _ExpressionReader:
         return expression
 
     def sum(self) -> Expression:
-        """Return products with plus and minus between them.
+        """Read products with plus and minus between them.
 
-        The depth of brackets is bounded here.
+        Raises `ExpressionError` where brackets are nested over `MAX_NESTING` deep.
         """
         self.depth += 1
         if self.depth > MAX_NESTING:
@@ -194,7 +204,7 @@ class _ExpressionReader:
         return expression
 
     def product(self) -> Expression:
-        """Return factors with a sign between them or none, as in `2x` and `3\\sqrt{2}`."""
+        r"""Read factors with a sign between them or none, as in `2x` and `3\sqrt{2}`."""
         expression = self.signed()
         while True:
             sign = self.peek()
@@ -204,24 +214,29 @@ class _ExpressionReader:
             elif sign == "/":
                 self.take()
                 expression = Operation(operator="/", left=expression, right=self.signed())
-            elif sign is not None and (
-                sign in _FIRST_SIGNS_OF_FACTOR or re.fullmatch(r"[a-z]|[\d.,]+", sign)
-            ):
+            elif sign is not None and self._begins_factor(sign):
                 expression = Operation(operator="*", left=expression, right=self.power())
             else:
                 return expression
 
+    def _begins_factor(self, sign: str) -> bool:
+        """Tell whether a factor without a sign before it may begin with this one."""
+        is_letter_or_number = re.fullmatch(r"[a-z]|[\d.,]+", sign) is not None
+        return sign in _FIRST_SIGNS_OF_FACTOR or is_letter_or_number
+
     def signed(self) -> Expression:
-        """Return a power with any number of signs before it."""
+        """Read a power with any number of plus and minus signs before it."""
         negative = False
         while self.peek() in ("-", "+"):
             if self.take() == "-":
                 negative = not negative
         power = self.power()
-        return Operation(operator="-", left=Number(0.0), right=power) if negative else power
+        if negative:
+            return Operation(operator="-", left=Number(0.0), right=power)
+        return power
 
     def power(self) -> Expression:
-        """Return a base with its exponents, each at most `MAX_EXPONENT`."""
+        """Read a base with its exponents. Raises `ExpressionError` for one over `MAX_EXPONENT`."""
         base = self.atom()
         while self.peek() == "^":
             self.take()
@@ -232,7 +247,7 @@ class _ExpressionReader:
         return base
 
     def group(self) -> Expression:
-        """Return what stands in a pair of brackets, or one sign, as behind `\\frac` and `^`."""
+        r"""Read what stands in a pair of brackets, or one atom, as behind `\frac` and `^`."""
         if self.peek() not in ("{", "("):
             if self.peek() == "-":
                 self.take()
@@ -245,7 +260,10 @@ class _ExpressionReader:
         return expression
 
     def atom(self) -> Expression:
-        """Return a bracket, a fraction, a root, pi, a number or a letter."""
+        """Read a bracket, a fraction, a root, pi, a number or a letter.
+
+        Raises `ExpressionError` for any other sign, and for a number over `MAX_NUMBER`.
+        """
         sign = self.peek()
         if sign in ("{", "("):
             return self.group()
@@ -267,7 +285,7 @@ class _ExpressionReader:
         raise self.error()
 
     def root(self) -> Expression:
-        """Return a root as a power; its degree stands in square brackets, else it is 2."""
+        """Read a root as a power; its degree stands in square brackets, and is 2 without these."""
         degree: Expression = Number(2.0)
         if self.peek() == "[":
             self.take()

@@ -23,12 +23,12 @@ _MAX_RESIDUAL = 1e-6  # largest residual of a stored figure
 class Figure:
     """A figure that fulfils the facts of a form.
 
-    `at`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
+    `coordinates`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
     (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
     conflict with the others.
     """
 
-    at: Mapping[str, Point]
+    coordinates: Mapping[str, Point]
     values: Mapping[str, float]
     form: LogicForm
     assumed: tuple[str, ...] = ()
@@ -44,11 +44,11 @@ class Verdict:
     `collapsed` where it does so only with points that fall together; `unread` where the form or
     its question cannot be read.
 
-    `value` is also there for other statuses where something is known: with the `basis` `looks` it needs
-    what is `assumed` by the picture, with `without a fact` that `left_out` does not hold, with
-    `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it has no
-    short form. `unread`: facts that could not be read, each with its place and the reason. `why`:
-    one line for a person.
+    `value` is also there for other statuses where something is known: with the `basis` `looks` it
+    needs what is `assumed` by the picture, with `without a fact` that `left_out` does not hold,
+    with `rounded` that a book has rounded its facts. `answer`: the value in LaTeX; None where it
+    has no short form. `unread`: facts that could not be read, each with its place and the reason.
+    `why`: one line for a person.
     """
 
     status: Status
@@ -78,16 +78,18 @@ def figure_of_solution(
     places = {name: problem.system.location(state, name) for name in names}
     turn = _turn_to_picture(problem, places)
     digits = _DIGITS_OF_PLACES - math.floor(math.log10(max(problem.size, 1e-9)))
-    at = {}
+    coordinates = {}
     for name, location in places.items():
         turned = location * turn * problem.size
-        at[name] = (round(turned.real, digits), round(turned.imag, digits))
+        coordinates[name] = (round(turned.real, digits), round(turned.imag, digits))
     first = problem.system.first_unknown
     values = {
         name: float(state[first + number]) for number, name in enumerate(problem.system.unknowns)
     }
     rounded = {name: float(f"{value:.12g}") for name, value in values.items()}
-    return Figure(at=at, values=rounded, form=form, assumed=assumed, left_out=left_out)
+    return Figure(
+        coordinates=coordinates, values=rounded, form=form, assumed=assumed, left_out=left_out
+    )
 
 
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
@@ -109,7 +111,7 @@ def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> c
 def figure_as_json(figure: Figure) -> str:
     """Return the figure as one line of JSON, for a table. `figure_from_json` reads it back."""
     record = {
-        "at": {name: list(location) for name, location in figure.at.items()},
+        "at": {name: list(location) for name, location in figure.coordinates.items()},
         "values": dict(figure.values),
         "form": form_as_record(figure.form),
         "assumed": list(figure.assumed),
@@ -126,7 +128,7 @@ def figure_from_json(text: str) -> Figure:
     try:
         record = json.loads(text)
         figure = Figure(
-            at={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
+            coordinates={str(name): (float(x), float(y)) for name, (x, y) in record["at"].items()},
             values={str(name): float(value) for name, value in record["values"].items()},
             form=read_form_from_record(record["form"]),
             assumed=tuple(map(str, record["assumed"])),
@@ -162,7 +164,7 @@ def state_of_figure(figure: Figure, problem: FigureProblem) -> Vector:
     """
     system = problem.system
     state = problem.starts.near_picture(0)
-    for name, (x, y) in figure.at.items():
+    for name, (x, y) in figure.coordinates.items():
         point_number = system.position.get(name)
         if point_number is not None:
             # Places are stored to scale, and stand in the state as shares of the figure's size.

@@ -32,7 +32,7 @@ _INTERGPS_KEY_BY_FIELD = {
 
 @dataclass(frozen=True)
 class Term:
-    """A logic form such as `Line(A, B)`: a head, and the terms in its brackets.
+    """A fact or a part of one, such as `Line(A, B)`: a head, and the terms in its brackets.
 
     A text without brackets has no arguments.
     """
@@ -105,10 +105,15 @@ def _split_arguments(rest: str) -> list[str] | None:
 
 @dataclass(frozen=True)
 class LogicForm:
-    """A diagram and its question.
+    """The facts of a diagram and its question, in the notation of Geometry3K's annotation.
 
-    `points` has the places in the picture, in pixels with y downwards; a point whose place nobody
-    knows is not in it.
+    Attributes:
+        lines: The drawn segments, by their two ends.
+        circles: The centres of the drawn circles.
+        points: The places in the picture, in pixels with y downwards. A point whose place nobody
+            knows is not in it.
+        facts: Texts such as `Equals(LengthOf(Line(A, B)), 10)`.
+        question: Texts such as `Find(LengthOf(Line(A, C)))`, and facts that only the question has.
     """
 
     lines: tuple[tuple[str, str], ...]
@@ -123,7 +128,7 @@ class LogicForm:
         return [parse_term(fact) for fact in dict.fromkeys(self.facts) if fact.strip()]
 
     def facts_with_head(self, head: str) -> list[Term]:
-        """Return the facts with this head."""
+        """Return the facts whose terms have this head, such as `Perpendicular`."""
         return [term for term in self.terms if term and term.head == head]
 
     @cached_property
@@ -211,7 +216,7 @@ def read_form_from_record(record: Mapping[str, object]) -> LogicForm:
 
 
 def form_as_record(form: LogicForm) -> dict[str, object]:
-    """Return the form as an object that `read_form_from_record` reads back: plain lists and texts, for JSON."""
+    """Return the form as plain lists and texts for JSON, which `read_form_from_record` reads back."""
     return {
         "lines": ["".join(line) for line in form.lines],
         "circles": list(form.circles),

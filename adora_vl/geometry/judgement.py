@@ -41,9 +41,8 @@ if TYPE_CHECKING:
 _MAX_FREE_SHARE = 1e-4  # share of a claim's gradient along which the facts may let it move
 _MIN_GRADIENT_LENGTH = 1e-9  # length of a gradient, after scaling, that counts as none
 _TOLERANCE_WITHOUT_DECIMALS = 1e-3  # share by which a value may be off that has no decimals
-_TOLERANCE_WITH_DECIMALS = (
-    0.006  # share by which one may be off that has some, which were rounded on the way
-)
+# share by which one may be off that has some, which were rounded on the way
+_TOLERANCE_WITH_DECIMALS = 0.006
 # How far the figure may be from one in which a claim holds, along the claim's gradient, and along
 # what of it is new; in the scaled unknowns, of which a figure's size is about 1. Of claims that
 # people marked as true the rounded ones are up to 0.003 off. Without these bounds a large number on

@@ -75,8 +75,8 @@ class KindOfFigure:
     def _seen_orders(self) -> list[list[str]]:
         """Return the points of each line in order.
 
-        Of a line with a point without a place it is known which points lie between its ends, and not
-        in which order.
+        Of a line with a point without a place it is known which points lie between its ends, and
+        not in which order.
         """
         rows = [row for row in self.drawing.drawn_lines if len(row) > 2]
         triples = [

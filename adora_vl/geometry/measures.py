@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from cmath import phase
 from collections.abc import Callable, Sequence
 
 from adora_vl.geometry.areas import area_or_perimeter
@@ -35,7 +36,7 @@ from adora_vl.geometry.quantities import (
     over,
     plus,
     power,
-    quantity_of,
+    quantity_of_expression,
     times,
 )
 from adora_vl.geometry.shapes import (
@@ -49,9 +50,8 @@ from adora_vl.geometry.shapes import (
 )
 from adora_vl.geometry.vectors import cross, dot, sine
 
-_MIN_SINE_OF_TURN = (
-    0.06  # below, a corner is too flat for the picture to show on which side it turns
-)
+# below, a corner is too flat for the picture to show on which side it turns
+_MIN_SINE_OF_TURN = 0.06
 _UNIT_BY_HEAD: dict[str, Unit] = {
     "AreaOf": "area",
     "MeasureOf": "degrees",
@@ -135,7 +135,7 @@ class Measures:
         if text == "Radius":
             return self.radius(self.drawing.circle())
         try:
-            return quantity_of(parse_expression(text))
+            return quantity_of_expression(parse_expression(text))
         except ExpressionError as error:
             raise UnreadError(str(error)) from error
 
@@ -173,14 +173,18 @@ class Measures:
         The length of an arc is its angle at the centre, in radians, times the radius.
         """
         inner = term.arguments[0]
+        # `LengthOf(A, B)` names the two ends themselves.
         if len(term.names) == 2 and not inner.arguments:
             return self.distance(term.names[0], term.names[1])
         if not inner.arguments:
             return self.quantity(inner)
-        arc = inner.arguments[0] if inner.head in ("Minor", "Major") and inner.arguments else inner
+        arc = inner
+        if inner.head in ("Minor", "Major"):
+            arc = inner.arguments[0]
         if arc.head == "Arc":
             radius = self.radius(self.drawing.circle_of_arc(arc.names))
-            return times(self.quantity(inner), radius, Constant(math.pi / 180))
+            radians_per_degree = Constant(math.pi / 180)
+            return times(self.quantity(inner), radius, radians_per_degree)
         return self.quantity(inner)
 
     def circle_measure(self, head: str, circle: Circle) -> Quantity:
@@ -366,10 +370,7 @@ class Measures:
         corners = [name for name in on_circle if len(self.drawing.neighbours.get(name, ())) >= 2]
         if len(corners) < 3:
             return self.drawing.corners_of_shape(shape)
-        return sorted(
-            corners,
-            key=lambda name: math.atan2(*_imaginary_and_real(self.drawing.places[name] - centre)),
-        )
+        return sorted(corners, key=lambda name: phase(self.drawing.places[name] - centre))
 
     def arc_angle(self, term: Term) -> Quantity:
         """Return the angle of an arc at the centre, in degrees.
@@ -414,7 +415,7 @@ class Measures:
     # Areas and perimeters
 
     def polygon_measure(self, head: str, names: Sequence[str]) -> Quantity:
-        """Return the perimeter of a polygon for the head `PerimeterOf`, its area for any other head.
+        """Return the perimeter of a polygon for the head `PerimeterOf`, else its area.
 
         `names` are the corners in the order round the polygon.
         """
@@ -496,11 +497,6 @@ class Measures:
             *self.drawing.points_of_angle(Term(head="Angle", arguments=(inner,)))
         )
         return Arithmetic(function=names[term.head], parts=(angle,))
-
-
-def _imaginary_and_real(location: complex) -> tuple[float, float]:
-    """Return the coordinates y and x of a place, in the order in which `math.atan2` takes them."""
-    return location.imag, location.real
 
 
 _Rule = Callable[[Measures, Term], Quantity]

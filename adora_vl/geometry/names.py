@@ -14,7 +14,7 @@ from adora_vl.geometry.quantities import (
     Quantity,
     Unknown,
     atoms_of,
-    quantities_of,
+    sides_of_equation,
     times,
 )
 from adora_vl.geometry.reading import Reading
@@ -209,7 +209,7 @@ class NameReader:
 def unknown_names(reading: Reading) -> set[str]:
     """Return the names of the letters, radii and numbered angles that a form knows."""
     quantities = [
-        quantity for relation in reading.relations for quantity in quantities_of(relation)
+        quantity for relation in reading.relations for quantity in sides_of_equation(relation)
     ]
     if reading.goal is not None:
         quantities.append(reading.goal)

@@ -89,7 +89,8 @@ class Arithmetic:
     """Arithmetic on quantities.
 
     A power of a negative number is that of its absolute value, since a search for a figure may pass
-    through negative lengths on its way. Only an odd whole exponent keeps the sign (`sign_of_power`).
+    through negative lengths on its way. Only an odd whole exponent keeps the sign
+    (`sign_of_power`).
     """
 
     function: Function
@@ -176,18 +177,18 @@ def power(base: Quantity, exponent: float) -> Quantity:
     return Arithmetic(function="^", parts=(base, Constant(exponent)))
 
 
-def quantity_of(expression: Expression) -> Quantity:
-    """Return the quantity that an expression writes; its letters are unknowns."""
+def quantity_of_expression(expression: Expression) -> Quantity:
+    """Return the quantity that an expression such as `2x + 5` writes; its letters are unknowns."""
     if isinstance(expression, Number):
         return Constant(expression.value)
     if isinstance(expression, Letter):
         return Unknown(expression.name)
-    parts = (quantity_of(expression.left), quantity_of(expression.right))
+    parts = (quantity_of_expression(expression.left), quantity_of_expression(expression.right))
     return Arithmetic(function=expression.operator, parts=parts)
 
 
 def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
-    """Yield the quantities that arithmetic is done on."""
+    """Yield the quantities that arithmetic is done on: AB and CD for `2 AB + CD`."""
     if isinstance(quantity, Arithmetic):
         for part in quantity.parts:
             yield from atoms_of(part)
@@ -195,8 +196,8 @@ def atoms_of(quantity: Quantity) -> Iterator[Quantity]:
         yield quantity
 
 
-def quantities_of(relation: Relation) -> Iterator[Quantity]:
-    """Yield the quantities of an equation; other relations have none."""
+def sides_of_equation(relation: Relation) -> Iterator[Quantity]:
+    """Yield the two sides of an equation; other relations have no quantities."""
     if isinstance(relation, Equal):
         yield relation.left
         yield relation.right

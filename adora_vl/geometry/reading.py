@@ -31,9 +31,8 @@ from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
 from adora_vl.geometry.words import term_in_words
 
-_MIN_RADII_OUTSIDE = (
-    1.1  # of a drawn radius; a point farther from the centre is seen to lie outside
-)
+# of a drawn radius; a point farther from the centre is seen to lie outside
+_MIN_RADII_OUTSIDE = 1.1
 _SHAPES_IN_QUESTION = ("Parallelogram", "Rectangle", "Rhombus", "Square", "Kite", "Trapezoid")
 _ADJECTIVES_IN_QUESTION = ("Regular", "Right", "Isosceles", "Equilateral")
 _HEADS_READ_AS_WHOLE = (
@@ -48,11 +47,20 @@ _HEADS_READ_AS_WHOLE = (
 
 @dataclass
 class Reading:
-    """What a form says.
+    """The facts of a logic form as relations, and the quantity that its question asks for.
 
-    `relations` hold in the figure; `fact_numbers` has for each the number of the fact that it comes of,
-    in the order of the drawing's terms, or None where the picture shows it. `assumed` says these in
-    words. `unread` has the facts that could not be read, with the reason.
+    Attributes:
+        drawing: The picture of the form.
+        measures: Turns terms into quantities of the figure.
+        relations: What holds in the figure.
+        fact_numbers: For each relation the number of the fact that it comes of, in the order of the
+            drawing's terms, or None where the picture shows it.
+        assumed: What only the picture shows, in words.
+        unread: The facts that could not be read, with the reason.
+        goal_term: What the question asks for, as a term; None where it asks for nothing.
+        goal: The same as a quantity; None where it cannot be computed.
+        goal_fault: The reason why it cannot be computed.
+        unit: What the goal is measured in.
     """
 
     drawing: Drawing
@@ -74,11 +82,9 @@ class Reading:
                 self.drawing.check_points(points_in(relation))
                 relations.append(relation)
         except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-            reason = (
-                str(error)
-                if isinstance(error, UnreadError)
-                else "it is not in a form that is known"
-            )
+            reason = "it is not in a form that is known"
+            if isinstance(error, UnreadError):
+                reason = str(error)
             self.unread.append((term, reason))
             return
         self.relations += relations

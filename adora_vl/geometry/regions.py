@@ -57,17 +57,23 @@ class Regions(DrawnLines):
         while (start, end) not in visited and len(face) < _MAX_CORNERS_OF_FACE:
             visited.add((start, end))
             face.append(start)
-            back = self._direction(end, start)
-            next_points = [name for name in sorted(self._borders[end]) if name != start]
-            # At a dead end the walk turns round.
-            if not next_points:
-                next_points = [start]
-            next_point = max(
-                next_points, key=lambda name: (self._direction(end, name) - back) % math.tau
-            )
+            next_point = self._furthest_turn(start, end)
             start = end
             end = next_point
         return face
+
+    def _furthest_turn(self, start: str, end: str) -> str:
+        """Return the neighbour of `end` to which the turn from the way back to `start` is largest.
+
+        At a dead end the walk turns round, and `start` is returned.
+        """
+        back_direction = self._direction(end, start)
+        next_points = [name for name in sorted(self._borders[end]) if name != start]
+        if not next_points:
+            return start
+        return max(
+            next_points, key=lambda name: (self._direction(end, name) - back_direction) % math.tau
+        )
 
     def signed_area(self, names: Sequence[str]) -> float:
         """Return the area of a polygon in square pixels, negative where its corners go clockwise."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from adora_vl.geometry.quantities import Distance, Equal, Relation, constant_of
+from adora_vl.geometry.quantities import (
+    Area,
+    Arithmetic,
+    Constant,
+    Distance,
+    Equal,
+    Quantity,
+    Relation,
+    constant_of,
+    points_in_quantity,
+)
 from adora_vl.geometry.vectors import extent_of
 
 _DEFAULT_SIZE = 15.0  # of a figure with no given length
@@ -18,7 +29,7 @@ class Scale:
     """The sizes of a figure and of its picture.
 
     `size` is the length of the figure's larger side in the problem's unit, `pixels` that side in
-    the picture (1 without a picture). `is_given` says whether any given length tells the size.
+    the picture (1 without a picture). `is_given` says whether a given length or area tells the size.
     """
 
     size: float
@@ -49,6 +60,8 @@ def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex])
             # Two points in one place of the picture would give a scale without bound.
             if drawn_length > 1e-6 * pixels:
                 scales.append(length / drawn_length)
+    if not scales:
+        scales = [scale for relation in relations for scale in _scales_of_measure(relation, places)]
     # A median, since one wrong or badly drawn length must not stretch the whole figure.
     if scales:
         size = float(np.median(scales)) * pixels
@@ -57,4 +70,43 @@ def estimate_scale(relations: Sequence[Relation], places: Mapping[str, complex])
         size = 1.5 * float(np.median([length for _, length in length_by_ends]))
     else:
         size = _DEFAULT_SIZE
-    return Scale(size=size, pixels=pixels, is_given=bool(length_by_ends))
+    return Scale(size=size, pixels=pixels, is_given=bool(scales or length_by_ends))
+
+
+def _scales_of_measure(relation: Relation, places: Mapping[str, complex]) -> Iterator[float]:
+    """Yield how many units of the problem a pixel is, as a sum of lengths or an area says.
+
+    Nothing is yielded for another relation, and where the picture lacks one of the points.
+    """
+    if not isinstance(relation, Equal) or relation.unit not in ("length", "area"):
+        return
+    given_value = constant_of(relation.right)
+    drawn_value = constant_of(_as_drawn(relation.left, places))
+    if given_value is None or drawn_value is None or min(given_value, drawn_value) <= 0:
+        return
+    ratio = given_value / drawn_value
+    yield math.sqrt(ratio) if relation.unit == "area" else ratio
+
+
+def _as_drawn(quantity: Quantity, places: Mapping[str, complex]) -> Quantity:
+    """Return a quantity with the numbers that the picture has for its lengths and areas.
+
+    What the picture does not show stays as it is.
+    """
+    if not set(points_in_quantity(quantity)) <= places.keys():
+        return quantity
+    if isinstance(quantity, Distance):
+        return Constant(abs(places[quantity.start] - places[quantity.end]))
+    if isinstance(quantity, Area):
+        corners = [places[name] for name in quantity.corners]
+        next_corners = [*corners[1:], corners[0]]
+        # The shoelace formula, with points as complex numbers.
+        doubled = sum(
+            (corner.conjugate() * next_corner).imag
+            for corner, next_corner in zip(corners, next_corners, strict=True)
+        )
+        return Constant(abs(doubled) / 2)
+    if isinstance(quantity, Arithmetic):
+        parts = tuple(_as_drawn(part, places) for part in quantity.parts)
+        return Arithmetic(function=quantity.function, parts=parts)
+    return quantity

@@ -174,7 +174,7 @@ class SideReader(NameReader):
         if self.token_at(start).text == "-":
             quantity, cursor = self.product(start + 1)
             return minus(Constant(0.0), quantity), cursor
-        worded_factor = self._share(start)
+        worded_factor = self._read_worded_factor(start)
         if worded_factor is not None:
             quantity, cursor = self.product(
                 self.skip_words(worded_factor.end, _WORDS_BEFORE_FACTOR)
@@ -203,7 +203,7 @@ class SideReader(NameReader):
             else:
                 return quantity, cursor
 
-    def _share(self, start: int) -> _WordedFactor | None:
+    def _read_worded_factor(self, start: int) -> _WordedFactor | None:
         """Read a factor in words: "twice", "three times", "one-third of"; None for anything else."""
         word = self.word_at(start)
         next_word = self.word_at(start + 1)

@@ -62,10 +62,10 @@ class Freedom(NamedTuple):
 class Solution:
     """A figure that fulfils the relations, its answer, and how much it is like the picture.
 
-    `state` are the unknowns, `value` is the goal's value there, and `residual` the largest residual.
-    `freedom` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts how much the
-    figure differs in kind from the picture, and `picture_distance` is how far its points lie from
-    the picture's. `start` is the number of the start that led to it.
+    `state` are the unknowns, `value` is the goal's value there, and `residual` the largest
+    residual. `freedom` and `min_slope` are `share` and `min_slope` of `Freedom`. `faults` counts
+    how much the figure differs in kind from the picture, and `picture_distance` is how far its
+    points lie from the picture's. `start` is the number of the start that led to it.
     """
 
     state: Vector
@@ -307,5 +307,5 @@ def is_collapsed(solution: Solution) -> bool:
 
 
 def is_goal_free(solution: Solution) -> bool:
-    """Tell whether the facts let the goal move in this figure."""
+    """Tell whether the facts let the goal move in this figure, and so leave it open."""
     return solution.freedom > _MAX_FREE_SHARE

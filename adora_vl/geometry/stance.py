@@ -1,8 +1,8 @@
 """Which words of a response its author stands by.
 
-What is said under a supposition, of an aim, with a denial or as a question is no claim: "Let AB = 5",
-"to find AC", "it is not that AB = 5", "is AB = 5?". A supposition lasts to the end of its sentence
-and over the next one where that goes on with "then".
+What is said under a supposition, of an aim, with a denial or as a question is no claim: "Let AB =
+5", "to find AC", "it is not that AB = 5", "is AB = 5?". A supposition lasts to the end of its
+sentence and over the next one where that goes on with "then".
 """
 
 from __future__ import annotations

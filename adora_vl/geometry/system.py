@@ -29,13 +29,12 @@ from adora_vl.geometry.quantities import (
     Unknown,
     atoms_of,
     constant_of,
-    quantities_of,
+    sides_of_equation,
 )
 
 _END_MARGIN = 0.001  # of a segment; a point nearer to an end than this does not lie between
-_MAX_PLAIN_DIFFERENCE = (
-    300.0  # degrees; angles that differ by more are compared the other way round
-)
+# degrees; angles that differ by more are compared the other way round
+_MAX_PLAIN_DIFFERENCE = 300.0
 
 
 class _Residuals(NamedTuple):
@@ -90,7 +89,9 @@ class System(UnknownsLayout):
         goal: Quantity | None,
         size: float,
     ) -> None:
-        quantities = [quantity for relation in relations for quantity in quantities_of(relation)]
+        quantities = [
+            quantity for relation in relations for quantity in sides_of_equation(relation)
+        ]
         if goal is not None:
             quantities.append(goal)
         atoms = list(dict.fromkeys(atom for quantity in quantities for atom in atoms_of(quantity)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.migrate.shell import read_script
-from adora_vl.utils.cli import dotted, read_mapping, split_list, yaml_value
+from adora_vl.utils.cli import read_mapping, split_list, with_dotted_keys, yaml_value
 from adora_vl.utils.errors import UserError
 
 _KEY_VALUE = re.compile(r"\+{0,2}[\w.]+=")
@@ -198,7 +198,7 @@ def _read_yaml_over(source: Source, config: Path, *, nested: bool) -> None:
     `nested`: whether nested mappings become dotted names.
     """
     for key, value in read_mapping("CONFIG", config).items():
-        source.values |= dotted(key, value) if nested else {key: value}
+        source.values |= with_dotted_keys(key, value) if nested else {key: value}
 
 
 def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
@@ -226,7 +226,7 @@ def _read_words_over(source: Source, words: list[str], *, nested: bool) -> None:
         else:
             _read_yaml_over(source, path, nested=nested)
     for key, value in values.items():
-        source.values |= dotted(key, value) if nested else {key: value}
+        source.values |= with_dotted_keys(key, value) if nested else {key: value}
 
 
 def _take_config_names(values: dict[str, Any]) -> list[str]:

@@ -19,7 +19,7 @@ from adora_vl.models.load import (
     restore_adapter,
 )
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hub import only_here, why_missing
+from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from peft import PeftConfig, PeftModel
@@ -106,7 +106,7 @@ def _adapter_folder(key: str, name: str, revision: str | None) -> Path | None:
         folder = snapshot_download(
             name,
             revision=revision,
-            local_files_only=only_here(name),
+            local_files_only=looks_only_on_this_machine(name),
             allow_patterns=[*_FETCHED_FILE_PATTERNS],
             ignore_patterns="*/*",  # folders inside, such as those of checkpoints
         )
@@ -123,7 +123,9 @@ def _hub_has_file(name: str, revision: str | None, file: str) -> bool:
     from transformers.utils import cached_file
 
     try:
-        path = cached_file(name, file, revision=revision, local_files_only=only_here(name))
+        path = cached_file(
+            name, file, revision=revision, local_files_only=looks_only_on_this_machine(name)
+        )
         return path is not None
     except (OSError, ValueError):  # where there is no such model, loading it will say what is wrong
         return False
@@ -311,9 +313,11 @@ def without_reference_adapter(policy: PeftModel) -> Iterator[None]:
     PEFT would look for it in the state that ZeRO-3 gathers, which has the policy's adapter alone.
     """
     reference_config = policy.peft_config.pop("ref", None)
-    yield
-    if reference_config is not None:
-        policy.peft_config["ref"] = reference_config
+    try:
+        yield
+    finally:
+        if reference_config is not None:
+            policy.peft_config["ref"] = reference_config
 
 
 def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:

@@ -20,7 +20,7 @@ from adora_vl.models.families import (
 )
 from adora_vl.models.shape import is_dtype_name, language_layer_names, layers_pattern, model_shape
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.secrets import masked
+from adora_vl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -136,7 +136,7 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
         "attn_implementation",
     }
     # Masked, since the error below shows the value, which may be a token of the hub.
-    for key, value in masked(init_kwargs).items():
+    for key, value in without_secrets(init_kwargs).items():
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
         is_unknown = not is_read
         # A text that is not the name of a dtype.

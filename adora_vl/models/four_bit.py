@@ -16,7 +16,7 @@ from trl import ModelConfig
 from adora_vl.models.load import load_model, load_processor, model_hash
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import cache_folder, replacing_folder
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -81,7 +81,7 @@ def check_four_bit(
     if run.use_vllm:
         packages.append("vllm-bnb-plugin")
     for package in packages:
-        if runs_here and not installed(package):
+        if runs_here and not installed_version(package):
             raise UserError(
                 f"{key}, but {package} is not installed; install the extra adora-vl[4bit]"
             )

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from adora_vl.models.families import KNOWN_FAMILIES_TEXT, sees_images
 from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hashing import content_hash
-from adora_vl.utils.hub import only_here, why_missing
+from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
 
 if TYPE_CHECKING:  # importing it takes seconds, for which the help of a command need not wait
     from peft import PeftModel
@@ -112,7 +112,10 @@ def read_config(key: str, model: str, revision: str | None = None) -> Pretrained
     """
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
-    hub_options: dict[str, Any] = {"revision": revision, "local_files_only": only_here(model)}
+    hub_options: dict[str, Any] = {
+        "revision": revision,
+        "local_files_only": looks_only_on_this_machine(model),
+    }
     config_dict, _ = PretrainedConfig.get_config_dict(model, **hub_options)
     model_type = config_dict.get("model_type")
     if model_type is not None and model_type not in CONFIG_MAPPING:
@@ -313,7 +316,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
             revision=revision,
             truncation_side="left",
             padding_side="left",
-            local_files_only=only_here(model),
+            local_files_only=looks_only_on_this_machine(model),
             trust_remote_code=False,
         )
     # Any error: a file of the tokenizer that is cut off raises another one for each kind of file.

@@ -157,7 +157,7 @@ class ImageCache:
         A new image is added to the cache, and the least recently used ones are dropped until it
         fits. `settings`: the result of `effective_settings`.
         """
-        key = _key(image, settings)
+        key = _image_key(image, settings)
         if key in self._images:
             self._images.move_to_end(key)
             return self._images[key]
@@ -218,7 +218,7 @@ def flat_images(images: "ImageInput") -> Sequence[Any]:
     return flattened
 
 
-def _key(image: "ImageInput", settings: dict[str, Any]) -> str:
+def _image_key(image: "ImageInput", settings: dict[str, Any]) -> str:
     """Return a digest of the image's content and of the settings that its patches depend on."""
     names = ("size", "resample", "patch_size", "temporal_patch_size", "merge_size")
     patch_settings = {name: settings[name] for name in names}

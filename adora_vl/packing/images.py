@@ -22,7 +22,12 @@ from adora_vl.packing.image_store import (
     can_cache,
     effective_settings,
 )
-from adora_vl.packing.prompts import PromptBatch, read_prompts, returning_references, with_pictures
+from adora_vl.packing.prompts import (
+    PromptBatch,
+    read_prompts,
+    returning_references,
+    with_pictures_of_tools,
+)
 from adora_vl.packing.vision import SharedVision
 from adora_vl.types import Batch, Row
 
@@ -68,7 +73,7 @@ def with_image_columns(columns: dict[str, Any], tokens_BT: Tensor) -> dict[str, 
     return {**columns, **empty}
 
 
-def reads_ahead(device: torch.device) -> bool:
+def processes_images_ahead(device: torch.device) -> bool:
     """Return whether images are processed while the policy learns.
 
     A CPU has no time to spare for it.
@@ -157,7 +162,7 @@ class DistinctImages:
             An object that does nothing where images are not cached, or where rows must not be read
             early.
         """
-        if not reads_ahead(self._device) or self.cache is None or not self.shown:
+        if not processes_images_ahead(self._device) or self.cache is None or not self.shown:
             return NoPrefetch()
         # A worker of the loader reads ahead already.
         has_workers = self._config.dataloader_num_workers > 0
@@ -223,7 +228,7 @@ class DistinctImages:
             )
         process = partial(self.image_processor, return_tensors="pt")
         with storing:
-            return with_pictures(prompts, pictures, process)
+            return with_pictures_of_tools(prompts, pictures, process)
 
     def tokens_of(self, image: "ImageInput") -> int:
         """Return the number of image tokens of an image that a tool shows."""

@@ -29,7 +29,7 @@ from adora_vl.packing.row_positions import (
 from adora_vl.packing.shared_prompt import (
     PackedSequence,
     group_rows_by_prompt,
-    pack,
+    pack_rows,
     rows_longest_first,
     sharing_pays,
 )
@@ -304,7 +304,7 @@ def _pack_chunk(
         token_types=token_types,
         grids=_grids_of_prompts(host_rows, prompt_rows),
     )
-    return pack(
+    return pack_rows(
         inputs.input_ids[chunk],
         attention_mask=inputs.attention_mask[chunk],
         completion_width=inputs.completion_width,

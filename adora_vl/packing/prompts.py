@@ -63,7 +63,7 @@ def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     return first_rows, [number_by_key[key] for key in keys]
 
 
-def messages_of(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+def trl_messages(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return the prompts of rows as TRL's messages: with their images inside, if any row has one."""
     images = [images_of(row) for row in rows]
     if not any(images):
@@ -91,7 +91,7 @@ def read_prompts(
         template_arguments: further arguments of the chat template.
         processing: a context in which the processor is called; None for no context.
     """
-    messages = messages_of(rows)
+    messages = trl_messages(rows)
     is_plain_text = isinstance(messages[0], str)
     if is_plain_text:
         ids = list(processor(text=messages)["input_ids"])
@@ -150,7 +150,7 @@ def _tokenize_messages(
     return {name: value for name, value in output.items() if name != "attention_mask"}
 
 
-def with_pictures(
+def with_pictures_of_tools(
     prompts: PromptBatch,
     pictures: Sequence[Sequence[Any]],
     process: Callable[[list[Any]], Mapping[str, Any]],

@@ -276,7 +276,7 @@ class _SequenceBuilder:
             if completion_positions is not None:
                 rollout_positions = completion_positions[..., row, :appended]
             else:
-                rollout_positions = _positions_after(prompt_positions, appended)
+                rollout_positions = _text_positions_after_prompt(prompt_positions, appended)
             self._add_rollout(row, prompt_end=prompt_end, positions=rollout_positions)
             if appended:
                 rollout_lengths.append(appended)
@@ -361,7 +361,7 @@ class _SequenceBuilder:
         )
 
 
-def _positions_after(prompt_positions: Tensor, tokens: int) -> Tensor:
+def _text_positions_after_prompt(prompt_positions: Tensor, tokens: int) -> Tensor:
     """Return the position ids of `tokens` text tokens after a prompt, (3, tokens) or (tokens,).
 
     `prompt_positions`: (3, prompt tokens) or (prompt tokens,).
@@ -372,7 +372,7 @@ def _positions_after(prompt_positions: Tensor, tokens: int) -> Tensor:
     return text_positions.expand(*prompt_positions.shape[:-1], -1)
 
 
-def pack(
+def pack_rows(
     input_ids: Tensor,
     attention_mask: Tensor,
     completion_width: int,

@@ -62,9 +62,10 @@ def configured_attention(config: PreTrainedConfig) -> str:
 
 
 def empty_mask(device: torch.device) -> Tensor:
-    """Return an empty mask that Transformers passes on unchanged and `_attention` ignores.
+    """Return an empty mask, which Transformers passes on unchanged.
 
-    Without it Transformers would build a mask over all groups of the sequence.
+    `_packed_or_stock_attention` ignores it. Without it Transformers would build a mask over all
+    groups of the sequence.
     """
     return torch.empty(1, 1, 0, 0, device=device)
 
@@ -84,16 +85,18 @@ def install_split_attention(model: "PreTrainedModel") -> None:
         return
     implementation = configured_attention(decoder.config)
     AttentionInterface.register(
-        _IMPLEMENTATION_PREFIX + implementation, partial(_attention, implementation)
+        _IMPLEMENTATION_PREFIX + implementation, partial(_packed_or_stock_attention, implementation)
     )
     # A copy, so that the model's own configuration still names the user's implementation.
-    attention_config = _config_with(decoder.config, _IMPLEMENTATION_PREFIX + implementation)
+    attention_config = _config_with_attention(
+        decoder.config, _IMPLEMENTATION_PREFIX + implementation
+    )
     for module in modules:
         module.config = attention_config
     decoder.register_forward_hook(_keep_scored_positions, with_kwargs=True)
 
 
-def _config_with(config: PreTrainedConfig, attention: str) -> Any:
+def _config_with_attention(config: PreTrainedConfig, attention: str) -> Any:
     """Return a copy of `config` that names `attention` as its attention implementation."""
     config_copy = copy.copy(config)
     # `TEXT_ATTENTION` is the private attribute of Transformers with this name.
@@ -119,7 +122,7 @@ def _keep_scored_positions(
     return output
 
 
-def _attention(
+def _packed_or_stock_attention(
     implementation: str,
     module: Any,
     query: Tensor,
@@ -228,7 +231,7 @@ def _module_copy_with(module: Any, implementation: str) -> Any:
     Flash attention finds its kernel by the name in the configuration.
     """
     module_copy = copy.copy(module)
-    module_copy.config = _config_with(module.config, implementation)
+    module_copy.config = _config_with_attention(module.config, implementation)
     return module_copy
 
 

@@ -182,11 +182,11 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     length = sum(layout.span_lengths)
     # Each tensor has another frequency, so that no two are equal. Values have the heads of the keys.
     waves = [
-        _wave(query, length, frequency=0.7),
-        _wave(key, length, frequency=0.7 + 0.37),
-        _wave(key, length, frequency=0.7 + 0.37 * 2),
+        _pseudo_random_values(query, length, frequency=0.7),
+        _pseudo_random_values(key, length, frequency=0.7 + 0.37),
+        _pseudo_random_values(key, length, frequency=0.7 + 0.37 * 2),
     ]
-    loss_weights = _wave(query, length, frequency=0.7 + 0.37 * 3).transpose(1, 2)
+    loss_weights = _pseudo_random_values(query, length, frequency=0.7 + 0.37 * 3).transpose(1, 2)
     scaling = query.size(-1) ** -0.5
     # The pass that this is called from may be one without gradients, and under autocast.
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
@@ -208,7 +208,7 @@ def probe_error(query: Tensor, key: Tensor) -> float:
     return torch.stack(error_ratios).max().item()
 
 
-def _wave(like: Tensor, length: int, frequency: float) -> Tensor:
+def _pseudo_random_values(like: Tensor, length: int, frequency: float) -> Tensor:
     """Return values between -2 and 2 that look random, without drawing random numbers.
 
     They are (1, H, length, D), float32, with heads and device of `like`, (1, H, S, D).

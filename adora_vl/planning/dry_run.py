@@ -19,15 +19,21 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.data.dataset import example_row
-from adora_vl.data.prompts import Message, as_text, conversation_with_images, shown_lines, template
+from adora_vl.data.prompts import (
+    Message,
+    as_text,
+    conversation_with_images,
+    read_template,
+    shown_lines,
+)
 from adora_vl.planning import disk, memory, what_fits
 from adora_vl.planning.memory_report import memory_lines
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.preflight.check_machine import TRIED_UPDATES, is_curve, schedule_of
-from adora_vl.utils.cli import amount, plain, quantile, section, spelled
+from adora_vl.preflight.check_machine import TRIED_UPDATES, depends_on_step_alone, schedule_of
+from adora_vl.utils.cli import amount, plain_value, quantile, report_section, spelled_in_config
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import GIB, check_folder, check_json, replace_file, written_to
-from adora_vl.utils.secrets import masked
+from adora_vl.utils.files import GIB, check_folder, check_json, naming_write_errors, replace_file
+from adora_vl.utils.secrets import without_secrets
 
 
 def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, float]:
@@ -40,7 +46,7 @@ def learning_rates(config: AdoraGRPOConfig, updates: int | None) -> dict[str, fl
     """
     step_count = updates or TRIED_UPDATES
     schedule = schedule_of(config, step_count)
-    if not is_curve(schedule):
+    if not depends_on_step_alone(schedule):
         return {}
     step_by_name = {"first": 0, "middle": step_count // 2, "last": step_count - 1}
     # torch's function from the step to a factor of the learning rate
@@ -54,7 +60,7 @@ def learning_rate_line(config: AdoraGRPOConfig, updates: int | None) -> str:
     `updates`: the number of optimizer steps of the run; None if it is not known.
     """
     rates = learning_rates(config, updates)
-    schedule = spelled(config.lr_scheduler_type)
+    schedule = spelled_in_config(config.lr_scheduler_type)
     if not rates:
         return f"Learning rate: {schedule} from {config.learning_rate:g} on, as the training goes."
     words_by_name = {"first": "at the first update", "middle": "half-way", "last": "at the last"}
@@ -81,11 +87,11 @@ def prompt_lines(plan: Plan) -> list[str]:
     example = rows_with_choices[0] if rows_with_choices else example_rows[0]
     problem_text = example["problem"]
     if script.adora_prompt:
-        problem_text = template(script.adora_prompt)(example)
+        problem_text = read_template(script.adora_prompt)(example)
     image_count = len(example["images"] or [])
     messages = conversation_with_images(problem_text, image_count, plan.run.system_prompt)
     prompt_text = _render_messages(plan, messages)
-    return section(f"One whole prompt, of {example['id']}", shown_lines(prompt_text))
+    return report_section(f"One whole prompt, of {example['id']}", shown_lines(prompt_text))
 
 
 def _render_messages(plan: Plan, messages: list[Message]) -> str:
@@ -126,8 +132,8 @@ def _key_values(plan: Plan) -> Iterator[KeyValue]:
             if default is MISSING:
                 default = None if field.default_factory is MISSING else field.default_factory()
             # A member of an enumeration is written by its value.
-            plain_value = plain(getattr(value, "value", value))
-            yield KeyValue(field=field, value=plain_value, is_default=value == default)
+            yaml_value = plain_value(getattr(value, "value", value))
+            yield KeyValue(field=field, value=yaml_value, is_default=value == default)
 
 
 def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def changed_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     for key in _key_values(plan):
         if key.field.name in set_keys and not key.is_default:
             value_by_key[key.field.name] = key.value
-    return dict(masked(value_by_key))
+    return dict(without_secrets(value_by_key))
 
 
 def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
@@ -150,7 +156,7 @@ def config_lines(plan: Plan, set_keys: Collection[str]) -> list[str]:
     value_by_key = changed_keys(plan, set_keys)
     column_width = max(map(len, value_by_key), default=0) + 2
     lines = [f"{key + ':':{column_width}} {value}" for key, value in value_by_key.items()]
-    return section(
+    return report_section(
         "Config, where it differs from the defaults (--write-config FILE: all of it)", lines
     )
 
@@ -200,7 +206,7 @@ def batch_lines(plan: Plan) -> list[str]:
         lines.append(
             f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}."
         )
-    return section("Batches", lines)
+    return report_section("Batches", lines)
 
 
 def _other_process_counts_lines(plan: Plan) -> list[str]:
@@ -248,7 +254,7 @@ def _epoch_lines(plan: Plan) -> list[str]:
 
 def _length_table_line(name: str, token_counts: Sequence[int]) -> str:
     """Return a line of the table of lengths: smallest, median, 95 % quantile and largest."""
-    cells = [f"{count:>9}" for count in _spread_of(token_counts).values()]
+    cells = [f"{count:>9}" for count in _min_median_q95_max(token_counts).values()]
     return f"{name:14}" + "".join(cells)
 
 
@@ -272,7 +278,7 @@ def length_lines(plan: Plan) -> list[str]:
     title = "Prompts (assumed)"
     if plan.rows:
         title = f"Prompts ({amount(len(lengths.prompt_tokens), 'row')})"
-    return section(title, lines)
+    return report_section(title, lines)
 
 
 def limit_lines(plan: Plan) -> list[str]:
@@ -318,7 +324,7 @@ def disk_lines(plan: Plan) -> list[str]:
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, {folder_bytes / GIB:.3g} GiB for the "
             "run's folder at most."
         ]
-    return section("Disk", lines)
+    return report_section("Disk", lines)
 
 
 def machine_lines(plan: Plan) -> list[str]:
@@ -331,10 +337,10 @@ def machine_lines(plan: Plan) -> list[str]:
         "started by setup/slurm/train.sbatch or setup/ssh/train.sh (docs/hardware.md).",
         "output_dir must be on a disk that all of them share; the run does not start without one.",
     ]
-    return section("Machines", lines)
+    return report_section("Machines", lines)
 
 
-def report(plan: Plan, set_keys: Collection[str]) -> str:
+def report_text(plan: Plan, set_keys: Collection[str]) -> str:
     """Return the report of a dry run as text, section by section.
 
     `set_keys`: names of all keys in the file and on the command line.
@@ -348,10 +354,10 @@ def report(plan: Plan, set_keys: Collection[str]) -> str:
         *disk_lines(plan),
     ]
     if plan.notes:
-        lines += section("Notes", [f"- {note}" for note in plan.notes])
+        lines += report_section("Notes", [f"- {note}" for note in plan.notes])
     unknown = plan.run.messages.unknown
     if unknown:
-        lines += section("Not known here", [f"- {line}" for line in unknown])
+        lines += report_section("Not known here", [f"- {line}" for line in unknown])
     return "\n".join(lines)
 
 
@@ -367,19 +373,19 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
         # Only the first process prints.
         return 0
     set_keys = command.set_keys
-    print("\n".join([report(plan, set_keys), *prompt_lines(plan)]), flush=True)
+    print("\n".join([report_text(plan, set_keys), *prompt_lines(plan)]), flush=True)
     if plan.run.messages.refusals:
         # A run would stop with this. The report comes first, as its memory is of use all the same.
         print(f"\n{verdict_line(plan)}", flush=True)
         raise UserError(plan.run.messages.refusals[0])
     if options.write_config is not None:
         config_text = yaml.safe_dump(resolve_keys(plan, set_keys), sort_keys=False)
-        _write("--write-config", options.write_config, config_text)
+        _write_output("--write-config", options.write_config, config_text)
     if options.json is not None:
         figures_text = json.dumps(report_figures(plan, set_keys), indent=2, default=str)
-        _write("--json", options.json, figures_text + "\n")
+        _write_output("--json", options.json, figures_text + "\n")
     print(f"\n{verdict_line(plan)}", flush=True)
-    if not what_fits.fits(plan.setup, plan.card_bytes):
+    if not what_fits.fits_into_gpu(plan.setup, plan.card_bytes):
         return 1
     print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
     return 0
@@ -387,9 +393,9 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
 
 def verdict_line(plan: Plan) -> str:
     """Return a line on whether the run fits into its GPUs."""
-    prediction = memory.predict(plan.setup, plan.card_bytes)
+    prediction = memory.predict_memory(plan.setup, plan.card_bytes)
     usage = f"{prediction.peak / GIB:.3g} of {plan.card_bytes / GIB:.3g} GiB"
-    if what_fits.fits(plan.setup, plan.card_bytes):
+    if what_fits.fits_into_gpu(plan.setup, plan.card_bytes):
         return f"It fits: {usage}."
     return f"It does NOT fit: {usage}; the section on memory above says what would."
 
@@ -436,9 +442,9 @@ def _check_outputs(options: DryRunOptions) -> None:
             )
 
 
-def _write(option: str, path: Path, text: str) -> None:
+def _write_output(option: str, path: Path, text: str) -> None:
     """Write a file of the dry run. Raises `UserError` that names the option."""
-    with written_to(option, path):
+    with naming_write_errors(option, path):
         replace_file(path, text)
 
 
@@ -460,12 +466,12 @@ def resolve_keys(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     for name, value in value_by_key.items():
         # A key that is null has no line, unless the user set it to null.
         has_line = value is not None or name in set_keys
-        if has_line and _is_plain(value):
+        if has_line and _is_plain_yaml(value):
             values_to_write[name] = value
     return values_to_write
 
 
-def _is_plain(value: object) -> bool:
+def _is_plain_yaml(value: object) -> bool:
     """Return whether YAML can write a value without a tag that only Python reads."""
     try:
         yaml.safe_dump(value)
@@ -482,8 +488,8 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
 
     `set_keys`: names of all keys in the file and on the command line.
     """
-    prediction = memory.predict(plan.setup, plan.card_bytes)
-    schedule = spelled(plan.run.config.lr_scheduler_type)
+    prediction = memory.predict_memory(plan.setup, plan.card_bytes)
+    schedule = spelled_in_config(plan.run.config.lr_scheduler_type)
     steps = optimizer_steps_of(plan)
     batches = plan.run.layout
     image_room = max(0, plan.image_room)
@@ -502,14 +508,14 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
         },
         "learning_rate": {"schedule": schedule, **learning_rates(plan.run.config, steps.total)},
         "rows": plan.rows,
-        "prompt_tokens": _spread_of(plan.lengths.prompt_tokens),
-        "image_tokens": _spread_of(plan.lengths.image_tokens),
+        "prompt_tokens": _min_median_q95_max(plan.lengths.prompt_tokens),
+        "image_tokens": _min_median_q95_max(plan.lengths.image_tokens),
         "overlong_prompts": sum(len(check.too_long_numbers) for check in plan.checks),
         "card_bytes": plan.card_bytes,
         "phases": prediction.phases,
         "peak_bytes": prediction.peak,
         "recomputed_layers": prediction.recomputed,
-        "fits": what_fits.fits(plan.setup, plan.card_bytes),
+        "fits": what_fits.fits_into_gpu(plan.setup, plan.card_bytes),
         "proposed_vllm_gpu_memory_utilization": what_fits.proposed_utilization(
             plan.setup, plan.card_bytes
         ),
@@ -520,7 +526,7 @@ def report_figures(plan: Plan, set_keys: Collection[str]) -> dict[str, Any]:
     }
 
 
-def _spread_of(values: Sequence[int]) -> dict[str, int]:
+def _min_median_q95_max(values: Sequence[int]) -> dict[str, int]:
     """Return the smallest value, the median, the 95 % quantile and the largest value.
 
     `values`: at least one.

@@ -188,7 +188,7 @@ class Setup:
             shape=self.shape,
             dtypes=self.dtypes,
             checkpointing=self.checkpointing,
-            reads_features=frozen_tower(self).pass_bytes > 0,
+            reads_features=frozen_tower_memory(self).pass_bytes > 0,
             on_gpu=self.on_gpu,
         )
 
@@ -225,7 +225,7 @@ class Prediction:
         return sum(self.phases[self.peak_phase].values())
 
 
-def predict(setup: Setup, card_bytes: int) -> Prediction:
+def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
     """Predict what a GPU holds in each phase of a training step, in bytes by component.
 
     The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
@@ -238,7 +238,7 @@ def predict(setup: Setup, card_bytes: int) -> Prediction:
         mixed_precision=setup.mixed_precision,
     )
     engine = engine_memory(setup.shape, setup.engine, card_bytes) if setup.engine else None
-    tower = frozen_tower(setup)
+    tower = frozen_tower_memory(setup)
     pixels = {"pixels": _pixel_bytes(setup)}
     features = {"image features": tower.feature_bytes}
     gathered = {"gathered weights": training.gathered}
@@ -356,7 +356,7 @@ class FrozenTowerMemory(NamedTuple):
     pass_bytes: int  # the most that one pass over `PATCHES_PER_PASS` patches holds
 
 
-def frozen_tower(setup: Setup) -> FrozenTowerMemory:
+def frozen_tower_memory(setup: Setup) -> FrozenTowerMemory:
     """Predict the memory of a frozen vision tower that sees each image of a generation once.
 
     For any other tower both numbers are 0, since it computes its features in the training pass.

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.check import LOST_UPDATES_WARNING
-from adora_vl.planning.memory import Sharing, cache_bytes_per_token, predict
+from adora_vl.planning.memory import Sharing, cache_bytes_per_token, predict_memory
 from adora_vl.planning.what_fits import (
-    fits,
+    fits_into_gpu,
     largest_batch,
     largest_image_tokens,
     proposed_utilization,
 )
-from adora_vl.utils.cli import section
+from adora_vl.utils.cli import report_section
 from adora_vl.utils.files import GIB
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SHORT_REPORT_SHARE = 0.25
 
 
-def _gib(size_bytes: int) -> str:
+def _size_in_words(size_bytes: int) -> str:
     """Return a size for the table: in GiB without the unit, or in MiB if it is small."""
     if size_bytes >= GIB / 100:
         return f"{size_bytes / GIB:.2f}"
@@ -43,7 +43,7 @@ def _parameter_count(count: int) -> str:
 def memory_lines(plan: Plan) -> list[str]:
     """Return the report's section on memory: by component and phase, and whether the run fits."""
     setup = plan.setup
-    prediction = predict(setup, plan.card_bytes)
+    prediction = predict_memory(setup, plan.card_bytes)
     title = f"Memory, predicted, on {plan.card_name}"
     lines = [
         f"{_parameter_count(setup.shape.total_parameters)} parameters, "
@@ -54,7 +54,7 @@ def memory_lines(plan: Plan) -> list[str]:
     ]
     # A run that fits easily has a short report.
     if prediction.peak < _SHORT_REPORT_SHARE * plan.card_bytes:
-        return section(title, [*lines, *verdict_lines(plan)])
+        return report_section(title, [*lines, *verdict_lines(plan)])
     lines += ["", *_memory_table(prediction.phases)]
     host_optimizer = prediction.states.host_optimizer * setup.sharding.local_processes
     if host_optimizer > 0:
@@ -73,7 +73,7 @@ def memory_lines(plan: Plan) -> list[str]:
         )
     how_exact = _GPU_ACCURACY_NOTE if setup.on_gpu else _CPU_ACCURACY_NOTE
     lines += ["", *sharing_lines(plan), *engine_lines(plan), *verdict_lines(plan), how_exact]
-    return section(title, lines)
+    return report_section(title, lines)
 
 
 def _memory_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -86,9 +86,9 @@ def _memory_table(phases: Mapping[str, Mapping[str, int]]) -> list[str]:
     for component in components:
         cells: list[str] = []
         for sizes in phases.values():
-            cells.append(_gib(sizes[component]) if component in sizes else "-")
+            cells.append(_size_in_words(sizes[component]) if component in sizes else "-")
         lines.append(_table_line(component, cells))
-    sums = [_gib(sum(sizes.values())) for sizes in phases.values()]
+    sums = [_size_in_words(sum(sizes.values())) for sizes in phases.values()]
     lines.append(_table_line("together", sums))
     return lines
 
@@ -102,7 +102,7 @@ def recomputed_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     if not setup.checkpointing:
         return []
-    number = predict(setup, plan.card_bytes).recomputed
+    number = predict_memory(setup, plan.card_bytes).recomputed
     if setup.recompute != "auto":
         reason = "so set"
     elif setup.on_gpu:
@@ -132,8 +132,8 @@ def sharing_lines(plan: Plan) -> list[str]:
     # The same run with image and prompt computed for each rollout, as TRL does.
     setup_of_trl = replace(sharing_setup, sharing=Sharing())
     phase = "forward and backward"
-    sharing_bytes = sum(predict(sharing_setup, plan.card_bytes).phases[phase].values())
-    trl_bytes = sum(predict(setup_of_trl, plan.card_bytes).phases[phase].values())
+    sharing_bytes = sum(predict_memory(sharing_setup, plan.card_bytes).phases[phase].values())
+    trl_bytes = sum(predict_memory(setup_of_trl, plan.card_bytes).phases[phase].values())
     batch = plan.setup.micro_batch
     has_shared_image = batch.image_tokens > 0 and batch.sequences_per_problem > 1
     shared_parts: list[str] = []
@@ -175,7 +175,7 @@ def engine_lines(plan: Plan) -> list[str]:
 
     There are none without an engine that shares the GPU with the trainer.
     """
-    memory = predict(plan.setup, plan.card_bytes).engine
+    memory = predict_memory(plan.setup, plan.card_bytes).engine
     engine = plan.setup.engine
     if memory is None or engine is None or not plan.setup.on_gpu:
         return []
@@ -201,9 +201,9 @@ def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
     if engine is None or utilization is None:
         return []
     proposed_setup = replace(plan.setup, engine=replace(engine, utilization=utilization))
-    prediction = predict(proposed_setup, plan.card_bytes)
+    prediction = predict_memory(proposed_setup, plan.card_bytes)
     proposed_rollouts = prediction.engine.concurrent_rollouts if prediction.engine else 0
-    if proposed_rollouts <= concurrent_rollouts and fits(plan.setup, plan.card_bytes):
+    if proposed_rollouts <= concurrent_rollouts and fits_into_gpu(plan.setup, plan.card_bytes):
         return []
     free_share = 1 - prediction.peak / plan.card_bytes
     return [
@@ -242,10 +242,10 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 def _verdict_line(plan: Plan) -> str:
     """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
-    prediction = predict(plan.setup, plan.card_bytes)
+    prediction = predict_memory(plan.setup, plan.card_bytes)
     peak_gib = prediction.peak / GIB
     card_gib = plan.card_bytes / GIB
-    if fits(plan.setup, plan.card_bytes):
+    if fits_into_gpu(plan.setup, plan.card_bytes):
         used_share = prediction.peak / plan.card_bytes
         return (
             f"It fits: {peak_gib:.3g} GiB at most ({prediction.peak_phase}), {used_share:.0%} of "
@@ -257,7 +257,7 @@ def _verdict_line(plan: Plan) -> str:
         return (
             f"It does NOT fit: {prediction.peak_phase} would take {peak_gib:.3g} GiB of "
             f"{card_gib:.3g}; the largest part is {largest} "
-            f"({component_bytes[largest] / GIB:.3g} GiB). {remedy(plan)}"
+            f"({component_bytes[largest] / GIB:.3g} GiB). {memory_remedy(plan)}"
         )
     # The GPU has room, but the engine's share of it has not.
     return (
@@ -281,7 +281,7 @@ def largest_image_line(plan: Plan) -> str:
     return f"Largest max_pixels that fits: {pixels} ({tokens} image tokens)."
 
 
-def remedy(plan: Plan) -> str:
+def memory_remedy(plan: Plan) -> str:
     """Return what to change if a run does not fit into its GPUs, the best change first.
 
     Only changes that the run's settings leave open are named.
@@ -310,6 +310,6 @@ def remedy(plan: Plan) -> str:
         changes.append("a lower vllm_gpu_memory_utilization")
     if sharding.stage == 3:
         changes.append("more machines (--machines N; docs/hardware.md)")
-    if predict(setup, plan.card_bytes).peak_phase == "forward and backward":
+    if predict_memory(setup, plan.card_bytes).peak_phase == "forward and backward":
         changes.append("a smaller per_device_train_batch_size or max_pixels")
     return f"Try, in this order: {'; '.join(changes)}."

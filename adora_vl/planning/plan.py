@@ -104,7 +104,7 @@ def make_plan(command: CliArgs, options: DryRunOptions, *, with_few_rows: bool =
         sharding=sharding,
         lengths=lengths,
     )
-    card = _card(options, run.config, sharding.local_processes)
+    card = _planned_card(options, run.config, sharding.local_processes)
     return Plan(
         run=run,
         script=script,
@@ -163,7 +163,7 @@ class _Card(NamedTuple):
     name: str
 
 
-def _card(options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int) -> _Card:
+def _planned_card(options: DryRunOptions, config: AdoraGRPOConfig, local_processes: int) -> _Card:
     """Return the memory of the GPU that a dry run plans for.
 
     That is what the user says, else this machine's GPU, else an assumed one. For a run on the CPU

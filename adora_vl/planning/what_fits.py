@@ -7,15 +7,15 @@ from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import replace
 
-from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Setup, predict
+from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Setup, predict_memory
 
 
-def fits(setup: Setup, card_bytes: int) -> bool:
+def fits_into_gpu(setup: Setup, card_bytes: int) -> bool:
     """Return whether every phase of a training step fits into a GPU's memory.
 
     The engine must also have room for at least one rollout of full length.
     """
-    prediction = predict(setup, card_bytes)
+    prediction = predict_memory(setup, card_bytes)
     engine_has_room = prediction.engine is None or prediction.engine.concurrent_rollouts >= 1
     return prediction.peak <= card_bytes and engine_has_room
 
@@ -40,7 +40,7 @@ def proposed_utilization(setup: Setup, card_bytes: int) -> float | None:
     for hundredths in range(1, 100):
         utilization = hundredths / 100
         candidate = replace(setup, engine=replace(engine, utilization=utilization))
-        prediction = predict(candidate, card_bytes)
+        prediction = predict_memory(candidate, card_bytes)
         leaves_headroom = prediction.peak <= (1 - HEADROOM_SHARE) * card_bytes
         concurrent = prediction.engine.concurrent_rollouts if prediction.engine else 0
         if leaves_headroom and concurrent > most_concurrent:
@@ -70,7 +70,7 @@ def largest_batch(setup: Setup, card_bytes: int) -> int:
     def batch_fits(number: int) -> bool:
         """Return whether the `number`-th smallest size fits."""
         batch = replace(setup.batch, sequences=sizes[number - 1])
-        return fits(replace(setup, batch=batch), card_bytes)
+        return fits_into_gpu(replace(setup, batch=batch), card_bytes)
 
     largest_number = _largest_number(batch_fits, limit=len(sizes))
     return sizes[largest_number - 1] if largest_number > 0 else 0
@@ -92,7 +92,7 @@ def largest_image_tokens(setup: Setup, card_bytes: int, room: int = MAX_IMAGE_TO
         """Return whether the run fits with so many image tokens in every prompt."""
         prompt_tokens = text_tokens + image_tokens
         batch = replace(setup.batch, image_tokens=image_tokens, prompt_tokens=prompt_tokens)
-        return fits(replace(setup, batch=batch), card_bytes)
+        return fits_into_gpu(replace(setup, batch=batch), card_bytes)
 
     return _largest_number(image_fits, limit=max(limit, 0))
 

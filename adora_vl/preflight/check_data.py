@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
 from adora_vl.data import prompt_lengths as lengths
-from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, uncountable
+from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, why_uncountable
 from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
 from adora_vl.data.overlong_prompts import REMEMBERED_ROWS, OverlongPrompts
@@ -127,7 +127,7 @@ def _overlong_prompts(
     is_speaking = request.is_main_process and not context.dry_run
     # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
     # either all of them ask for the limit below or none does.
-    uncountable_reason = uncountable(model.config)
+    uncountable_reason = why_uncountable(model.config)
     limit = None
     if not uncountable_reason:
         limit = _context_limit(request, model, context)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adora_vl.config.batch_plan import regroup_obstacle, regroups
+from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
 from adora_vl.config.losses import check_loss
 from adora_vl.config.unused_keys import refuse_unused
-from adora_vl.utils.cli import spelled
+from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
     It is about this project's evaluation on benchmarks, and not that of TRL.
     """
-    strategy = spelled(config.eval_strategy)
+    strategy = spelled_in_config(config.eval_strategy)
     steps = config.eval_steps
     if strategy == "no":
         return
@@ -131,7 +131,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
         return
     key = "adora_rollouts.old_logps: engine"
     if not config.use_vllm:
-        raise conflict(key, "use_vllm: false, where no engine scores")
+        raise conflict_error(key, "use_vllm: false, where no engine scores")
     if config.vllm_importance_sampling_correction:
         raise UserError(
             f"{key} compares the policy with the engine already, and "
@@ -140,7 +140,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
         )
     # Stock TRL makes a pass for the policy's own old log-probabilities.
     if not config.uses("skip_old_pass"):
-        raise conflict(key, "adora_stock_step, whose skip_old_pass makes the pass")
+        raise conflict_error(key, "adora_stock_step, whose skip_old_pass makes the pass")
 
 
 def check_servers(config: AdoraGRPOConfig) -> None:
@@ -179,7 +179,7 @@ def check_filling(config: AdoraGRPOConfig) -> None:
         )
     obstacle = regroup_obstacle(config)
     if obstacle:
-        raise conflict(key, f"{obstacle}, which depends on the rows of a micro-batch")
+        raise conflict_error(key, f"{obstacle}, which depends on the rows of a micro-batch")
 
 
 def rows_per_process(config: AdoraGRPOConfig) -> int:
@@ -212,25 +212,25 @@ def check_budget(config: AdoraGRPOConfig) -> None:
         return
     key = f"adora_rollouts.budget: {budget}"
     if not config.use_vllm:
-        raise conflict(key, "use_vllm: false")
+        raise conflict_error(key, "use_vllm: false")
     if not config.learns_by_engine:
-        raise conflict(key, "vllm_importance_sampling_correction: false")
+        raise conflict_error(key, "vllm_importance_sampling_correction: false")
     if config.vllm_structured_outputs_regex:
-        raise conflict(key, "vllm_structured_outputs_regex")
+        raise conflict_error(key, "vllm_structured_outputs_regex")
     parameters = set(config.generation_kwargs or {})
     unfit_parameters = sorted(parameters - _PARAMETERS_FOR_CONTINUED_ANSWERS)
     if unfit_parameters:
-        raise conflict(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
+        raise conflict_error(key, f"generation_kwargs: {', '.join(unfit_parameters)}")
     obstacle = regroup_obstacle(config)
     if obstacle:
-        raise conflict(key, obstacle)
-    if not regroups(config):
-        raise conflict(key, "the keys of micro-batches of whole groups all false")
+        raise conflict_error(key, obstacle)
+    if not asks_for_regrouping(config):
+        raise conflict_error(key, "the keys of micro-batches of whole groups all false")
     rows = rows_per_process(config)
     if rows % config.num_generations != 0:
-        raise conflict(key, f"{rows} rollouts per process, which are no whole groups")
+        raise conflict_error(key, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
-        raise conflict(key, "one group per process, which has to end in every generation")
+        raise conflict_error(key, "one group per process, which has to end in every generation")
     mode = config.vllm_importance_sampling_mode
     if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise UserError(
@@ -240,7 +240,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
         )
 
 
-def conflict(key: str, reason: str) -> UserError:
+def conflict_error(key: str, reason: str) -> UserError:
     """Return the error for a key that does not go with another setting.
 
     `key`: the key with its value. `reason`: the other setting.
@@ -262,12 +262,12 @@ def check_async(config: AdoraGRPOConfig) -> None:
     uses_server = config.use_vllm and config.vllm_mode == "server"
     if not uses_server or config.adora_weight_transfer == "nccl":
         reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
-        raise conflict(key, reason)
+        raise conflict_error(key, reason)
     if not config.learns_by_engine:
-        raise conflict(key, "vllm_importance_sampling_correction: false")
+        raise conflict_error(key, "vllm_importance_sampling_correction: false")
     workers = config.dataloader_num_workers
     if workers > 0:
-        raise conflict(key, f"dataloader_num_workers: {workers}")
+        raise conflict_error(key, f"dataloader_num_workers: {workers}")
 
 
 def _check_turns(request: RunRequest) -> None:
@@ -283,7 +283,7 @@ def _check_turns(request: RunRequest) -> None:
     if has_environments:
         _check_environments(request)
     if not config.use_vllm:
-        raise conflict("tools" if has_tools else "environment_factory", "use_vllm: false")
+        raise conflict_error("tools" if has_tools else "environment_factory", "use_vllm: false")
     max_tokens = config.max_completion_length
     turn_tokens = config.adora_tool_options.turn_tokens
     if turn_tokens and turn_tokens > max_tokens:
@@ -304,8 +304,8 @@ def _check_environments(request: RunRequest) -> None:
     rollouts = config.adora_rollouts
     reason = "as no checkpoint could keep their state"
     if rollouts.budget is not None:
-        raise conflict(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
+        raise conflict_error(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
     if rollouts.ahead > 0:
-        raise conflict(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
-    if spelled(config.eval_strategy) != "no" and not request.trl_evaluates:
-        raise conflict(key, "eval_strategy: steps, whose evaluators know no environments")
+        raise conflict_error(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
+    if spelled_in_config(config.eval_strategy) != "no" and not request.trl_evaluates:
+        raise conflict_error(key, "eval_strategy: steps, whose evaluators know no environments")

@@ -13,9 +13,9 @@ from adora_vl.config.batch_plan import BatchLayout, batch_plan
 from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
 from adora_vl.config.values import check_finite
 from adora_vl.record.trackers import check_trackers
-from adora_vl.utils.cli import spelled
+from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.hub import no_hub
+from adora_vl.utils.hub import why_no_hub
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -53,7 +53,7 @@ def check_machine(config: AdoraGRPOConfig, context: RunContext) -> None:
     check_optimizer(config)
     check_trackers(config.report_to)
     # Checked here, since Transformers creates the repository only after the weights are loaded.
-    offline_reason = no_hub() if config.push_to_hub else None
+    offline_reason = why_no_hub() if config.push_to_hub else None
     if offline_reason:
         raise UserError(
             f"push_to_hub: true, but {offline_reason}; set it to false and upload output_dir "
@@ -77,7 +77,7 @@ def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
     return schedule
 
 
-def is_curve(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
+def depends_on_step_alone(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
     """Return whether the learning rate depends on the step alone.
 
     Some schedules, such as reduce_lr_on_plateau, depend on how the training goes.
@@ -90,7 +90,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
 
     The schedule is built, and asked for the rate in the middle of the run.
     """
-    name = spelled(config.lr_scheduler_type)
+    name = spelled_in_config(config.lr_scheduler_type)
     updates = config.max_steps if config.max_steps > 0 else TRIED_UPDATES
     kwargs = dict(config.lr_scheduler_kwargs or {})
     check_finite("lr_scheduler_kwargs", kwargs)
@@ -102,7 +102,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
         )
     try:
         schedule = schedule_of(config, updates)
-        if is_curve(schedule):
+        if depends_on_step_alone(schedule):
             schedule.lr_lambdas[0](updates // 2)
     except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
         reason = f"does not fit lr_scheduler_type: {name} ({in_one_line(error)})"
@@ -120,7 +120,7 @@ def check_optimizer(config: AdoraGRPOConfig) -> None:
             "out"
         )
     _check_optimizer_arguments(config.optim_args or "")
-    name = spelled(config.optim)
+    name = spelled_in_config(config.optim)
     try:
         optimizer_class, kwargs = Trainer.get_optimizer_cls_and_kwargs(config)
         if isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer):

@@ -18,7 +18,7 @@ from adora_vl.preflight.facts import ModelFacts
 from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
 from adora_vl.training.extensions import Extension, check_extensions
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.hub import notes_on
+from adora_vl.utils.hub import notes_on_local_copy
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -134,7 +134,7 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # that it writes name the model as the user does.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
-    messages.notes.extend(notes_on(name))
+    messages.notes.extend(notes_on_local_copy(name))
     return _ModelSource(name=name, revision=revision, config=model_config, adapters=adapters)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from adora_vl.checkpoint.fingerprint import Fingerprint, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import InputFolder, StartPoint
 from adora_vl.config.command import refuse_no_folder
-from adora_vl.data.loading import as_asked
+from adora_vl.data.loading import script_arguments_for_fingerprint
 from adora_vl.models.adapter import hash_adapters
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, OutputFacts
@@ -79,13 +79,21 @@ def fingerprint_of(
         # Objects of Python code are known by their content.
         data_ids = [python_inputs.identity_of_rows(data.train)]
         python_settings["reward_funcs"] = python_inputs.rewards_text(request.rewards)
+        if source.processor is not None:
+            python_settings["processing_class"] = python_inputs.identity_of_processor(
+                source.processor
+            )
         if source.peft_config is not None:
             python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
         if model.four_bit:
             quantisation = (source.keys.bnb_4bit_quant_type, source.keys.use_bnb_nested_quant)
             python_settings["4 bits"] = " ".join(map(str, quantisation))
     elif data.train is not None:
-        settings = [as_asked(script, data.train.data.table), request.config, source.keys]
+        settings = [
+            script_arguments_for_fingerprint(script, data.train.data.table),
+            request.config,
+            source.keys,
+        ]
     result = fingerprint(
         *settings,
         data=data_ids,

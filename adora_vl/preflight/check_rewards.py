@@ -19,7 +19,7 @@ from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
 from adora_vl.rewards import steps, try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
-from adora_vl.rollout.rollouts import RolloutGroup, StepKey, groups_of, row_for_rewards
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey, new_groups_of_rows, row_for_rewards
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
 from adora_vl.tools.tries import unsteady_tools
@@ -129,7 +129,7 @@ def check_user_code(
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
     # As in a training step, with a key that no step has: rollouts without any turn so far.
-    groups = groups_of(
+    groups = new_groups_of_rows(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),
         began_in=0,

@@ -27,13 +27,14 @@ from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
 from adora_vl.rewards.judge import without_address
-from adora_vl.utils.cli import plain
+from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import function_name, is_own, source_hash
-from adora_vl.utils.secrets import masked
+from adora_vl.utils.own_files import function_name, is_users_file, source_hash
+from adora_vl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+    from transformers import ProcessorMixin
 
 _TABLE_ROWS = 1000  # rows that are read at once
 _IMAGE_COLUMNS = ("images", "image")
@@ -114,7 +115,7 @@ def rewards_text(reward_funcs: object) -> str:
     entries: list[object] = []
     for request in requests:
         if isinstance(request, Mapping | str) or request is None:
-            entries.append(without_address(masked(plain(request))))
+            entries.append(without_address(without_secrets(plain_value(request))))
         else:
             entries.append(function_name(request))
     return json.dumps(entries, default=str)
@@ -130,7 +131,7 @@ def _is_entry_of_key(request: object) -> bool:
 
 def _is_reward_model(request: object) -> bool:
     """Return whether an entry names a reward model, which TRL loads: a hub id, or a folder."""
-    if not isinstance(request, str) or is_own(request):
+    if not isinstance(request, str) or is_users_file(request):
         return False
     return "/" in request or Path(request).is_dir()
 
@@ -266,7 +267,7 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
     if not has_final_texts or "prompt" not in dataset.column_names:
         return
     first_number = 0
-    for table in _tables(dataset, ["id", "prompt"]):
+    for table in _arrow_tables(dataset, ["id", "prompt"]):
         names = _names_of_rows(table, first_number)
         first_number += table.num_rows
         for name, prompt in zip(names, table["prompt"].to_pylist(), strict=True):
@@ -289,7 +290,7 @@ class PromptRow(NamedTuple):
 def prompts_of(dataset: Dataset) -> Iterator[PromptRow]:
     """Yield the prompt of each row with the sizes of its images; no image is decoded."""
     first_number = 0
-    for table in _tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
+    for table in _arrow_tables(dataset, ["id", "prompt", *_IMAGE_COLUMNS]):
         names = _names_of_rows(table, first_number)
         first_number += table.num_rows
         prompts = table["prompt"].to_pylist()
@@ -320,7 +321,7 @@ def fewest_images(dataset: object) -> int | None:
     if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
         return 0
     image_counts: list[int] = []
-    for table in _tables(dataset, _IMAGE_COLUMNS):
+    for table in _arrow_tables(dataset, _IMAGE_COLUMNS):
         image_counts += _image_counts(table)
     return min(image_counts, default=None)
 
@@ -351,7 +352,7 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
     return iter([()] * table.num_rows)
 
 
-def _tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+def _arrow_tables(dataset: Dataset, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
     """Yield the rows of a data set in their order, as they are stored, up to `_TABLE_ROWS` at once.
 
     `columns`: the columns to read, those that the data set has of them; None: all.
@@ -378,7 +379,7 @@ def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
-    for table in _tables(dataset):
+    for table in _arrow_tables(dataset):
         # Written without metadata, and in one chunk, so that only the values count.
         buffer = pa.BufferOutputStream()
         with pa.ipc.new_stream(buffer, table.schema.remove_metadata()) as stream:
@@ -401,6 +402,25 @@ def _image_paths(table: pa.Table) -> Iterator[str]:
             for image in images:
                 if isinstance(image, Mapping) and image.get("path") and not image.get("bytes"):
                     yield str(image["path"])
+
+
+def identity_of_processor(processor: ProcessorMixin) -> str:
+    """Return a text that tells a processor, or a tokenizer, from others: a hash of what it does.
+
+    That is its chat templates, its vocabulary, and the settings of its images. How it was used
+    before, such as with padding, does not count.
+    """
+    tokenizer = getattr(processor, "tokenizer", processor)
+    image_processor = getattr(processor, "image_processor", None)
+    image_settings = image_processor.to_json_string() if image_processor is not None else ""
+    parts = [
+        type(processor).__name__,
+        getattr(processor, "chat_template", None),
+        tokenizer.chat_template,
+        sorted(tokenizer.get_vocab().items()),
+        image_settings,
+    ]
+    return xxhash.xxh3_128(repr(parts).encode()).hexdigest()
 
 
 def identity_of_model(model: torch.nn.Module) -> str:

@@ -124,7 +124,7 @@ def config_of(args: object, model: str | PreTrainedModel) -> AdoraGRPOConfig:
     for a config of another class, such as TRL's own.
     """
     if args is None:
-        model_name = _name_of(model).split("/")[-1]
+        model_name = _name_of_model(model).split("/")[-1]
         return AdoraGRPOConfig(output_dir=f"{model_name}-GRPO")
     if not isinstance(args, AdoraGRPOConfig):
         library = type(args).__module__.partition(".")[0]
@@ -166,7 +166,7 @@ def refuse_objects(
         )
 
 
-def _name_of(model: str | PreTrainedModel) -> str:
+def _name_of_model(model: str | PreTrainedModel) -> str:
     """Return the model's folder or hub id; empty where an object does not know it."""
     if isinstance(model, str):
         return model
@@ -212,7 +212,7 @@ def model_keys(
             "revision": None,
         }
     return ModelConfig(
-        model_name_or_path=_name_of(model),
+        model_name_or_path=_name_of_model(model),
         model_revision=init_kwargs.get("revision"),
         dtype=str(init_kwargs.get("dtype", "float32")).removeprefix("torch."),
         attn_implementation=init_kwargs.get("attn_implementation"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock
 
-from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token
+from adora_vl.checkpoint.fingerprint import Fingerprint, check_ranks, leave_token_file
 from adora_vl.checkpoint.resume import (
     LOCK_FILE,
     InputFolder,
@@ -20,9 +20,9 @@ from adora_vl.checkpoint.resume import (
 )
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
-from adora_vl.checkpoint.writer import has_begun, holds_a_run, refuse_users_files
+from adora_vl.checkpoint.writer import holds_a_run, refuse_users_files, run_has_begun
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import check_folder, written_to
+from adora_vl.utils.files import check_folder, naming_write_errors
 
 if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
@@ -122,11 +122,11 @@ class RunFolder:
         """
 
         def lock_and_choose() -> _Claim:
-            with written_to("output_dir", self.path):
-                run_has_begun = has_begun(self.path)
+            with naming_write_errors("output_dir", self.path):
+                is_folder_of_run = run_has_begun(self.path)
             # Locking makes a file. In a folder that may be somebody else's that is done only after
             # the check; in the folder of a run before it, since the check reads the run's files.
-            if run_has_begun:
+            if is_folder_of_run:
                 self._locks.append(lock_output_dir(self.path))
             refuse_users_files(self.path, self.overwrite)
             # Locking twice is harmless: a process that has a lock gets the same one again.
@@ -145,7 +145,7 @@ class RunFolder:
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
             # Each rank looks for the token's file, which shows that all see the same disk.
-            token = leave_token(self.path) if self._ranks > 1 else ""
+            token = leave_token_file(self.path) if self._ranks > 1 else ""
             return _Claim(start=start, fingerprint=self.fingerprint, token=token)
 
         try:

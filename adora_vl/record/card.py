@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, template
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT, read_template
 from adora_vl.record.manifest import data_name, describe_recipe, short_model_name
 from adora_vl.record.summary import figure_rows
 from adora_vl.utils.cli import amount
@@ -172,7 +172,7 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
     if not prompt:
         return section
     if prompt == DEFAULT_PROMPT:
-        problem = template(prompt)({"problem": "Find x.", "choices": ["12", "13"]})
+        problem = read_template(prompt)({"problem": "Find x.", "choices": ["12", "13"]})
         return (
             f"{section}\n\nIn the training the choices of a problem stood below it:\n"
             f"\n```text\n{problem}\n```"

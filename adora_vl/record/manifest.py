@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adora_vl.advantage import Adora, Schedule
-from adora_vl.utils.cli import amount, plain
+from adora_vl.utils.cli import amount, plain_value
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
-from adora_vl.utils.own_files import own_name
-from adora_vl.utils.secrets import is_secret, masked, masked_text, masked_words
-from adora_vl.utils.versions import installed
+from adora_vl.utils.own_files import name_in_users_file
+from adora_vl.utils.secrets import is_secret, masked_text, masked_words, without_secrets
+from adora_vl.utils.versions import installed_version
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -136,7 +136,7 @@ def describe_recipe(config: Mapping[str, Any]) -> str:
             titles.append(_adora_title(config))
         else:
             # a method of the user's own has the name of its class or function
-            titles.append(TITLE_BY_METHOD.get(name, own_name(name)))
+            titles.append(TITLE_BY_METHOD.get(name, name_in_users_file(name)))
     # ADORA's title is empty where it is off; what is left without any method is GRPO
     methods = " + ".join(title for title in titles if title) or TITLE_BY_METHOD["grpo"]
     return ", ".join([methods, *_describe_additions(config)])
@@ -190,12 +190,12 @@ def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     additions = []
     if loss not in _GRPO_LOSSES:
         additions.append(f"{loss.upper()} loss")
-    additions += [f"extension {own_name(entry)}" for entry in extensions]
+    additions += [f"extension {name_in_users_file(entry)}" for entry in extensions]
     if tools:
-        tool_names = [own_name(tool) for tool in tools]
+        tool_names = [name_in_users_file(tool) for tool in tools]
         additions.append(f"tools {', '.join(tool_names)}")
     if environment:
-        additions.append(f"environment {own_name(environment)}")
+        additions.append(f"environment {name_in_users_file(environment)}")
     return additions
 
 
@@ -261,7 +261,7 @@ def run_manifest(
         "made_by": "adora_vl.train",
         "command": launch_command(arguments),
         # values may hold secrets too, such as a token in a URL
-        "config": masked(plain(public_config)),
+        "config": without_secrets(plain_value(public_config)),
         "data": data_entry,
         "model": {
             "name": config.get("model_name_or_path"),
@@ -362,7 +362,7 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of Python, of the installed packages that matter, and of CUDA, by name."""
     version_by_name = {"python": platform.python_version()}
     for package in _RECORDED_PACKAGES:
-        version = installed(package)
+        version = installed_version(package)
         if version is not None:
             version_by_name[package] = version
     if torch.version.cuda:

@@ -27,8 +27,8 @@ from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.types import Batch, Row, StepContext, engine_comparison_mask
-from adora_vl.utils.cli import plain
-from adora_vl.utils.secrets import masked
+from adora_vl.utils.cli import plain_value
+from adora_vl.utils.secrets import without_secrets
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -85,7 +85,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._generation_slices: list[slice] = []
         adora_keys = [field.name for field in fields(config) if field.name.startswith("adora_")]
         recorded_keys = (*adora_keys, *_RECORDED_SETTINGS)
-        settings = masked(plain({key: getattr(config, key) for key in recorded_keys}))
+        settings = without_secrets(
+            plain_value({key: getattr(config, key) for key in recorded_keys})
+        )
         settings["truncated_at"] = config.truncated_at
         if view is not None:
             settings["view"] = asdict(view)

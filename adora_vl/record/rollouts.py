@@ -20,7 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 from adora_vl.advantage.groups import Groups
 from adora_vl.rollout.rollouts import Rollout
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.files import remove_partial, replacing
+from adora_vl.utils.files import remove_partial, replacing_file
 
 ROLLOUTS_FOLDER = "rollouts"
 IMAGES_FOLDER = "_images"
@@ -71,7 +71,7 @@ def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -
     """
     name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
     part = RecordPart(folder / name, first_step=first_step, last_step=last_step)
-    with replacing(part.path) as stream:
+    with replacing_file(part.path) as stream:
         pq.write_table(table, stream, compression="zstd")
     return part
 
@@ -249,7 +249,7 @@ class DiagramStore:
             png_notes = PngInfo()
             png_notes.add_text(_SIZE_NOTE_KEY, f"{image.width} {image.height}")
             # A diagram that a crash of the machine loses does no harm, so the disk is not waited for.
-            with replacing(path, durable=False) as stream:
+            with replacing_file(path, durable=False) as stream:
                 small_image.save(stream, "PNG", pnginfo=png_notes)
             self._folder_bytes = bytes_before + path.stat().st_size
         return path.name

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
 from adora_vl.rewards.judge import without_address
-from adora_vl.utils.cli import amount, dotted
+from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
 
@@ -149,7 +149,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
         config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
-        settings |= dotted(key, config[key])
+        settings |= with_dotted_keys(key, config[key])
     settings |= {
         "adora_method": "+".join(recorded_methods(config)),
         "data": manifest["data"].get("fingerprint"),

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from adora_vl.advantage.groups import as_schedule
-from adora_vl.data.prompts import lettered
+from adora_vl.data.prompts import with_letters
 from adora_vl.record.manifest import (
     MANIFEST_FILE,
     describe_recipe,
@@ -428,7 +428,7 @@ def _problem_json(row: Json) -> Json:
     return {
         # the page shows the pictures beside the text
         "problem": _shortened((row["problem"] or "").replace("<image>", "").strip()),
-        "choices": [_shortened(choice) for choice in lettered(row["choices"] or ())],
+        "choices": [_shortened(choice) for choice in with_letters(row["choices"] or ())],
         "answer": _shortened(row["answer"]),
         "images": row["images"] or [],
     }

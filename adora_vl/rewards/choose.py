@@ -30,7 +30,7 @@ from adora_vl.rewards.presets import (
 )
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
 from adora_vl.utils.errors import UserError, did_you_mean
-from adora_vl.utils.own_files import from_file, is_own, own_name
+from adora_vl.utils.own_files import is_users_file, load_from_file, name_in_users_file
 
 if TYPE_CHECKING:
     from transformers import TrainerState
@@ -88,17 +88,18 @@ def bind_options(
     for option in options:
         if option in TRAINER_ARGUMENTS:
             raise UserError(
-                f"adora_reward.{own_name(entry)}: {option!r} is given by the trainer; choose "
+                f"adora_reward.{name_in_users_file(entry)}: {option!r} is given by the trainer; "
+                "choose "
                 "another name"
             )
         if option not in parameter_names and not takes_any:
             raise UserError(
-                f"adora_reward.{own_name(entry)}: no argument "
+                f"adora_reward.{name_in_users_file(entry)}: no argument "
                 f"{option!r}{did_you_mean(option, parameter_names)}"
             )
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
-    function_with_options.__name__ = own_name(entry)  # type: ignore[attr-defined]
+    function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]
     return function_with_options
 
 
@@ -114,7 +115,8 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     clashes = sorted(options & set(columns))
     if clashes:
         raise UserError(
-            f"adora_reward.{own_name(entry)}: {clashes[0]!r} is a column of the data; rename the "
+            f"adora_reward.{name_in_users_file(entry)}: {clashes[0]!r} is a column of the data; "
+            "rename the "
             "argument"
         )
     try:
@@ -173,7 +175,7 @@ class RewardSet:
         return [
             (entry, function)
             for entry, function in pairs
-            if is_own(entry) or entry in self.from_python
+            if is_users_file(entry) or entry in self.from_python
         ]
 
     def check_columns(self, columns: Collection[str]) -> None:
@@ -214,7 +216,8 @@ def _named_options(entries: Sequence[RewardEntry]) -> list[tuple[str, dict[str, 
             options = options or {}  # `{judge: }` in YAML gives None
             if not isinstance(options, Mapping):
                 raise UserError(
-                    f"adora_reward.{own_name(name)}: {options!r:.80} is no mapping, such as "
+                    f"adora_reward.{name_in_users_file(name)}: {options!r:.80} is no mapping, such "
+                    "as "
                     "{target: 50}"
                 )
             named_options.append(
@@ -240,11 +243,13 @@ def choose_rewards(
     names = [name for name, _ in named_options]
     options_by_preset = {}
     for name, options in named_options:
-        if not is_own(name) and name not in _REWARDS_WITH_OPTIONS:
+        if not is_users_file(name) and name not in _REWARDS_WITH_OPTIONS:
             options_by_preset[name] = options
     for name, options in options_by_preset.items():
         _check_preset(name, options)
-    _refuse_repeated_names(names, [own_name(name) if is_own(name) else name for name in names])
+    _refuse_repeated_names(
+        names, [name_in_users_file(name) if is_users_file(name) else name for name in names]
+    )
     presets_with_rounding = [
         name for name, options in options_by_preset.items() if options.get("rounding")
     ]
@@ -260,11 +265,11 @@ def choose_rewards(
     function_names = []
     hash_by_file = {}
     for name, options in named_options:
-        if is_own(name):
-            user_function = from_file("adora_reward", name)
+        if is_users_file(name):
+            user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             functions.append(in_trl_form(bind_options(name, user_function.value, options)))
-            function_names.append(own_name(name))
+            function_names.append(name_in_users_file(name))
             continue
         function: Callable[..., Any]
         if name == judge.REWARD_NAME:
@@ -287,12 +292,12 @@ def _check_preset(name: str, options: Mapping[str, Any]) -> None:
     """Raise `UserError` for an entry that names no file, and for options that it does not take."""
     if name not in REWARD_NAMES and ":" in name:
         raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-    allowed = ["rounding"] if name in PRESETS else []
+    allowed_options = ["rounding"] if name in PRESETS else []
     for option, value in options.items():
-        if option not in allowed:
+        if option not in allowed_options:
             raise UserError(
                 f"adora_reward.{name}: unknown option {option!r}, it has "
-                f"{', '.join(allowed) or 'none'}"
+                f"{', '.join(allowed_options) or 'none'}"
             )
         if not isinstance(value, bool):
             raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
@@ -368,7 +373,11 @@ def call_once(
     """
     failures: list[RewardFailure] = []
     call = safe_call(
-        function, name=own_name(entry), timeout=timeout, failures=failures, unscored=unscored
+        function,
+        name=name_in_users_file(entry),
+        timeout=timeout,
+        failures=failures,
+        unscored=unscored,
     )
     rewards: list[float | None] = (
         asyncio.run(call(**arguments)) if is_async(function) else call(**arguments)

@@ -25,7 +25,7 @@ from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import Parser, exit_code_of, yaml_value
 from adora_vl.utils.cli import amount as amount_of
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import is_own
+from adora_vl.utils.own_files import is_users_file
 
 TRIAL_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
 
@@ -305,7 +305,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         response = _read_response(options.response, may_be_file=options.figure is not None)
         lines = []
         # Functions of the user's own grade as they like, so that our verdict would mislead.
-        only_user_functions = options.reward and all(map(is_own, entry_names(options.reward)))
+        only_user_functions = options.reward and all(
+            map(is_users_file, entry_names(options.reward))
+        )
         if options.gold is not None and not only_user_functions:
             accepted = {
                 "rounding": options.rounding,

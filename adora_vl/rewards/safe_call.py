@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.own_files import OverdueError, back_in, backstop, deadline, in_one_process
+from adora_vl.utils.own_files import OverdueError, backstop, deadline, in_one_process, returning_to
 
 _MAX_VALUE_CHARS = 60  # of a returned value in a message
 _MAX_REASON_CHARS = 200  # of an exception's text in a message
@@ -208,7 +208,7 @@ class _SafeFunction:
         """
         try:
             with (
-                back_in(self.folder),
+                returning_to(self.folder),
                 backstop(self.timeout),
                 deadline(self.timeout),
                 in_one_process(f"reward {self.name}"),
@@ -226,7 +226,7 @@ class _SafeFunction:
             # completion is tried alone to find the first that fails.
             if not isinstance(error, OverdueError | RewardValueError | UserError):
                 with (
-                    back_in(self.folder),
+                    returning_to(self.folder),
                     backstop(self.timeout),
                     in_one_process(f"reward {self.name}"),
                 ):
@@ -241,7 +241,7 @@ class _SafeFunction:
         """
         try:
             with (
-                back_in(self.folder),
+                returning_to(self.folder),
                 backstop(self.timeout),
                 in_one_process(f"reward {self.name}"),
             ):

@@ -20,7 +20,7 @@ from adora_vl.models.precision import dtype_name
 from adora_vl.packing.image_store import ImageCache
 from adora_vl.rollout.engine_settings import (
     EngineSettings,
-    ban,
+    banning_logit_bias,
     complete_generation_kwargs,
     disable_tf32_of_float32_engine,
     engine_runs_on_cpu,
@@ -192,7 +192,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         `max_model_length`: TRL's limit for prompt and completion together; None: the model's own.
         """
         # It imports vLLM, which only a colocated engine needs.
-        from adora_vl.rollout.llm import load_options
+        from adora_vl.rollout.llm import weight_loading_options
 
         settings = self.settings
         if max_model_length is None:
@@ -210,7 +210,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             assert self.adapter_settings is not None, "`check_four_bit` has refused anything else"
             options |= {"max_loras": 1, **self.adapter_settings}
         elif self.enable_sleep_mode:
-            options |= load_options(self.model, settings.revision)
+            options |= weight_loading_options(self.model, settings.revision)
         if self.tensor_parallel_size > 1 and segments_expand():
             # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that expandable
             # segments do not have: it ends the process (vLLM issue 42609).
@@ -406,7 +406,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             "temperature": 0.0,
             "logprobs": 0,  # that of the sampled token, without further candidates
             "max_tokens": self.max_completion_length,
-            "logit_bias": ban(never_sampled_ids(tokenizer)),
+            "logit_bias": banning_logit_bias(never_sampled_ids(tokenizer)),
         }
         if self.mode == "colocate":
             settings["detokenize"] = False  # nothing reads the text

@@ -14,11 +14,11 @@ from adora_vl.config import AdoraGRPOConfig
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
 from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.importance import Drift, drift_sums, merge_drift
+from adora_vl.rollout.importance import Drift, drift_sums, merge_drift_sums
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler, VLLMSampler
 from adora_vl.types import Batch, StepContext
-from adora_vl.utils.seeding import kept_random_state, rollout_seed
+from adora_vl.utils.seeding import keeping_random_state, rollout_seed
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class EnginePair:
         Raises `PromptMismatchError` where the engine reads another prompt.
         """
         assert self.engine is not None
-        with kept_random_state():
+        with keeping_random_state():
             settings = {**self.engine.sampling, **overrides}
             requests = self._requests(prompts, max_tokens=max_tokens, check_name=check_name)
             results = self.sampler.sample(requests, settings=settings)
@@ -188,7 +188,7 @@ class EnginePair:
         no_checkpointing = disable_gradient_checkpointing(
             self.policy, self.config.gradient_checkpointing_kwargs
         )
-        with kept_random_state(), no_checkpointing:
+        with keeping_random_state(), no_checkpointing:
             return self.context.policy_logps(rollouts.batch)
 
     def drift_over_ranks(
@@ -199,4 +199,4 @@ class EnginePair:
         `mask_BC` is 1 at the tokens that count.
         """
         sums_3 = drift_sums(logps_BC, reference_logps_BC, mask_BC)
-        return merge_drift(self.accelerator.gather(sums_3[None]))
+        return merge_drift_sums(self.accelerator.gather(sums_3[None]))

@@ -117,7 +117,7 @@ def complete_generation_kwargs(
     Raises `UserError` for a `repetition_detection` or a `logit_bias` that vLLM does not take.
     """
     completed = dict(generation_kwargs)
-    logit_bias = _with_int_keys(completed.get("logit_bias") or {}) | ban(banned_ids)
+    logit_bias = _with_int_keys(completed.get("logit_bias") or {}) | banning_logit_bias(banned_ids)
     if logit_bias:
         completed["logit_bias"] = logit_bias
     if not is_colocated:
@@ -127,9 +127,11 @@ def complete_generation_kwargs(
         completed.setdefault("detokenize", False)
     if isinstance(completed.get(LOOP_DETECTION_PARAMETER), dict):
         # It imports vLLM, which only a colocated engine needs.
-        from adora_vl.rollout.llm import loop_detection
+        from adora_vl.rollout.llm import loop_detection_params
 
-        completed[LOOP_DETECTION_PARAMETER] = loop_detection(completed[LOOP_DETECTION_PARAMETER])
+        completed[LOOP_DETECTION_PARAMETER] = loop_detection_params(
+            completed[LOOP_DETECTION_PARAMETER]
+        )
     return completed
 
 
@@ -147,7 +149,7 @@ def _with_int_keys(logit_bias: Mapping[Any, Any]) -> dict[int, float]:
         ) from error
 
 
-def ban(token_ids: Iterable[int]) -> dict[int, float]:
+def banning_logit_bias(token_ids: Iterable[int]) -> dict[int, float]:
     """Return vLLM's `logit_bias` with which these tokens are never sampled."""
     return dict.fromkeys(token_ids, _BAN_BIAS)
 

@@ -70,7 +70,7 @@ def rollout_drift(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Ten
     return gaps_BC.sum(dim=1) / scored_BC.sum(dim=1)
 
 
-def merge_drift(sums_R3: Tensor) -> Drift:
+def merge_drift_sums(sums_R3: Tensor) -> Drift:
     """Merge the sums that `drift_sums` has returned on each rank, (ranks, 3), into one `Drift`."""
     totals, counts, largest = zip(*sums_R3.tolist(), strict=True)
     mean = sum(totals) / max(sum(counts), 1)
@@ -144,7 +144,9 @@ _COMBINE_BY_RATIO_METRIC: dict[str, Callable[[Sequence[float]], float]] = {
 }
 
 
-def ratio_figures(ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor) -> Tensor:
+def ratio_metrics_of_rank(
+    ratio: Tensor, logps_BC: Tensor, sampling_BC: Tensor, mask_BC: Tensor
+) -> Tensor:
     """Return this rank's values of the five metrics in `_COMBINE_BY_RATIO_METRIC`, (5,).
 
     A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
@@ -217,7 +219,7 @@ class ImportanceRatio:
             clip_max=config.vllm_importance_sampling_clip_max,
         )
         micro["importance_sampling_ratio"] = ratio
-        figures_5 = ratio_figures(
+        figures_5 = ratio_metrics_of_rank(
             ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC
         )
         figures_R5 = self.accelerator.gather(figures_5[None]).tolist()

@@ -64,7 +64,7 @@ class FirstSyncLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is untype
             buffer.copy_(computed_buffers[name])
 
 
-def load_options(model: PreTrainedModel, revision: str | None) -> dict[str, Any]:
+def weight_loading_options(model: PreTrainedModel, revision: str | None) -> dict[str, Any]:
     """Return the argument of `LLM` with which an engine with sleep mode reads no checkpoint.
 
     TRL puts the engine to sleep at once, which discards its weights, so reading them would be in
@@ -84,7 +84,7 @@ def load_options(model: PreTrainedModel, revision: str | None) -> dict[str, Any]
     return {"load_format": LOAD_WITH_FIRST_SYNC}
 
 
-def loop_detection(options: Mapping[str, Any]) -> RepetitionDetectionParams:
+def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionParams:
     """Convert the mapping `repetition_detection` of a config to vLLM's own class.
 
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
@@ -128,7 +128,7 @@ def own_shared_memory() -> Iterator[None]:
             file.unlink(missing_ok=True)
 
 
-def with_known_images(prompt: dict[str, Any]) -> dict[str, Any]:
+def with_image_digests(prompt: dict[str, Any]) -> dict[str, Any]:
     """Return a prompt for vLLM whose images vLLM neither copies nor hashes.
 
     A `KeptImage` never changes, and has a digest of its pixels. vLLM gets the digest as the image's
@@ -298,4 +298,4 @@ def _vllm_prompt(request: SamplingRequest, image_token_id: int | None) -> dict[s
     prompt: dict[str, Any] = {"prompt_token_ids": prompt_ids}
     if request.images:
         prompt["multi_modal_data"] = {"image": request.images}
-    return with_known_images(prompt)
+    return with_image_digests(prompt)

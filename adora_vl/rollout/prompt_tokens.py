@@ -67,7 +67,7 @@ def never_sample(ids: Sequence[int], settings: dict[str, Any], config: Generatio
 
 
 @contextmanager
-def folder_settings_left_out(model: "PreTrainedModel") -> Iterator[None]:
+def ignoring_generation_config(model: "PreTrainedModel") -> Iterator[None]:
     """Make `transformers.generate` ignore the model's `generation_config.json` inside the block.
 
     Otherwise it would sample with settings of that file wherever the run's config has none. The
@@ -130,7 +130,7 @@ def check_prompts(
 
 
 @contextmanager
-def mismatch_named(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+def naming_mismatched_row(rows: Sequence[Mapping[str, Any]]) -> Iterator[None]:
     """Turn a `PromptMismatchError` inside the block into a `RolloutError` that names the row.
 
     `rows`: the local batch.

@@ -253,7 +253,7 @@ def row_for_rewards(row: Row, rollout: Rollout) -> Row:
     return cast("Row", {**row, "environments": rollout.environment})
 
 
-def groups_of(
+def new_groups_of_rows(
     rows: Sequence[Any], key: StepKey, *, began_in: int, first_row_number: int, group_size: int
 ) -> list[RolloutGroup]:
     """Put the rows that a rank has drawn into groups of rollouts that have not begun.
@@ -349,12 +349,12 @@ def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingReq
             request.group,
             request.max_tokens,
             request.prompt_ids,
-            [_identity(image) for image in request.images],
+            [_image_identity(image) for image in request.images],
         ),
     )
     return [list(merged) for _, merged in equal_neighbours]
 
 
-def _identity(image: object) -> object:
+def _image_identity(image: object) -> object:
     """Return a value that is equal for images which an engine need not read twice."""
     return image.digest if isinstance(image, KeptImage) else id(image)

@@ -15,7 +15,7 @@ from urllib3.util.retry import Retry
 
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import EngineError, in_one_line
-from adora_vl.utils.http_client import is_here
+from adora_vl.utils.http_client import is_this_machine
 from adora_vl.utils.secrets import without_login
 
 SERVER_THREAD = "vllm-servers"  # the name of each thread that waits for a server
@@ -114,7 +114,7 @@ class _Session(requests.Session):
         """
         super().__init__()
         self.auth = login
-        self.trust_env = not is_here(address)  # `trust_env` reads the proxy variables
+        self.trust_env = not is_this_machine(address)  # `trust_env` reads the proxy variables
         mount_timeouts(self, answer_timeout_s=_CONNECT_TIMEOUT_S)
 
 

@@ -159,7 +159,7 @@ class ServerGroup:
         kind_number = len(_ERRORS_BY_KIND_NUMBER) - 1
         text = ""
         if error is not None:
-            kind_number = _kind_number(error)
+            kind_number = _error_kind_number(error)
             text = str(error) or type(error).__name__
         message: list[Any] = [result, kind_number, text]
         broadcast_object_list(message, from_process=0)
@@ -171,7 +171,7 @@ class ServerGroup:
         return result
 
 
-def _kind_number(error: Exception) -> int:
+def _error_kind_number(error: Exception) -> int:
     """Return the index in `_ERRORS_BY_KIND_NUMBER` of the first kind that fits the error."""
     kinds = [isinstance(error, kind.first_rank) for kind in _ERRORS_BY_KIND_NUMBER]
     return kinds.index(True)

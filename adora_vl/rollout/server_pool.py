@@ -198,7 +198,7 @@ class ServerPool:
                 error = future.exception()
                 server = server_by_number[number]
                 if error is not None:
-                    problem = _problem_of_server(error)
+                    problem = _error_of_this_server_alone(error)
                     if server in self.servers_in_use:
                         last_problem = problem
                         self._leave_out(server, problem)
@@ -308,7 +308,7 @@ def _sample_unless_failed(
         raise
 
 
-def _problem_of_server(error: BaseException) -> Exception:
+def _error_of_this_server_alone(error: BaseException) -> Exception:
     """Return an error after which another server may be asked; raise every other one."""
     if isinstance(error, RolloutError) or not isinstance(error, Exception):
         raise error

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adora_vl.checkpoint.trl_state import save_tensors
 from adora_vl.models.load import ADAPTER_CONFIG_FILE
-from adora_vl.utils.files import abandoned, locked_folder, replace_file, unwritable
+from adora_vl.utils.files import abandoned_folders, locked_folder, replace_file, unwritable_error
 
 WEIGHT_TRANSFER_KEY = "adora_weight_transfer"
 _ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
@@ -50,8 +50,8 @@ class WeightFiles:
         # Closing it removes the folder of the adapter that servers have now.
         self._previous_adapter = ExitStack()
         finalize(self, self._previous_adapter.close)
-        # `abandoned` leaves out folders whose lock is held by a process.
-        for path in abandoned(self.folder.glob(f"{self._name}-*")):
+        # `abandoned_folders` leaves out folders whose lock is held by a process.
+        for path in abandoned_folders(self.folder.glob(f"{self._name}-*")):
             shutil.rmtree(path, ignore_errors=True)
 
     @contextmanager
@@ -68,8 +68,10 @@ class WeightFiles:
             try:
                 self.folder.mkdir(0o700, parents=True, exist_ok=True)
                 path, lock = locked_folder(lambda: self.folder / f"{self._name}-{token_hex(8)}")
-                stack.callback(_remove, path, lock, removes_parent=not self._parent_is_users)
-                permissions = _permissions_in(self.folder)
+                stack.callback(
+                    _remove_locked_folder, path, lock, removes_parent=not self._parent_is_users
+                )
+                permissions = _permissions_of_new_folder(self.folder)
                 path.chmod(permissions)
                 if self.adapter_rank is None:
                     save_tensors(remaining, path)
@@ -78,7 +80,7 @@ class WeightFiles:
                 for file in path.iterdir():
                     file.chmod(permissions & 0o640)  # files are not executable
             except (OSError, SafetensorError) as error:
-                raise unwritable(WEIGHT_TRANSFER_KEY, self.folder, error) from error
+                raise unwritable_error(WEIGHT_TRANSFER_KEY, self.folder, error) from error
             finally:
                 for _ in remaining:
                     pass
@@ -102,7 +104,7 @@ def _save_adapter(tensors: Iterable[tuple[str, Tensor]], folder: Path, *, rank: 
     replace_file(folder / ADAPTER_CONFIG_FILE, json.dumps(config))
 
 
-def _remove(path: Path, lock: int | None, *, removes_parent: bool) -> None:
+def _remove_locked_folder(path: Path, lock: int | None, *, removes_parent: bool) -> None:
     """Remove the folder `path`, and release its lock.
 
     `lock`: the file descriptor of the lock. `removes_parent`: whether to remove the parent folder
@@ -116,7 +118,7 @@ def _remove(path: Path, lock: int | None, *, removes_parent: bool) -> None:
             path.parent.rmdir()
 
 
-def _permissions_in(folder: Path) -> int:
+def _permissions_of_new_folder(folder: Path) -> int:
     """Return the permissions of a new folder in `folder`: only the trainer's user may use it.
 
     The user's group may read it too, if `folder` is open to the group and to nobody else.

@@ -97,7 +97,7 @@ def push_weights(
         loaded_names |= runner.model.load_weights([(name, tensor)])
         count += 1
     if is_whole_model:
-        _check_complete(runner.model, loaded_names)
+        _refuse_incomplete_sync(runner.model, loaded_names)
     return count
 
 
@@ -192,7 +192,7 @@ def _adapter_layers(policy: "PeftModel") -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def _check_complete(model: nn.Module, loaded_names: Collection[str]) -> None:
+def _refuse_incomplete_sync(model: nn.Module, loaded_names: Collection[str]) -> None:
     """Raise `RolloutError` where a parameter of the engine's model was not loaded.
 
     A tied parameter has two names and one memory, and is loaded under one of the names. So
@@ -243,7 +243,7 @@ def can_merge(
 
     if not isinstance(model.base_model, BaseTuner):
         return False
-    modules = [part.module for part in _parts(model.get_base_model())]
+    modules = [part.module for part in _modules_to_sync(model.get_base_model())]
     mergeable_ids = {id(parameter) for module in modules for parameter in module.parameters()}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if any(id(parameter) not in mergeable_ids for parameter in trained):
@@ -302,9 +302,9 @@ def merged_parameters(
         changed_only: whether to leave out parameters that have no adapter and are not trained.
     """
     seen_ids: set[int] = set()  # a tied parameter is yielded once
-    for part in _parts(model.get_base_model()):
+    for part in _modules_to_sync(model.get_base_model()):
         is_adapted = _is_adapted(part.module)
-        base_layer = _base_of(part.module)
+        base_layer = _layer_without_adapter(part.module)
         parameters = {}
         for name, parameter in base_layer.named_parameters(recurse=is_adapted):
             if id(parameter) not in seen_ids and includes(part.prefix + name):
@@ -322,14 +322,14 @@ def merged_parameters(
                         yield part.prefix + name, parameter.data
 
 
-class _Part(NamedTuple):
+class _PrefixedModule(NamedTuple):
     """A module with parameters, and the prefix of their names in a model without adapters."""
 
     prefix: str
     module: nn.Module
 
 
-def _parts(module: nn.Module, prefix: str = "") -> Iterator[_Part]:
+def _modules_to_sync(module: nn.Module, prefix: str = "") -> Iterator[_PrefixedModule]:
     """Yield the modules of a model whose parameters are merged and sent one after another.
 
     A layer with an adapter is yielded as a whole, without its children. Every other module is
@@ -345,12 +345,12 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[_Part]:
         chosen_module = module.original_module
         if active_adapters:
             chosen_module = module.modules_to_save[active_adapters[0]]
-        yield from _parts(chosen_module, prefix)
+        yield from _modules_to_sync(chosen_module, prefix)
         return
-    yield _Part(prefix, module)
+    yield _PrefixedModule(prefix, module)
     if not _is_adapted(module):
         for name, child in module.named_children():
-            yield from _parts(child, f"{prefix}{name}.")
+            yield from _modules_to_sync(child, f"{prefix}{name}.")
 
 
 def _is_adapted(module: nn.Module) -> bool:
@@ -361,7 +361,7 @@ def _is_adapted(module: nn.Module) -> bool:
     return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
-def _base_of(module: Any) -> nn.Module:
+def _layer_without_adapter(module: Any) -> nn.Module:
     """Return the layer inside a module with an adapter; any other module as it is."""
     base = module
     if _is_adapted(module):
@@ -394,7 +394,7 @@ def _merged_copy(module: nn.Module) -> nn.Module:
         )
         return cast("nn.Module", merged)
     copy.merge()
-    return _base_of(copy)
+    return _layer_without_adapter(copy)
 
 
 def _float32_copy(parameter: nn.Parameter) -> nn.Parameter:

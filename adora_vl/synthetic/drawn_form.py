@@ -5,9 +5,10 @@
     form.note("find AB")
     form.picture()
 
-The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn as
-a book draws it: a shape by its sides, a right angle by its small square, a size by a label beside its
-side or in its angle. So a family of problems is a text form with places, and has no drawing code.
+The sentences are those that `adora_vl.geometry` reads and solves (docs/geometry.md). Each is drawn
+as a book draws it: a shape by its sides, a right angle by its small square, a size by a label
+beside its side or in its angle. So a family of problems is a text form with places, and has no
+drawing code.
 """
 
 import random

@@ -5,10 +5,10 @@ Were there one wording, the length of an answer would count its digits: once a m
 wording alone, nearly all groups would be ties of length or one token from it, and ADORA's length
 criterion would attenuate by nothing else.
 
-Each problem has its text form (`sentences`), from which `adora_vl.geometry` solves it. Its picture is
-drawn by code all the same: it has no letters, leans and shifts by chance, and the small models of the
-package have learned to read these pictures, which must not change by a pixel. The families of
-`lettered.py` are drawn from their text form.
+Each problem has its text form (`sentences`), from which `adora_vl.geometry` solves it. Its picture
+is drawn by code all the same: it has no letters, leans and shifts by chance, and the small models
+of the package have learned to read these pictures, which must not change by a pixel. The families
+of `lettered.py` are drawn from their text form.
 """
 
 import math
@@ -240,10 +240,10 @@ def crossing_lines(
 ) -> SyntheticProblem:
     """Draw two lines that cross with one angle, and ask for another one.
 
-    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the wrong
-    working takes one case for the other. In both cases the right working is long and the slip short.
-    If an equal angle were just copied, the right working would be the shorter one in this case, and
-    ADORA, which goes by length, would treat the two cases differently.
+    The angle `x` is opposite of the given one (and equal to it), or beside it. The slip of the
+    wrong working takes one case for the other. In both cases the right working is long and the slip
+    short. If an equal angle were just copied, the right working would be the shorter one in this
+    case, and ADORA, which goes by length, would treat the two cases differently.
 
     `size` is the side of the picture in pixels, and `level` the difficulty from 1 to 3.
     """

@@ -283,8 +283,8 @@ def claim_holds(claim: Any, is_knight: tuple[bool, ...]) -> bool:
 def find_solutions(claims: tuple[Any, ...]) -> list[tuple[bool, ...]]:
     """Return all solutions of a puzzle, in which person i makes claim i.
 
-    A solution says for each person whether that is a knight. What a knight claims is true in it, and
-    what a knave claims is false.
+    A solution says for each person whether that is a knight. What a knight claims is true in it,
+    and what a knave claims is false.
     """
     solutions = []
     for is_knight in product((True, False), repeat=len(claims)):

@@ -48,8 +48,8 @@ def right_triangle_side(
 ) -> SyntheticProblem:
     """Draw a right triangle with two sides, and ask for the third.
 
-    At level 1 all sides are whole numbers. At level 3 the triangle has a side and an angle of 30, 45
-    or 60 degrees. `size` is the side of the picture in pixels.
+    At level 1 all sides are whole numbers. At level 3 the triangle has a side and an angle of 30,
+    45 or 60 degrees. `size` is the side of the picture in pixels.
     """
     if level == 3:
         return _special_right_triangle(rng, size, style)
@@ -86,9 +86,10 @@ def right_triangle_side(
 
 
 def _special_right_triangle(rng: random.Random, size: int, style: Style) -> SyntheticProblem:
-    """Draw a right triangle with its hypotenuse and an angle of 30, 45 or 60 degrees; ask for a leg.
+    """Draw a right triangle with its hypotenuse and an angle of 30, 45 or 60 degrees.
 
-    The leg `x` is opposite of the angle or beside it. `size` is the side of the picture in pixels.
+    A leg is asked for. The leg `x` is opposite of the angle or beside it. `size` is the side of the
+    picture in pixels.
     """
     degrees = rng.choice([30, 45, 60])
     hypotenuse = 2 * rng.randrange(2, 30)

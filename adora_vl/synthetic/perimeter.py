@@ -6,8 +6,8 @@ the question. In three quarters of the problems, the kind `usual`, the sides mak
 two digits, so that a guess is right half of the time; in the kind `any` it is right a tenth of the
 time. Only the worked sum tells the kinds apart.
 
-A problem has its text form, and its picture is drawn by code all the same, as in `families.py`: it has
-no letters, and the demo's model has learned to read it.
+A problem has its text form, and its picture is drawn by code all the same, as in `families.py`: it
+has no letters, and the demo's model has learned to read it.
 """
 
 import random
@@ -36,7 +36,8 @@ def perimeter_digit(
     The question has the other two sides.
     """
     kind = "usual" if rng.random() < USUAL_SHARE else "any"
-    sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
+    end_of_sides = (10, 21, 61)[level - 1]  # the first three sides are shorter
+    sides = draw_sides(rng, kind, end_of_sides)
     canvas = paper(size, style)
     margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin
@@ -102,7 +103,8 @@ def write_working(
     """Write a working that adds up the four sides step by step, in a random wording.
 
     A slip makes a number one too large, and the steps after it go on with that number. There are
-    `SLIP_PLACES` where it can happen: reading each of the first two sides off the figure, and the sums.
+    `SLIP_PLACES` where it can happen: reading each of the first two sides off the figure, and the
+    sums.
 
     `slip_at` is the place of a certain slip, None for none. `slip_share` is the probability of a
     slip at each other place.

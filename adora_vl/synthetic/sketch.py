@@ -3,16 +3,23 @@
 import math
 import random
 from cmath import rect
+from typing import NamedTuple
 
 from PIL import Image
 
 from adora_vl.synthetic.drawing import Canvas, Point, Style, font_pixels
 
-_LabelBox = tuple[
-    float, float, float, float
-]  # left, top, right and bottom, as shares of the picture
 LETTERED_FONT_SCALE = 0.62  # of the plain families' labels: a lettered figure has many
 _POINT_RANGE = (0.15, 0.85)  # where the points may lie; letters stand outside of them
+
+
+class _LabelBox(NamedTuple):
+    """A rectangle around a label, in shares of the picture, with y downwards."""
+
+    min_x: float
+    min_y: float
+    max_x: float
+    max_y: float
 
 
 class ClutteredError(Exception):
@@ -121,11 +128,11 @@ class Sketch:
         (x, y) = _x_and_y(centre)
         half_width = 0.28 * len(text) * self._font
         half_height = 0.5 * self._font
-        box = (
-            x - half_width,
-            y - half_height,
-            x + half_width,
-            y + half_height,
+        box = _LabelBox(
+            min_x=x - half_width,
+            min_y=y - half_height,
+            max_x=x + half_width,
+            max_y=y + half_height,
         )
         touches = any(_overlap(box, label) for label in self._label_boxes)
         if touches or min(box) < 0 or max(box) > 1:
@@ -136,8 +143,8 @@ class Sketch:
 
 def _overlap(first: _LabelBox, second: _LabelBox) -> bool:
     """Return whether two boxes have a point in common."""
-    overlap_in_x = first[0] < second[2] and second[0] < first[2]
-    overlap_in_y = first[1] < second[3] and second[1] < first[3]
+    overlap_in_x = first.min_x < second.max_x and second.min_x < first.max_x
+    overlap_in_y = first.min_y < second.max_y and second.min_y < first.max_y
     return overlap_in_x and overlap_in_y
 
 

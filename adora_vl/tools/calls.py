@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
-from adora_vl.utils.cli import each_once
+from adora_vl.utils.cli import refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.own_files import back_in, backstop, deadline, in_one_process
-from adora_vl.utils.seeding import kept_random_state, number_at
+from adora_vl.utils.own_files import backstop, deadline, in_one_process, returning_to
+from adora_vl.utils.seeding import keeping_random_state, number_at
 
 HIDDEN_PARAMETERS = ("images", "view")  # parameters of a tool that no model is told about
 _MAX_CALL_CHARS = 4000
@@ -134,7 +134,7 @@ def read_call(call_text: str) -> ToolCall:
     try:
         call = json.loads(
             call_text,
-            object_pairs_hook=each_once,
+            object_pairs_hook=refuse_repeated_keys,
             parse_constant=_refuse_constant,
             parse_float=_parse_finite_float,
         )
@@ -268,12 +268,12 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
 
     Raises `OverdueError` in the block when the time is over.
     """
-    with kept_random_state():
+    with keeping_random_state():
         number = number_at(f"tool/{seed}")
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
         # `deadline` interrupts the code. Compiled code hears no interrupt, so `backstop` ends the
         # process some time later. `in_one_process` has to be the innermost, as it says itself.
-        with back_in(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
+        with returning_to(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
             yield

@@ -16,7 +16,7 @@ from adora_vl.rollout.rollouts import RolloutGroup
 from adora_vl.tools.calls import clean, run_limited
 from adora_vl.types import Row
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.own_files import from_file, function_name, source_hash
+from adora_vl.utils.own_files import function_name, load_from_file, source_hash
 
 ENVIRONMENT_KEY = "environment_factory"
 _HIDDEN_METHODS = ("reset", "get_reward")  # methods that no model is told of
@@ -207,7 +207,7 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
     if factory is None:
         return None
     if isinstance(factory, str):
-        user_class = from_file(ENVIRONMENT_KEY, factory, "class", callable)
+        user_class = load_from_file(ENVIRONMENT_KEY, factory, "class", callable)
         return Environments(
             factory=user_class.value,
             factory_name=function_name(user_class.value),

@@ -18,7 +18,7 @@ from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.images import (
     MAX_ASPECT_RATIO,
     UnreadableImageError,
-    size_within,
+    size_to_store,
     upright_rgb_copy,
 )
 from adora_vl.data.prompt_lengths import ResizeLimits
@@ -48,10 +48,10 @@ from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     OverdueError,
-    from_file,
     function_name,
     is_function,
-    is_own,
+    is_users_file,
+    load_from_file,
     source_hash,
 )
 
@@ -108,8 +108,8 @@ def choose_tools(
             name = function_name(entry)
             tools.append(_NamedTool(name, label=name, function=entry))
             hashes[name] = source_hash(entry)
-        elif is_own(entry):
-            user_function = from_file("tools", entry)
+        elif is_users_file(entry):
+            user_function = load_from_file("tools", entry)
             function = user_function.value
             tools.append(_NamedTool(function.__name__, label=entry, function=function))
             hashes[user_function.file] = user_function.hash
@@ -453,7 +453,7 @@ class Toolbox:
                 f"the tool's picture has {width} x {height} pixels; sides of at least {unit}"
             )
         try:
-            size = size_within(
+            size = size_to_store(
                 width,
                 height=height,
                 min_pixels=None,

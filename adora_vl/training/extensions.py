@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from adora_vl.config.values import convert
 from adora_vl.rollout.rollouts import RolloutGroup, RolloutKey
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import FromFile, from_file, own_name
+from adora_vl.utils.own_files import FromFile, load_from_file, name_in_users_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,7 +85,8 @@ def configured_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
     for entry, options in config.adora_extensions.items():
         if options is not None and not isinstance(options, Mapping):
             raise UserError(
-                f"{EXTENSIONS_KEY}.{own_name(entry)}: {options!r:.60} is not a mapping of its options"
+                f"{EXTENSIONS_KEY}.{name_in_users_file(entry)}: {options!r:.60} is not a mapping "
+                "of its options"
             )
         entries[entry] = dict(options or {})
     return entries
@@ -98,7 +99,7 @@ def _load_extension_class(entry: str) -> FromFile:
         """Return whether a value in the file is a class of an extension."""
         return isinstance(value, type) and issubclass(value, Extension)
 
-    return from_file(EXTENSIONS_KEY, entry, noun="extension", fits=is_extension)
+    return load_from_file(EXTENSIONS_KEY, entry, noun="extension", fits=is_extension)
 
 
 def extension_hashes(config: AdoraGRPOConfig) -> dict[str, str]:
@@ -120,7 +121,7 @@ def build_extensions(config: AdoraGRPOConfig) -> dict[str, Extension]:
     """
     chosen: dict[str, Extension] = {}
     for entry, options in configured_extensions(config).items():
-        name = own_name(entry)
+        name = name_in_users_file(entry)
         if name in chosen:
             raise UserError(
                 f"{EXTENSIONS_KEY}: two entries have the name {name!r}; rename one of the classes"

@@ -31,7 +31,7 @@ from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_row
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.rollout.agreement import CHECK_ROWS, CHECK_TOKENS
 from adora_vl.rollout.engine_pair import EnginePair, Prompts
-from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, groups_of
+from adora_vl.rollout.rollouts import DrawnProblem, Rollout, RolloutGroup, new_groups_of_rows
 from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sampler
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
@@ -156,7 +156,7 @@ class GenerationSampler:
         """Build a sampler of generations.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             pool: remembers the groups that were not learned from yet, and decides which begin.
             group_sampler: samples the rollouts of groups.
             guard: ends the run, with a checkpoint, where a row cannot be read or no server is left.
@@ -206,7 +206,7 @@ class GenerationSampler:
         """
         rows = shown_rows(rows)
         self.guard.check(rows, generation.key.step)
-        groups = groups_of(
+        groups = new_groups_of_rows(
             rows,
             generation.key,
             began_in=generation.number,
@@ -384,7 +384,7 @@ class GenerationSampler:
         # Collective: the ranks request the same generations.
         if not all(gather_object([is_readable])):
             return None
-        groups = groups_of(
+        groups = new_groups_of_rows(
             rows,
             later.key,
             began_in=generation.number,

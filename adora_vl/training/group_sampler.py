@@ -12,7 +12,7 @@ import torch
 from adora_vl.data.rows import images_of
 from adora_vl.packing.images import DistinctImages
 from adora_vl.packing.prompts import PromptBatch
-from adora_vl.rollout.prompt_tokens import mismatch_named
+from adora_vl.rollout.prompt_tokens import naming_mismatched_row
 from adora_vl.rollout.rollouts import (
     DrawnProblem,
     Rollout,
@@ -111,7 +111,7 @@ class GroupSampler:
         """Build a sampler of groups.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             prompt_reader: tokenizes prompts and processes their images.
             sampler: samples the rollouts with an engine, with servers or with Transformers.
             stop_criteria: say whether a turn has ended by itself.
@@ -285,7 +285,7 @@ class GroupTurns:
         """
         requests = self.make_requests(rollouts)
         tool_loop = self.group_sampler.tool_loop
-        with mismatch_named([self.parts_by_rollout[key].group.row for key in rollouts]):
+        with naming_mismatched_row([self.parts_by_rollout[key].group.row for key in rollouts]):
             results, step_of_weights = self._sample_or_join(requests)
         return {
             key: append_result(

@@ -16,7 +16,7 @@ from torch import Tensor
 from adora_vl.data.loading import unreadable_rows
 from adora_vl.data.prompts import CONTROL_TOKENS, problem_with_messages
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
-from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift
+from adora_vl.rollout.importance import drift_message, drift_sums, merge_drift_sums
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.types import Batch, PolicyLogps, Row, StepContext, engine_comparison_mask, loss_mask
 from adora_vl.utils.errors import (
@@ -29,7 +29,7 @@ from adora_vl.utils.errors import (
     TranslatedErrors,
     UserError,
     in_one_line,
-    lost_contact,
+    lost_contact_message,
 )
 from adora_vl.utils.files import disk_is_full
 from adora_vl.utils.stop_message import stopped_before, stopped_in
@@ -304,7 +304,7 @@ class DriftGuard:
             step: optimizer steps that have been made, for the message.
         """
         sums_3 = drift_sums(policy_logps_BC, engine_logps_BC, mask_BC)
-        drift = merge_drift(self.accelerator.gather(sums_3[None]))
+        drift = merge_drift_sums(self.accelerator.gather(sums_3[None]))
         # No token can be compared, for example where all rollouts saw other images.
         if not drift.tokens:
             return
@@ -345,7 +345,7 @@ class ReferenceGuard:
         """Build a guard.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             rounding: how far two passes by the same weights may differ on average, in nats per
                 token.
         """
@@ -376,7 +376,7 @@ class ReferenceGuard:
             batch = RowReader(batch).take(first_rows)
             policy_logps_BC = policy_logps(batch)
         sums_3 = drift_sums(policy_logps_BC, batch["ref_per_token_logps"], loss_mask(batch))
-        distance = merge_drift(self.accelerator.gather(sums_3[None]))
+        distance = merge_drift_sums(self.accelerator.gather(sums_3[None]))
         # Not `>`: a distance that is NaN is too large.
         if distance.tokens and not distance.mean <= self.max_distance:
             raise SharedUserError(
@@ -452,7 +452,7 @@ def errors_with_step(
             return None
         if disk_is_full(error):
             return _full_disk_error(error, step(), where_to_go_on())
-        reason = lost_contact(error) or in_one_line(error)
+        reason = lost_contact_message(error) or in_one_line(error)
         run_error = RunError(stopped_in(step(), reason, where_to_go_on()))
         run_error.__cause__ = error
         return run_error

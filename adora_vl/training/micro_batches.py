@@ -177,20 +177,20 @@ class MicroBatcher:
         image_banks: ImageBanks,
         *,
         every_row_counts: bool,
-        room: MicroBatchRoom | None = None,
+        micro_batch_room: MicroBatchRoom | None = None,
     ) -> None:
         """Build a batcher.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             image_banks: have the images that rows refer to.
             every_row_counts: whether a row adds to the loss even if its advantage is 0, as with a
                 KL term.
-            room: says how many groups fit into the memory that is planned for a micro-batch; None:
-                a micro-batch has `per_device_train_batch_size` rows.
+            micro_batch_room: says how many groups fit into the memory that is planned for a
+                micro-batch; None: a micro-batch has `per_device_train_batch_size` rows.
         """
         self.accelerator = context.accelerator
-        self.micro_batch_room = room
+        self.micro_batch_room = micro_batch_room
         self.log = context.log
         self.pad_id = context.pad_id
         self.layout = BatchLayout.of(context.config)

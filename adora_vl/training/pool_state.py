@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from adora_vl.checkpoint.store import load_of_rank, save_of_rank
+from adora_vl.checkpoint.store import load_for_rank, save_for_rank
 from adora_vl.data.images import open_picture, png_bytes
 from adora_vl.data.shared_images import as_kept_image
 from adora_vl.rollout.rollouts import (
@@ -140,7 +140,7 @@ class PoolState:
             "images": encoded_by_digest,
             _PENDING_GENERATIONS_KEY: [generation.pack() for generation in self.pending],
         }
-        save_of_rank(folder, kind=POOL_FILE_KIND, rank=rank, content=content)
+        save_for_rank(folder, kind=POOL_FILE_KIND, rank=rank, content=content)
 
     @classmethod
     def load(cls, checkpoint: Path, rank: int, num_ranks: int) -> PoolState:
@@ -159,7 +159,7 @@ class PoolState:
         Raises:
             UserError: another number of processes wrote unfinished rollouts.
         """
-        content_of_first_rank = load_of_rank(checkpoint, POOL_FILE_KIND, 0)
+        content_of_first_rank = load_for_rank(checkpoint, POOL_FILE_KIND, 0)
         if content_of_first_rank is None:
             return cls()
         ranks_of_file = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))
@@ -170,7 +170,7 @@ class PoolState:
                 "many as before"
             )
         # A rank that did not write takes what all ranks have in common from the first one.
-        content = load_of_rank(checkpoint, POOL_FILE_KIND, rank) or content_of_first_rank
+        content = load_for_rank(checkpoint, POOL_FILE_KIND, rank) or content_of_first_rank
         if ranks_of_file != num_ranks:
             # These are divided among the earlier processes. The problems come again in a later
             # epoch.

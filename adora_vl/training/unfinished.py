@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 
 from accelerate.utils import send_to_device
 
-from adora_vl.checkpoint.store import load_of_rank, manifest_of, save_of_rank
+from adora_vl.checkpoint.store import load_for_rank, manifest_of, save_for_rank
 from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
@@ -116,7 +116,7 @@ class UnfinishedGeneration:
         if bank is not None:
             content["first"] = bank.first
             content["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
-        save_of_rank(
+        save_for_rank(
             folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
         )
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
@@ -138,7 +138,7 @@ class UnfinishedGeneration:
                     "a checkpoint between two generations"
                 )
         device = self.accelerator.device
-        content = load_of_rank(checkpoint, GENERATION_FILE_KIND, self.accelerator.process_index)
+        content = load_for_rank(checkpoint, GENERATION_FILE_KIND, self.accelerator.process_index)
         bank = self.image_banks.new("train")
         for key, patches, grid in content["images"]:
             bank.store(key, patches.to(device), grid)

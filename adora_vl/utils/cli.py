@@ -91,7 +91,7 @@ def shown(value: object, longest: int = 60) -> str:
     return value_text if len(value_text) <= longest else f"{value_text[:longest]}..."
 
 
-def spelled(value: object) -> str:
+def spelled_in_config(value: object) -> str:
     """Return a value as a config spells it.
 
     A member of Transformers' enumerations is spelled by its own value.
@@ -99,14 +99,16 @@ def spelled(value: object) -> str:
     return str(getattr(value, "value", value))
 
 
-def plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a value of the config in the types of JSON and YAML, as a user would write it.
 
     A dataclass of options becomes a mapping. Some of them name one option as their `shorthand`: if
     all others have their defaults, the value of that option stands for the whole.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        options = {option.name: plain(getattr(value, option.name)) for option in fields(value)}
+        options = {
+            option.name: plain_value(getattr(value, option.name)) for option in fields(value)
+        }
         shorthand = str(getattr(value, "shorthand", ""))
         if not shorthand:
             return options
@@ -117,13 +119,13 @@ def plain(value: Any) -> Any:
         )
         return options[shorthand] if has_defaults_else else options
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: plain_value(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(plain(item) for item in value)
+        return type(value)(plain_value(item) for item in value)
     return value
 
 
-def dotted(key: str, value: Any) -> dict[str, Any]:
+def with_dotted_keys(key: str, value: Any) -> dict[str, Any]:
     """Return a nested mapping as a flat one with dotted keys, such as `adora_rollouts.budget`.
 
     A value that is no mapping, or an empty one, stands under `key` itself.
@@ -132,16 +134,16 @@ def dotted(key: str, value: Any) -> dict[str, Any]:
         return {key: value}
     value_by_key: dict[str, Any] = {}
     for inner_key, inner_value in value.items():
-        value_by_key |= dotted(f"{key}.{inner_key}", inner_value)
+        value_by_key |= with_dotted_keys(f"{key}.{inner_key}", inner_value)
     return value_by_key
 
 
-def section(title: str, lines: Sequence[str]) -> list[str]:
+def report_section(title: str, lines: Sequence[str]) -> list[str]:
     """Return the lines of a report below their underlined title."""
     return ["", title, "-" * len(title), *lines]
 
 
-def announce_reading(seconds: int) -> None:
+def announce_imports(seconds: int) -> None:
     """Say on stderr that the libraries are being imported, since nothing is seen for `seconds`.
 
     Only the first of several processes says it, and none where torch is imported already.
@@ -152,7 +154,7 @@ def announce_reading(seconds: int) -> None:
 
 
 @contextmanager
-def imports() -> Iterator[None]:
+def interruptible_imports() -> Iterator[None]:
     """End the program in one line if Ctrl-C interrupts the imports of a command in the block."""
     try:
         yield
@@ -274,7 +276,7 @@ def is_null(text: object) -> bool:
     return text is None or (isinstance(text, str) and text.strip().lower() in _NULL_WORDS)
 
 
-def truth(value: object) -> bool | None:
+def read_truth(value: object) -> bool | None:
     """Return `value` as true or false; None where it is neither."""
     word = str(value).strip().lower()
     if word in _TRUE_WORDS:
@@ -314,17 +316,18 @@ def _load_yaml(text: str) -> Any:
         ValueError: it is no YAML.
         RecursionError: it is nested too deeply.
     """
-    # Imported here, as all that takes time is: `imports` handles Ctrl-C while that is going on.
+    # Imported here, as all that takes time is: `interruptible_imports` handles Ctrl-C while that is
+    # going on.
     import yaml
 
     try:
-        return yaml.load(text, _loader())  # noqa: S506  # a subclass of SafeLoader
+        return yaml.load(text, _strict_yaml_loader())  # noqa: S506  # a subclass of SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
 
 @cache
-def _loader() -> Any:
+def _strict_yaml_loader() -> Any:
     """Return a class that loads YAML as PyYAML's `SafeLoader`, but refuses two mistakes.
 
     One is a key that stands twice in a mapping: PyYAML takes the last value without a word. (A key
@@ -384,14 +387,14 @@ def read_json(text: str | bytes) -> Any:
     Raises:
         ValueError: the text is no JSON, or has a key twice.
     """
-    return json.loads(text, object_pairs_hook=each_once)
+    return json.loads(text, object_pairs_hook=refuse_repeated_keys)
 
 
 class GivenTwiceError(ValueError):
     """An object of a JSON text gives a key twice."""
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return a dictionary of pairs of a key and a value, for `object_pairs_hook` of `json.loads`.
 
     Raises:

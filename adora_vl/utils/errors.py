@@ -25,16 +25,6 @@ class UserError(SpokenError, ValueError):
     """
 
 
-def refuse(*faults: tuple[object, str]) -> None:
-    """Raise `UserError` for the first of several faults that is there.
-
-    `faults`: pairs of a condition, which is true where the fault is there, and the message.
-    """
-    for is_there, message in faults:
-        if is_there:
-            raise UserError(message)
-
-
 class SharedUserError(UserError):
     """A `UserError` that all ranks raise together, so that only the first rank prints it."""
 
@@ -74,7 +64,7 @@ _LOST_CONTACT_PATTERN = re.compile(
 )
 
 
-def lost_contact(error: BaseException) -> str:
+def lost_contact_message(error: BaseException) -> str:
     """Return the message for a collective call that failed because another process is gone.
 
     It is empty for any other error.
@@ -154,11 +144,11 @@ def engine_call(name: str) -> TranslatedErrors:
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest of `choices`, else an empty string."""
-    closest = nearest(word, choices)
+    closest = nearest_choice(word, choices)
     return f"; did you mean '{closest}'?" if closest is not None else ""
 
 
-def nearest(word: str, choices: Iterable[str]) -> str | None:
+def nearest_choice(word: str, choices: Iterable[str]) -> str | None:
     """Return that of `choices` which is spelled most like `word`; None where none is alike."""
     matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
     return matches[0] if matches else None

@@ -76,7 +76,7 @@ def refuse_links_out(key: str, folder: Path, *paths: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+def replacing_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yield a hidden file beside `path` to write into, and rename it to `path` at the end.
 
     So `path` has its old content or all of the new one, never a part. Whatever goes wrong inside
@@ -115,7 +115,7 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
@@ -157,7 +157,7 @@ class KeptAnswers:
             file.write(line)
 
 
-def appears(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
+def appears_in_time(path: Path, patience_s: float = NFS_DELAY_S) -> bool:
     """Wait until a file is visible here that another machine has written on a shared disk.
 
     Args:
@@ -197,9 +197,9 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         new_folder = working_folder / _NEW_NAME
         new_folder.mkdir()
         yield new_folder
-        usual_modes(new_folder)
+        give_usual_modes(new_folder)
         for path in (*new_folder.rglob("*"), new_folder):
-            flush(path)
+            flush_to_disk(path)
         put_in_place(new_folder, folder, old_path=working_folder / _OLD_NAME)
     finally:
         _finish_exchange(working_folder, folder)
@@ -207,7 +207,7 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
             os.close(lock)
 
 
-def usual_modes(folder: Path) -> None:
+def give_usual_modes(folder: Path) -> None:
     """Give the weight files in `folder` the access rights of any new file.
 
     Stock safetensors (0.8) makes files that their owner alone can read.
@@ -230,10 +230,10 @@ def put_in_place(new_folder: Path, folder: Path, old_path: Path) -> None:
     if folder.exists():
         folder.rename(old_path)
     new_folder.rename(folder)
-    flush(folder.parent)
+    flush_to_disk(folder.parent)
 
 
-def flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Wait until a file, or the list of names in a folder, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -249,11 +249,11 @@ def recover_folder(folder: Path) -> None:
     """
     partial_paths = sorted(folder.parent.glob(f".{escape(folder.name)}{_PARTIAL_MARK}*"))
     working_folders = [path for path in partial_paths if is_partial(path) and path.is_dir()]
-    for working_folder in abandoned(working_folders):
+    for working_folder in abandoned_folders(working_folders):
         _finish_exchange(working_folder, folder)
 
 
-def abandoned(folders: Iterable[Path]) -> Iterator[Path]:
+def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
     """Yield those folders of `locked_folder` whose process is gone, so that they can be removed.
 
     A folder's lock is held while it is yielded, so that no other process removes it too.
@@ -357,7 +357,7 @@ def remove_partial(folder: Path) -> None:
 
 
 @contextmanager
-def written_to(option: str, path: Path) -> Iterator[None]:
+def naming_write_errors(option: str, path: Path) -> Iterator[None]:
     """Turn an `OSError` inside the block into a `UserError` that says what to do.
 
     `option` names what the user can change, and `path` is what is written to, for the message.
@@ -365,10 +365,10 @@ def written_to(option: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise unwritable(option, path, error) from error
+        raise unwritable_error(option, path, error) from error
 
 
-def unwritable(option: str, path: Path, error: Exception) -> UserError:
+def unwritable_error(option: str, path: Path, error: Exception) -> UserError:
     """Return the `UserError` for a path that could not be written to.
 
     Args:
@@ -417,7 +417,7 @@ def check_folder(option: str, folder: Path) -> None:
     `option` names what the user can change, with which the message begins.
     """
     refuse_dangling(option, folder)
-    with written_to(option, folder):
+    with naming_write_errors(option, folder):
         candidates = (folder, *folder.absolute().parents)
         # the root exists always
         existing = next(candidate for candidate in candidates if candidate.exists())
@@ -470,5 +470,5 @@ def make_folder(option: str, folder: Path) -> None:
     Raises `UserError`, which begins with `option`, where it cannot be made or written into.
     """
     check_folder(option, folder)
-    with written_to(option, folder):
+    with naming_write_errors(option, folder):
         folder.mkdir(parents=True, exist_ok=True)

@@ -31,15 +31,17 @@ def content_hash(files: Iterable[Path]) -> str:
     defence against somebody who wants two files to look alike.
 
     The hash of a file is remembered on the disk, and the file is not read again while its
-    `_state` is the same: device, inode, size, and the times of the last change of its content and
-    of its inode. Nobody can set the last of these times.
+    `_file_state` is the same: device, inode, size, and the times of the last change of its content
+    and of its inode. Nobody can set the last of these times.
 
     Raises:
         OSError: a file cannot be read.
     """
     paths = sorted(files)
     unread_sizes = [
-        path.stat().st_size for path in paths if _memory().get(_state(path.stat())) is None
+        path.stat().st_size
+        for path in paths
+        if _remembered_hashes().get(_file_state(path.stat())) is None
     ]
     unread_bytes = sum(unread_sizes)
     if unread_bytes >= _ANNOUNCED_BYTES and os.environ.get("RANK", "0") == "0":
@@ -64,36 +66,36 @@ def _file_hash(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         # of the open file: a client of NFS asks the server when it opens one
         stat_before = os.fstat(file.fileno())
-        remembered_hash = _memory().get(_state(stat_before))
+        remembered_hash = _remembered_hashes().get(_file_state(stat_before))
         if remembered_hash is not None and _HASH_PATTERN.fullmatch(remembered_hash):
             return remembered_hash
         begin_ns = time.time_ns()
         file_hash = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-        is_unchanged = _state(os.fstat(file.fileno())) == _state(stat_before)
+        is_unchanged = _file_state(os.fstat(file.fileno())) == _file_state(stat_before)
     last_change_ns = max(stat_before.st_mtime_ns, stat_before.st_ctime_ns)
     is_old_enough = begin_ns - last_change_ns > _MIN_AGE_NS
     is_worth_it = stat_before.st_size >= _MIN_REMEMBERED_BYTES
     if is_old_enough and is_unchanged and is_worth_it:
         with suppress(OSError):  # this process remembers it all the same
-            _memory().put(_state(stat_before), file_hash)
+            _remembered_hashes().put(_file_state(stat_before), file_hash)
     return file_hash
 
 
-def _state(stat: os.stat_result) -> str:
+def _file_state(stat: os.stat_result) -> str:
     """Return what changes whenever a file's content does, as text: device, inode, size and times."""
     return f"{stat.st_dev}/{stat.st_ino}/{stat.st_size}/{stat.st_mtime_ns}/{stat.st_ctime_ns}"
 
 
-def _memory() -> KeptAnswers:
+def _remembered_hashes() -> KeptAnswers:
     """Return the hashes of files that any process of this user has read before.
 
     They are in `content.jsonl` in the cache folder, which may be deleted.
     """
-    return _kept(cache_folder() / "content.jsonl")
+    return _hashes_in_file(cache_folder() / "content.jsonl")
 
 
 @cache
-def _kept(file: Path) -> KeptAnswers:
+def _hashes_in_file(file: Path) -> KeptAnswers:
     """Return the hashes that are stored in a file, which is read once in a process."""
     try:
         return KeptAnswers(file)

@@ -121,7 +121,7 @@ class HttpClient:
             return self._connections
 
 
-def fetch(address: str, timeout_s: float, headers: Headers | None = None) -> HttpReply:
+def fetch_reply(address: str, timeout_s: float, headers: Headers | None = None) -> HttpReply:
     """Send one GET request and return the reply.
 
     Args:
@@ -218,8 +218,8 @@ async def _exchange(
 def _create_client(address: str) -> httpx.AsyncClient:
     """Create a client for requests to an address, one at a time."""
     return httpx.AsyncClient(
-        verify=_certificates(),
-        trust_env=not is_here(address),
+        verify=_trusted_certificates(),
+        trust_env=not is_this_machine(address),
         # without a timeout of its own, since that would be for each part of a reply
         timeout=None,  # noqa: S113
         limits=httpx.Limits(keepalive_expiry=_MAX_IDLE_S),
@@ -257,12 +257,12 @@ async def _reply(
 
 
 @cache
-def _certificates() -> ssl.SSLContext:
+def _trusted_certificates() -> ssl.SSLContext:
     """Return the certificates that this machine trusts. Reading them takes long, so it is done once."""
     return ssl.create_default_context()
 
 
-def is_here(address: str) -> bool:
+def is_this_machine(address: str) -> bool:
     """Return whether an address leads to this machine itself, which no proxy can reach."""
     host = (urllib.parse.urlsplit(address).hostname or "").lower()
     try:

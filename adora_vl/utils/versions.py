@@ -21,7 +21,7 @@ VLLM_DISTRIBUTIONS = (
 )
 
 
-def installed(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     """Return the version of an installed package; None where it is not installed."""
     try:
         return version(distribution)
@@ -29,7 +29,7 @@ def installed(distribution: str) -> str | None:
         return None
 
 
-def _check(name: str, present_version: str | None, supported: SpecifierSet) -> None:
+def _check_version(name: str, present_version: str | None, supported: SpecifierSet) -> None:
     """Raise `UserError` for a package that is missing, or has a version that was not tested.
 
     Args:
@@ -50,14 +50,14 @@ def _check(name: str, present_version: str | None, supported: SpecifierSet) -> N
 def check_versions(use_vllm: bool) -> None:
     """Raise `UserError` for a library that is missing or outside the tested range."""
     for name, supported in SUPPORTED_VERSIONS.items():
-        _check(name, installed(name), supported)
+        _check_version(name, installed_version(name), supported)
     if not use_vllm:
         return
-    vllm_versions = [installed(distribution) for distribution in VLLM_DISTRIBUTIONS]
+    vllm_versions = [installed_version(distribution) for distribution in VLLM_DISTRIBUTIONS]
     present_versions = [present for present in vllm_versions if present is not None]
     if not present_versions:
         extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
         raise UserError(
             f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
         )
-    _check("vllm", present_versions[0], SUPPORTED_VLLM)
+    _check_version("vllm", present_versions[0], SUPPORTED_VLLM)

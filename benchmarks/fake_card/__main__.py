@@ -20,6 +20,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+import benchmarks.fake_card.device  # noqa: F401  # before torch
 from benchmarks.fake_card.card import Place
 from benchmarks.fake_card.run import PHASES, CardRun, CardRunResult, run
 from benchmarks.fake_card.tables import COLUMNS_BY_TABLE, flops_of, head_of, line_of, runs

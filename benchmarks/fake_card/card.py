@@ -20,6 +20,7 @@ from benchmarks.fake_card.device import CARD  # before torch
 import torch  # isort: skip
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import varlen  # noqa: F401  # registers its operations
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry

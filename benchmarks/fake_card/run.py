@@ -35,7 +35,7 @@ from adora_vl.models.families import freeze
 from adora_vl.models.four_bit import UNQUANTISED_MODULES, four_bit_parameter_bytes
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import SHAPES_FOLDER, model_shape
-from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict_memory
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
 from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
@@ -258,8 +258,8 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
             result.parameters = (
                 setup.shape.total_parameters
             )  # of 4 bits a tensor has two in one number
-            result.predicted = predict(setup, room)
-            result.predicted_first = predict(replace(setup, micro_batches=1), room)
+            result.predicted = predict_memory(setup, room)
+            result.predicted_first = predict_memory(replace(setup, micro_batches=1), room)
         except Exception as error:  # whatever it is, it is the result
             lines = traceback.format_exc().strip().splitlines()
             result.fault = "\n".join(

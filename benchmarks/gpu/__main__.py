@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 from benchmarks.gpu.checks import CHECKS, GPUCheck, remove_half_built_extensions, run
 from benchmarks.gpu.table import CheckLine, as_json, counts, exit_code, table
 
@@ -121,7 +121,11 @@ def describe_machine() -> str:
     return ", ".join(
         [
             device,
-            *(f"{name} {version}" for name in _REPORTED_PACKAGES if (version := installed(name))),
+            *(
+                f"{name} {version}"
+                for name in _REPORTED_PACKAGES
+                if (version := installed_version(name))
+            ),
         ]
     )
 

@@ -34,7 +34,7 @@ from adora_vl.config.sharding import Sharding
 from adora_vl.data.prompt_lengths import PromptLengths
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import model_shape
-from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict
+from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, predict_memory
 from adora_vl.planning.plan import make_setup
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.files import GIB
@@ -339,7 +339,7 @@ def _memory_lines(
     Lengths are in tokens, `side` in pixels, and `peak` in bytes.
     """
     predicted = (
-        predict_memory(setting, config=config, side=side, completion=completion, prompt=prompt)
+        predict_peak_bytes(setting, config=config, side=side, completion=completion, prompt=prompt)
         / GIB
     )
     if not setting.on_gpu:
@@ -360,7 +360,7 @@ def _memory_lines(
     )
 
 
-def predict_memory(
+def predict_peak_bytes(
     setting: Setting, config: PretrainedConfig, side: int, completion: int, prompt: int
 ) -> int:
     """Return the bytes of the worst phase, as the dry run computes them from the configuration."""
@@ -377,4 +377,4 @@ def predict_memory(
         sharding=Sharding(),
         lengths=lengths,
     )
-    return predict(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)
+    return predict_memory(setup, 80 * GIB).peak - (CUDA_CONTEXT_BYTES if setting.on_gpu else 0)

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from adora_vl import train  # noqa: E402
 from adora_vl.doctor import __main__ as command  # noqa: E402
 from adora_vl.doctor import engine as doctor_engine  # noqa: E402
-from adora_vl.doctor.engine import Examination, check_buffers, examine  # noqa: E402
+from adora_vl.doctor.engine import Examination, check_buffers, examine_in_order  # noqa: E402
 from adora_vl.rollout import engine as engine_module  # noqa: E402
 from adora_vl.rollout import engine_weights  # noqa: E402
 from adora_vl.rollout import llm as llm_module  # noqa: E402
@@ -137,13 +137,13 @@ SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[C
     "expanded": (send_expanded_image_tokens, lambda e: e.check_agreement()),
     "unnoticed": (send_expanded_tokens_unchecked, lambda e: e.check_agreement()),
     "no_sync": (skip_weight_sync, lambda e: [e.after_change(vision=False)]),
-    "pixel_limits": (change_pixel_limits, lambda e: examine(e, 2)),
+    "pixel_limits": (change_pixel_limits, lambda e: examine_in_order(e, 2)),
     "unbanned": (allow_banned_tokens, lambda e: [e.banned()]),
     "rounded": (
         round_rotary_frequencies,
         lambda e: [check_buffers(e.models), *e.check_agreement(), e.check_distant_agreement()],
     ),
-    "doubled": (double_image_tokens_in_trainer, lambda e: examine(e, 2)[:1]),
+    "doubled": (double_image_tokens_in_trainer, lambda e: examine_in_order(e, 2)[:1]),
     "healthy_again": (
         lambda e: patch.object(e, "max_tokens", 8),
         lambda e: [*e.check_agreement(), e.check_distant_agreement()],
@@ -207,7 +207,7 @@ def main() -> int:
     def examine_all(examination: Examination, merge: int) -> list[Check]:
         (trainer,) = trainers
         hash_before = hash_trainer_state(trainer)
-        checks = examine(examination, merge)
+        checks = examine_in_order(examination, merge)
         results["examined_unchanged"] = hash_trainer_state(trainer) == hash_before
         refusals = {"healthy": self_check_error(examination)}
         results["self_check_unchanged"] = hash_trainer_state(trainer) == hash_before
@@ -226,7 +226,7 @@ def main() -> int:
         return checks
 
     with (
-        patch.object(doctor_engine, "examine", examine_all),
+        patch.object(doctor_engine, "examine_in_order", examine_all),
         patch.object(train, "build_trainer", build_and_keep),
     ):
         return command.main([*sys.argv[2:], "--json", str(output.with_suffix(".table.json"))])

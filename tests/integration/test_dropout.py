@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
-from adora_vl.utils.seeding import drawn_at
+from adora_vl.utils.seeding import drawing_by_key
 from benchmarks.stand_in_server import StandIn
 from tests.support.stand_ins import config_of
 from tests.support.tiny_run import train
@@ -102,7 +102,7 @@ def test_what_is_drawn_follows_from_the_place_alone(dropout_policy):
     run_state = torch.get_rng_state()
 
     def score_at(seed_name: str) -> Tensor:
-        with drawn_at(seed_name):
+        with drawing_by_key(seed_name):
             return dropout_policy.score(learns=True)
 
     scores = score_at("micro-batch/42/3/0/0")

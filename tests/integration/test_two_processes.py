@@ -18,7 +18,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from adora_vl.checkpoint.store import COMPLETE_FILE, MANIFEST_FILE, checkpoints, problem_of, publish
+from adora_vl.checkpoint.store import (
+    COMPLETE_FILE,
+    MANIFEST_FILE,
+    checkpoints,
+    problem_with_checkpoint,
+    publish_checkpoint,
+)
 from adora_vl.checkpoint.trl_state import REFERENCE_FOLDER
 from adora_vl.export import main as export
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
@@ -99,7 +105,7 @@ def test_all_ranks_stop_together_over_drift_with_a_whole_checkpoint(drift_stoppe
     assert f"go on with --resume_from_checkpoint {out / 'checkpoint-2'}" in done.stderr
     assert "Traceback (most recent call last)" not in done.stderr.split("error: step 3")[0]
     assert [path.name for path in checkpoints(out)] == ["checkpoint-2", "checkpoint-1"]
-    assert [problem_of(path) for path in checkpoints(out)] == [None, None]
+    assert [problem_with_checkpoint(path) for path in checkpoints(out)] == [None, None]
     assert processes == []
 
 
@@ -193,7 +199,7 @@ def test_shards_alone_are_gathered_into_the_same_weights(resumed_folder, tmp_pat
     bare = tmp_path / "staged" / "checkpoint-3"
     ignored = shutil.ignore_patterns(MANIFEST_FILE, COMPLETE_FILE, "model.safetensors")
     shutil.copytree(resumed_folder / "checkpoint-3", bare, ignore=ignored)
-    publish(bare, tmp_path / "checkpoint-3", {"step": 3})
+    publish_checkpoint(bare, tmp_path / "checkpoint-3", {"step": 3})
     assert export([str(tmp_path / "checkpoint-3"), str(tmp_path / "model")]) == 0
     gathered = load_file(tmp_path / "model" / "model.safetensors")
     saved = load_file(resumed_folder / "checkpoint-3" / "model.safetensors")
@@ -303,7 +309,7 @@ def test_a_key_that_ends_stops_all_processes_with_one_line(
         rf"--resume_from_checkpoint {newest}",
         line,
     )
-    assert problem_of(newest) is None
+    assert problem_with_checkpoint(newest) is None
     assert "2" in re.findall(r"exitcode +: (\S+)", done.stderr), (
         "the launcher may end the other before it ends itself"
     )

@@ -35,7 +35,7 @@ from adora_vl.config.blocks import RolloutOptions  # noqa: E402
 from adora_vl.config.keys import StepPart  # noqa: E402
 from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.packing import packed_forward as packed_module  # noqa: E402
-from adora_vl.packing.shared_prompt import PackedSequence, pack, sharing_pays  # noqa: E402
+from adora_vl.packing.shared_prompt import PackedSequence, pack_rows, sharing_pays  # noqa: E402
 from adora_vl.rewards import reward_function  # noqa: E402
 from adora_vl.rollout.rollouts import StepKey  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
@@ -206,13 +206,13 @@ def break_parts(names: str) -> None:
     if "positions" in names:  # every rollout one place further on
 
         def pack_one_place_further_on(input_ids: torch.Tensor, **layout: Any) -> PackedSequence:
-            packed = pack(input_ids, **layout)
+            packed = pack_rows(input_ids, **layout)
             after_the_prompt = (
                 torch.arange(packed.ids_NS.size(1)) >= packed.layout.groups[0].prompt_length
             )
             return dataclasses.replace(packed, position_ids=packed.position_ids + after_the_prompt)
 
-        mock.patch.object(packed_module, "pack", pack_one_place_further_on).start()
+        mock.patch.object(packed_module, "pack_rows", pack_one_place_further_on).start()
     if "rows" in names:  # micro-batches weigh alike however many rows they have
         mock.patch.object(batcher_module, "LOSSES_WITH_ROW_MEAN", frozenset()).start()
 

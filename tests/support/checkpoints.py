@@ -17,5 +17,5 @@ def write_checkpoint(
     (staged / "global_step" / "shard.pt").write_bytes(b"shard" * step)
     (staged / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     final = output_dir / f"checkpoint-{step}"
-    store.publish(staged, final, {"step": step, "fingerprint": fingerprint})
+    store.publish_checkpoint(staged, final, {"step": step, "fingerprint": fingerprint})
     return final

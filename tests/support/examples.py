@@ -8,7 +8,7 @@ from typing import Any
 
 from adora_vl.rollout.rollouts import StepKey
 from adora_vl.training.generation import Generation
-from adora_vl.utils.own_files import from_file
+from adora_vl.utils.own_files import load_from_file
 from tests.support.step_context import step_context
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -21,7 +21,7 @@ def example_entry(name: str) -> str:
 
 def load_example(name: str) -> Any:
     """Load the class or function that an entry such as `ngrpo.py:Ngrpo` names."""
-    return from_file("adora_method", example_entry(name), fits=callable).value
+    return load_from_file("adora_method", example_entry(name), fits=callable).value
 
 
 def started_extension(

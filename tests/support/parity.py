@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 
 from adora_vl.data.dataset import schema
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation, conversation_with_images
-from adora_vl.doctor.engine import Examination, examine
+from adora_vl.doctor.engine import Examination, examine_in_order
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
@@ -85,7 +85,7 @@ def examine_with_doctor(trainer: Any, rows: Rows) -> list[dict[str, Any]]:
     """
     merge = trainer.processing_class.image_processor.merge_size
     examination = examination_of(trainer, [*rows[1:], *rows[:1]])
-    return as_json(examine(examination, merge))
+    return as_json(examine_in_order(examination, merge))
 
 
 def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:

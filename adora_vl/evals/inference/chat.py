@@ -121,9 +121,9 @@ class ChatProcessor:
         from transformers import AutoProcessor, AutoTokenizer
 
         from adora_vl.models.load import auto_class, read_config
-        from adora_vl.utils.hub import only_here, why_missing
+        from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
 
-        is_local = only_here(model)
+        is_local = looks_only_on_this_machine(model)
         try:
             self.config: Any = read_config("model", model, revision)
             self.auto_class = auto_class(self.config)

@@ -26,7 +26,7 @@ from adora_vl.evals.records import LoadedProblems, Problem
 from adora_vl.utils.cli import read_json
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.hashing import content_hash
-from adora_vl.utils.hub import no_hub, why_missing
+from adora_vl.utils.hub import why_missing, why_no_hub
 
 Row = dict[str, Any]
 _DATA_SUFFIXES = (".parquet", ".jsonl", ".json")
@@ -368,7 +368,7 @@ def _load_hub_rows(
     from datasets import load_dataset
 
     # Without a network the library would try for minutes. What is in its cache is found even so.
-    no_hub()
+    why_no_hub()
     try:
         dataset = load_dataset(name, config, split=split, revision=revision)
     except Exception as error:  # of the hub, the network or the file system

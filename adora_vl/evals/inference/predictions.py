@@ -16,7 +16,7 @@ from adora_vl.evals.inference.prediction_tables import is_table, read_table_rows
 from adora_vl.evals.records import Prediction
 from adora_vl.utils.cli import MistakesError, read_json
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import replace_file, unwritable, written_to
+from adora_vl.utils.files import naming_write_errors, replace_file, unwritable_error
 
 # The names of files in the output folder of `run`.
 PREDICTIONS_FILE = "predictions.jsonl"
@@ -355,7 +355,7 @@ class PredictionLog:
     def __enter__(self) -> Self:
         """Open and lock the file, cut off a half line at its end, and read the keys of its rows."""
         # Unbuffered: the rest of a buffer that a full disk refused would be written at the close.
-        with written_to("output", self.path):
+        with naming_write_errors("output", self.path):
             self._file = self.path.open("a+b", buffering=0)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -393,7 +393,7 @@ class PredictionLog:
         except OSError as error:
             with suppress(OSError):
                 self._file.truncate(size_before)
-            raise unwritable("output", self.path, error) from error
+            raise unwritable_error("output", self.path, error) from error
         self.done.update(row_key(row) for row in rows)
 
 
@@ -444,5 +444,5 @@ def sort_rows(path: Path, keys: Sequence[RowKey]) -> None:
     """
     row_by_key = {row_key(row): row for row in read_rows(path)}
     lines = [json.dumps(row_by_key[row_key]) + "\n" for row_key in keys if row_key in row_by_key]
-    with written_to("output", path):
+    with naming_write_errors("output", path):
         replace_file(path, "".join(lines))

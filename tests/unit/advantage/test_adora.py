@@ -168,7 +168,7 @@ class DifficultyCase:
 
 
 # As published: a pass rate of 0 is at most any tau.
-PUBLISHED = [
+PUBLISHED_DIFFICULTY_CASES = [
     DifficultyCase(right=0, tau=0.5, attenuated=1.0, amplified=2.0),
     DifficultyCase(right=1, tau=0.5, attenuated=1.0, amplified=2.0),
     DifficultyCase(right=2, tau=0.5, attenuated=1.0, amplified=2.0),
@@ -177,20 +177,20 @@ PUBLISHED = [
     DifficultyCase(right=1, tau=0.2, attenuated=0.1, amplified=1.0),
 ]
 # With needs_correct a group without a right rollout is left as it is.
-NONE_RIGHT = DifficultyCase(
+CASE_WITHOUT_RIGHT = DifficultyCase(
     right=0,
     tau=0.5,
     attenuated=1.0,
     amplified=1.0,
 )
-NEEDING_ONE = [NONE_RIGHT, *PUBLISHED[1:]]
+CASES_THAT_NEED_A_RIGHT = [CASE_WITHOUT_RIGHT, *PUBLISHED_DIFFICULTY_CASES[1:]]
 
 
 @pytest.mark.parametrize(
     ("needs_correct", "case"),
     [
-        *[(False, case) for case in PUBLISHED],
-        *[(True, case) for case in NEEDING_ONE],
+        *[(False, case) for case in PUBLISHED_DIFFICULTY_CASES],
+        *[(True, case) for case in CASES_THAT_NEED_A_RIGHT],
     ],
 )
 def test_difficulty_is_a_pass_rate_of_at_most_tau(needs_correct, case):
@@ -236,7 +236,7 @@ class NoCorrectCase:
     attenuated: float
 
 
-NO_CORRECT = [
+NO_CORRECT_CASES = [
     NoCorrectCase(criteria=("length",), combine="any", kept=1.0, attenuated=0.1),
     # a pass rate of 0 is at most tau, so the group is advantageous
     NoCorrectCase(criteria=("difficulty",), combine="any", kept=1.0, attenuated=1.0),
@@ -245,7 +245,7 @@ NO_CORRECT = [
 ]
 
 
-@pytest.mark.parametrize("case", NO_CORRECT)
+@pytest.mark.parametrize("case", NO_CORRECT_CASES)
 def test_a_group_without_a_correct_rollout_is_kept_or_attenuated(case):
     rewards = torch.tensor([[0.0, 0.1, 0.1, 0.0]])
     lengths = torch.tensor([[5, 6, 70, 8]])
@@ -424,27 +424,29 @@ def test_adora_changes_its_factor_and_tau_with_the_step_and_is_off_outside_its_s
     assert weights == pytest.approx([0.1, 0.3, 0.5, 0.5, 1.0, 1.0, 1.0])
 
 
-CONTROLS = ("random", "reversed", "rate")
+CONTROL_ASSIGNMENTS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
     return random_groups(prompts, 4, seed, step)
 
 
-def judged(assign, batch, seed=5, **options):
+def weigh_with_assignment(assign, batch, seed=5, **options):
     return AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=seed).weigh(batch)
 
 
-def applied(assign, batch, **options):
+def apply_with_assignment(assign, batch, **options):
     run = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
     return run(batch, group_advantages(batch.rewards_PG)), run
 
 
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
-    cases: Iterable[Any] = product(CONTROLS, [{"mode": "off"}, {"factor": Schedule(1.0)}])
+    cases: Iterable[Any] = product(
+        CONTROL_ASSIGNMENTS, [{"mode": "off"}, {"factor": Schedule(1.0)}]
+    )
     for assign, neutral in cases:
         with subtests.test(f"{assign} {neutral!r:.80}"):
-            advantages, run = applied(assign, groups(), **neutral)
+            advantages, run = apply_with_assignment(assign, groups(), **neutral)
             assert run.is_plain
             assert run.learning_rate_factor == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
@@ -454,8 +456,8 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
     for seed in range(5):
         with subtests.test(f"{seed}"):
             batch = groups(seed)
-            by_criterion = judged("criterion", batch)
-            by_chance = judged("random", batch)
+            by_criterion = weigh_with_assignment("criterion", batch)
+            by_chance = weigh_with_assignment("random", batch)
             signal = ~is_constant(batch.rewards_PG)
             criterion_weights = by_criterion.weights_P[signal]
             random_weights = by_chance.weights_P[signal]
@@ -469,21 +471,23 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
 
 def test_random_depends_on_the_runs_seed_and_step_alone():
     before = torch.random.get_rng_state()
-    first = judged("random", groups(step=3)).weights_P
+    first = weigh_with_assignment("random", groups(step=3)).weights_P
     assert torch.equal(torch.random.get_rng_state(), before), "no global state is touched"
     torch.manual_seed(99)
-    resumed = judged("random", groups(step=3)).weights_P  # a process of its own would do the same
+    resumed = weigh_with_assignment(
+        "random", groups(step=3)
+    ).weights_P  # a process of its own would do the same
     assert torch.equal(first, resumed)
-    assert not torch.equal(first, judged("random", groups(step=4)).weights_P)
-    assert not torch.equal(first, judged("random", groups(step=3), seed=6).weights_P)
+    assert not torch.equal(first, weigh_with_assignment("random", groups(step=4)).weights_P)
+    assert not torch.equal(first, weigh_with_assignment("random", groups(step=3), seed=6).weights_P)
 
 
 def test_every_group_is_chosen_equally_often_by_chance():
     chosen = torch.stack(
-        [judged("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]
+        [weigh_with_assignment("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]
     ).double()
     signal = ~is_constant(groups().rewards_PG)
-    share = (judged("criterion", groups()).weights_P[signal] < 1).double().mean()
+    share = (weigh_with_assignment("criterion", groups()).weights_P[signal] < 1).double().mean()
     assert (
         chosen.mean(0)[signal] - share
     ).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
@@ -494,8 +498,8 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
         with subtests.test(mode):
             batch = groups()
             options = {"mode": mode, "factor": Schedule(factor)}
-            right = judged("criterion", batch, **options)
-            wrong = judged("reversed", batch, **options)
+            right = weigh_with_assignment("criterion", batch, **options)
+            wrong = weigh_with_assignment("reversed", batch, **options)
             marked = right.weights_P != 1
             swapped = wrong.weights_P != 1
             assert marked.any()
@@ -515,28 +519,35 @@ def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
         (2, 0.3),
         (9, 0.5),
     ):
-        weights_P = judged("reversed", groups(step=step), factor=factor).weights_P
+        weights_P = weigh_with_assignment("reversed", groups(step=step), factor=factor).weights_P
         assert sorted({round(weight, 6) for weight in weights_P.tolist()}) == [expected, 1.0]
-        assert bool((judged("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()) is (
-            step < 2
-        )
-    assert applied("rate", groups(step=2), steps=(0, 2))[1].learning_rate_factor == 1.0
+        assert bool(
+            (weigh_with_assignment("random", groups(step=step), steps=(0, 2)).weights_P < 1).any()
+        ) is (step < 2)
+    assert (
+        apply_with_assignment("rate", groups(step=2), steps=(0, 2))[1].learning_rate_factor == 1.0
+    )
 
 
 def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():
     batch = groups()
-    advantages, run = applied("rate", batch)
+    advantages, run = apply_with_assignment("rate", batch)
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
     signal = ~is_constant(batch.rewards_PG)
-    assert run.learning_rate_factor == judged("criterion", batch).weights_P[signal].mean().item()
+    assert (
+        run.learning_rate_factor
+        == weigh_with_assignment("criterion", batch).weights_P[signal].mean().item()
+    )
     assert 0.1 < run.learning_rate_factor < 1
     assert run.figures == {"rate_scale": run.learning_rate_factor}
     assert bool((run.weighting.weights_P == 1).all())
-    assert applied("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, "nothing has signal"
+    assert apply_with_assignment("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, (
+        "nothing has signal"
+    )
 
 
 def test_rate_survives_a_checkpoint_between_two_updates_of_a_generation():
-    _, run = applied("rate", groups())
+    _, run = apply_with_assignment("rate", groups())
     resumed = AdvantagePipeline({"adora": Adora(assign="rate")}, seed=5)
     resumed.load(json.loads(json.dumps(run.state())))
     assert resumed.learning_rate_factor == run.learning_rate_factor != 1.0
@@ -597,7 +608,12 @@ def test_the_key_and_what_does_not_fit_it():
         config("--adora_method.adora.assign", "randm")
 
 
-RATE = ["--adora_method.adora.assign", "rate", "--gradient_accumulation_steps", "4"]
+RATE_ASSIGNMENT_WORDS = [
+    "--adora_method.adora.assign",
+    "rate",
+    "--gradient_accumulation_steps",
+    "4",
+]
 
 
 def test_a_step_has_one_rate(subtests):
@@ -611,11 +627,11 @@ def test_a_step_has_one_rate(subtests):
     ]:
         with subtests.test(f"{words!r:.80}"):
             for fits in (["8"], ["2", "--num_iterations", "2"]):
-                check_methods(config(*RATE, "--steps_per_generation", *fits))
+                check_methods(config(*RATE_ASSIGNMENT_WORDS, "--steps_per_generation", *fits))
             with pytest.raises(UserError, match=message):
-                check_methods(config(*RATE, *words))
+                check_methods(config(*RATE_ASSIGNMENT_WORDS, *words))
     with subtests.test("DeepSpeed"):
-        ours = config(*RATE)
+        ours = config(*RATE_ASSIGNMENT_WORDS)
         check_methods(ours)
         ours.deepspeed_plugin = object()
         with pytest.raises(UserError, match="assign: rate does not work with DeepSpeed"):

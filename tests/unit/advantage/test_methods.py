@@ -29,6 +29,7 @@ from adora_vl.utils.launch import free_port
 from tests.support.examples import load_example
 from tests.support.reward_groups import (
     apply_method,
+    float64,  # noqa: F401  # a fixture that each test of this file uses
     groups_of_rewards,
     random_groups,
 )

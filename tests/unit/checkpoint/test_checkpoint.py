@@ -21,9 +21,9 @@ from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_o
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
-    expect_universal,
+    expect_universal_checkpoint,
     load_shards,
-    without_code,
+    refusing_pickled_code,
     write_universal,
 )
 from adora_vl.checkpoint.writer import SET_ASIDE_FOLDER, CheckpointWriter
@@ -82,9 +82,9 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path):
     for name, (damage, reason) in DAMAGES.items():
         older = write_checkpoint(tmp_path / name, 10)
         newer = write_checkpoint(tmp_path / name, 20)
-        assert store.problem_of(newer) is None
+        assert store.problem_with_checkpoint(newer) is None
         damage(newer)
-        assert reason in str(store.problem_of(newer)), name
+        assert reason in str(store.problem_with_checkpoint(newer)), name
         start = choose_start(
             tmp_path / name, resume_from_checkpoint=None, overwrite=False, current=FINGERPRINT
         )
@@ -177,7 +177,7 @@ def test_only_shards_are_converted_and_only_deepspeed_reads_the_result(tmp_path)
         write_universal(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     with pytest.raises(UserError, match="a universal checkpoint needs DeepSpeed"):
-        expect_universal(SimpleNamespace(is_deepspeed_enabled=False))
+        expect_universal_checkpoint(SimpleNamespace(is_deepspeed_enabled=False))
 
 
 class Code:
@@ -199,7 +199,7 @@ def test_no_code_of_a_strangers_checkpoint_is_run_by_deepspeed(tmp_path, monkeyp
             {"optimizer_state_dict": Code(ran)}, checkpoint / "global_step1" / f"{name}_states.pt"
         )
     (checkpoint / "latest").write_text("global_step1")
-    store.seal(checkpoint, {"step": 1, "fingerprint": {}})
+    store.seal_checkpoint(checkpoint, {"step": 1, "fingerprint": {}})
     engine = SimpleNamespace(
         load_checkpoint=lambda *_, **__: torch.load(
             checkpoint / "global_step1" / f"{names[0]}_states.pt", weights_only=False
@@ -230,7 +230,7 @@ def test_what_deepspeed_itself_writes_is_read_without_code(tmp_path):
         "static": LossScaler(1.0),
     }
     torch.save(content, tmp_path / "states.pt")
-    with without_code(tmp_path):
+    with refusing_pickled_code(tmp_path):
         read = torch.load(tmp_path / "states.pt", weights_only=False)
     assert read["stage"] == 3
     assert read["mapping"][0]["w"] == address
@@ -359,13 +359,13 @@ def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp
     for step in (5, 10, 15, 20):
         write_checkpoint(tmp_path, step)
     (tmp_path / "checkpoint-10" / store.COMPLETE_FILE).unlink()
-    store.rotate(tmp_path, 2)
+    store.delete_old_checkpoints(tmp_path, 2)
     assert [path.name for path in store.checkpoints(tmp_path)] == [
         "checkpoint-20",
         "checkpoint-15",
         "checkpoint-10",
     ]
-    store.rotate(tmp_path, None)
+    store.delete_old_checkpoints(tmp_path, None)
     assert len(store.checkpoints(tmp_path)) == 3
 
 
@@ -376,7 +376,7 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     writer = CheckpointWriter(tmp_path, keep=1, accelerator=accelerator)
 
     def save(folder: Path) -> dict[str, object]:
-        assert store.problem_of(older) is None
+        assert store.problem_with_checkpoint(older) is None
         assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
         folder.mkdir(parents=True)
         (folder / "model.safetensors").write_bytes(b"half")
@@ -392,11 +392,11 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
         writer.write(20, on_a_full_disk)
     assert full.value.__cause__ is None, "a cause would be printed as a traceback"
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
-    assert store.problem_of(older) is None
+    assert store.problem_with_checkpoint(older) is None
     assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
     assert writer.saved_at is None
     writer.write(20, save)
-    assert store.newest_valid(tmp_path)[0] == tmp_path / "checkpoint-20"
+    assert store.newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
     assert writer.saved_at == 20
     assert len(store.checkpoints(tmp_path)) == 1
     assert not (tmp_path / SET_ASIDE_FOLDER).exists()
@@ -404,14 +404,16 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
 
 def test_a_damaged_folder_of_the_same_step_is_replaced(tmp_path):
     flip_a_byte(write_checkpoint(tmp_path, 10) / "model.safetensors")
-    assert store.problem_of(write_checkpoint(tmp_path, 10)) is None
+    assert store.problem_with_checkpoint(write_checkpoint(tmp_path, 10)) is None
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
 
 
 def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkeypatch):
     """The new folder is whole or missing, whichever call was the last to succeed."""
     older = write_checkpoint(tmp_path, 10)
-    for call, survived in product(("replace_file", "hashes", "flush"), range(6)):
+    for call, survived in product(
+        ("replace_file", "hash_and_size_by_name", "flush_to_disk"), range(6)
+    ):
         real = getattr(store, call)
         calls_left = iter(range(survived))
 
@@ -424,7 +426,7 @@ def test_a_crash_while_saving_leaves_the_older_checkpoint_valid(tmp_path, monkey
         with contextlib.suppress(KeyboardInterrupt):
             write_checkpoint(tmp_path, 20)
         monkeypatch.setattr(store, call, real)
-        newest = store.newest_valid(tmp_path)
+        newest = store.newest_valid_checkpoint(tmp_path)
         assert newest[0] == (
             tmp_path / "checkpoint-20" if (tmp_path / "checkpoint-20").exists() else older
         )

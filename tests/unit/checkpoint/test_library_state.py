@@ -12,7 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from adora_vl.checkpoint.store import seal
+from adora_vl.checkpoint.store import seal_checkpoint
 from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
     LossSums,
@@ -130,7 +130,7 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
     )
 
     saved = LossSums(logged_sum=2.25, last_log_step=4, unlogged_sum=torch.tensor(0.1))
-    seal(tmp_path, LossSums.with_all_ranks(saved.facts()))
+    seal_checkpoint(tmp_path, LossSums.with_all_ranks(saved.facts()))
     put: list[SavedLossSums] = []
     restore = RestoreLossSums(put.append)
     restore.on_train_begin(None, None, None)

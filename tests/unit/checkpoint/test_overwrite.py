@@ -22,17 +22,17 @@ from adora_vl.checkpoint.store import (
     CHECKPOINT_NAME_PATTERN,
     STAGING_FOLDER,
     checkpoints,
-    newest_valid,
+    newest_valid_checkpoint,
 )
 from adora_vl.checkpoint.writer import (
     SET_ASIDE_FOLDER,
     WRITTEN_FILES_NOTE,
-    delete_aside,
+    delete_run_set_aside,
     list_users_files,
     recording_saved_files,
     refuse_users_files,
     run_entries,
-    set_aside,
+    set_run_aside,
 )
 from adora_vl.export import main as export
 from adora_vl.record.rollouts import write_part
@@ -111,7 +111,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
     )
     assert start.checkpoint == str(elsewhere)
     assert start.replaces
-    set_aside(run)
+    set_run_aside(run)
     assert elsewhere.is_dir()
     assert {name.removeprefix(f"{SET_ASIDE_FOLDER}/") for name in names_of_files(run)} == before
 
@@ -119,7 +119,7 @@ def test_a_named_checkpoint_of_the_folder_is_refused_and_one_from_elsewhere_is_u
 def test_a_named_checkpoint_in_a_place_that_a_run_clears_is_refused_and_kept(tmp_path):
     """The run that goes on from it would delete it, at its first checkpoint or before reading it."""
     run = write_run(tmp_path / "run", 4, 8)
-    set_aside(run)
+    set_run_aside(run)
     write_checkpoint(run, 2)  # of the run after it
     (run / STAGING_FOLDER).mkdir(exist_ok=True)
     # whole, and killed before it got its place
@@ -200,7 +200,7 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
     tmp_path,
 ):
     run = write_run(tmp_path, 4, 8)
-    assert set_aside(run) == str(run / SET_ASIDE_FOLDER)
+    assert set_run_aside(run) == str(run / SET_ASIDE_FOLDER)
     assert checkpoints(run) == []
     assert (run / "notes.txt").is_file()
     for overwrite in (False, True):  # the crash, and the same or the plain command again
@@ -210,11 +210,14 @@ def test_after_a_crash_before_its_first_checkpoint_a_new_run_does_not_go_on_from
         )
         assert start.checkpoint is None
         if start.replaces:
-            set_aside(run)
+            set_run_aside(run)
             assert not (run / "metrics.jsonl").exists()
         assert (run / SET_ASIDE_FOLDER / "metrics.jsonl").read_text() == METRICS_OF_OLD_RUN
-    assert newest_valid(run / SET_ASIDE_FOLDER)[0] == run / SET_ASIDE_FOLDER / "checkpoint-8"
-    delete_aside(run)
+    assert (
+        newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
+        == run / SET_ASIDE_FOLDER / "checkpoint-8"
+    )
+    delete_run_set_aside(run)
     assert not (run / SET_ASIDE_FOLDER).exists()
 
 
@@ -225,12 +228,12 @@ def test_a_whole_checkpoint_is_there_at_every_moment(tmp_path_factory, events):
     run = write_checkpoint(tmp_path_factory.mktemp("run"), 4).parent
     for number, event in enumerate(events):
         if event == "set aside":
-            set_aside(run)
+            set_run_aside(run)
         elif event == "checkpoint":
             write_checkpoint(run, 10 + number)
-            assert newest_valid(run)[0] == run / f"checkpoint-{10 + number}"
-            delete_aside(run)
-        assert newest_valid(run)[0] or newest_valid(run / SET_ASIDE_FOLDER)[0]
+            assert newest_valid_checkpoint(run)[0] == run / f"checkpoint-{10 + number}"
+            delete_run_set_aside(run)
+        assert newest_valid_checkpoint(run)[0] or newest_valid_checkpoint(run / SET_ASIDE_FOLDER)[0]
     shutil.rmtree(run)
 
 
@@ -389,7 +392,7 @@ def test_a_file_of_the_users_is_refused_by_its_name_and_nothing_moves(finished, 
         # and a late file
         for refuse in (
             lambda run=run: refuse_users_files(run, overwrite=True),
-            lambda run=run: set_aside(run),
+            lambda run=run: set_run_aside(run),
         ):
             with pytest.raises(UserError, match=ERROR_ABOUT_USERS_FILES) as caught:
                 refuse()
@@ -557,7 +560,7 @@ def test_a_stopped_a_resumed_and_a_killed_run_are_known_as_a_whole(run, resumed_
     mark_stopped(run, 4)
     assert list_users_files(run) == []
     refuse_users_files(run, overwrite=True)
-    assert set_aside(run)
+    assert set_run_aside(run)
     assert run_entries(run) == []
     refuse_users_files(run, overwrite=True)  # what was put aside is known there as well
 
@@ -569,7 +572,7 @@ def test_a_run_that_was_killed_while_it_put_another_one_aside_can_be_started_aga
     rename = Path.rename
     with monkeypatch.context() as patch, pytest.raises(StopIteration):
         patch.setattr(Path, "rename", lambda path, target: next(moves) and rename(path, target))
-        set_aside(run)
+        set_run_aside(run)
     assert (run / SET_ASIDE_FOLDER / "config.json").is_file()
     assert (run / "README.md").is_file()
     refuse_users_files(run, overwrite=True)
@@ -595,7 +598,7 @@ def test_a_copy_of_a_run_and_a_link_to_one_are_runs(run, tmp_path):
     assert list_users_files(tmp_path / "copy") == []
     (tmp_path / "link").symlink_to(run)
     refuse_users_files(tmp_path / "link", overwrite=True)
-    assert set_aside(tmp_path / "link")
+    assert set_run_aside(tmp_path / "link")
     assert (run / SET_ASIDE_FOLDER / "checkpoint-4").is_dir()
     assert (tmp_path / "link").is_symlink()
 

@@ -24,7 +24,7 @@ from adora_vl.config.command import read_file
 from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
 from adora_vl.config.values import annotations_of_keys, convert
-from adora_vl.utils.cli import dotted
+from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import key_defaults
 
@@ -476,7 +476,7 @@ def test_keys_of_ours_are_few_and_each_is_explained_in_the_annotated_config():
     """More of them would be more than a person reads; one that is nowhere shown is never used."""
     keys = OUR_KEYS - OPTION_CLASSES.keys()
     shown = read_file(ROOT / "configs" / "train" / "annotated.yaml")
-    explained = {name for key, value in shown.items() for name in dotted(key, value)}
+    explained = {name for key, value in shown.items() for name in with_dotted_keys(key, value)}
     # These two may be written in one line or with a block of their own.
     explained |= {"adora_method", "adora_extensions"} & shown.keys()
     assert len(keys) <= 42

@@ -254,7 +254,7 @@ def test_a_published_example_is_read_whole(trainer, tmp_path, capsys):
 
 @pytest.mark.parametrize("trainer", SCRIPTS)
 def test_a_published_example_is_planned(trainer, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
+    monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
     family = trainer.partition(" ")[0]
     table = table_of(family, tmp_path, rows=520)
     migrated_config(trainer, tmp_path, data_words(family, table))

@@ -16,7 +16,7 @@ from adora_vl.config.command import read_file
 from adora_vl.config.schema import parse
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.request import ModelSource, RunRequest
-from adora_vl.utils.cli import dotted
+from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import ACCELERATE_CONFIG_BY_RECIPE, CONFIGS, key_defaults
 
@@ -234,7 +234,11 @@ def defaults_in_comments() -> dict[str, str]:
 
 def test_every_key_of_the_annotated_config_has_a_comment_with_the_default_of_the_code():
     text_by_key = defaults_in_comments()
-    keys = {name for key, value in read_recipe("annotated").items() for name in dotted(key, value)}
+    keys = {
+        name
+        for key, value in read_recipe("annotated").items()
+        for name in with_dotted_keys(key, value)
+    }
     assert text_by_key.keys() == keys
     assert len(keys) > 50
     default_by_key: dict[str, Any] = dict(key_defaults())

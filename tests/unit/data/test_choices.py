@@ -14,8 +14,8 @@ from adora_vl.checkpoint.fingerprint import Fingerprint, differences, fingerprin
 from adora_vl.checkpoint.resume import choose_start
 from adora_vl.config.schema import parse
 from adora_vl.data.dataset import load_split, split_files
-from adora_vl.data.loading import as_asked, load_rows
-from adora_vl.data.prompts import DEFAULT_PROMPT, lettered
+from adora_vl.data.loading import load_rows, script_arguments_for_fingerprint
+from adora_vl.data.prompts import DEFAULT_PROMPT, with_letters
 from adora_vl.evaluation import take_evaluations
 from adora_vl.record.card import model_card
 from adora_vl.record.manifest import run_manifest
@@ -113,7 +113,9 @@ def evaluated_on(folder: Path, *words: str) -> list[str]:
 
 def fingerprint_of(folder: Path, *words: str) -> Fingerprint:
     script = script_of("--dataset_name", folder, *words)
-    settings = as_asked(script, load_rows(script, [str(folder)], seed=0).data.table)
+    settings = script_arguments_for_fingerprint(
+        script, load_rows(script, [str(folder)], seed=0).data.table
+    )
     return fingerprint(
         settings,
         data=[folder],
@@ -163,9 +165,9 @@ def test_what_the_prompt_asks_for_is_right_and_so_is_the_value(data: Path) -> No
 
 def test_letters_that_choices_carry_are_not_shown_twice() -> None:
     """A choice that only looks like a letter stays as it is."""
-    assert lettered(["A. 3", "(B) 4"]) == lettered(["3", "4"]) == ["(A) 3", "(B) 4"]
+    assert with_letters(["A. 3", "(B) 4"]) == with_letters(["3", "4"]) == ["(A) 3", "(B) 4"]
     for choices in (["(a)", "(b)"], ["A. 3"], ["B. 3", "A. 4"], ["A. 3", "4"], ["A", "B"]):
-        assert [line[4:] for line in lettered(choices)] == choices
+        assert [line[4:] for line in with_letters(choices)] == choices
 
 
 def test_drawn_problems_are_asked_as_before(drawn: Path) -> None:

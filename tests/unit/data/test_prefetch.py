@@ -276,7 +276,7 @@ def test_a_resumed_run_takes_the_same_steps_with_it(adora_run, tmp_path, monkeyp
     monkeypatch.setattr("adora_vl.packing.images.ImagePrefetch", Patient)
     folder = shutil.copytree(adora_run, tmp_path / "adora")
     shutil.rmtree(folder / f"checkpoint-{TINY_RUN_STEPS}")
-    monkeypatch.setattr("adora_vl.packing.images.reads_ahead", lambda device: True)
+    monkeypatch.setattr("adora_vl.packing.images.processes_images_ahead", lambda device: True)
     train(folder)
     assert recorded(folder) == recorded(adora_run)
     main = threading.current_thread().name

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adora_vl.data.dataset import schema
-from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, template
+from adora_vl.data.prompts import CONTROL_TOKENS, DEFAULT_PROMPT, read_template
 from adora_vl.data.rows import problem_with_row, require_sound_rows, rows_without_pixels
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.synthetic.generate import generate
@@ -149,7 +149,7 @@ def test_a_template_is_filled_with_the_columns_of_the_row(subtests):
     ]
     for source, text in cases:
         with subtests.test(f"{source!r:.80}"):
-            assert template(source)(ROW) == text
+            assert read_template(source)(ROW) == text
 
 
 def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
@@ -159,12 +159,12 @@ def test_a_row_without_choices_is_asked_its_problem_alone(subtests):
     )
     for source, columns in cases:
         with subtests.test(f"{source!r:.80} {columns!r:.80}"):
-            template(source).check_columns(["id", "problem", "answer", *columns], "here")
-            assert template(source)({"problem": "Find x.", **columns}) == "Find x."
+            read_template(source).check_columns(["id", "problem", "answer", *columns], "here")
+            assert read_template(source)({"problem": "Find x.", **columns}) == "Find x."
 
 
 def test_choices_after_the_alphabet_are_numbered():
-    lines = template(DEFAULT_PROMPT)(
+    lines = read_template(DEFAULT_PROMPT)(
         {"problem": "?", "choices": list(map(str, range(28)))}
     ).splitlines()
     assert lines[27:30] == ["(Z) 25", "(27) 26", "(28) 27"]
@@ -181,7 +181,7 @@ def test_it_is_known_where_a_template_changes_nothing(subtests):
     ]
     for source, without, with_some in cases:
         with subtests.test(f"{source!r:.80}"):
-            prompt_template = template(source)
+            prompt_template = read_template(source)
             answers = (
                 prompt_template.asks_the_problem_alone(with_choices=False),
                 prompt_template.asks_the_problem_alone(with_choices=True),
@@ -207,21 +207,21 @@ def test_anything_else_is_one_line(subtests):
     for source, message in cases:
         with subtests.test(source):
             with pytest.raises(UserError, match=message) as refused:
-                template(source)
+                read_template(source)
             assert str(refused.value).startswith("adora_prompt: ")
             assert "\n" not in str(refused.value)
 
 
 def test_a_column_that_is_not_there_is_named_with_the_nearest():
     with pytest.raises(UserError, match="'problm' is no column of here; did you mean 'problem'"):
-        template("{problm}").check_columns(["id", "problem", "answer"], "here")
+        read_template("{problm}").check_columns(["id", "problem", "answer"], "here")
 
 
 @given(st.text(alphabet="{}abc.[]!:_\n ", max_size=12), st.text(max_size=20))
 def test_whatever_is_written_it_is_the_value_or_one_line(source, value):
     row = dict.fromkeys(("a", "b", "c", "abc", "_"), value)
     try:
-        prompt_template = template(source)
+        prompt_template = read_template(source)
         prompt_template.check_columns(row, "here")
     except UserError as error:
         assert "\n" not in str(error)

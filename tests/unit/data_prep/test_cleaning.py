@@ -66,7 +66,7 @@ def _write_file(name: str, content: bytes) -> Damage:
 PNG = encode_picture(draw_figure(3))
 JPEG = encode_picture(draw_figure(3), "JPEG")
 # name -> (changed keys of data.json, or its image, or damage to the folder; the reason)
-PICTURES: dict[str, tuple[bytes, str]] = {
+PICTURE_AND_KIND_BY_FAULT: dict[str, tuple[bytes, str]] = {
     "empty picture": (b"\0", "image_undecodable"),
     "text as a picture": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "image_svg"),
     "PNG cut in half": (PNG[: len(PNG) // 2], "image_truncated"),
@@ -93,7 +93,7 @@ PICTURES: dict[str, tuple[bytes, str]] = {
         "image_shape",
     ),
 }
-TEXTS: dict[str, tuple[dict[str, Any], str]] = {
+FIELDS_AND_KIND_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "blank text": ({"problem_text": " \n"}, "no_text"),
     "no text": ({"problem_text": None}, "field_type"),
     "text that is a number": ({"problem_text": 12}, "field_type"),
@@ -112,7 +112,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "huge gold": ({"choices": ["5", "9" * 600]}, "gold"),
     "gold with hidden characters": ({"choices": ["5", "1\u202e2"]}, "gold"),
 }
-FOLDERS: dict[str, tuple[Damage, str]] = {
+DAMAGE_AND_KIND_BY_FAULT: dict[str, tuple[Damage, str]] = {
     "no picture": (_remove_file("img_diagram.png"), "file_missing"),
     "no data.json": (_remove_file("data.json"), "file_missing"),
     "data.json cut": (_write_file("data.json", b'{"problem_text": "Find'), "not_json"),
@@ -123,8 +123,8 @@ FOLDERS: dict[str, tuple[Damage, str]] = {
     ),
     "data.json nested without end": (_write_file("data.json", b"[" * 200_000), "not_json"),
 }
-KINDS = [*PICTURES, *TEXTS, *FOLDERS]
-WORDS = {  # of some: the value and the remedy
+FAULTS = [*PICTURE_AND_KIND_BY_FAULT, *FIELDS_AND_KIND_BY_FAULT, *DAMAGE_AND_KIND_BY_FAULT]
+VALUE_AND_REMEDY_BY_FAULT = {  # of some: the value and the remedy
     "letter without its choice": "the answer 'E' is not the letter of one of its 2 choices; write one of A, B in",
     "answer that is a number": "'answer' is 2; make it a text in",
     "no choices": "'choices' is missing; make it a list of texts in",
@@ -137,13 +137,13 @@ WORDS = {  # of some: the value and the remedy
 
 def _make_broken_folder(root: Path, kind: str, number: int) -> tuple[Path, str]:
     """Write a folder that is broken in one way, and return it with the reason to expect."""
-    if kind in PICTURES:
-        content, reason = PICTURES[kind]
+    if kind in PICTURE_AND_KIND_BY_FAULT:
+        content, reason = PICTURE_AND_KIND_BY_FAULT[kind]
         return write_problem_folder(root, number=number, image=content), reason
-    if kind in TEXTS:
-        changed, reason = TEXTS[kind]
+    if kind in FIELDS_AND_KIND_BY_FAULT:
+        changed, reason = FIELDS_AND_KIND_BY_FAULT[kind]
         return write_problem_folder(root, number=number, **changed), reason
-    damage, reason = FOLDERS[kind]
+    damage, reason = DAMAGE_AND_KIND_BY_FAULT[kind]
     folder = write_problem_folder(root, number=number)
     damage(folder)
     return folder, reason
@@ -160,7 +160,7 @@ def prepared_broken_folders(
     root = tmp_path_factory.mktemp("broken")
     folders = {}
     reasons = {}
-    for number, kind in enumerate(KINDS):
+    for number, kind in enumerate(FAULTS):
         folders[kind], reasons[kind] = _make_broken_folder(root / "raw", kind, number)
     for number in (500, 501):
         write_problem_folder(root / "raw", number=number)
@@ -174,14 +174,14 @@ def test_a_broken_row_is_kept_aside_with_reason_and_bytes(
     prepared_broken_folders: Any, subtests: pytest.Subtests
 ) -> None:
     """A person sees why a row was refused, and has everything that its source has of it."""
-    for kind in KINDS:
+    for kind in FAULTS:
         with subtests.test(kind):
             _, output, folders, reasons = prepared_broken_folders
 
             row_id = f"geometry3k/train/{folders[kind].name}"
             (line,) = [line for line in read_quarantine(output) if line["id"] == row_id]
             assert line["reason"] == reasons[kind], line["detail"]
-            assert WORDS.get(kind, "") in line["detail"], line["detail"]
+            assert VALUE_AND_REMEDY_BY_FAULT.get(kind, "") in line["detail"], line["detail"]
             assert line["detail"].startswith(f"{row_id}: ")
             assert "; " in line["detail"]
             assert "object at 0x" not in line["detail"]
@@ -204,10 +204,10 @@ def test_good_rows_survive_among_broken_ones_and_everything_is_counted(
     manifest = read_manifest(output)
     assert manifest is not None
     assert manifest["counts"] == {"train": 2}
-    assert len(KINDS) >= 25
-    assert manifest["quarantined"]["rows"] == len(KINDS)
-    assert len(read_quarantine(output)) == len(KINDS)
-    assert sum(manifest["quarantined"]["reasons"].values()) == len(KINDS)
+    assert len(FAULTS) >= 25
+    assert manifest["quarantined"]["rows"] == len(FAULTS)
+    assert len(read_quarantine(output)) == len(FAULTS)
+    assert sum(manifest["quarantined"]["reasons"].values()) == len(FAULTS)
     assert set(manifest["quarantined"]["reasons"]) == set(reasons.values())
     assert set(manifest["files"]) | {"manifest.json"} == set(file_contents(output))
 

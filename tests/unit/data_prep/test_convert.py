@@ -248,9 +248,9 @@ def test_a_prepared_folder_that_is_converted_again_keeps_its_ids(tmp_path: Path)
     assert read_fields_by_id(tmp_path / "twice") == read_fields_by_id(tmp_path / "once")
 
 
-SHORT = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
-GOOD = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
-NAN = float("nan")
+COLUMN_ARGUMENTS = ("problem=q", "answer=a", "images=i", "id=k", "choices=c")
+GOOD_ROW = {"k": "good", "q": "Find x.", "a": "5", "i": "good.png", "c": None}
+NOT_A_NUMBER = float("nan")
 
 
 def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
@@ -279,7 +279,7 @@ def write(folder: Path, form: str, rows: list[dict[str, Any]]) -> Path:
 
 
 # What is wrong with a row beside a good one, and the reason under which it is refused.
-BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+CHANGES_AND_KIND_BY_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "path outside": ({"i": "../outside.png"}, "path_outside"),
     "absolute path": ({"i": "/etc/hostname"}, "path_outside"),
     "link outside": ({"i": "link.png"}, "path_outside"),
@@ -303,10 +303,10 @@ BAD_ROWS: dict[str, tuple[dict[str, Any], str]] = {
     "a long id": ({"k": "x" * 300}, "field_type"),
 }
 # These need a table whose values have types of their own.
-TYPED_ROWS: dict[str, tuple[dict[str, Any], str]] = {
+CHANGES_AND_KIND_BY_TYPE_FAULT: dict[str, tuple[dict[str, Any], str]] = {
     "missing value": ({"a": None}, "field_type"),
     "a number for a problem": ({"q": 7}, "field_type"),
-    "NaN": ({"a": NAN}, "field_type"),
+    "NaN": ({"a": NOT_A_NUMBER}, "field_type"),
     "true": ({"a": True}, "field_type"),
     "a list for an answer": ({"a": ["5"]}, "field_type"),
     "an object for an answer": ({"a": {"b": 1}}, "field_type"),
@@ -322,16 +322,24 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
     """One bad row costs no good one."""
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
-            bad = {**BAD_ROWS, **(TYPED_ROWS if form in ("jsonl", "json") else {})}
-            rows: list[dict[str, Any]] = [GOOD]
+            bad = {
+                **CHANGES_AND_KIND_BY_FAULT,
+                **(CHANGES_AND_KIND_BY_TYPE_FAULT if form in ("jsonl", "json") else {}),
+            }
+            rows: list[dict[str, Any]] = [GOOD_ROW]
             for number, (changed, _) in enumerate(bad.values()):
-                row = {**GOOD, "k": f"bad{number}", **changed}
+                row = {**GOOD_ROW, "k": f"bad{number}", **changed}
                 row["i"] = row["i"].replace("FORM", form) if isinstance(row["i"], str) else row["i"]
                 if form != "csv" and isinstance(row["c"], str):
                     row["c"] = json.loads(row["c"])
                 rows.append(row)
             source = write(folder, form, rows)
-            assert convert(source, folder / "out", "--allow-quarantined", "1", columns=SHORT) == 0
+            assert (
+                convert(
+                    source, folder / "out", "--allow-quarantined", "1", columns=COLUMN_ARGUMENTS
+                )
+                == 0
+            )
             assert [row["id"] for row in stored_rows(folder / "out", "train")] == [
                 "mine/train/good"
             ]
@@ -346,9 +354,9 @@ def test_a_bad_row_is_refused_by_its_reason_and_the_others_are_kept(case: Case) 
 
 def test_too_many_bad_rows_are_an_error_that_names_the_first(tmp_path, capsys):
     """The user is told of the first bad row and of how many there are."""
-    source = write(tmp_path, "jsonl", [GOOD, {**GOOD, "k": "b", "i": "../outside.png"}])
+    source = write(tmp_path, "jsonl", [GOOD_ROW, {**GOOD_ROW, "k": "b", "i": "../outside.png"}])
     error = assert_refusal(
-        convert(source, tmp_path / "out", columns=SHORT), tmp_path / "out", capsys
+        convert(source, tmp_path / "out", columns=COLUMN_ARGUMENTS), tmp_path / "out", capsys
     )
     assert "1 of 2 rows" in error
     assert "leads out of the input's folder" in error
@@ -376,7 +384,7 @@ def test_a_row_that_gives_a_key_twice_is_refused_with_its_place(tmp_path: Path, 
     assert len(list(stored_rows(tmp_path / "out", "train"))) == 3
 
 
-def _made_a_folder(path: Path) -> None:
+def _make_folder_of_rows(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
@@ -387,7 +395,7 @@ BAD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "random": (lambda path: path.write_bytes(os.urandom(5000)), "."),
     "not UTF-8": (lambda path: path.write_bytes(b'[{"q": "\xff\xfe"}]'), "."),
     "deep": (lambda path: path.write_bytes(b"[" * 100_000), "."),
-    "a folder": (_made_a_folder, "has no table"),
+    "a folder": (_make_folder_of_rows, "has no table"),
 }
 
 
@@ -397,10 +405,12 @@ def test_a_file_that_cannot_be_used_is_one_line(
     for form in ["jsonl", "json", "csv", "parquet"]:
         with case(form) as folder:
             for name, (damage, message) in BAD_FILES.items():
-                source = write(folder / name.replace(" ", "_"), form, [GOOD])
+                source = write(folder / name.replace(" ", "_"), form, [GOOD_ROW])
                 damage(source)
                 error = assert_refusal(
-                    convert(source, folder / "out", columns=SHORT), folder / "out", capsys
+                    convert(source, folder / "out", columns=COLUMN_ARGUMENTS),
+                    folder / "out",
+                    capsys,
                 )
                 assert any(part in error for part in message.split("|")) or message == ".", (
                     name,
@@ -502,12 +512,16 @@ def test_a_folder_whose_tables_are_not_clear_is_one_line(
             for name in files:
                 (folder / "in" / name).write_text("q,a\nx,1\n")
             assert message in assert_refusal(
-                convert(folder / "in", folder / "out", columns=SHORT[:2]), folder / "out", capsys
+                convert(folder / "in", folder / "out", columns=COLUMN_ARGUMENTS[:2]),
+                folder / "out",
+                capsys,
             )
             for path in (folder / "none", folder / "in.txt"):
                 (folder / "in.txt").write_text("x")
                 assert_refusal(
-                    convert(path, folder / "out", columns=SHORT[:2]), folder / "out", capsys
+                    convert(path, folder / "out", columns=COLUMN_ARGUMENTS[:2]),
+                    folder / "out",
+                    capsys,
                 )
 
 
@@ -517,17 +531,19 @@ def test_a_table_that_is_a_link_out_of_the_folder_is_not_read(tmp_path, capsys):
     (tmp_path / "secret.csv").write_text("q,a\nx,1\n")
     (tmp_path / "in" / "train.csv").symlink_to(tmp_path / "secret.csv")
     error = assert_refusal(
-        convert(tmp_path / "in", tmp_path / "out", columns=SHORT[:2]), tmp_path / "out", capsys
+        convert(tmp_path / "in", tmp_path / "out", columns=COLUMN_ARGUMENTS[:2]),
+        tmp_path / "out",
+        capsys,
     )
     assert "leads out of" in error
 
 
 # a busy machine is no failure
-UNHURRIED = [
+SUPPRESSED_HEALTH_CHECKS = [
     HealthCheck.function_scoped_fixture,
     HealthCheck.too_slow,
 ]
-anything = st.recursive(
+any_json_value = st.recursive(
     st.none()
     | st.booleans()
     | st.integers()
@@ -542,19 +558,19 @@ anything = st.recursive(
 )
 
 
-@settings(max_examples=150, suppress_health_check=UNHURRIED)
+@settings(max_examples=150, suppress_health_check=SUPPRESSED_HEALTH_CHECKS)
 @given(
-    record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", anything)),
+    record=st.fixed_dictionaries({}, optional=dict.fromkeys("qaikcx", any_json_value)),
     texts_only=st.booleans(),
 )
 def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_path):
     if not (tmp_path / "in").exists():
-        write(tmp_path, "jsonl", [GOOD])
+        write(tmp_path, "jsonl", [GOOD_ROW])
     columns = Columns("q", "a", ("i",), ("c",), "k", (("own", "x"),))
     files = FileRoot((tmp_path / "in").resolve(), (tmp_path / "in").resolve())
     context = Context("mine", "train", "mine.jsonl", columns, files, texts_only)
     outcome = read_and_clean(
-        lambda: read_record({**GOOD, **record}, position="line 1", index=0, context=context),
+        lambda: read_record({**GOOD_ROW, **record}, position="line 1", index=0, context=context),
         PixelLimits(),
     )
     assert isinstance(outcome, CleanedRow | RowError)
@@ -566,7 +582,7 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
         assert outcome.row.keys() == columns.features.keys()
 
 
-@settings(max_examples=150, suppress_health_check=UNHURRIED)
+@settings(max_examples=150, suppress_health_check=SUPPRESSED_HEALTH_CHECKS)
 @given(
     parts=st.lists(
         st.sampled_from(["..", ".", "in", "a", "link.png", "good.png", "", "~", "/", "etc"]),
@@ -575,7 +591,7 @@ def test_whatever_a_record_holds_it_is_sound_or_refused(record, texts_only, tmp_
 )
 def test_no_path_leads_out_of_the_folder(parts: list[str], tmp_path: Path) -> None:
     if not (tmp_path / "in").exists():
-        write(tmp_path, "jsonl", [GOOD])
+        write(tmp_path, "jsonl", [GOOD_ROW])
         (tmp_path / "in" / "a").symlink_to(tmp_path)
     inside = (tmp_path / "in").resolve()
     try:
@@ -604,16 +620,20 @@ def test_columns_and_options_that_do_not_fit_are_one_line(
         ),
         (["problem=q", "answer=a", "a b=q"], [], "cannot be the name of a column of your own"),
         (["problem=q", "answer=a", "source=q"], [], "cannot be the name of a column of your own"),
-        ([*SHORT], ["--preset", "geometry3k"], "columns: give --columns, such as problem=question"),
-        ([*SHORT], ["--revision", "v1"], "revision: 'v1' is for a hub id"),
-        ([*SHORT], ["--subset", "all"], "subset: 'all' is for a hub id"),
-        ([*SHORT], ["--splits", "test=x"], "is for a hub id"),
-        ([*SHORT], ["--name", "a b"], "name: 'a b' is not one word"),
-        ([*SHORT], ["--test-share", "1"], "test-share"),
-        ([*SHORT], ["--limit", "0"], "limit"),
+        (
+            [*COLUMN_ARGUMENTS],
+            ["--preset", "geometry3k"],
+            "columns: give --columns, such as problem=question",
+        ),
+        ([*COLUMN_ARGUMENTS], ["--revision", "v1"], "revision: 'v1' is for a hub id"),
+        ([*COLUMN_ARGUMENTS], ["--subset", "all"], "subset: 'all' is for a hub id"),
+        ([*COLUMN_ARGUMENTS], ["--splits", "test=x"], "is for a hub id"),
+        ([*COLUMN_ARGUMENTS], ["--name", "a b"], "name: 'a b' is not one word"),
+        ([*COLUMN_ARGUMENTS], ["--test-share", "1"], "test-share"),
+        ([*COLUMN_ARGUMENTS], ["--limit", "0"], "limit"),
     ]
     for columns, options, message in cases:
         with case((columns, options)) as folder:
-            source = write(folder, "jsonl", [GOOD])
+            source = write(folder, "jsonl", [GOOD_ROW])
             code = convert(source, folder / "out", *options, columns=tuple(columns))
             assert message in assert_refusal(code, folder / "out", capsys)

@@ -27,7 +27,7 @@ from data_prep.filter import (
     samples_folder,
 )
 
-RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
+PASS_RATES = [0.0, 0.25, 0.5, 0.75, 1.0, 0.5]  # of the six training rows, with four samples
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ class Model:
         rows = load_split(data, "train")
         self.golds = {
             row["problem"] + str(row["images"][0].tobytes()): (row["answer"], rate)
-            for row, rate in zip(rows, RATES, strict=True)
+            for row, rate in zip(rows, PASS_RATES, strict=True)
         }
         self.asked: Counter[str] = Counter()
         self.dies_after = dies_after
@@ -100,7 +100,7 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     output = tmp_path / "hard"
     assert run(data, output, "--keep", "0.25:0.75") == 0
     solved_sometimes = [
-        row for row, rate in zip(rows_of(data), RATES, strict=True) if 0.25 <= rate <= 0.75
+        row for row, rate in zip(rows_of(data), PASS_RATES, strict=True) if 0.25 <= rate <= 0.75
     ]
     assert rows_of(output) == solved_sometimes, "whole rows, in their order, images byte by byte"
     assert len(solved_sometimes) == 4, "whole rows, in their order, images byte by byte"
@@ -111,7 +111,7 @@ def test_it_keeps_what_is_solved_sometimes_and_copies_the_other_splits(
     )
     written = [json.loads(line) for line in (output / "pass_rates.jsonl").read_text().splitlines()]
     assert [(row["right"], row["answers"]) for row in written] == [
-        (round(4 * rate), 4) for rate in RATES
+        (round(4 * rate), 4) for rate in PASS_RATES
     ]
     manifest = read_manifest(output)
     assert manifest is not None

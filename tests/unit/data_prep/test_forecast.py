@@ -17,18 +17,22 @@ def groups(*kinds: tuple[list[float], list[int]], times: int = 25) -> Groups:
     return Groups(rewards, lengths.float(), torch.zeros_like(rewards, dtype=torch.bool))
 
 
-GUESS = ([1.0, 0.0, 0.0], [2, 9, 9])  # only the shortest is right: TDS
-WORKED = ([0.0, 1.0, 0.0], [2, 9, 4])  # the longest is right: TAS
-TIED = ([1.0, 0.0, 0.0], [6, 9, 3])  # TDS by an equal length
-SILENT = ([1.0, 1.0, 1.0], [1, 2, 3])
-LOST = (
+GUESSING_GROUP = ([1.0, 0.0, 0.0], [2, 9, 9])  # only the shortest is right: TDS
+WORKING_GROUP = ([0.0, 1.0, 0.0], [2, 9, 4])  # the longest is right: TAS
+TIED_GROUP = ([1.0, 0.0, 0.0], [6, 9, 3])  # TDS by an equal length
+GROUP_WITHOUT_SIGNAL = ([1.0, 1.0, 1.0], [1, 2, 3])
+GROUP_WITH_LOST_REWARD = (
     [1.0, math.nan, 0.0],
     [2, 99, 9],
 )  # a rollout without a reward counts nowhere
 
 
 def test_the_shares_of_groups_by_hand():
-    shares = forecast_attenuation(groups(GUESS, WORKED, TIED, SILENT, LOST))
+    shares = forecast_attenuation(
+        groups(
+            GUESSING_GROUP, WORKING_GROUP, TIED_GROUP, GROUP_WITHOUT_SIGNAL, GROUP_WITH_LOST_REWARD
+        )
+    )
     assert shares.groups == 125
     assert shares.tds.total == 100
     assert shares.tds.count == 75
@@ -43,12 +47,13 @@ def test_the_shares_of_groups_by_hand():
         "than long ones."
     )
     assert (
-        forecast_attenuation(groups(WORKED))
+        forecast_attenuation(groups(WORKING_GROUP))
         .sentence()
         .startswith("Attenuation would hardly act: 0% of the groups with signal")
     )
     assert (
-        "too few to say anything" in forecast_attenuation(groups(GUESS, SILENT, times=3)).sentence()
+        "too few to say anything"
+        in forecast_attenuation(groups(GUESSING_GROUP, GROUP_WITHOUT_SIGNAL, times=3)).sentence()
     )
 
 
@@ -56,8 +61,8 @@ def test_a_recorded_run_and_stored_answers_are_read(tmp_path, capsys):
     columns: dict[str, list[Any]] = {
         "step": [1] * 6,
         "group": [0] * 3 + [1] * 3,
-        "reward": [*GUESS[0], 1.0, math.nan, 0.0],
-        "length": GUESS[1] + LOST[1],
+        "reward": [*GUESSING_GROUP[0], 1.0, math.nan, 0.0],
+        "length": GUESSING_GROUP[1] + GROUP_WITH_LOST_REWARD[1],
         "truncated": [False] * 6,
     }
     table = make_table(columns, {"num_generations": 3, "adora_correct_above": 0.5})

@@ -68,7 +68,7 @@ def test_the_real_problems_are_read_whole(geometry3k_raw: Path, tmp_path: Path) 
         assert max(image.getpixel((0, image.height - 1))) > 200, f"{row['id']} has no white corner"
 
 
-FACTS = [
+FORM_FACTS = [
     r"Equals(LengthOf(Line(A, B)), 5\sqrt{2})",
     "Equals(LengthOf(Line(A, D)), LengthOf(Line(D, B)))",
     "Equals(MeasureOf(Angle(B, A, C)), 2x+1)",
@@ -81,7 +81,7 @@ FACTS = [
     "PointLiesOnLine(D, Line(A, B))",
     *(f"PointLiesOnCircle({point}, Circle(O, radius_0_0))" for point in "AB"),
 ]
-PLACES = {
+FORM_PLACES = {
     "A": [0, 200],
     "B": [200, 200],
     "C": [100, 20],
@@ -89,25 +89,25 @@ PLACES = {
     "E": [290, 40],
     "O": [100, 200],
 }
-FORM: dict[str, Any] = {
+FORM_RECORD: dict[str, Any] = {
     "lines": ["AB", "BC", "CA", "CD", "EB"],
     "circles": ["O"],
-    "points": PLACES,
-    "facts": FACTS,
+    "points": FORM_PLACES,
+    "facts": FORM_FACTS,
     "question": ["Find(x)"],
 }
 
 
 def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
-    words = facts_in_words(read_form_from_record(FORM), "Find x.")
-    full_drawing = draw_form(read_form_from_record(FORM))
+    words = facts_in_words(read_form_from_record(FORM_RECORD), "Find x.")
+    full_drawing = draw_form(read_form_from_record(FORM_RECORD))
     assert words is not None
     assert "A, D and B lie on one line" in words.replace("B, D and A", "A, D and B")
     assert "Angle BAC = 2x+1 degrees. Angle ACB = angle 1. " in words
     assert words.endswith("AC is parallel to EB.")
-    for fact in FACTS:
+    for fact in FORM_FACTS:
         less = read_form_from_record(
-            {**FORM, "facts": [kept_fact for kept_fact in FACTS if kept_fact != fact]}
+            {**FORM_RECORD, "facts": [kept_fact for kept_fact in FORM_FACTS if kept_fact != fact]}
         )
         assert draw_form(less).tobytes() != full_drawing.tobytes() or fact.startswith(
             "PointLies"
@@ -124,14 +124,20 @@ def test_every_fact_has_words_and_a_mark_in_the_redrawn_picture() -> None:
         (["Find(x)"], "Find the shaded area."),
         *(([question_form], "Find it.") for question_form in questions),
     ]:
-        assert facts_in_words(read_form_from_record({**FORM, "question": question}), text) is None
+        assert (
+            facts_in_words(read_form_from_record({**FORM_RECORD, "question": question}), text)
+            is None
+        )
     assert (
         facts_in_words(
-            read_form_from_record({**FORM, "facts": ["Equals(LengthOf(Line(A, B"]}), "Find x."
+            read_form_from_record({**FORM_RECORD, "facts": ["Equals(LengthOf(Line(A, B"]}),
+            "Find x.",
         )
         is None
     )
-    assert not can_be_drawn(read_form_from_record({**FORM, "points": {**PLACES, "E": [-1, -1]}}))
+    assert not can_be_drawn(
+        read_form_from_record({**FORM_RECORD, "points": {**FORM_PLACES, "E": [-1, -1]}})
+    )
 
 
 def test_problems_are_redrawn_from_logic_forms(
@@ -139,7 +145,9 @@ def test_problems_are_redrawn_from_logic_forms(
 ) -> None:
     forms = tmp_path / "forms.json"
     texts = tmp_path / "test.jsonl"
-    forms.write_text(json.dumps({"2401": FORM, "2402": {**FORM, "points": {}}, "7": FORM}))
+    forms.write_text(
+        json.dumps({"2401": FORM_RECORD, "2402": {**FORM_RECORD, "points": {}}, "7": FORM_RECORD})
+    )
     rows = [
         {
             "images": [f"x/{at}/i.png"],

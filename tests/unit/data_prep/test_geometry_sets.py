@@ -17,14 +17,16 @@ from adora_vl.rewards import grade
 from data_prep.cli import main
 from tests.support.user_tables import PICTURE_FILES, read_rows
 
-PAGE = Path(__file__).parents[3] / "docs" / "data_formats.md"
-ANGLES = ("50", "65", "72")  # the right answers, of which each stands at B
-Write = Callable[[Path], None]
+DATA_FORMATS_PAGE = Path(__file__).parents[3] / "docs" / "data_formats.md"
+RIGHT_ANSWERS = ("50", "65", "72")  # the right answers, of which each stands at B
+WriteDataset = Callable[[Path], None]
 
 
 def commands() -> dict[str, list[str]]:
     """The options of `convert` in the table of the page, by the name of the set."""
-    table = PAGE.read_text(encoding="utf-8").partition("## Published sets of geometry\n")[2]
+    table = DATA_FORMATS_PAGE.read_text(encoding="utf-8").partition(
+        "## Published sets of geometry\n"
+    )[2]
     rows = re.findall(r"^\| ([^|]+?) \| `([^`|]+)` \|", table, re.MULTILINE)
     return {name: shlex.split(command) for name, command in rows}
 
@@ -52,7 +54,7 @@ def four(angle: str) -> list[str]:
 def conversations(folder: Path, name: str, images: str, question: str, answer: str) -> None:
     """A file in the form of LLaVA; `{0}` is the right angle and `{1}` to `{4}` are the options."""
     rows = []
-    for number, angle in enumerate(ANGLES):
+    for number, angle in enumerate(RIGHT_ANSWERS):
         filled = [angle, *four(angle)]
         turns = [
             {"from": "human", "value": "<image>\n" + question.format(*filled)},
@@ -80,7 +82,7 @@ def geoqa_plus(folder: Path) -> None:
             "label": 1,
             "image": f"{n}.png",
         }
-        for n, angle in enumerate(ANGLES)
+        for n, angle in enumerate(RIGHT_ANSWERS)
     ]
     dumped(folder / "train.json", rows)
     pictures(folder / "images", "0.png", "1.png", "2.png")
@@ -95,7 +97,7 @@ def mathv360k(folder: Path) -> None:
 
 def mavis(folder: Path) -> None:
     rows = []
-    for number, angle in enumerate(ANGLES):
+    for number, angle in enumerate(RIGHT_ANSWERS):
         options = "\n".join(
             f"{letter}:{choice}" for letter, choice in zip("ABCD", four(angle), strict=True)
         )
@@ -117,7 +119,7 @@ def mm_math(folder: Path) -> None:
             "year": "nine",
             "unique_id": str(number),
         }
-        for number, angle in enumerate(ANGLES)
+        for number, angle in enumerate(RIGHT_ANSWERS)
     ]
     lines(folder / "MM_Math.jsonl", rows)
     pictures(folder / "MM_Math", "0.png", "1.png", "2.png")
@@ -131,7 +133,7 @@ def mmk12(folder: Path) -> None:
             "answer": f"∠A＝{angle}°",
             "image": {"bytes": PICTURE_FILES[number], "path": None},
         }
-        for number, angle in enumerate(ANGLES)
+        for number, angle in enumerate(RIGHT_ANSWERS)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
 
@@ -144,7 +146,7 @@ def virl39k(folder: Path) -> None:
             "answer": f"\\boxed{{{angle}}}",
             "image": [f"images/{number}.png"],
         }
-        for number, angle in enumerate(ANGLES)
+        for number, angle in enumerate(RIGHT_ANSWERS)
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "39Krelease.parquet")
     pictures(folder / "images", "0.png", "1.png", "2.png")
@@ -153,7 +155,7 @@ def virl39k(folder: Path) -> None:
 def vision_r1(folder: Path) -> None:
     rows = [
         {"problem": f"<image>Angle {n}?", "answer": angle, "images": [f"images/{n}.png"]}
-        for n, angle in enumerate(ANGLES)
+        for n, angle in enumerate(RIGHT_ANSWERS)
     ]
     dumped(folder / "vision_r1_rl.json", rows)
     pictures(folder / "images", "0.png", "1.png", "2.png")
@@ -167,7 +169,7 @@ def pgps9k(folder: Path) -> None:
             "choices": [f"{choice}.000" for choice in four(angle)],
             "answer": f"{angle}.000",
         }
-        for number, angle in enumerate(ANGLES)
+        for number, angle in enumerate(RIGHT_ANSWERS)
     }
     dumped(folder / "train.json", rows)
     pictures(folder / "Diagram_Visual", "img_0.png", "img_1.png", "img_2.png")
@@ -181,7 +183,7 @@ def geomverse(folder: Path) -> None:
             "answer": float(f"{angle}.37"),
             "image_path": f"images/{number}.jpeg",
         }
-        for number, angle in enumerate(ANGLES)
+        for number, angle in enumerate(RIGHT_ANSWERS)
     ]
     lines(folder / "data.jsonl", rows)
     pictures(folder / "images", "0.jpeg", "1.jpeg", "2.jpeg")
@@ -194,7 +196,7 @@ def we_math_2(folder: Path) -> None:
             "answer": "B",
             "image": {"bytes": PICTURE_FILES[n], "path": None},
         }
-        for n, (a, b, c, d) in enumerate(map(four, ANGLES))
+        for n, (a, b, c, d) in enumerate(map(four, RIGHT_ANSWERS))
     ]
     pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
 
@@ -205,7 +207,9 @@ def multimath(folder: Path) -> None:
     pictures(folder / "images", "0.png", "1.png", "2.png")
 
 
-SETS: dict[str, tuple[Write, bool, str]] = {  # with choices or without, and the end of an answer
+WRITER_AND_ENDING_BY_DATASET: dict[
+    str, tuple[WriteDataset, bool, str]
+] = {  # with choices or without, and the end of an answer
     "Geo170K": (geo170k, True, ""),
     "GeoQA+": (geoqa_plus, True, ""),
     "MathV360K": (mathv360k, True, ""),
@@ -222,21 +226,21 @@ SETS: dict[str, tuple[Write, bool, str]] = {  # with choices or without, and the
 
 
 def test_the_page_has_a_command_for_each_set() -> None:
-    assert list(commands()) == list(SETS)
+    assert list(commands()) == list(WRITER_AND_ENDING_BY_DATASET)
 
 
-@pytest.mark.parametrize("name", SETS)
+@pytest.mark.parametrize("name", WRITER_AND_ENDING_BY_DATASET)
 def test_the_command_of_a_set_makes_rows_that_an_answer_can_meet(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write, with_choices, end = SETS[name]
+    write, with_choices, end = WRITER_AND_ENDING_BY_DATASET[name]
     write(tmp_path)
     monkeypatch.chdir(tmp_path)
     words = [*commands()[name], "--output", "out", "--workers", "1"]
     assert main(["convert", *words]) == 0
     rows = read_rows(tmp_path / "out")
-    assert len(rows) == len(ANGLES)
-    for row, angle in zip(rows, ANGLES, strict=True):
+    assert len(rows) == len(RIGHT_ANSWERS)
+    for row, angle in zip(rows, RIGHT_ANSWERS, strict=True):
         answers = [f"{angle}{end}", *("B" for _ in range(with_choices))]
         for answer in answers:
             verdict = grade(rf"\boxed{{{answer}}}", row["answer"], choices=row["choices"])

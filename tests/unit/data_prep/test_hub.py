@@ -37,9 +37,9 @@ from tests.support.user_tables import (
 
 REPOSITORY = Path(__file__).parents[3]
 # commits
-OLD = "1" * 40
-NEW = "2" * 40
-DATASET = "someone/geometry3k"
+OLD_COMMIT = "1" * 40
+NEW_COMMIT = "2" * 40
+DATASET_ID = "someone/geometry3k"
 
 
 @contextmanager
@@ -60,8 +60,8 @@ def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[
         def do_GET(self) -> None:
             path = urlsplit(self.path).path
             requests.append(path)
-            api = f"/api/datasets/{DATASET}/"
-            files = f"/datasets/{DATASET}/resolve/"
+            api = f"/api/datasets/{DATASET_ID}/"
+            files = f"/datasets/{DATASET_ID}/resolve/"
             if path.startswith(api):
                 _, revision = path.removeprefix(api).split("/", 1)
                 commit = {"main": list(commits)[-1]}.get(revision, revision)
@@ -80,7 +80,7 @@ def _hub(commits: dict[str, dict[str, bytes]], requests: list[str]) -> Iterator[
         def _api(self, path: str, commit: str) -> None:
             files = commits[commit]
             reply: Any = {
-                "id": DATASET,
+                "id": DATASET_ID,
                 "sha": commit,
                 "siblings": [{"rfilename": name} for name in files],
             }
@@ -115,7 +115,7 @@ def _table(tmp_path: Path, problem: str) -> bytes:
     return path.read_bytes()
 
 
-_COMMANDS = """
+_SCRIPT_OF_COMMANDS = """
 import json, sys
 from data_prep.cli import main
 for line in sys.stdin:
@@ -137,7 +137,7 @@ class _Client:
             "HF_HUB_OFFLINE": "0",
         }
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _COMMANDS],
+            [sys.executable, "-c", _SCRIPT_OF_COMMANDS],
             cwd=REPOSITORY,
             env={**environment, "HF_HUB_DISABLE_XET": "1"},
             stdin=subprocess.PIPE,
@@ -148,7 +148,7 @@ class _Client:
 
     def prepare(self, output: str, *options: str) -> tuple[int, str]:
         """The exit code and what was said on stderr since the start."""
-        words = ["--source", "hub", "--input", DATASET, "--output", str(self._tmp_path / output)]
+        words = ["--source", "hub", "--input", DATASET_ID, "--output", str(self._tmp_path / output)]
         command = ["geometry3k", *words, *options]
         assert self._process.stdin
         assert self._process.stdout
@@ -166,8 +166,8 @@ class _Client:
 def commits(tmp_path: Path) -> dict[str, dict[str, bytes]]:
     name = "data/train-00000-of-00001.parquet"
     return {
-        OLD: {name: _table(tmp_path, "Find x."), "README.md": b"# ours"},
-        NEW: {name: _table(tmp_path, "Find y."), "README.md": b"# ours"},
+        OLD_COMMIT: {name: _table(tmp_path, "Find x."), "README.md": b"# ours"},
+        NEW_COMMIT: {name: _table(tmp_path, "Find y."), "README.md": b"# ours"},
     }
 
 
@@ -178,28 +178,28 @@ def test_the_manifest_has_the_full_commit_of_what_was_read(
     with _hub(commits, requests) as endpoint:
         client = _Client(endpoint, tmp_path)
         for output, options, commit, problem in (
-            ("newest", (), NEW, "Find y."),
-            ("pinned", ("--revision", OLD), OLD, "Find x."),
+            ("newest", (), NEW_COMMIT, "Find y."),
+            ("pinned", ("--revision", OLD_COMMIT), OLD_COMMIT, "Find x."),
         ):
             code, error = client.prepare(output, *options)
             assert code == 0, error
             manifest = read_manifest(tmp_path / output)
             assert manifest is not None
             assert manifest["revision"] == commit
-            assert manifest["input"] == DATASET
+            assert manifest["input"] == DATASET_ID
             (row,) = stored_rows(tmp_path / output, "train")
             assert row["problem"] == problem
             assert row["answer"] == "2\\sqrt{221}"
         code, error = client.prepare("wrong", "--revision", "v9")
         assert code == 2
         assert error.count("error: ") == 1
-        assert f"'{DATASET}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
+        assert f"'{DATASET_ID}' at revision 'v9' cannot be loaded" in error.splitlines()[-1]
         assert not (tmp_path / "wrong").exists()
     assert not [path for path in requests if path.endswith("README.md")], (
         "more than the data was downloaded"
     )
 
-    code, error = client.prepare("offline", "--revision", OLD)  # the hub is gone by now
+    code, error = client.prepare("offline", "--revision", OLD_COMMIT)  # the hub is gone by now
     client.close()
     assert code == 0, error
     assert (tmp_path / "offline" / "manifest.json").read_bytes() == (

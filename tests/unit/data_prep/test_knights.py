@@ -21,13 +21,13 @@ from data_prep.cli import main
 from eval.knights import BENCHMARK
 
 
-def _reading(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
+def _read_puzzle_words(problem: str) -> tuple[list[str], list[tuple[str, str]]]:
     """The people and who says what, from the words alone."""
     people = re.search(r"You meet (.*?)\. ", problem).group(1).replace(" and ", ", ").split(", ")
     return people, re.findall(r"(\w+) says: (.*?)\.", problem)
 
 
-def _holds(words: str, knight: dict[str, bool]) -> bool:
+def _words_hold(words: str, knight: dict[str, bool]) -> bool:
     """Tell whether a sentence is true, read as English and not by the generator's tables."""
     names = re.findall(r"[A-Z]\w+", words)
     first = knight[names[0]]
@@ -51,14 +51,15 @@ def test_a_puzzle_read_as_english_has_exactly_the_golds_solution(subtests):
     for people in range(2, 9):
         with subtests.test(f"{people}"):
             for row in generate(12, people=(people, people), seed=people):
-                names, statements = _reading(row["problem"])
+                names, statements = _read_puzzle_words(row["problem"])
                 assert len(names) == len(statements) == people
                 assert set(names) <= set(PEOPLE_NAMES)
                 solutions = []
                 for kinds in product((True, False), repeat=people):
                     knight = dict(zip(names, kinds, strict=True))
                     if all(
-                        _holds(words, knight) == knight[speaker] for speaker, words in statements
+                        _words_hold(words, knight) == knight[speaker]
+                        for speaker, words in statements
                     ):
                         solutions.append(
                             ", ".join(
@@ -123,20 +124,20 @@ def test_the_benchmark_scores_by_number_of_people(tmp_path):
     ]
 
 
-REAL = Path(__file__).parents[4] / "shared" / "data" / "kk"
-KNIGHT = ("telling-truth", 0)
-LIAR = ("lying", 1)
+PUBLISHED_PUZZLES_FOLDER = Path(__file__).parents[4] / "shared" / "data" / "kk"
+KNIGHT_CLAIM = ("telling-truth", 0)
+KNAVE_CLAIM = ("lying", 1)
 
 
 def test_a_claim_is_true_of_exactly_these(subtests):
     cases = [
-        (KNIGHT, {(True, False), (True, True)}),
-        (LIAR, {(True, False), (False, False)}),
-        (("not", KNIGHT), {(False, False), (False, True)}),
-        (("and", KNIGHT, LIAR), {(True, False)}),
-        (("or", KNIGHT, LIAR), {(True, False), (True, True), (False, False)}),
-        (("->", KNIGHT, LIAR), {(True, False), (False, False), (False, True)}),
-        (("<=>", KNIGHT, LIAR), {(True, False), (False, True)}),
+        (KNIGHT_CLAIM, {(True, False), (True, True)}),
+        (KNAVE_CLAIM, {(True, False), (False, False)}),
+        (("not", KNIGHT_CLAIM), {(False, False), (False, True)}),
+        (("and", KNIGHT_CLAIM, KNAVE_CLAIM), {(True, False)}),
+        (("or", KNIGHT_CLAIM, KNAVE_CLAIM), {(True, False), (True, True), (False, False)}),
+        (("->", KNIGHT_CLAIM, KNAVE_CLAIM), {(True, False), (False, False), (False, True)}),
+        (("<=>", KNIGHT_CLAIM, KNAVE_CLAIM), {(True, False), (False, True)}),
     ]
     for claim, true_for in cases:
         with subtests.test(f"{claim!r:.80}"):
@@ -146,7 +147,7 @@ def test_a_claim_is_true_of_exactly_these(subtests):
 
 
 def test_another_claim_is_refused(subtests):
-    for claim in [("xor", KNIGHT, LIAR), ("telling-truth", 2), ("and",), "lying", 3]:
+    for claim in [("xor", KNIGHT_CLAIM, KNAVE_CLAIM), ("telling-truth", 2), ("and",), "lying", 3]:
         with subtests.test(f"{claim!r:.80}"), pytest.raises(ValueError, match="is no claim"):
             claim_holds(claim, (True, False))
 
@@ -158,7 +159,7 @@ def test_people_who_vouch_for_each_other_fit_twice():
     ]
 
 
-def record(**changed: Any) -> dict[str, Any]:
+def puzzle_record(**changed: Any) -> dict[str, Any]:
     """Ada: Ben lies. Ben: Ada and I are both knights."""
     return {
         "quiz": "You meet 2 inhabitants: Ada, and Ben. Ada says that Ben lies. So who is who?",
@@ -170,27 +171,30 @@ def record(**changed: Any) -> dict[str, Any]:
     }
 
 
-def prepare(tmp_path: Path, *records: dict[str, Any], words: tuple[str, ...] = ()) -> int:
+def prepare_puzzles(tmp_path: Path, *records: dict[str, Any], words: tuple[str, ...] = ()) -> int:
     pq.write_table(pa.Table.from_pylist(list(records)), tmp_path / "kk.parquet")
     source = ["--source", "parquet", "--input", str(tmp_path / "kk.parquet")]
     return main(["knights", *source, "--output", str(tmp_path / "out"), *words])
 
 
 def test_rows_become_problems_that_ask_for_a_box_or_for_nothing(tmp_path):
-    assert prepare(tmp_path, record()) == 0
+    assert prepare_puzzles(tmp_path, puzzle_record()) == 0
     (row,) = load_split(str(tmp_path / "out"), "train")
     assert row["answer"] == "Ada is a knight, Ben is a knave"
     assert row["images"] == []
     assert (
         row["problem"]
-        == record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
+        == puzzle_record()["quiz"] + " Put the answer in a box, like \\boxed{Ada is a knight, ...}."
     )
-    assert prepare(tmp_path, record(), words=("--question", "plain", "--overwrite")) == 0
-    assert load_split(str(tmp_path / "out"), "train")[0]["problem"] == record()["quiz"]
+    assert (
+        prepare_puzzles(tmp_path, puzzle_record(), words=("--question", "plain", "--overwrite"))
+        == 0
+    )
+    assert load_split(str(tmp_path / "out"), "train")[0]["problem"] == puzzle_record()["quiz"]
     assert read_manifest(tmp_path / "out")["source"] == "knights", "which evaluation belongs to it"
 
 
-BROKEN: dict[str, tuple[dict[str, Any], str]] = {
+BROKEN_RECORD_AND_REASON: dict[str, tuple[dict[str, Any], str]] = {
     "another solution": ({"solution": [False, False]}, "is not the only one that fits"),
     "no claim": ({"statements": "(('lying', 1), ('maybe', 0))"}, "is no claim about"),
     "code": ({"statements": "__import__('os').getcwd()"}, "ValueError: malformed node"),
@@ -203,10 +207,13 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
-    for kind in BROKEN:
+    for kind in BROKEN_RECORD_AND_REASON:
         with case(kind) as folder:
-            changed, words = BROKEN[kind]
-            assert prepare(folder, record(), record(quiz="Another?", **changed)) == 2
+            changed, words = BROKEN_RECORD_AND_REASON[kind]
+            assert (
+                prepare_puzzles(folder, puzzle_record(), puzzle_record(quiz="Another?", **changed))
+                == 2
+            )
             stderr = capsys.readouterr().err
             assert stderr.strip().count("\n") == 0
             assert "row 1 of" in stderr
@@ -215,10 +222,10 @@ def test_a_row_that_does_not_hold_is_named_and_nothing_is_written(capsys, case):
 
 
 def test_the_same_puzzle_twice_and_other_files_are_refused(tmp_path, capsys):
-    assert prepare(tmp_path, record(), record()) == 2
+    assert prepare_puzzles(tmp_path, puzzle_record(), puzzle_record()) == 2
     assert "row 1 of" in (stderr := capsys.readouterr().err)
     assert "the same puzzle as row 0" in stderr
-    assert prepare(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
+    assert prepare_puzzles(tmp_path, {"problem": "1 + 1", "answer": "2"}) == 2
     assert "has no column 'quiz'" in capsys.readouterr().err
     (tmp_path / "kk.parquet").write_bytes(b"no Parquet")
     words = ["knights", "--source", "parquet", "--output", str(tmp_path / "out")]
@@ -254,7 +261,7 @@ def test_options_of_the_other_source_are_refused(capsys, case):
 
 
 @pytest.mark.skipif(
-    not REAL.is_dir(),
+    not PUBLISHED_PUZZLES_FOLDER.is_dir(),
     reason="ADORA's own puzzles are not beside this checkout (kk in ../shared/data)",
 )
 def test_adoras_own_puzzles_are_read(tmp_path):
@@ -263,7 +270,7 @@ def test_adoras_own_puzzles_are_read(tmp_path):
         "--source",
         "parquet",
         "--input",
-        str(REAL),
+        str(PUBLISHED_PUZZLES_FOLDER),
         "--output",
         str(tmp_path / "out"),
     ]

@@ -196,7 +196,7 @@ def test_a_stored_figure_that_misses_its_facts_is_refused() -> None:
     )
     assert solved.figure is not None
     assert figure_from_json(figure_as_json(solved.figure)) == solved.figure
-    moved = replace(solved.figure, at={**solved.figure.at, "C": (9.0, 9.0)})
+    moved = replace(solved.figure, coordinates={**solved.figure.coordinates, "C": (9.0, 9.0)})
     with pytest.raises(ValueError, match="does not fulfil its facts"):
         figure_from_json(figure_as_json(moved))
 
@@ -305,11 +305,11 @@ def test_a_variant_lies_as_the_picture_of_its_original() -> None:
     asked = form(at, ["AB", "BC", "CD", "DA", "AC"], facts, "Find(LengthOf(Line(A, C)))")
     solved = solve_form(asked).figure
     assert solved is not None
-    assert abs(solved.at["A"][1] - solved.at["B"][1]) > 0.1
+    assert abs(solved.coordinates["A"][1] - solved.coordinates["B"][1]) > 0.1
     variants = make_variants(Original("a", figure_as_json(solved)), per=3, seed=1, split="train")
     assert variants
     for variant in variants:
-        lying = figure_from_json(variant.extras["figure"]).at
+        lying = figure_from_json(variant.extras["figure"]).coordinates
         assert lying["A"][1] == pytest.approx(lying["B"][1], abs=1e-6)
         assert lying["C"][1] > lying["A"][1]
 

@@ -29,10 +29,10 @@ from adora_vl.doctor.checks import (
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
     Examination,
-    changeable,
+    changeable_weight,
     check_features,
     choose_parameter,
-    examine,
+    examine_in_order,
 )
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
@@ -43,7 +43,7 @@ from adora_vl.rollout.engine import AdoraVLLMGeneration
 from adora_vl.rollout.engine_pair import Prompts
 from adora_vl.rollout.importance import Drift
 from adora_vl.utils.checks import Check, Status, failed, is_healthy, passed, skipped, table
-from adora_vl.utils.versions import installed
+from adora_vl.utils.versions import installed_version
 
 IMAGE_TOKEN = 12
 
@@ -286,7 +286,7 @@ def test_without_a_colocated_engine_only_the_prompts_are_looked_at(subtests):
         (SimpleNamespace(), "server"),
     ]:
         with subtests.test(why):
-            checks = examine(examination_of(engine, vllm_mode="server"), merge=2)
+            checks = examine_in_order(examination_of(engine, vllm_mode="server"), merge=2)
             assert [check.status for check in checks] == [
                 *[Status.PASSED] * 2,
                 *[Status.SKIPPED] * 8,
@@ -308,7 +308,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
         raise RuntimeError("Encoder cache miss")
 
     monkeypatch.setattr(Examination, "after_change", broken)
-    checks = examine(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
+    checks = examine_in_order(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
         Status.FAILED,
@@ -355,7 +355,7 @@ def test_a_changed_weight_comes_back_to_the_bit():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     name, parameter = choose_parameter(model, vision=False)
     assert name == "model.layers.1.weight"
-    with pytest.raises(RuntimeError, match="inside"), changeable(parameter) as change:
+    with pytest.raises(RuntimeError, match="inside"), changeable_weight(parameter) as change:
         change(0.3)
         once = parameter.detach().clone()
         change(3.0)
@@ -365,7 +365,7 @@ def test_a_changed_weight_comes_back_to_the_bit():
         raise RuntimeError("inside")
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     zero = torch.nn.Parameter(torch.zeros(2, 8))  # LoRA's second factor
-    with changeable(zero) as change:
+    with changeable_weight(zero) as change:
         change(1.0)
         assert zero.abs().sum() > 0
     assert zero.abs().sum() == 0
@@ -420,7 +420,9 @@ def test_the_exit_code_and_the_json_say_whether_a_check_failed(monkeypatch, tmp_
 
 def test_a_version_out_of_range_ends_the_examination_before_anything_is_loaded(monkeypatch):
     monkeypatch.setattr(
-        versions, "installed", lambda name: "9.9" if name == "trl" else installed(name)
+        versions,
+        "installed_version",
+        lambda name: "9.9" if name == "trl" else installed_version(name),
     )
     for step in ("request.request_from_command", "run_checks.run_checks"):
         monkeypatch.setattr(

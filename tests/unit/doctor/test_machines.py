@@ -27,18 +27,23 @@ from adora_vl.builtin import builtin_data
 from adora_vl.builtin.tiny_text import TextStart
 from adora_vl.checkpoint import fingerprint as ranks
 from adora_vl.checkpoint import store
-from adora_vl.checkpoint.fingerprint import RankView, check_ranks, leave_token, problem_among
-from adora_vl.checkpoint.store import manifest_of, publish
+from adora_vl.checkpoint.fingerprint import (
+    RankView,
+    check_ranks,
+    leave_token_file,
+    problem_among_ranks,
+)
+from adora_vl.checkpoint.store import manifest_of, publish_checkpoint
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
-from adora_vl.config.sharding import Sharding, from_environment, from_file
+from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.preflight.check_machine import check_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
-from adora_vl.utils.errors import RunError, UserError, lost_contact
-from adora_vl.utils.files import replacing
+from adora_vl.utils.errors import RunError, UserError, lost_contact_message
+from adora_vl.utils.files import replacing_file
 from adora_vl.utils.launch import fewer_than_asked, free_port, put_own_programs_on_path, use_one_gpu
 
 REPOSITORY = Path(__file__).parents[3]
@@ -85,7 +90,7 @@ def test_each_machine_has_as_many_processes_as_in_the_file(subtests):
     ]
     for options, expected in cases:
         with subtests.test(f"{options!r:.80}"):
-            assert from_file(TWO_MACHINES_CONFIG, **options) == expected
+            assert sharding_from_file(TWO_MACHINES_CONFIG, **options) == expected
 
 
 def test_what_several_machines_could_not_start_from_is_refused(case):
@@ -112,14 +117,14 @@ def test_what_several_machines_could_not_start_from_is_refused(case):
             assert before in content
             (folder / "a.yaml").write_text(content.replace(before, after))
             with pytest.raises(UserError, match=message):
-                from_file(folder / "a.yaml")
+                sharding_from_file(folder / "a.yaml")
     with pytest.raises(UserError, match="16 processes cannot be spread evenly over 3 machines"):
-        from_file(TWO_MACHINES_CONFIG, processes=16, machines=3)
+        sharding_from_file(TWO_MACHINES_CONFIG, processes=16, machines=3)
 
 
 def test_machines_are_known_from_what_the_launcher_tells(monkeypatch):
     environment = {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}
-    assert from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
+    assert sharding_from_environment(environment) == Sharding(processes=16, stage=2, machines=4)
 
 
 def test_fsdp_is_refused_in_a_run_and_in_a_dry_run(monkeypatch):
@@ -225,7 +230,7 @@ def single_rank(monkeypatch):
 
 def test_ranks_that_share_the_folder_go_on_and_leave_nothing_in_it(tmp_path, single_rank):
     (tmp_path / f"{ranks._SHARED_FILE_PREFIX}of-a-start-that-was-killed").touch()
-    token = leave_token(tmp_path)
+    token = leave_token_file(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == [token]
     check_ranks(tmp_path, token, first={"seed": "1"}, mine={"seed": "1"}, patience_s=0)
     assert not list(tmp_path.iterdir())
@@ -236,8 +241,8 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
     ours = tmp_path / "ours"
     theirs = tmp_path / "theirs"
     ours.mkdir(), theirs.mkdir()
-    token = leave_token(ours)
-    leave_token(theirs)
+    token = leave_token_file(ours)
+    leave_token_file(theirs)
     with pytest.raises(
         UserError, match="is not the folder that rank 0 has on .*a disk that they share"
     ):
@@ -245,7 +250,7 @@ def test_a_rank_with_another_disk_is_refused(tmp_path, single_rank):
 
 
 def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
-    token = leave_token(tmp_path)
+    token = leave_token_file(tmp_path)
     (tmp_path / token).unlink()
     late = threading.Timer(0.3, (tmp_path / token).touch)
     late.start()
@@ -254,7 +259,7 @@ def test_a_disk_that_shows_new_files_late_is_waited_for(tmp_path, single_rank):
 
 
 def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, single_rank):
-    token = leave_token(tmp_path)
+    token = leave_token_file(tmp_path)
     named = rf"on {socket.gethostname()} \(rank 0\) the run .* beta: 0 -> 1 \(and 1 more\)"
     with pytest.raises(UserError, match=named):
         check_ranks(
@@ -269,10 +274,10 @@ def test_a_machine_that_was_started_with_other_arguments_is_named(tmp_path, sing
 def test_the_first_rank_that_differs_is_named():
     fine = RankView(machine="one", shares_folder=True, differences=[])
     different = RankView(machine="two", shares_folder=True, differences=["dataset: a -> b"])
-    assert problem_among([fine, fine], Path("out")) is None
-    problem = problem_among([fine, different], Path("out"))
+    assert problem_among_ranks([fine, fine], Path("out")) is None
+    problem = problem_among_ranks([fine, different], Path("out"))
     assert "on two (rank 1) the run is not the one of rank 0: dataset: a -> b;" in problem
-    problem = problem_among(
+    problem = problem_among_ranks(
         [fine, fine, RankView(machine="two", shares_folder=False, differences=[])], Path("out")
     )
     assert problem.startswith(
@@ -337,7 +342,7 @@ def test_a_small_model_of_an_older_plan_is_built_again(tmp_path, monkeypatch, su
 def test_processes_of_equal_number_do_not_write_into_each_others_file(tmp_path, monkeypatch):
     """Two machines, or two containers, count their processes from 1."""
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    with replacing(tmp_path / "a.png") as first, replacing(tmp_path / "a.png") as second:
+    with replacing_file(tmp_path / "a.png") as first, replacing_file(tmp_path / "a.png") as second:
         first.write(b"whole")
         second.write(b"whole")
     assert (tmp_path / "a.png").read_bytes() == b"whole"
@@ -355,10 +360,10 @@ def stage_checkpoint(folder: Path) -> Path:
 def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monkeypatch):
     """Also where the list of the folder's files stays what it was, as a client of NFS may have it."""
     checkpoint = stage_checkpoint(tmp_path)
-    monkeypatch.setattr(store, "names_in", lambda folder: ["mine"])
+    monkeypatch.setattr(store, "file_names_below", lambda folder: ["mine"])
     late = threading.Timer(0.3, (checkpoint / "theirs").write_text, ["2"])
     late.start()
-    publish(
+    publish_checkpoint(
         checkpoint, final=tmp_path / "checkpoint-3", facts={"step": 3}, written={"mine", "theirs"}
     )
     late.join()
@@ -366,9 +371,9 @@ def test_a_file_of_another_machine_that_shows_late_is_sealed_too(tmp_path, monke
 
 
 def test_a_checkpoint_without_the_part_of_a_machine_never_gets_its_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(store, "appears", lambda path: path.exists())
+    monkeypatch.setattr(store, "appears_in_time", lambda path: path.exists())
     with pytest.raises(FileNotFoundError, match="a file of another machine does not appear here"):
-        publish(
+        publish_checkpoint(
             stage_checkpoint(tmp_path),
             final=tmp_path / "checkpoint-3",
             facts={"step": 3},
@@ -419,8 +424,8 @@ def test_the_loss_of_a_machine_is_said_in_one_line(monkeypatch, capsys, tmp_path
             last = capsys.readouterr().err.splitlines()[-1]
             assert last.startswith("error: outside the training: another process has ended")
             assert words in last
-    assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not lost_contact(ValueError("Connection closed by peer"))
+    assert not lost_contact_message(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_contact_message(ValueError("Connection closed by peer"))
 
 
 # -------------------------------------------------------------------------------------- the scripts

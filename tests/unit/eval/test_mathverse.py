@@ -89,9 +89,9 @@ def test_options_and_the_right_one_are_read_as_the_data_write_them():
     assert read_choices(problem) == ["40°", "60°", "120°", "140°"]
     true_or_false = {**problem, "question": "Is it?\nChoice:\nA. True\nB. False"}
     assert read_choices(true_or_false) == ["True", "False"]
-    drawn = {**problem, "question": ""}
-    assert read_choices(drawn) == []
-    assert read_choices({**drawn, "question_for_eval": CHOICE_QUESTION})[3] == "140°"
+    without_options = {**problem, "question": ""}
+    assert read_choices(without_options) == []
+    assert read_choices({**without_options, "question_for_eval": CHOICE_QUESTION})[3] == "140°"
     letter_by_reference = {"D": "D", "(C)": "C", "140": "D", "A\nC": None}
     for reference, letter in letter_by_reference.items():
         problem = {**problem, "answer": reference}

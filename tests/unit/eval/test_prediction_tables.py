@@ -76,18 +76,18 @@ def score_figures(path: Path, folder: Path) -> tuple[int, int, dict[str, Any]]:
 
 @pytest.mark.parametrize("suffix", [".xlsx", ".tsv", ".csv"])
 def test_a_table_scores_as_the_same_rows_line_by_line(tmp_path: Path, suffix: str) -> None:
-    table = tmp_path / f"Model_MathVista_MINI{suffix}"
+    table_file = tmp_path / f"Model_MathVista_MINI{suffix}"
     frame = pd.DataFrame(TABLE_ROWS)
     if suffix == ".xlsx":
-        frame.to_excel(table, index=False)
+        frame.to_excel(table_file, index=False)
     else:
-        frame.to_csv(table, index=False, sep="\t" if suffix == ".tsv" else ",")
-    lines = tmp_path / "lines.jsonl"
-    write_as_json_lines(lines)
-    of_table = score_figures(table, tmp_path / "table")
-    assert of_table == score_figures(lines, tmp_path / "lines")
-    assert of_table[:2] == (2, 3)
-    assert set(of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
+        frame.to_csv(table_file, index=False, sep="\t" if suffix == ".tsv" else ",")
+    json_lines_file = tmp_path / "lines.jsonl"
+    write_as_json_lines(json_lines_file)
+    figures_of_table = score_figures(table_file, tmp_path / "table")
+    assert figures_of_table == score_figures(json_lines_file, tmp_path / "lines")
+    assert figures_of_table[:2] == (2, 3)
+    assert set(figures_of_table[2]["skills"]) == {"geometry reasoning", "algebraic reasoning"}
 
 
 def test_a_workbook_that_is_none_is_one_line(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ find BC
 
 
 @pytest.fixture(scope="module")
-def drawn() -> str:
+def stored_figure() -> str:
     """A trapezoid with a right angle, as a row stores it."""
     result = solve_form(read_form_from_text(FACTS))
     assert result.figure is not None, result.why
@@ -44,10 +44,10 @@ def problem(**fields: Any) -> Problem:
     )
 
 
-def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
+def test_questions_are_of_marks_and_have_exact_answers(stored_figure: str) -> None:
     kinds: Counter[str] = Counter()
     for seed in range(60):
-        questions = questions_on_marks(figure_from_json(drawn), str(seed))
+        questions = questions_on_marks(figure_from_json(stored_figure), str(seed))
         assert 0 < len(questions) <= MAX_QUESTIONS_OF_PICTURE
         assert len({question.text for question in questions}) == len(questions)
         answers = Counter(question.answer for question in questions)
@@ -65,13 +65,13 @@ def test_questions_are_of_marks_and_have_exact_answers(drawn: str) -> None:
     assert kinds.keys() == {"length", "angle", "right angle", "parallel"}
 
 
-def test_the_same_problem_is_asked_the_same_questions(drawn: str) -> None:
-    figure = figure_from_json(drawn)
+def test_the_same_problem_is_asked_the_same_questions(stored_figure: str) -> None:
+    figure = figure_from_json(stored_figure)
     assert questions_on_marks(figure, "geo/1") == questions_on_marks(figure, "geo/1")
 
 
-def test_a_question_stands_in_the_words_of_the_prompt(drawn: str) -> None:
-    questions = build_checklist([problem(figure=drawn), problem(pid="geo/2")])
+def test_a_question_stands_in_the_words_of_the_prompt(stored_figure: str) -> None:
+    questions = build_checklist([problem(figure=stored_figure), problem(pid="geo/2")])
     assert [question.pid for question in questions] == [
         f"geo/1#{n}" for n in range(1, len(questions) + 1)
     ]

@@ -263,21 +263,21 @@ def test_a_file_is_graded_with_choices_groups_and_failures(tmp_path: Path) -> No
     assert score["tokens"]["wrong"]["mean"] == 10.0
     assert score["truncated"]["count"] == 1
     assert score["truncated"]["total"] == 3
-    rounded = score_predictions_file(BENCHMARK, path, GraderOptions(rounding=True))
-    assert rounded.score["correct"] == 3
+    rounded_score = score_predictions_file(BENCHMARK, path, GraderOptions(rounding=True))
+    assert rounded_score.score["correct"] == 3
     printed_table = format_score(scored)
     assert "2/4" in printed_table
     assert "1 problem not asked" in printed_table
     assert "1 answer cut off" in printed_table
     assert printed_table.startswith("geometry3k: ")
-    photos = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
-    own_table = format_score(score_predictions_file(BENCHMARK, photos, GraderOptions()))
+    photos_file = write_lines(tmp_path / "own.jsonl", [prediction("photos/test/1", r"\boxed{5}")])
+    own_table = format_score(score_predictions_file(BENCHMARK, photos_file, GraderOptions()))
     assert own_table.startswith("photos: ")
     assert "finish_reason" in printed_table, "one value says nothing"
     assert "finish_reason" not in own_table, "one value says nothing"
     # A failed image is never graded, even if something that looks right stands in the response.
-    failed = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
-    assert grade_row(BENCHMARK, failed, GraderOptions()).grade.verdict == "failed"
+    failed_prediction = prediction("1", r"\boxed{5}", finish_reason=IMAGE_FAILED)
+    assert grade_row(BENCHMARK, failed_prediction, GraderOptions()).grade.verdict == "failed"
 
 
 def test_the_form_of_a_reference_answer_is_known(subtests: pytest.Subtests) -> None:

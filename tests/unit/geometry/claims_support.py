@@ -11,12 +11,13 @@ import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from adora_vl.geometry.check import checked_figure_of
 from adora_vl.geometry.checked import TRUE_VERDICTS, CheckedClaim, ClaimVerdict
 
-_MARK = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
-_FITTING: dict[str, tuple[ClaimVerdict, ...]] = {
+_MARK_PATTERN = re.compile(r"\[\[([TFGOngiafo])\|(.*?)\]\](?!\])", re.DOTALL)
+_ALLOWED_VERDICTS_BY_MARK: dict[str, tuple[ClaimVerdict, ...]] = {
     "T": TRUE_VERDICTS,
     "G": TRUE_VERDICTS,
     "F": ("false", "follows"),
@@ -28,7 +29,7 @@ _FITTING: dict[str, tuple[ClaimVerdict, ...]] = {
     "f": ("false", "follows"),
     "o": ("open",),
 }
-_EXACT: dict[str, tuple[ClaimVerdict, ...]] = {
+_EXACT_VERDICTS_BY_MARK: dict[str, tuple[ClaimVerdict, ...]] = {
     "n": ("new",),
     "g": ("given", "nothing"),
     "i": ("given", "nothing"),
@@ -36,9 +37,23 @@ _EXACT: dict[str, tuple[ClaimVerdict, ...]] = {
 }
 
 
+class MarkedSpan(NamedTuple):
+    """What a mark encloses: its first place in the text, the place behind it, and its letter."""
+
+    start: int
+    end: int
+    letter: str
+
+
 @dataclass
-class Reading:
-    """How the claims of marked texts were read."""
+class ReadingOfMarks:
+    """How well the claims of marked texts were read.
+
+    `counts` has how many marks there are (`marked`), how many were read with the right verdict
+    (`right`) or another one (`wrong`), how many claims have no mark (`alarm`), and how many true
+    claims have the very verdict of their mark (`exact`) or another true one (`inexact`).
+    `faults` and `inexact` say where.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -47,8 +62,8 @@ class Reading:
     @property
     def precision(self) -> float:
         """The share of what was read that is marked and has the verdict of its mark."""
-        read = self.counts["right"] + self.counts["wrong"] + self.counts["alarm"]
-        return self.counts["right"] / read
+        read_count = self.counts["right"] + self.counts["wrong"] + self.counts["alarm"]
+        return self.counts["right"] / read_count
 
     @property
     def recall(self) -> float:
@@ -61,68 +76,86 @@ class Reading:
         return self.counts["exact"] / (self.counts["exact"] + self.counts["inexact"])
 
 
-def unmarked(marked: str) -> tuple[str, list[tuple[int, int, str]]]:
-    """Return the text without marks, and for each mark its first and last place and its letter."""
+def text_without_marks(marked_text: str) -> tuple[str, list[MarkedSpan]]:
+    """Return the text without its marks, and what each of them encloses."""
     text = ""
     spans = []
     position = 0
-    for match in _MARK.finditer(marked):
-        text += marked[position : match.start()]
-        spans.append((len(text), len(text) + len(match[2]), match[1]))
-        text += match[2]
+    for match in _MARK_PATTERN.finditer(marked_text):
+        letter = match[1]
+        enclosed_text = match[2]
+        text += marked_text[position : match.start()]
+        spans.append(MarkedSpan(start=len(text), end=len(text) + len(enclosed_text), letter=letter))
+        text += enclosed_text
         position = match.end()
-    return text + marked[position:], spans
+    return text + marked_text[position:], spans
 
 
-def reading_of(path: Path) -> Reading:
-    """Read the marked texts of a file."""
+def read_marked_texts(path: Path) -> ReadingOfMarks:
+    """Read the claims of the marked texts of a file, and compare them with the marks."""
     record = json.loads(path.read_text(encoding="utf-8"))
-    reading = Reading()
+    reading = ReadingOfMarks()
     for entry in record["texts"]:
         figure = checked_figure_of(record["figures"][entry["problem"]])
-        text, spans = unmarked(entry["marked"])
-        _compare(reading, f"{entry['source']} {entry['id']}", spans, figure.claims(text))
+        text, spans = text_without_marks(entry["marked"])
+        name = f"{entry['source']} {entry['id']}"
+        _compare_with_marks(reading, name, spans, figure.claims(text))
     return reading
 
 
-def _compare(
-    reading: Reading, name: str, spans: list[tuple[int, int, str]], claims: list[CheckedClaim]
+def _compare_with_marks(
+    reading: ReadingOfMarks, name: str, spans: list[MarkedSpan], claims: list[CheckedClaim]
 ) -> None:
-    of_mark: list[list[CheckedClaim]] = [[] for _ in spans]
-    for checked in claims:
-        if checked.verdict == "unread":
+    """Add the claims of one text to a reading; `name` is that of the text, for the faults."""
+    claims_by_mark: list[list[CheckedClaim]] = [[] for _ in spans]
+    for claim in claims:
+        if claim.verdict == "unread":
             continue
-        number = _mark_of(checked, spans)
+        number = _mark_around_claim(claim, spans)
         if number is None:
             reading.counts["alarm"] += 1
-            reading.faults.append(f"{name}: {checked.claim.words!r} is not marked")
+            reading.faults.append(f"{name}: {claim.claim.words!r} is not marked")
         else:
-            of_mark[number].append(checked)
-    for (_, _, letter), found in zip(spans, of_mark, strict=True):
-        fitting = [checked for checked in found if checked.verdict in _FITTING[letter]]
-        is_right = bool(fitting) and (letter in "FOfo" or len(fitting) == len(found))
-        outcome = "right" if is_right else "wrong" if found else "missed"
+            claims_by_mark[number].append(claim)
+    for span, marked_claims in zip(spans, claims_by_mark, strict=True):
+        letter = span.letter
+        allowed_verdicts = _ALLOWED_VERDICTS_BY_MARK[letter]
+        right_claims = [claim for claim in marked_claims if claim.verdict in allowed_verdicts]
+        # A chain of equations that is false or open may have true ones among them.
+        may_have_others = letter in "FOfo"
+        is_right = bool(right_claims) and (
+            may_have_others or len(right_claims) == len(marked_claims)
+        )
+        outcome = "wrong" if marked_claims else "missed"
+        if is_right:
+            outcome = "right"
         reading.counts["marked"] += 1
         reading.counts[outcome] += 1
         if not is_right:
-            reading.faults.append(f"{name}: {letter} {outcome}: {found}")
-        elif letter in _EXACT:
-            is_exact = found[0].verdict in _EXACT[letter]
+            reading.faults.append(f"{name}: {letter} {outcome}: {marked_claims}")
+        elif letter in _EXACT_VERDICTS_BY_MARK:
+            first_claim = marked_claims[0]
+            is_exact = first_claim.verdict in _EXACT_VERDICTS_BY_MARK[letter]
             reading.counts["exact" if is_exact else "inexact"] += 1
             if not is_exact:
-                reading.inexact.append(f"{name}: {letter}: {found[0]}")
+                reading.inexact.append(f"{name}: {letter}: {first_claim}")
 
 
-def _mark_of(checked: CheckedClaim, spans: list[tuple[int, int, str]]) -> int | None:
-    """Return the mark that a claim overlaps most, by more than half of the shorter of both."""
+def _mark_around_claim(checked: CheckedClaim, spans: list[MarkedSpan]) -> int | None:
+    """Return the number of the mark that a claim overlaps most, or None.
+
+    It has to overlap more than half of the shorter of both.
+    """
     claim = checked.claim
-    best: tuple[int, int] | None = None
-    for number, (start, end, _) in enumerate(spans):
-        overlap = min(end, claim.end) - max(start, claim.start)
-        if overlap > 0 and (best is None or overlap > best[0]):
-            best = (overlap, number)
-    if best is None:
+    best_number: int | None = None
+    best_overlap = 0
+    for number, span in enumerate(spans):
+        overlap = min(span.end, claim.end) - max(span.start, claim.start)
+        if overlap > best_overlap:
+            best_number = number
+            best_overlap = overlap
+    if best_number is None:
         return None
-    start, end, _ = spans[best[1]]
-    shorter = min(end - start, claim.end - claim.start)
-    return best[1] if best[0] >= 0.6 * shorter else None
+    best_span = spans[best_number]
+    shorter_length = min(best_span.end - best_span.start, claim.end - claim.start)
+    return best_number if best_overlap >= 0.6 * shorter_length else None

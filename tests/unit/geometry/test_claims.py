@@ -17,24 +17,24 @@ from adora_vl.geometry.judgement import are_equal_when_rounded
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 from adora_vl.rewards.steps import check_claims
-from tests.unit.geometry.claims_support import reading_of
+from tests.unit.geometry.claims_support import read_marked_texts
 
-HERE = Path(__file__).parent
-ISOSCELES = """
+FOLDER = Path(__file__).parent
+ISOSCELES_FACTS = """
 triangle ABC
 AB = BC, AB = 13, AC = 10
 D on AC
 BD perpendicular AC
 find area ABC
 """
-PARALLEL = """
+PARALLEL_FACTS = """
 triangle XYZ
 M on XY, N on XZ
 MN parallel YZ
 XM = 2, XY = 10, XN = 6
 find NZ
 """
-LETTERS = """
+LETTERED_FACTS = """
 A at 0, 100
 B at 100, 100
 C at 50, 20
@@ -42,14 +42,14 @@ AB = 4x - 2, BC = 3x + 1, AC = 10
 AB = BC
 find x
 """
-CIRCLE = """
+CIRCLE_FACTS = """
 circle O: A, B, C
 AB diameter
 radius O = 5
 AC = 6
 find BC
 """
-OPEN = """
+OPEN_FACTS = """
 circle O: A, B, C
 AC diameter
 radius O = 2
@@ -58,24 +58,24 @@ find AC
 
 
 @lru_cache
-def stored(facts: str) -> str:
+def figure_json(facts: str) -> str:
     """Return the figure of facts in words, as a row stores it."""
     result = solve_form(read_form_from_text(facts))
     assert result.figure is not None, result.why
     return figure_as_json(result.figure)
 
 
-def figure(facts: str) -> CheckedFigure:
+def checked_figure_from(facts: str) -> CheckedFigure:
     """Return the figure of facts in words, made ready for checks."""
-    return checked_figure_of(stored(facts))
+    return checked_figure_of(figure_json(facts))
 
 
-def verdicts(facts: str, text: str) -> list[str]:
+def verdicts_of_text(facts: str, text: str) -> list[str]:
     """Return the verdicts of the claims of a text, in order."""
-    return [claim.verdict for claim in figure(facts).claims(text)]
+    return [claim.verdict for claim in checked_figure_from(facts).claims(text)]
 
 
-def steps(claims: list[CheckedClaim]) -> int:
+def count_steps(claims: list[CheckedClaim]) -> int:
     """Return how many claims count as steps."""
     return sum(claim.is_step for claim in claims)
 
@@ -91,7 +91,7 @@ def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
 
     `published_claims_2` and `new_claims` were marked before the grammar had ever read their texts.
     """
-    reading = reading_of(HERE / f"{name}.json")
+    reading = read_marked_texts(FOLDER / f"{name}.json")
     assert reading.counts["marked"] >= 170
     assert reading.precision >= 0.98, reading.faults
     assert reading.recall >= 0.95, reading.faults
@@ -99,7 +99,7 @@ def test_claims_of_marked_texts_are_read_as_people_read_them(name: str) -> None:
 
 def test_true_claims_are_new_given_or_nothing_new_as_people_say() -> None:
     """Sixteen of the 17 exceptions are on two figures that their values settle nearly alone."""
-    reading = reading_of(HERE / "new_claims.json")
+    reading = read_marked_texts(FOLDER / "new_claims.json")
     assert reading.exactness >= 0.89, reading.inexact
 
 
@@ -109,42 +109,66 @@ def test_true_claims_are_new_given_or_nothing_new_as_people_say() -> None:
 @pytest.mark.parametrize(
     ("facts", "text", "new"),
     [
-        (ISOSCELES, "AB = AB. AB = BA. 2AB = AB + AB. AB/AB = 1. ∠ABC = ∠CBA.", 0),
-        (ISOSCELES, "AB + BC = BC + AB. AB = 13. 13 = AB. 2*AB = 26. AB + 1 = 14. AB^2 = 169.", 0),
-        (ISOSCELES, "AC/2 = 5. AB = 13.0. AB = 26/2. AB - 13 = 0. AB*AC = 130. AB + AC = 23.", 0),
-        (ISOSCELES, "∠ABC + ∠BCA + ∠CAB = 180. AD + DC = AC. ∠ADB + ∠BDC = 180. ∠ADC = 180.", 0),
-        (ISOSCELES, "BD ⊥ AC. AC ⊥ BD. BD ⊥ AD. ∠ADB = 90. ∠BDC = 90. ∠ADB is a right angle.", 0),
-        (ISOSCELES, "AD = 5. 2*AD = 10. AD = 10/2. AD + 1 = 6. AD = 5. AD^2 = 25. DC = 5.", 1),
-        (ISOSCELES, "AD = 5. BD = 12. BD^2 = 144. AD = AC/2. AD + BD = 17. AD*BD = 60.", 2),
+        (ISOSCELES_FACTS, "AB = AB. AB = BA. 2AB = AB + AB. AB/AB = 1. ∠ABC = ∠CBA.", 0),
         (
-            ISOSCELES,
+            ISOSCELES_FACTS,
+            "AB + BC = BC + AB. AB = 13. 13 = AB. 2*AB = 26. AB + 1 = 14. AB^2 = 169.",
+            0,
+        ),
+        (
+            ISOSCELES_FACTS,
+            "AC/2 = 5. AB = 13.0. AB = 26/2. AB - 13 = 0. AB*AC = 130. AB + AC = 23.",
+            0,
+        ),
+        (
+            ISOSCELES_FACTS,
+            "∠ABC + ∠BCA + ∠CAB = 180. AD + DC = AC. ∠ADB + ∠BDC = 180. ∠ADC = 180.",
+            0,
+        ),
+        (
+            ISOSCELES_FACTS,
+            "BD ⊥ AC. AC ⊥ BD. BD ⊥ AD. ∠ADB = 90. ∠BDC = 90. ∠ADB is a right angle.",
+            0,
+        ),
+        (
+            ISOSCELES_FACTS,
+            "AD = 5. 2*AD = 10. AD = 10/2. AD + 1 = 6. AD = 5. AD^2 = 25. DC = 5.",
+            1,
+        ),
+        (ISOSCELES_FACTS, "AD = 5. BD = 12. BD^2 = 144. AD = AC/2. AD + BD = 17. AD*BD = 60.", 2),
+        (
+            ISOSCELES_FACTS,
             "triangle ABC is isosceles. Triangle ABC is an isosceles triangle. CB = AB.",
             0,
         ),
-        (PARALLEL, "XN = 6. XM + XN = 8. XM*XN = 12. XN/XM = 3. XN - XM = 4. XN^3 = 216.", 0),
-        (PARALLEL, "XM/XY = 1/5. XY = 2*5. XY = 20/2. XY/XM = 5. sin(30) = 0.5. 1 + 1 = 2.", 0),
-        (PARALLEL, "MN ∥ YZ. YZ ∥ MN. ZY is parallel to NM. MN ∥ YZ.", 0),
-        (PARALLEL, "NZ = 24. 2*NZ = 48. NZ - 24 = 0. NZ + XN = 30. NZ is 24.", 0),
-        (PARALLEL, "XN/NZ = XM/MY. 6/NZ = 2/8. NZ = 24. XZ = 30. NZ = 4*XN.", 1),
-        (LETTERS, "AB = 4x - 2. BC = 3x + 1. AB - BC = (4x - 2) - (3x + 1). AB = BC.", 0),
-        (LETTERS, "x = 3. x + 1 = 4. 2x = 6. x^2 = 9. x = 3.0. 3 = x. x/3 = 1.", 0),
-        (LETTERS, "4x - 2 = 3x + 1. x = 3. AB = 10. BC = 10. AB + BC = 20.", 1),
-        (CIRCLE, "OA = 5. OB = 5. AB = 10. AO = OB. AB = 2*OA. OC = 5. OA = OC.", 0),
-        (CIRCLE, "OA is a radius of the circle. AB is a diameter. AC = 6. AC/2 = 3.", 0),
+        (PARALLEL_FACTS, "XN = 6. XM + XN = 8. XM*XN = 12. XN/XM = 3. XN - XM = 4. XN^3 = 216.", 0),
+        (
+            PARALLEL_FACTS,
+            "XM/XY = 1/5. XY = 2*5. XY = 20/2. XY/XM = 5. sin(30) = 0.5. 1 + 1 = 2.",
+            0,
+        ),
+        (PARALLEL_FACTS, "MN ∥ YZ. YZ ∥ MN. ZY is parallel to NM. MN ∥ YZ.", 0),
+        (PARALLEL_FACTS, "NZ = 24. 2*NZ = 48. NZ - 24 = 0. NZ + XN = 30. NZ is 24.", 0),
+        (PARALLEL_FACTS, "XN/NZ = XM/MY. 6/NZ = 2/8. NZ = 24. XZ = 30. NZ = 4*XN.", 1),
+        (LETTERED_FACTS, "AB = 4x - 2. BC = 3x + 1. AB - BC = (4x - 2) - (3x + 1). AB = BC.", 0),
+        (LETTERED_FACTS, "x = 3. x + 1 = 4. 2x = 6. x^2 = 9. x = 3.0. 3 = x. x/3 = 1.", 0),
+        (LETTERED_FACTS, "4x - 2 = 3x + 1. x = 3. AB = 10. BC = 10. AB + BC = 20.", 1),
+        (CIRCLE_FACTS, "OA = 5. OB = 5. AB = 10. AO = OB. AB = 2*OA. OC = 5. OA = OC.", 0),
+        (CIRCLE_FACTS, "OA is a radius of the circle. AB is a diameter. AC = 6. AC/2 = 3.", 0),
     ],
 )
 def test_a_text_earns_its_true_number_of_new_claims(facts: str, text: str, new: int) -> None:
-    claims = figure(facts).claims(text)
+    claims = checked_figure_from(facts).claims(text)
     assert len(claims) >= 3
     assert not [claim for claim in claims if claim.verdict in ("false", "follows", "open")]
-    assert steps(claims) == new
+    assert count_steps(claims) == new
 
 
 def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
     """No text has more new claims than its figure can move in: that bounds every way to farm."""
-    checked_figure = figure(ISOSCELES)
+    checked_figure = checked_figure_from(ISOSCELES_FACTS)
     names = checked_figure.system.points
-    at = checked_figure.figure.at
+    at = checked_figure.figure.coordinates
     random.seed(3)
     lines = []
     for _ in range(200):
@@ -158,22 +182,22 @@ def test_saying_more_of_a_figure_than_it_has_unknowns_earns_nothing() -> None:
     claims = checked_figure.claims(". ".join(lines) + ".")
     movable = checked_figure.system.count - len(checked_figure.free_movements)
     assert len(claims) > 100
-    assert 0 < steps(claims) <= movable
+    assert 0 < count_steps(claims) <= movable
 
 
-FARMED = json.loads((HERE / "farming_texts.json").read_text(encoding="utf-8"))
+FARMING_TEXTS = json.loads((FOLDER / "farming_texts.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("number", range(len(FARMED["texts"])))
+@pytest.mark.parametrize("number", range(len(FARMING_TEXTS["texts"])))
 def test_texts_that_try_to_earn_steps_earn_no_more_than_they_say(number: int) -> None:
     """The counts are by hand; what is hidden behind a box or in a drawing is not read at all."""
-    text = FARMED["texts"][number]
-    work = check_claims(text["text"], stored(FARMED["figures"][text["figure"]]))
+    text = FARMING_TEXTS["texts"][number]
+    work = check_claims(text["text"], figure_json(FARMING_TEXTS["figures"][text["figure"]]))
     assert work.new <= text["new"], [claim.claim.words for claim in work.claims if claim.is_step]
     assert 0 <= work.share <= 1
 
 
-LINES = """
+STRAIGHT_LINE_FACTS = """
 triangle ABC
 D on AC
 angle BDC = angle 1
@@ -181,12 +205,12 @@ angle ADB = angle 2
 angle A = 40, angle ABD = 30
 find angle 1
 """
-SETTLED = """
+SETTLED_FACTS = """
 triangle ABC
 AB = 8, angle A = 37, angle B = 54
 find BC
 """
-INSCRIBED = """
+INSCRIBED_FACTS = """
 ABCD inscribed in circle O
 angle A = 58
 find angle C
@@ -194,23 +218,33 @@ find angle C
 
 
 def test_angles_at_a_straight_line_are_nothing_new_by_their_numbers_either() -> None:
-    assert verdicts(LINES, "∠1 + ∠2 = 180. Angles 1 and 2 are supplementary.") == ["nothing"] * 2
+    assert (
+        verdicts_of_text(STRAIGHT_LINE_FACTS, "∠1 + ∠2 = 180. Angles 1 and 2 are supplementary.")
+        == ["nothing"] * 2
+    )
 
 
 def test_a_theorem_of_a_circle_is_new_although_its_points_are_given() -> None:
-    assert verdicts(INSCRIBED, "∠A + ∠C = 180. ∠C = 122.") == ["new", "nothing"]
+    assert verdicts_of_text(INSCRIBED_FACTS, "∠A + ∠C = 180. ∠C = 122.") == ["new", "nothing"]
 
 
 def test_a_figure_that_its_values_settle_leaves_no_room() -> None:
-    assert figure(SETTLED).room == 0
-    assert steps(figure(SETTLED).claims("BC/sin(37) = 8/sin(89). ∠C = 89. BC = 4.815.")) == 0
-    assert figure(ISOSCELES).room > 0
+    assert checked_figure_from(SETTLED_FACTS).room == 0
+    assert (
+        count_steps(
+            checked_figure_from(SETTLED_FACTS).claims(
+                "BC/sin(37) = 8/sin(89). ∠C = 89. BC = 4.815."
+            )
+        )
+        == 0
+    )
+    assert checked_figure_from(ISOSCELES_FACTS).room > 0
 
 
 def test_the_answer_itself_is_no_step() -> None:
-    claims = figure(PARALLEL).claims("So XN/NZ = XM/MY and NZ = 24.")
+    claims = checked_figure_from(PARALLEL_FACTS).claims("So XN/NZ = XM/MY and NZ = 24.")
     assert [claim.is_answer for claim in claims] == [False, True]
-    assert steps(claims) == 1
+    assert count_steps(claims) == 1
 
 
 # What is false
@@ -218,16 +252,16 @@ def test_the_answer_itself_is_no_step() -> None:
 
 def test_an_error_counts_once_with_what_follows_from_it() -> None:
     text = "BD^2 = 13^2 + 10^2. BD^2 = 269. BD = 16.4. BD is 16.4."
-    assert verdicts(ISOSCELES, text) == ["false", "follows", "follows", "follows"]
+    assert verdicts_of_text(ISOSCELES_FACTS, text) == ["false", "follows", "follows", "follows"]
 
 
 def test_guesses_of_the_same_name_are_errors_each() -> None:
     """Else one wrong guess would pay for all further ones."""
-    assert verdicts(PARALLEL, "NZ = 20. NZ = 21. NZ = 22.") == ["false"] * 3
+    assert verdicts_of_text(PARALLEL_FACTS, "NZ = 20. NZ = 21. NZ = 22.") == ["false"] * 3
 
 
 def test_errors_of_two_kinds_count_twice() -> None:
-    assert verdicts(ISOSCELES, "AD = 6. ∠BAC = 50.") == ["false", "false"]
+    assert verdicts_of_text(ISOSCELES_FACTS, "AD = 6. ∠BAC = 50.") == ["false", "false"]
 
 
 @pytest.mark.parametrize(
@@ -247,11 +281,11 @@ def test_errors_of_two_kinds_count_twice() -> None:
 )
 def test_a_large_number_or_a_small_factor_makes_no_claim_true(text: str, expected: str) -> None:
     """Else any value could be hidden within the rounding of something larger."""
-    assert verdicts(ISOSCELES, text) == [expected]
+    assert verdicts_of_text(ISOSCELES_FACTS, text) == [expected]
 
 
 def test_what_the_facts_leave_free_is_open() -> None:
-    assert verdicts(OPEN, "AB = 3. AC = 4. ∠ABC = 90. ∠BAC = 20.") == [
+    assert verdicts_of_text(OPEN_FACTS, "AB = 3. AC = 4. ∠ABC = 90. ∠BAC = 20.") == [
         "open",
         "nothing",
         "new",
@@ -375,7 +409,7 @@ def test_values_are_equal_up_to_rounding(
     ],
 )
 def test_each_rule_of_the_grammar(text: str, expected: list[str]) -> None:
-    assert verdicts(ISOSCELES, text) == expected
+    assert verdicts_of_text(ISOSCELES_FACTS, text) == expected
 
 
 @pytest.mark.parametrize(
@@ -397,17 +431,17 @@ def test_each_rule_of_the_grammar(text: str, expected: list[str]) -> None:
     ],
 )
 def test_claims_on_circles(text: str, expected: list[str]) -> None:
-    assert verdicts(CIRCLE, text) == expected
+    assert verdicts_of_text(CIRCLE_FACTS, text) == expected
 
 
 def test_a_letter_that_the_text_uses_for_something_else_is_unread() -> None:
-    assert verdicts(LETTERS, "x = 3") == ["new"]
-    assert verdicts(LETTERS, "Let x be the length of AC. Then x = 10.") == ["unread"]
+    assert verdicts_of_text(LETTERED_FACTS, "x = 3") == ["new"]
+    assert verdicts_of_text(LETTERED_FACTS, "Let x be the length of AC. Then x = 10.") == ["unread"]
 
 
 def test_a_claim_stands_where_it_was_said() -> None:
     text = "First, $AD = 5$. Then\nBD is **12**."
-    claims = figure(ISOSCELES).claims(text)
+    claims = checked_figure_from(ISOSCELES_FACTS).claims(text)
     for claim in claims:
         assert text[claim.claim.start : claim.claim.end] == claim.claim.words
     assert [claim.claim.words for claim in claims] == ["AD = 5", "BD is **12"]
@@ -433,12 +467,12 @@ def test_a_claim_stands_where_it_was_said() -> None:
     ],
 )
 def test_no_text_raises_or_takes_long(text: str) -> None:
-    claims = figure(ISOSCELES).claims(text[:100_000])
+    claims = checked_figure_from(ISOSCELES_FACTS).claims(text[:100_000])
     assert len(claims) <= MAX_CLAIMS
 
 
 def test_random_texts_raise_nothing() -> None:
-    checked_figure = figure(CIRCLE)
+    checked_figure = checked_figure_from(CIRCLE_FACTS)
     random.seed(5)
     words = [
         *("AB", "BC", "AC", "OA", "∠ABC", "=", "is", "+", "-", "*", "/", "^", "(", ")", "{", "}"),
@@ -455,7 +489,7 @@ def test_random_texts_raise_nothing() -> None:
 
 def test_claims_are_checked_apart_from_being_read() -> None:
     """The two halves may be used alone: a text's claims, and verdicts on a figure."""
-    checked_figure = figure(ISOSCELES)
+    checked_figure = checked_figure_from(ISOSCELES_FACTS)
     claims = read_claims("AD = 5. AD = 6.", checked_figure.figure.form)
     assert [claim.kind for claim in claims] == ["length", "length"]
     results = CheckedFigure(checked_figure.figure).judge(claims)

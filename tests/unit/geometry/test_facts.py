@@ -7,62 +7,75 @@ import pytest
 from adora_vl.geometry.verdict import solve_form
 from tests.support.geometry_forms import form
 
-RIGHT = {"A": 0j, "B": 160 + 0j, "C": 160 + 100j}
-RIGHT_FACTS = ["Perpendicular(Line(A, B), Line(B, C))"]
-APART = {"A": 0j, "B": 60 + 0j, "C": 0 + 90j, "D": 200 + 0j, "E": 290 + 0j, "F": 200 + 135j}
+RIGHT_TRIANGLE_PLACES = {"A": 0j, "B": 160 + 0j, "C": 160 + 100j}
+RIGHT_TRIANGLE_FACTS = ["Perpendicular(Line(A, B), Line(B, C))"]
+TWO_TRIANGLES_PLACES = {
+    "A": 0j,
+    "B": 60 + 0j,
+    "C": 0 + 90j,
+    "D": 200 + 0j,
+    "E": 290 + 0j,
+    "F": 200 + 135j,
+}
 
 
-def _length(line: str, size: str) -> str:
+def _length_fact(line: str, size: str) -> str:
     return f"Equals(LengthOf(Line({line[0]}, {line[1]})), {size})"
 
 
 @pytest.mark.parametrize(
     ("facts", "question", "value"),
     [
-        ([_length("AB", "12"), "Equals(CotOf(Angle(A)), 4/3)"], "Find(LengthOf(Line(B, C)))", 9.0),
         (
-            [_length("AB", "3"), "Equals(LengthOf(Line(B, C)), Pow(2, 2))"],
+            [_length_fact("AB", "12"), "Equals(CotOf(Angle(A)), 4/3)"],
+            "Find(LengthOf(Line(B, C)))",
+            9.0,
+        ),
+        (
+            [_length_fact("AB", "3"), "Equals(LengthOf(Line(B, C)), Pow(2, 2))"],
             "Find(LengthOf(Line(A, C)))",
             5.0,
         ),
-        ([_length("AB", "3"), _length("BC", "4")], "Find(CotOf(Angle(A)))", 0.75),
+        ([_length_fact("AB", "3"), _length_fact("BC", "4")], "Find(CotOf(Angle(A)))", 0.75),
         (
-            [_length("AB", "8"), "Congruent(Line(A, B), Line(B, C))"],
+            [_length_fact("AB", "8"), "Congruent(Line(A, B), Line(B, C))"],
             "Find(LengthOf(Line(A, C)))",
             8 * math.sqrt(2),
         ),
         (
-            [_length("AB", "6"), "Equals(AreaOf(Triangle(A, B, C)), 24)"],
+            [_length_fact("AB", "6"), "Equals(AreaOf(Triangle(A, B, C)), 24)"],
             "Find(LengthOf(Line(A, C)))",
             10.0,
         ),
         (["Complementary(Angle(A), Angle(C))"], "Find(MeasureOf(Angle(B)))", 90.0),
         # Products and sums of more than two numbers.
         (
-            [_length("AB", "Mul(2, 3, 2)"), _length("BC", "5")],
+            [_length_fact("AB", "Mul(2, 3, 2)"), _length_fact("BC", "5")],
             "Find(LengthOf(Line(A, C)))",
             13.0,
         ),
         (
-            [_length("AB", "Add(2, 4, 6)"), _length("BC", "Mul(2, Div(5, 2))")],
+            [_length_fact("AB", "Add(2, 4, 6)"), _length_fact("BC", "Mul(2, Div(5, 2))")],
             "Find(LengthOf(Line(A, C)))",
             13.0,
         ),
     ],
 )
 def test_a_right_triangle_by_seldom_facts(facts: list[str], question: str, value: float) -> None:
-    result = solve_form(form(RIGHT, ["AB", "BC", "AC"], [*RIGHT_FACTS, *facts], question))
+    result = solve_form(
+        form(RIGHT_TRIANGLE_PLACES, ["AB", "BC", "AC"], [*RIGHT_TRIANGLE_FACTS, *facts], question)
+    )
     assert result.status == "answered", result.why
     assert not result.unread, result.why
     assert result.value == pytest.approx(value)
 
 
 def test_two_separate_triangles_are_similar_as_they_look() -> None:
-    facts = [_length("AB", "4"), _length("DE", "6"), _length("AC", "8")]
-    facts += [_length("BC", "7")]
+    facts = [_length_fact("AB", "4"), _length_fact("DE", "6"), _length_fact("AC", "8")]
+    facts += [_length_fact("BC", "7")]
     lines = ["AB", "BC", "AC", "DE", "EF", "DF"]
     question = ["Similar(Polygon($1),Polygon($2))", "Find(LengthOf(Line(D, F)))"]
-    result = solve_form(form(APART, lines, facts, question))
+    result = solve_form(form(TWO_TRIANGLES_PLACES, lines, facts, question))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(12.0), result.why
 
@@ -71,7 +84,7 @@ def test_the_second_leg_of_an_isosceles_triangle_is_as_long_as_the_first() -> No
     at = {"A": 100 + 100j, "B": 0j, "C": 150 + 0j}
     role = "LegOf(Isosceles(Triangle(A,B,C)))"
     question = [f"Equals(Line(B,A),{role})", f"Equals(Line(B,C),{role})"]
-    facts = [_length("AB", "2x"), _length("BC", "x+5"), _length("AC", "4")]
+    facts = [_length_fact("AB", "2x"), _length_fact("BC", "x+5"), _length_fact("AC", "4")]
     result = solve_form(form(at, ["AB", "BC", "AC"], facts, [*question, "Find(x)"]))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0), result.why

@@ -16,23 +16,23 @@ from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.geometry.verdict import solve_form
 from tests.support.paths import SHARED_FOLDER
 
-STORED = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
-FORMS = SHARED_FOLDER / "data" / "geometry3k_logic_forms.json.gz"
+STORED_VERDICT_BY_NAME = json.loads(Path(__file__).with_name("stored_verdicts.json").read_text())
+FORMS_FILE = SHARED_FOLDER / "data" / "geometry3k_logic_forms.json.gz"
 # So many take about a minute; 1,000 raised nothing either, in eight.
-BROKEN = 150
+BROKEN_FORM_COUNT = 150
 
 
 @pytest.fixture(scope="module")
 def records() -> dict:
-    if not FORMS.is_file():
+    if not FORMS_FILE.is_file():
         pytest.skip(
-            f"the logic forms of Geometry3K are not beside this checkout ({FORMS.name} in ../shared/data)"
+            f"the logic forms of Geometry3K are not beside this checkout ({FORMS_FILE.name} in ../shared/data)"
         )
-    return json.loads(gzip.decompress(FORMS.read_bytes()))
+    return json.loads(gzip.decompress(FORMS_FILE.read_bytes()))
 
 
-def _same(name: str, records: dict) -> None:
-    status, how, value = STORED[name]
+def _is_same_value(name: str, records: dict) -> None:
+    status, how, value = STORED_VERDICT_BY_NAME[name]
     result = solve_form(read_form_from_record(records[name]))
     assert (result.status, result.basis) == (status, how), (name, result.why)
     if value is None:
@@ -42,17 +42,17 @@ def _same(name: str, records: dict) -> None:
 
 
 def test_some_verdicts_are_the_stored_ones(records: dict) -> None:
-    for name in list(STORED)[::30]:
-        _same(name, records)
+    for name in list(STORED_VERDICT_BY_NAME)[::30]:
+        _is_same_value(name, records)
 
 
 @pytest.mark.slow
 def test_all_verdicts_are_the_stored_ones(records: dict) -> None:
-    for name in STORED:
-        _same(name, records)
+    for name in STORED_VERDICT_BY_NAME:
+        _is_same_value(name, records)
 
 
-_AS_ANOTHER_MACHINE = """
+_SCRIPT_OF_ANOTHER_MACHINE = """
 import gzip, json, sys
 from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.geometry.verdict import solve_form
@@ -66,7 +66,7 @@ for name in sys.argv[2:]:
 @pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
     # Other kernels of linear algebra, no wide instructions, two threads: the last bits differ.
-    names = list(STORED)[::step]
+    names = list(STORED_VERDICT_BY_NAME)[::step]
     wide = ("AVX2", "FMA3", "AVX512F", "AVX512CD", "AVX512_SKX", "AVX512_CLX", "AVX512_CNL")
     changed = {
         "OPENBLAS_CORETYPE": "Prescott",
@@ -74,7 +74,7 @@ def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
         "OMP_NUM_THREADS": "2",
     }
     ran = subprocess.run(
-        [sys.executable, "-c", _AS_ANOTHER_MACHINE, str(FORMS), *names],
+        [sys.executable, "-c", _SCRIPT_OF_ANOTHER_MACHINE, str(FORMS_FILE), *names],
         env=os.environ | changed,
         capture_output=True,
         text=True,
@@ -82,13 +82,13 @@ def test_an_older_processor_says_the_same(records: dict, step: int) -> None:
     )
     for line in ran.stdout.splitlines():
         name, status, how, value = json.loads(line)
-        assert [status, how] == STORED[name][:2], name
+        assert [status, how] == STORED_VERDICT_BY_NAME[name][:2], name
         if value is not None and how != "rounded":
-            assert value == pytest.approx(STORED[name][2], rel=1e-6, abs=1e-6), name
+            assert value == pytest.approx(STORED_VERDICT_BY_NAME[name][2], rel=1e-6, abs=1e-6), name
     assert len(ran.stdout.splitlines()) == len(names)
 
 
-def _broken(record: dict, rng: random.Random) -> dict:
+def _break_form(record: dict, rng: random.Random) -> dict:
     """Return an annotation with facts lost, doubled, swapped or cut, and places that are none."""
     record = copy.deepcopy(record)
     facts = record["facts"]
@@ -140,11 +140,11 @@ def _broken(record: dict, rng: random.Random) -> dict:
     return record
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(BROKEN, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [12, pytest.param(BROKEN_FORM_COUNT, marks=pytest.mark.slow)])
 def test_no_broken_form_raises(records: dict, count: int) -> None:
     rng = random.Random(11)
     for _ in range(count):
         name = rng.choice(sorted(records))
-        result = solve_form(read_form_from_record(_broken(records[name], rng)))
+        result = solve_form(read_form_from_record(_break_form(records[name], rng)))
         assert result.why
         assert "\n" not in result.why

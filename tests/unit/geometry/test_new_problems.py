@@ -13,15 +13,15 @@ from adora_vl.geometry.forms import read_form_from_record
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 
-_FILES = ("new_problems.json", "new_problems_2.json")
-PROBLEMS = [
+_PROBLEM_FILES = ("new_problems.json", "new_problems_2.json")
+NAMED_PROBLEMS = [
     (f"{name.removesuffix('.json')}-{problem['id']}", problem)
-    for name in _FILES
+    for name in _PROBLEM_FILES
     for problem in json.loads(Path(__file__).with_name(name).read_text())
 ]
 
 
-def _check(problem: dict) -> None:
+def _check_problem(problem: dict) -> None:
     form = (
         read_form_from_text(problem["text"])
         if "text" in problem
@@ -34,13 +34,15 @@ def _check(problem: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "problem", [p for _, p in PROBLEMS[::8]], ids=[n for n, _ in PROBLEMS[::8]]
+    "problem", [p for _, p in NAMED_PROBLEMS[::8]], ids=[n for n, _ in NAMED_PROBLEMS[::8]]
 )
 def test_some_new_problems_have_their_answers(problem: dict) -> None:
-    _check(problem)
+    _check_problem(problem)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", [p for _, p in PROBLEMS], ids=[name for name, _ in PROBLEMS])
+@pytest.mark.parametrize(
+    "problem", [p for _, p in NAMED_PROBLEMS], ids=[name for name, _ in NAMED_PROBLEMS]
+)
 def test_all_new_problems_have_their_answers(problem: dict) -> None:
-    _check(problem)
+    _check_problem(problem)

@@ -101,7 +101,7 @@ def test_a_form_is_read_back() -> None:
     assert read_form_from_record(form_as_record(asked)) == asked
 
 
-FACTS = [
+CIRCLE_FACTS = [
     *on_circle("O", "A", "B", "C"),
     "PointLiesOnLine(E, Line(A, B))",
     "Equals(LengthOf(Line(A, B)), x^2+1)",
@@ -122,7 +122,7 @@ FACTS = [
 @pytest.mark.parametrize("start", range(4))
 def test_derivatives_are_those_of_the_residuals(start: int) -> None:
     at = {"A": 0j, "B": 100 + 5j, "C": 40 + 70j, "E": 55 + 2j, "O": 48 + 20j}
-    reading = read_facts(form(at, ["AB", "BC", "CA", "CE"], FACTS, "Find(x)", ["O"]))
+    reading = read_facts(form(at, ["AB", "BC", "CA", "CE"], CIRCLE_FACTS, "Find(x)", ["O"]))
     assert not reading.unread
     problem = FigureProblem(reading)
     v = problem.starts.near_picture(start) + np.random.default_rng(start).normal(

@@ -9,7 +9,7 @@ import pytest
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form
 
-DETERMINED = (
+ANSWERED_PROBLEMS = (
     ("triangle ABC, AB = 13, BC = 14, AC = 15, find area ABC", 84.0),
     ("triangle ABC, right angle ACB, AC = 5, BC = 12, CD altitude of ABC, find CD", 60 / 13),
     ("triangle ABC, AB = AC, angle BAC = 2x, angle ABC = x + 30, find x", 30.0),
@@ -44,7 +44,7 @@ DETERMINED = (
 )
 
 
-@pytest.mark.parametrize(("text", "value"), DETERMINED)
+@pytest.mark.parametrize(("text", "value"), ANSWERED_PROBLEMS)
 def test_what_facts_determine_is_answered(text: str, value: float) -> None:
     result = solve_form(read_form_from_text(text))
     assert result.status == "answered", result.why

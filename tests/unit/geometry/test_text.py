@@ -68,7 +68,7 @@ def test_sentences_are_solved(text: str, answer: str | None) -> None:
 
 
 # Equations in a right triangle with BC = 3, each of which AB = 5 fulfils.
-SQUARES = [
+SENTENCES_WITH_SQUARES = [
     "2 * AB^2 = 50",
     "3AB^2 = 75",
     "AB * BC^2 = 45",
@@ -81,17 +81,19 @@ SQUARES = [
 ]
 
 
-@pytest.mark.parametrize("equation", SQUARES)
+@pytest.mark.parametrize("equation", SENTENCES_WITH_SQUARES)
 def test_a_square_binds_closer_than_a_product_or_a_minus(equation: str) -> None:
     result = solve_form(read_form_from_text(f"right angle ABC, BC = 3\n{equation}\nfind AB"))
     assert result.status == "answered", result.why
     assert result.value == pytest.approx(5.0)
 
 
-SENTENCES = json.loads(Path(__file__).with_name("sentences.json").read_text())
+SENTENCE_CASES = json.loads(Path(__file__).with_name("sentences.json").read_text())
 
 
-@pytest.mark.parametrize(("text", "facts"), SENTENCES, ids=[text for text, _ in SENTENCES])
+@pytest.mark.parametrize(
+    ("text", "facts"), SENTENCE_CASES, ids=[text for text, _ in SENTENCE_CASES]
+)
 def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None:
     assert list(read_form_from_text(f"{text.rstrip('.')}. find x").facts) == facts
 
@@ -119,6 +121,34 @@ def test_each_turn_of_speech_says_its_facts(text: str, facts: list[str]) -> None
 )
 def test_sentences_that_determine_nothing(text: str, status: str) -> None:
     assert solve_form(read_form_from_text(text)).status == status
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        (
+            "triangle ABC, D on BC, perimeter ABC = 9.3513, area ABC = 4.094, find perimeter ABC; "
+            "A at 254.3, 53.3; B at 317.3, 118.9; C at 359.5, 40.5; D at 332.3, 89.3",
+            "answered",
+        ),
+        (
+            "triangle ABC, D on AB, E on AC, BE and CD meet at F, AC + EF = 7.69, find angle BCE; "
+            "A at 431.5, 107.2; B at 492.1, 291; C at 376.1, 298.3; D at 447.4, 155.3; "
+            "E at 417, 157.1; F at 432.6, 184.9",
+            "open",
+        ),
+        (
+            "circle O: A, B, C, D. AC and BD meet at E, area ABCD = 23.637, find angle OBA; "
+            "O at 200, 300; A at 80.3, 222.6; B at 59.3, 322.5; C at 80.4, 377.5; "
+            "D at 334, 348.6; E at 80.4, 324.5",
+            "open",
+        ),
+    ],
+)
+def test_a_sum_or_an_area_says_how_large_a_drawn_figure_is(text: str, status: str) -> None:
+    """A search that began at another size found only figures that had collapsed."""
+    verdict = solve_form(read_form_from_text(text))
+    assert verdict.status == status, verdict.why
 
 
 def test_a_place_chooses_of_two_figures() -> None:

@@ -19,8 +19,8 @@ from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import MAX_FACT_LENGTH, MAX_POINTS, solve_form
 from tests.support.geometry_forms import degrees, form, measured_angle, measured_length, on_circle
 
-TRIANGLE = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
-SIDES = ("AB", "BC", "CA")
+TRIANGLE_PLACES = {"A": 0j, "B": 100 + 0j, "C": 30 + 60j}
+TRIANGLE_SIDES = ("AB", "BC", "CA")
 
 angles = st.floats(35, 75)
 sizes = st.floats(3, 30)
@@ -37,7 +37,7 @@ def test_two_sides_and_their_angle_give_the_third(
         measured_length(at, "B", "C"),
         measured_angle(at, "A", "B", "C"),
     ]
-    result = solve_form(form(at, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.basis) == ("answered", "facts")
     assert result.value == pytest.approx(abs(at["A"] - at["C"]), rel=1e-6)
 
@@ -80,7 +80,7 @@ def test_a_tangent_is_as_long_as_the_right_triangle_has_it(radius: float, far: f
     assert result.value == pytest.approx(math.sqrt(outside**2 - radius**2), rel=1e-6)
 
 
-def _chords(seed: int) -> tuple[LogicForm, float]:
+def _draw_crossing_chords(seed: int) -> tuple[LogicForm, float]:
     """Two chords that meet inside a circle, with three of their four parts given."""
     rng = random.Random(seed)
     ends = sorted(rng.uniform(0, 2 * math.pi) for _ in range(4))
@@ -103,7 +103,7 @@ def _chords(seed: int) -> tuple[LogicForm, float]:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_parts_of_chords(seed: int) -> None:
-    asked, wanted = _chords(seed)
+    asked, wanted = _draw_crossing_chords(seed)
     result = solve_form(asked)
     assert result.status == "answered"
     assert result.value == pytest.approx(wanted, rel=1e-6)
@@ -112,7 +112,7 @@ def test_parts_of_chords(seed: int) -> None:
 # Nothing that a problem does not speak of changes what is said of it.
 
 
-def _renamed(asked: LogicForm, names: dict[str, str]) -> LogicForm:
+def _rename_points(asked: LogicForm, names: dict[str, str]) -> LogicForm:
     def new(text: str) -> str:
         return re.sub(r"\b[A-E]\b", lambda match: names[match[0]], text)
 
@@ -127,7 +127,7 @@ def _renamed(asked: LogicForm, names: dict[str, str]) -> LogicForm:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: int) -> None:
-    asked, wanted = _chords(seed)
+    asked, wanted = _draw_crossing_chords(seed)
     rng = random.Random(seed)
     turn = cmath.exp(1j * rng.uniform(0, 6)) * rng.uniform(0.3, 4)
 
@@ -142,7 +142,7 @@ def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: in
         replace(asked, points={name: (-x, y) for name, (x, y) in asked.points.items()}),
         replace(asked, facts=tuple(shuffled)),
         replace(asked, facts=(*asked.facts, *asked.facts)),
-        _renamed(asked, dict(zip("ABCDE", "CEADB", strict=True))),
+        _rename_points(asked, dict(zip("ABCDE", "CEADB", strict=True))),
     ]
     for changed in forms:
         result = solve_form(changed)
@@ -151,7 +151,7 @@ def test_turned_mirrored_scaled_renamed_and_shuffled_forms_say_the_same(seed: in
 
 
 def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answer() -> None:
-    at = TRIANGLE
+    at = TRIANGLE_PLACES
     needed = [
         measured_length(at, "A", "B"),
         measured_length(at, "B", "C"),
@@ -161,12 +161,12 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
     wanted = degrees(at, "A", "C", "B")
     asked = "Find(MeasureOf(Angle(A, C, B)))"
     for facts in (needed, [*needed, more[0]], [*needed, *more]):
-        result = solve_form(form(at, SIDES, facts, asked))
+        result = solve_form(form(at, TRIANGLE_SIDES, facts, asked))
         assert result.status == "answered"
         assert result.value == pytest.approx(wanted, abs=1e-6)
     for number in range(3):
         facts = needed[:number] + needed[number + 1 :]
-        result = solve_form(form(at, SIDES, facts, asked))
+        result = solve_form(form(at, TRIANGLE_SIDES, facts, asked))
         assert result.status != "answered" or result.value == pytest.approx(wanted, abs=1e-6)
 
 
@@ -175,7 +175,7 @@ def test_a_true_fact_more_changes_nothing_and_one_less_never_gives_another_answe
 
 def test_open_where_a_side_may_be_anything() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 5)", "Equals(LengthOf(Line(B, C)), 7)"]
-    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, C)))"))
+    result = solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, C)))"))
     assert (result.status, result.value, result.basis) == ("open", None, "")
     assert "AC free" in result.why
 
@@ -183,7 +183,7 @@ def test_open_where_a_side_may_be_anything() -> None:
 def test_what_only_the_picture_shows_is_assumed_and_not_determined() -> None:
     right = {"A": 0j, "B": 90 + 0j, "C": 60j}
     facts = ["Equals(LengthOf(Line(A, B)), 4)", "Equals(LengthOf(Line(A, C)), 3)"]
-    asked = form(right, SIDES, facts, "Find(LengthOf(Line(B, C)))")
+    asked = form(right, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(B, C)))")
     result = solve_form(asked)
     assert (result.status, result.basis, result.answer) == ("open", "looks", "5")
     assert result.assumed == ("angle BAC is a right angle",)
@@ -213,8 +213,8 @@ def test_facts_that_exclude_each_other_are_named(
 ) -> None:
     result = solve_form(
         form(
-            TRIANGLE,
-            SIDES,
+            TRIANGLE_PLACES,
+            TRIANGLE_SIDES,
             [f"Equals({fact})" for fact in facts],
             "Find(MeasureOf(Angle(A, B, C)))",
         )
@@ -236,7 +236,7 @@ def test_of_two_solutions_the_drawing_chooses(drawn_C: complex, expected_AB: flo
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
     at = {"A": 0j, "B": 110 + 0j, "C": drawn_C}
-    result = solve_form(form(at, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(form(at, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.status == "answered"
     assert result.value == pytest.approx(expected_AB, rel=1e-6)
 
@@ -248,7 +248,9 @@ def test_a_drawing_that_shows_none_of_two_solutions_leaves_both() -> None:
         f"Equals(MeasureOf(Angle(C, A, B)), {math.degrees(math.asin(0.6)):.12f})",
     ]
     result = solve_form(
-        replace(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={})
+        replace(
+            form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"), points={}
+        )
     )
     assert result.status == "ambiguous"
     assert "two figures fit" in result.why
@@ -261,7 +263,9 @@ def test_angles_decide_where_lengths_contradict_them() -> None:
         "Equals(LengthOf(Line(A, B)), 5)",
         "Equals(LengthOf(Line(B, C)), 50)",
     ]
-    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))"))
+    result = solve_form(
+        form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(MeasureOf(Angle(B, C, A)))")
+    )
     assert (result.status, result.basis, result.answer) == ("answered", "angles", "70")
 
 
@@ -282,13 +286,13 @@ def test_a_length_that_would_be_negative_is_no_answer() -> None:
 
 def test_a_letter_may_be_negative() -> None:
     facts = ["Equals(LengthOf(Line(A, B)), 2-x)", "Equals(LengthOf(Line(A, B)), 10)"]
-    assert solve_form(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "-8"
+    assert solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "-8"
 
 
 def test_a_double_root_is_an_answer() -> None:
     # PQ = 6 - x, QR = 6 + x and both similar triangles: x is 0, where the equation x^2 = 0 touches.
     facts = ["Equals(LengthOf(Line(A, B)), x^2-6x+14)", "Equals(LengthOf(Line(A, B)), 5)"]
-    assert solve_form(form(TRIANGLE, SIDES, facts, "Find(x)")).answer == "3"
+    assert solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)")).answer == "3"
 
 
 # Bad input
@@ -300,7 +304,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
         "Perpendiculr(Line(A, B), Line(B, C))",
         "Equals(LengthOf(Line(A, B), 3",
     ]
-    result = solve_form(form(TRIANGLE, SIDES, facts, "Find(LengthOf(Line(A, B)))"))
+    result = solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(LengthOf(Line(A, B)))"))
     assert result.answer == "5"
     assert result.unread[0].startswith("fact 3, ")
     assert "brackets" in result.unread[0]
@@ -324,7 +328,7 @@ def test_a_fact_that_is_not_known_is_named_with_its_place_and_the_nearest_one() 
     ],
 )
 def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
-    asked = form(TRIANGLE, SIDES, [], "Find(LengthOf(Line(A, B)))")
+    asked = form(TRIANGLE_PLACES, TRIANGLE_SIDES, [], "Find(LengthOf(Line(A, B)))")
     result = solve_form(replace(asked, **changed))
     assert result.status == "unread"
     assert said in result.why
@@ -335,7 +339,7 @@ def test_what_cannot_be_read_says_why(changed: dict, said: str) -> None:
 )
 def test_no_value_makes_it_raise_or_hang(value: str) -> None:
     facts = [f"Equals(LengthOf(Line(A, B)), {value})", "Equals(LengthOf(Line(B, C)), x)"]
-    solve_form(form(TRIANGLE, SIDES, facts, "Find(x)"))
+    solve_form(form(TRIANGLE_PLACES, TRIANGLE_SIDES, facts, "Find(x)"))
 
 
 def test_the_engine_imports_numpy_alone() -> None:

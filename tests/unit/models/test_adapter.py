@@ -5,6 +5,8 @@ what comes out.
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText
 
 from adora_vl.export import main as export
+from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.train import main
 from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
@@ -20,13 +23,21 @@ from tests.support.hub_cache import keep_in_hub_cache
 from tests.support.launch import launch
 from tests.support.tiny_run import arguments, train
 
-LORA = {
+LORA_KEYS = {
     "use_peft": "true",
     "lora_r": 2,
     "lora_alpha": 4,
     "lora_dropout": 0,
     "lora_target_modules": ".*q_proj",
 }
+
+
+def test_a_save_that_fails_leaves_the_reference_adapter_to_the_policy():
+    policy: Any = SimpleNamespace(peft_config={"default": "trained", "ref": "reference"})
+    with pytest.raises(OSError, match="disk"), without_reference_adapter(policy):
+        assert policy.peft_config == {"default": "trained"}
+        raise OSError("the disk is full")
+    assert policy.peft_config == {"default": "trained", "ref": "reference"}
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -82,7 +93,7 @@ def test_an_adapter_goes_on_training_and_is_its_own_reference(sft, tmp_path, cap
 
 
 def test_a_new_adapter_on_top_is_trained_and_exported_with_the_one_beneath(sft, tmp_path, capsys):
-    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA)
+    run = train(tmp_path / "run", model_name_or_path=sft, max_steps=2, **LORA_KEYS)
     assert "is merged into its base" in capsys.readouterr().out
     new = json.loads((run / "adapter_config.json").read_text())
     assert new["r"] == 2
@@ -123,7 +134,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
         "max_steps": 1,
     }
     run = train(tmp_path / "run", **run_keys)
-    new = train(tmp_path / "new", **run_keys, **LORA)
+    new = train(tmp_path / "new", **run_keys, **LORA_KEYS)
     before = load_file(sft / "adapter_model.safetensors")
     after = load_file(run / "adapter_model.safetensors")
     assert all(torch.equal(before[name], after[name]) for name in before)
@@ -152,7 +163,7 @@ def test_an_adapter_of_the_hub_is_that_of_its_revision_and_so_is_its_base(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [{}, LORA], ids=["goes on", "is merged"])
+@pytest.mark.parametrize("keys", [{}, LORA_KEYS], ids=["goes on", "is merged"])
 def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys, sft, tmp_path):
     run_keys = {"model_name_or_path": sft, "beta": 0.1, "max_steps": 2, **keys}
     train(tmp_path / "whole", **run_keys)
@@ -202,7 +213,7 @@ def test_an_adapter_that_zero3_has_in_parts_takes_the_steps_of_a_whole_one(keys,
 def test_an_adapter_that_cannot_go_on_is_refused_in_one_line(
     change, keys, line, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("adora_vl.utils.hub.no_hub", lambda: "the hub does not answer")
+    monkeypatch.setattr("adora_vl.utils.hub.why_no_hub", lambda: "the hub does not answer")
     folder = sft_adapter(tmp_path / "sft")
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["target_modules"] == TEXT_MODULES_PATTERN

@@ -43,7 +43,7 @@ def test_the_side_of_an_image_token_is_that_of_transformers_defaults(subtests):
 
 
 # The modules inside of the vision tower that are the projector, by family.
-PROJECTORS = {
+PROJECTOR_MODULES_BY_FAMILY = {
     "qwen2_vl": {"merger"},
     "qwen2_5_vl": {"merger"},
     "qwen3_5": {"merger"},
@@ -62,7 +62,7 @@ def test_every_parameter_is_in_its_part(subtests):
                 expected = "vision_tower"
                 if module == "language_model":
                     expected = "language_model"
-                elif submodule in PROJECTORS[kind]:
+                elif submodule in PROJECTOR_MODULES_BY_FAMILY[kind]:
                     expected = "projector"
                 assert families.component_of(f"model.{name}") == expected, name
                 parts.add(expected)
@@ -95,7 +95,7 @@ def notes_of_check(config: Any, **changed: Any) -> list[str]:
     )
 
 
-AS_IN_STOCK_TRL: dict[str, Any] = {"adora_stock_step": [*PARTS_THAT_NEED_FAMILY]}
+STOCK_IMAGE_KEYS: dict[str, Any] = {"adora_stock_step": [*PARTS_THAT_NEED_FAMILY]}
 
 
 def test_a_known_family_says_nothing_but_what_is_off():
@@ -144,8 +144,8 @@ def test_a_family_with_images_that_is_not_in_the_table_is_refused_in_one_line():
     ):
         notes_of_check(LlavaConfig())
     with pytest.raises(UserError, match=r"set .*adora_freeze: \[\] to train"):
-        notes_of_check(LlavaConfig(), adora_freeze=["projector"], **AS_IN_STOCK_TRL)
-    (line,) = notes_of_check(LlavaConfig(), **AS_IN_STOCK_TRL)
+        notes_of_check(LlavaConfig(), adora_freeze=["projector"], **STOCK_IMAGE_KEYS)
+    (line,) = notes_of_check(LlavaConfig(), **STOCK_IMAGE_KEYS)
     assert "the way of stock TRL" in line
     assert "\n" not in line
 

@@ -33,7 +33,7 @@ from tests.support.tiny_run import train
 STEPS = 3
 
 
-SETTINGS = {
+RUN_KEYS = {
     "max_steps": STEPS,
     "save_steps": 2,
     "per_device_train_batch_size": 8,
@@ -45,7 +45,7 @@ SETTINGS = {
 }
 
 
-LORA = {
+LORA_KEYS = {
     "use_peft": "true",
     "lora_r": 4,
     "lora_target_modules": "q_proj,v_proj",
@@ -55,7 +55,7 @@ LORA = {
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedFamily:
     """A tiny model of a family, the run that trained it with its projector frozen, and what the run
     printed.
     """
@@ -67,12 +67,14 @@ class Trained:
 
 
 @pytest.fixture(scope="module", params=[kind for kind in TINY_FAMILIES if kind != DEFAULT_FAMILY])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> TrainedFamily:
     folder = tmp_path_factory.mktemp(request.param)
     build_tiny_model(folder / "model", WarmStart(steps=0), request.param)
     with contextlib.redirect_stdout(io.StringIO()) as stream:
-        train(folder / "run", model_name_or_path=folder / "model", **SETTINGS)
-    return Trained(request.param, folder / "model", folder / "run", stream.getvalue())
+        train(folder / "run", model_name_or_path=folder / "model", **RUN_KEYS)
+    return TrainedFamily(request.param, folder / "model", folder / "run", stream.getvalue())
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
+def moved_parameters(before: Path, after: Path) -> Mapping[str, list[bool]]:
     """Tell for each part of the model whether each tensor has changed."""
     weights_before = load_file(before / "model.safetensors")
     weights_after = load_file(after / "model.safetensors")
@@ -96,7 +98,7 @@ def moved(before: Path, after: Path) -> Mapping[str, list[bool]]:
 
 @pytest.mark.slow
 def test_the_frozen_part_stays_and_the_others_move(trained):
-    parts = moved(trained.model, trained.run)
+    parts = moved_parameters(trained.model, trained.run)
     assert not any(parts["projector"])
     assert len(parts["projector"]) == (18 if trained.kind == "qwen3_vl" else 6)
     assert sum(parts["vision_tower"]) > 0.8 * len(parts["vision_tower"]), (
@@ -116,7 +118,7 @@ def test_a_killed_run_goes_on_to_the_bit(trained, tmp_path):
     again = shutil.copytree(trained.run, tmp_path / "again")
     shutil.rmtree(again / f"checkpoint-{STEPS}")
     (again / "model.safetensors").unlink()
-    train(again, model_name_or_path=trained.model, **SETTINGS)
+    train(again, model_name_or_path=trained.model, **RUN_KEYS)
     assert comparable_results(again) == comparable_results(trained.run)
 
 
@@ -140,9 +142,9 @@ def score(model: Path, data: Path, output: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
     assert score(trained.run, data, tmp_path / "whole")["total"] == 2
-    settings = {**SETTINGS, "adora_freeze": "[]", **LORA}
+    settings = {**RUN_KEYS, "adora_freeze": "[]", **LORA_KEYS}
     adapted = train(tmp_path / "lora", model_name_or_path=trained.model, **settings)
-    parts = moved(trained.model, adapted / "merged")
+    parts = moved_parameters(trained.model, adapted / "merged")
     assert any(parts["language_model"])
     assert not any(parts["projector"])
     assert not any(parts["vision_tower"])
@@ -151,7 +153,7 @@ def test_a_run_and_its_adapter_are_evaluated(trained, data, tmp_path):
 
 @pytest.fixture(scope="module")
 def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train(tmp_path_factory.mktemp("lora") / "run", **{**LORA, "max_steps": 1})
+    return train(tmp_path_factory.mktemp("lora") / "run", **{**LORA_KEYS, "max_steps": 1})
 
 
 def test_the_evaluation_of_a_lora_run(lora_run, data, tmp_path, capsys):

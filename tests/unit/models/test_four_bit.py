@@ -33,8 +33,8 @@ from tests.support.adapters import TEXT_MODULES_PATTERN, sft_adapter
 from tests.support.launch import run as in_a_process
 from tests.support.tiny_run import arguments, train
 
-INIT = {"dtype": torch.bfloat16, "device_map": None}
-FOUR = {"load_in_4bit": "true", "dtype": "bfloat16"}
+INIT_KWARGS = {"dtype": torch.bfloat16, "device_map": None}
+FOUR_BIT_KEYS = {"load_in_4bit": "true", "dtype": "bfloat16"}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def base(home):
 def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_head_stay_whole(
     base, sft
 ):
-    model = load_merged(base, (), INIT)
+    model = load_merged(base, (), INIT_KWARGS)
     keep_gradients(model)
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     assert len(four) == 7 * 3
@@ -91,7 +91,13 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     home, sft, tmp_path
 ):
     run = tmp_path / "run"
-    keys = {"max_steps": 2, "model_name_or_path": sft, "beta": 0.1, "learning_rate": 0.1, **FOUR}
+    keys = {
+        "max_steps": 2,
+        "model_name_or_path": sft,
+        "beta": 0.1,
+        "learning_rate": 0.1,
+        **FOUR_BIT_KEYS,
+    }
     done = in_a_process(
         [sys.executable, "-m", "adora_vl.train", *arguments(run, use_vllm="true", **keys)]
     )
@@ -113,7 +119,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     assert f"Model         {run}  (the adapter alone, as after 4 bits" in done.stdout
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert export([str(run), str(tmp_path / "out")]) == 0
-    policy = PeftModel.from_pretrained(load_merged(base, (), INIT), run)
+    policy = PeftModel.from_pretrained(load_merged(base, (), INIT_KWARGS), run)
     keep_gradients(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
     names = [
@@ -137,7 +143,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
 
 def test_a_run_in_4_bits_goes_on_from_its_checkpoint_to_the_bit(home, tmp_path):
     new = {
-        **FOUR,
+        **FOUR_BIT_KEYS,
         "use_peft": "true",
         "lora_dropout": 0,
         "lora_target_modules": TEXT_MODULES_PATTERN,
@@ -159,7 +165,7 @@ def test_the_adapter_that_is_sent_has_each_layer_s_scaling_and_is_no_view_of_the
 
     from adora_vl.rollout import weight_sync
 
-    policy = PeftModel.from_pretrained(load_merged(base, (), INIT), sft, is_trainable=True)
+    policy = PeftModel.from_pretrained(load_merged(base, (), INIT_KWARGS), sft, is_trainable=True)
     layers = {
         name: layer
         for name, layer in policy.named_modules()

@@ -14,16 +14,16 @@ from adora_vl.models import lora_branch
 from adora_vl.models.lora_branch import compute_branches_first
 from tests.support.small_models import TEXT_CONFIG
 
-IDS = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
-RANK = 4
-SHAPE = {**TEXT_CONFIG, "num_hidden_layers": 3}
+TOKEN_IDS = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
+LORA_RANK = 4
+THREE_LAYER_CONFIG = {**TEXT_CONFIG, "num_hidden_layers": 3}
 
 
-def policy(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+def adapted_policy(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     """Return a language model with an adapter that changes its answers."""
     torch.manual_seed(2)
-    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, use_cache=False)).to(dtype)
-    settings = {"r": RANK, "target_modules": ["q_proj", "up_proj", "down_proj"], **options}
+    model = Qwen2ForCausalLM(Qwen2Config(**THREE_LAYER_CONFIG, use_cache=False)).to(dtype)
+    settings = {"r": LORA_RANK, "target_modules": ["q_proj", "up_proj", "down_proj"], **options}
     model = get_peft_model(model, LoraConfig(**settings)).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for name, parameter in model.named_parameters():
@@ -32,10 +32,10 @@ def policy(dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     return model
 
 
-def learned(model: Any) -> tuple[Tensor, list[Tensor]]:
+def outputs_and_gradients(model: Any) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the gradients of a pass."""
     torch.manual_seed(3)
-    loss = model(input_ids=IDS, labels=IDS).loss
+    loss = model(input_ids=TOKEN_IDS, labels=TOKEN_IDS).loss
     gradients = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
     return loss.detach(), list(gradients)
 
@@ -50,22 +50,22 @@ def test_outputs_and_gradients_are_those_of_peft(subtests):
     }
     for name, options in cases.items():
         with subtests.test(name):
-            stock = policy(**options)
+            stock = adapted_policy(**options)
             ours = copy.deepcopy(stock)
             assert compute_branches_first(ours) == 3
-            loss, gradients = learned(ours)
-            stock_loss, stock_gradients = learned(stock)
+            loss, gradients = outputs_and_gradients(ours)
+            stock_loss, stock_gradients = outputs_and_gradients(stock)
             assert torch.equal(loss, stock_loss)
             for gradient, stock_gradient in zip(gradients, stock_gradients, strict=True):
                 torch.testing.assert_close(gradient, stock_gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_bfloat16_has_the_dtype_and_the_sum_of_peft():
-    stock = policy(torch.bfloat16)
+    stock = adapted_policy(torch.bfloat16)
     ours = copy.deepcopy(stock)
     compute_branches_first(ours)
     layers = [model.base_model.model.model.layers[0].mlp.down_proj for model in (stock, ours)]
-    values = torch.randn(5, SHAPE["intermediate_size"], dtype=torch.bfloat16)
+    values = torch.randn(5, THREE_LAYER_CONFIG["intermediate_size"], dtype=torch.bfloat16)
     results = [layer(values) for layer in layers]
     assert results[1].dtype == torch.bfloat16
     assert torch.equal(*results)
@@ -73,51 +73,56 @@ def test_bfloat16_has_the_dtype_and_the_sum_of_peft():
 
 def test_the_base_product_is_not_computed_again():
     """The backward pass lacks one product a layer, for the small one of the adapter's rank."""
-    stock = policy()
+    stock = adapted_policy()
     ours = copy.deepcopy(stock)
     compute_branches_first(ours)
     counts = []
     for model in (stock, ours):
         with FlopCounterMode(display=False) as counter:
-            learned(model)
+            outputs_and_gradients(model)
         counts.append(counter.get_total_flops())
-    base = 2 * IDS.numel() * SHAPE["intermediate_size"] * SHAPE["hidden_size"]
-    branch = 2 * IDS.numel() * RANK * SHAPE["hidden_size"]
+    base = (
+        2
+        * TOKEN_IDS.numel()
+        * THREE_LAYER_CONFIG["intermediate_size"]
+        * THREE_LAYER_CONFIG["hidden_size"]
+    )
+    branch = 2 * TOKEN_IDS.numel() * LORA_RANK * THREE_LAYER_CONFIG["hidden_size"]
     assert counts[0] - counts[1] == 3 * (base - branch)
 
 
 def test_what_is_no_plain_adapter_stays_with_peft(subtests):
     with subtests.test("DoRA"):
-        stock = policy(use_dora=True)
+        stock = adapted_policy(use_dora=True)
         ours = copy.deepcopy(stock)
         compute_branches_first(ours)
-        assert torch.equal(learned(ours)[0], learned(stock)[0])
+        assert torch.equal(outputs_and_gradients(ours)[0], outputs_and_gradients(stock)[0])
     with subtests.test("switched off and merged"):
-        ours = policy(torch.float32)
+        ours = adapted_policy(torch.float32)
         compute_branches_first(ours)
         with ours.disable_adapter():
-            off = ours(input_ids=IDS).logits
-        on = ours(input_ids=IDS).logits
+            off = ours(input_ids=TOKEN_IDS).logits
+        on = ours(input_ids=TOKEN_IDS).logits
         assert not torch.allclose(off, on)
         ours.merge_adapter()
-        torch.testing.assert_close(ours(input_ids=IDS).logits, on)
+        torch.testing.assert_close(ours(input_ids=TOKEN_IDS).logits, on)
     with subtests.test("another projection"):
-        assert compute_branches_first(policy(target_modules=["q_proj"])) == 0
+        assert compute_branches_first(adapted_policy(target_modules=["q_proj"])) == 0
 
 
 def test_a_copy_computes_with_its_own_weights():
-    ours = policy()
+    ours = adapted_policy()
     compute_branches_first(ours)
     copied = copy.deepcopy(ours)
-    before = ours(input_ids=IDS).logits
+    before = ours(input_ids=TOKEN_IDS).logits
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
-    assert torch.equal(ours(input_ids=IDS).logits, before)
-    assert copied(input_ids=IDS).logits.abs().max() == 0
+    assert torch.equal(ours(input_ids=TOKEN_IDS).logits, before)
+    assert copied(input_ids=TOKEN_IDS).logits.abs().max() == 0
 
 
 @pytest.mark.parametrize("number", ["0.20.1", "0.22.0", "1.0"])
 def test_another_version_of_peft_keeps_its_order(number, monkeypatch):
     monkeypatch.setattr(lora_branch, "version", lambda name: number)
-    assert compute_branches_first(policy()) == 0
+    assert compute_branches_first(adapted_policy()) == 0

@@ -19,8 +19,14 @@ from adora_vl.trainer import AdoraGRPOTrainer
 from tests.support.families import build_on_meta, family_config
 from tests.support.tiny_run import arguments
 
-TINY_LAYERS = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-SMALL = {"use_peft": "true", "lora_r": 2, "lora_dropout": 0, "max_steps": 1, "save_steps": 1}
+TINY_LAYER_NAMES = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+SMALL_LORA_KEYS = {
+    "use_peft": "true",
+    "lora_r": 2,
+    "lora_dropout": 0,
+    "max_steps": 1,
+    "save_steps": 1,
+}
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -70,15 +76,15 @@ def test_named_layers_and_parameters_stay_as_they_are():
 
 
 def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
-    line = f"every linear layer of the language model: {', '.join(TINY_LAYERS)}"
-    pattern = layers_pattern(TINY_LAYERS)
-    assert main(arguments(tmp_path / "run", **SMALL)) == 0
+    line = f"every linear layer of the language model: {', '.join(TINY_LAYER_NAMES)}"
+    pattern = layers_pattern(TINY_LAYER_NAMES)
+    assert main(arguments(tmp_path / "run", **SMALL_LORA_KEYS)) == 0
     assert line in capsys.readouterr().out
     adapter = json.loads((tmp_path / "run" / "adapter_config.json").read_text())
     manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
     assert adapter["target_modules"] == pattern
     assert pattern in json.dumps(manifest).replace("\\\\", "\\")
-    assert main([*arguments(tmp_path / "dry", **SMALL), "--dry-run"]) == 0
+    assert main([*arguments(tmp_path / "dry", **SMALL_LORA_KEYS), "--dry-run"]) == 0
     assert line in " ".join(capsys.readouterr().out.split())
 
     user_config = LoraConfig(r=2, lora_dropout=0.0)
@@ -88,7 +94,7 @@ def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
         args=AdoraGRPOConfig(
             str(tmp_path / "python"), use_cpu=True, bf16=False, report_to="none", num_generations=4
         ),
-        train_dataset=_rows(),
+        train_dataset=make_rows(),
         peft_config=user_config,
     )
     assert trainer.model.peft_config["default"].target_modules == pattern
@@ -96,7 +102,7 @@ def test_the_command_the_dry_run_and_python_choose_the_same(tmp_path, capsys):
     assert pattern in trainer.run.fingerprint["peft_config"].replace("\\\\", "\\")
 
 
-def _rows():
+def make_rows():
     """Eight problems in TRL's form, with a picture each."""
     from datasets import Dataset
     from PIL import Image

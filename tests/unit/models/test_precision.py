@@ -19,7 +19,7 @@ from adora_vl.models.precision import RefuseWrongBuffers, describe_wrong_buffers
 from adora_vl.utils.errors import RunError
 
 # The rotary buffers of the tiny model.
-ROTARY = [
+ROTARY_BUFFERS = [
     f"model.{part}.{name}"
     for part in ("visual.rotary_pos_emb", "language_model.rotary_emb")
     for name in ("inv_freq", "original_inv_freq")
@@ -33,7 +33,7 @@ def tiny_model() -> Qwen2_5_VLForConditionalGeneration:
     )
 
 
-CASTS = {
+CAST_BY_DTYPE = {
     "bfloat16": lambda model: model.to(torch.bfloat16),
     "float16": lambda model: model.half(),
     "rounded and back": lambda model: model.to(torch.bfloat16).to(
@@ -43,7 +43,7 @@ CASTS = {
 
 
 def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
-    for (cast_name, cast), lora in product(CASTS.items(), (False, True)):
+    for (cast_name, cast), lora in product(CAST_BY_DTYPE.items(), (False, True)):
         with subtests.test(f"{cast_name} {lora}"):
             model = tiny_model()
             if lora:
@@ -52,10 +52,10 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
             assert describe_wrong_buffers(model) == []
             cast(model)
             weights = {name: parameter.clone() for name, parameter in model.named_parameters()}
-            assert len(describe_wrong_buffers(model)) == len(ROTARY)
+            assert len(describe_wrong_buffers(model)) == len(ROTARY_BUFFERS)
             restored = restore_buffers(model)
-            assert len(restored) == len(ROTARY)
-            assert all(name.endswith(tuple(ROTARY)) for name in restored)
+            assert len(restored) == len(ROTARY_BUFFERS)
+            assert all(name.endswith(tuple(ROTARY_BUFFERS)) for name in restored)
             assert describe_wrong_buffers(model) == []
             assert restore_buffers(model) == []
             for name, buffer in model.named_buffers():
@@ -66,7 +66,7 @@ def test_a_cast_model_gets_its_constants_back_and_keeps_its_weights(subtests):
                 assert torch.equal(parameter, weights[name])
 
 
-SCALINGS = [
+ROPE_SCALINGS = [
     {"rope_type": "default"},
     *(
         {"rope_type": name, "factor": factor}
@@ -79,7 +79,7 @@ SCALINGS = [
 @given(
     half=st.integers(4, 64),
     theta=st.floats(1e3, 1e7),
-    scaling=st.sampled_from(SCALINGS),
+    scaling=st.sampled_from(ROPE_SCALINGS),
     distance=st.integers(1, 8000),
 )
 def test_angles_are_right_at_every_distance_and_for_every_scaling(half, theta, scaling, distance):
@@ -133,7 +133,7 @@ def test_training_is_refused_in_one_line_that_names_the_buffer(subtests):
                 hook(args=None, state=None, control=None)
             text = str(refusal.value)
             assert text.startswith(
-                f"before the first step: {role}: {ROTARY[0]} is bfloat16, not float32 (and 3 more)"
+                f"before the first step: {role}: {ROTARY_BUFFERS[0]} is bfloat16, not float32 (and 3 more)"
             )
             assert "\n" not in text
             assert precision.CAST_REMEDY in text

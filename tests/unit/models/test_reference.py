@@ -18,14 +18,22 @@ from adora_vl.types import Batch
 from adora_vl.utils.errors import SharedUserError, UserError
 from tests.support.step_context import step_context
 
-TARGETS = ["q_proj", "v_proj"]
+TARGET_MODULES = ["q_proj", "v_proj"]
 # Initialisations of an adapter that change the base's weights.
-CHANGE_THE_BASE = ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "orthogonal")
+INITIALISATIONS_THAT_CHANGE_BASE = (
+    "pissa",
+    "pissa_niter_4",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+    "orthogonal",
+)
 
 
 def lora_config(start: bool | str) -> Any:
     """Return a config of LoRA with this initialisation."""
-    config = LoraConfig(r=2, target_modules=TARGETS)
+    config = LoraConfig(r=2, target_modules=TARGET_MODULES)
     config.init_lora_weights = start  # as an argument some would need further settings
     return config
 
@@ -68,7 +76,7 @@ def trainer_of(folder: Path, model: Any = None, peft_config: PeftConfig | None =
     )
 
 
-@pytest.mark.parametrize("start", CHANGE_THE_BASE)
+@pytest.mark.parametrize("start", INITIALISATIONS_THAT_CHANGE_BASE)
 def test_an_adapter_that_starts_out_of_the_base_has_no_reference(start):
     for is_new in (True, False):
         message = f"^init_lora_weights: {start} with beta: 0.1 .* beta: 0"
@@ -141,7 +149,7 @@ def test_an_adapter_of_another_kind_that_does_not_start_at_the_reference_ends_th
     random_adapter = LoHaConfig(
         r=4,
         alpha=64,
-        target_modules=TARGETS,
+        target_modules=TARGET_MODULES,
         init_weights=False,
     )
     trainer = trainer_of(tmp_path / "run", peft_config=random_adapter)

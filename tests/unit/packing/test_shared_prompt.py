@@ -36,7 +36,7 @@ from adora_vl.packing.shared_prompt import (
     GroupLayout,
     PackedLayout,
     group_rows_by_prompt,
-    pack,
+    pack_rows,
     sharing_pays,
 )
 from adora_vl.packing.split_attention import (
@@ -158,7 +158,7 @@ def packed_logps(model: Any, rows: Batch) -> Tensor:
     """Return the completions' log-probabilities from one packed sequence, (B, C)."""
     install_split_attention(model)
     positions, images = prompts_of(model, rows)
-    packed = pack(
+    packed = pack_rows(
         rows["ids"],
         attention_mask=rows["mask"],
         completion_width=rows["completion"],
@@ -345,7 +345,7 @@ def test_everything_but_a_shared_prompt_goes_to_the_models_own_attention(tmp_pat
             logits_before, tokens_before = ordinary_results(model, rows)
             install_split_attention(model)
             install_split_attention(model)  # a second time, which changes nothing
-            layout_of_other_rows = pack(
+            layout_of_other_rows = pack_rows(
                 rows["ids"],
                 attention_mask=rows["mask"],
                 completion_width=4,
@@ -415,9 +415,9 @@ def test_a_pass_packs_groups_and_rows_whose_images_are_not_known(has_references,
 
     def pack_and_note_groups(*arguments: Any, **named: Any) -> Any:
         groups_by_chunk.append(named["groups"])
-        return pack(*arguments, **named)
+        return pack_rows(*arguments, **named)
 
-    monkeypatch.setattr(packed_module, "pack", pack_and_note_groups)
+    monkeypatch.setattr(packed_module, "pack_rows", pack_and_note_groups)
 
     def first_separate_rows(row_count: int, columns: dict[str, Any]) -> Any:
         assert row_count == 5, "the first chunk alone"
@@ -597,7 +597,7 @@ def test_groups_as_one_sequence_by_hand():
     ids = torch.tensor([[0, 5, 6, 7, 3, 0, 0], [0, 5, 6, 7, 1, 2, 4], [0, 0, 0, 8, 9, 1, 0]])
     mask = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [0, 1, 1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1, 0]])
     positions = torch.tensor([[[0, 0, 4, 5], [0, 0, 0, 0]]] * 3)
-    packed = pack(
+    packed = pack_rows(
         ids,
         attention_mask=mask,
         completion_width=3,
@@ -618,7 +618,7 @@ def test_groups_as_one_sequence_by_hand():
 def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
     ids = torch.tensor([[5, 6, 1, 1], [5, 6, 2, 2]])
     mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    packed = pack(
+    packed = pack_rows(
         ids,
         attention_mask=mask,
         completion_width=2,
@@ -632,7 +632,7 @@ def test_a_truncated_rollout_that_is_masked_out_takes_no_place():
 
 def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     ids = torch.tensor([[5, 6, 1], [5, 6, 1]])
-    packed = pack(
+    packed = pack_rows(
         ids,
         attention_mask=torch.tensor([[1, 1, 0]] * 2),  # both completions are masked out
         completion_width=1,

@@ -8,10 +8,10 @@ import pytest
 from adora_vl.config.command import read
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.models.check import LOST_UPDATES_WARNING
-from adora_vl.planning.memory import Setup, predict
-from adora_vl.planning.memory_report import memory_lines, remedy
+from adora_vl.planning.memory import Setup, predict_memory
+from adora_vl.planning.memory_report import memory_lines, memory_remedy
 from adora_vl.planning.plan import Plan, make_plan
-from adora_vl.planning.what_fits import HEADROOM_SHARE, fits, proposed_utilization
+from adora_vl.planning.what_fits import HEADROOM_SHARE, fits_into_gpu, proposed_utilization
 from adora_vl.prepare import prepare
 from adora_vl.utils.files import GIB
 from tests.support.recipes import CONFIGS
@@ -60,7 +60,7 @@ def test_what_is_said_about_four_gpus_fits_them(name, words):
     plan = make_plan(
         read(command), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate, processes=4)
     )
-    assert fits(plan.setup, plan.card_bytes)
+    assert fits_into_gpu(plan.setup, plan.card_bytes)
     whole_plan = make_plan(
         read(command[:2]), DryRunOptions(card_gib=80e9 / GIB, accelerate_config=accelerate)
     )
@@ -77,11 +77,11 @@ def test_a_run_that_fits_with_a_smaller_share_alone_is_told_that_first():
     )
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     assert utilization is not None
-    assert not fits(plan.setup, plan.card_bytes)
-    assert remedy(plan).startswith(
+    assert not fits_into_gpu(plan.setup, plan.card_bytes)
+    assert memory_remedy(plan).startswith(
         f"Try, in this order: vllm_gpu_memory_utilization: {utilization:g}; the optimizer in host"
     )
-    assert fits(with_utilization(plan.setup, utilization), plan.card_bytes)
+    assert fits_into_gpu(with_utilization(plan.setup, utilization), plan.card_bytes)
 
 
 def with_utilization(setup: Setup, utilization: float) -> Setup:
@@ -94,7 +94,7 @@ def test_a_recipe_fits_and_takes_nearly_all_that_is_free_on_its_card(name):
     plan = plan_for_recipe(name)
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     engine = plan.setup.engine
-    assert fits(plan.setup, plan.card_bytes)
+    assert fits_into_gpu(plan.setup, plan.card_bytes)
     assert utilization is not None
     assert engine is not None
     assert utilization - 0.05 <= engine.utilization <= utilization
@@ -129,7 +129,7 @@ def test_the_proposed_share_has_room_for_the_most_rollouts_and_leaves_some_memor
     assert utilization is not None
     at_once = {}
     for hundredths in range(1, 100):
-        prediction = predict(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
+        prediction = predict_memory(with_utilization(plan.setup, hundredths / 100), plan.card_bytes)
         if (
             prediction.peak <= (1 - HEADROOM_SHARE) * plan.card_bytes
             and prediction.engine is not None
@@ -147,7 +147,7 @@ def test_where_all_rollouts_run_at_once_no_more_is_proposed():
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     assert utilization is not None
     assert utilization < 0.5
-    engine = predict(with_utilization(plan.setup, utilization), plan.card_bytes).engine
+    engine = predict_memory(with_utilization(plan.setup, utilization), plan.card_bytes).engine
     assert engine is not None
     assert engine.concurrent_rollouts == plan.setup.sequences_per_generation
 
@@ -171,7 +171,7 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
         for memory_line in memory_lines(right)
     )
     much = plan_for_recipe("adora_3b_1gpu_lora", "--vllm_gpu_memory_utilization", "0.95")
-    assert not fits(much.setup, much.card_bytes)
+    assert not fits_into_gpu(much.setup, much.card_bytes)
     assert any(
         f"{utilization:g} instead of 0.95" in memory_line for memory_line in memory_lines(much)
     )

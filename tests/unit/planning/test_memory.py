@@ -18,7 +18,7 @@ from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import MovingReference
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.config.sharding import Sharding, from_environment, from_file
+from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
@@ -29,10 +29,15 @@ from adora_vl.planning.memory import (
     Sharing,
     cache_bytes_per_token,
     engine_memory,
-    frozen_tower,
-    predict,
+    frozen_tower_memory,
+    predict_memory,
 )
-from adora_vl.planning.what_fits import batch_sizes, fits, largest_batch, largest_image_tokens
+from adora_vl.planning.what_fits import (
+    batch_sizes,
+    fits_into_gpu,
+    largest_batch,
+    largest_image_tokens,
+)
 from adora_vl.training.model_states import REDUCE_BUCKET_PARAMETERS, predict_state_bytes
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import GIB
@@ -136,17 +141,17 @@ def test_freezing_and_lora_leave_fewer_to_train():
 
 
 def test_sharding_is_read_from_the_shipped_files():
-    shardings = {path.stem: from_file(path) for path in ACCELERATE_CONFIGS.glob("*.yaml")}
+    shardings = {path.stem: sharding_from_file(path) for path in ACCELERATE_CONFIGS.glob("*.yaml")}
     assert shardings["cpu"] == shardings["gpu1"] == Sharding(processes=1)
     assert shardings["zero2"] == Sharding(processes=8, stage=2)
     assert shardings["zero3"] == Sharding(processes=8, stage=3)
     assert shardings["zero3_offload"] == Sharding(processes=8, stage=3, offload_optimizer=True)
-    assert from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4).processes == 4
+    assert sharding_from_file(ACCELERATE_CONFIGS / "zero3.yaml", processes=4).processes == 4
     with pytest.raises(
         UserError,
         match=r"cpu.yaml' has distributed_type: 'NO', with which accelerate starts one pro",
     ):
-        from_file(ACCELERATE_CONFIGS / "cpu.yaml", processes=2)
+        sharding_from_file(ACCELERATE_CONFIGS / "cpu.yaml", processes=2)
     assert "ZeRO-3, optimizer in host memory" in shardings["zero3_offload"].describe()
 
 
@@ -158,8 +163,10 @@ def test_sharding_is_read_from_what_accelerate_launch_tells():
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
         "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
     }
-    assert from_environment(environment) == Sharding(processes=4, stage=3, offload_optimizer=True)
-    assert from_environment({}) == Sharding(processes=1)
+    assert sharding_from_environment(environment) == Sharding(
+        processes=4, stage=3, offload_optimizer=True
+    )
+    assert sharding_from_environment({}) == Sharding(processes=1)
 
 
 def test_an_accelerate_file_that_cannot_be_used(case):
@@ -188,7 +195,7 @@ def test_an_accelerate_file_that_cannot_be_used(case):
         with case(content) as folder:
             (folder / "a.yaml").write_text(content)
             with pytest.raises(UserError, match=message):
-                from_file(folder / "a.yaml")
+                sharding_from_file(folder / "a.yaml")
 
 
 def test_zero_divides_what_its_stage_says(shape_of_7b):
@@ -341,16 +348,18 @@ def test_what_saves_memory_saves_memory(plan_recipe, subtests):
     ]
     for dearer in cases:
         with subtests.test(f"{dearer!r:.80}"):
-            before = predict(plan_recipe, 80 * GIB).phases["forward and backward"]
-            after = predict(replace(plan_recipe, **dearer), 80 * GIB).phases["forward and backward"]
+            before = predict_memory(plan_recipe, 80 * GIB).phases["forward and backward"]
+            after = predict_memory(replace(plan_recipe, **dearer), 80 * GIB).phases[
+                "forward and backward"
+            ]
             assert sum(after.values()) > sum(before.values())
 
 
 def test_an_engine_that_stays_awake_takes_its_share_while_learning(plan_recipe):
     awake = replace(plan_recipe, engine=replace(plan_recipe.engine, sleep=False))
-    gained = predict(awake, 80 * GIB).peak - predict(plan_recipe, 80 * GIB).peak
+    gained = predict_memory(awake, 80 * GIB).peak - predict_memory(plan_recipe, 80 * GIB).peak
     assert gained > 0
-    assert "KV cache" in predict(awake, 80 * GIB).phases["optimizer step"]
+    assert "KV cache" in predict_memory(awake, 80 * GIB).phases["optimizer step"]
 
 
 def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_fit(
@@ -363,7 +372,9 @@ def test_the_largest_batch_fits_keeps_groups_together_and_the_next_one_does_not_
             assert sizes == [1, 2, 4, 8, 16, 32, 64, 128]
             largest = largest_batch(setup, card * GIB)
             for size in sizes:
-                good = fits(replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB)
+                good = fits_into_gpu(
+                    replace(setup, batch=replace(setup.batch, sequences=size)), card * GIB
+                )
                 assert good is (size <= largest)
             assert largest_batch(setup, 20 * GIB) == 0
 
@@ -394,8 +405,8 @@ def test_a_group_has_one_image_where_its_rollouts_are_together(plan_recipe):
     """
     alone = replace(plan_recipe, batch=replace(plan_recipe.batch, sequences=8), group_size=8)
     shared = replace(alone, sharing=SHARING_ALL)
-    before = predict(alone, 80 * GIB).phases["forward and backward"]
-    after = predict(shared, 80 * GIB).phases["forward and backward"]
+    before = predict_memory(alone, 80 * GIB).phases["forward and backward"]
+    after = predict_memory(shared, 80 * GIB).phases["forward and backward"]
     # an eighth of the images, each in bytes with one of two frames in place of float32 numbers
     assert after["pixels"] * 8 * 8 == before["pixels"]
     assert after["vision"] * 8 == before["vision"]
@@ -422,7 +433,7 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
         group_size=8,
         sharing=SHARING_ALL,
     )
-    assert "frozen vision tower" not in predict(alone, 80 * GIB).phases
+    assert "frozen vision tower" not in predict_memory(alone, 80 * GIB).phases
     still = replace(
         alone.shape,
         trained_by_component={
@@ -432,7 +443,7 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
         },
     )
     setup = replace(alone, shape=still)
-    phases = predict(setup, 80 * GIB).phases
+    phases = predict_memory(setup, 80 * GIB).phases
     feature_bytes = 16 * 1280 * 3584 * 2
     assert (
         phases["frozen vision tower"]["image features"]
@@ -443,7 +454,7 @@ def test_a_frozen_tower_counts_its_passes_over_the_images_of_a_generation(plan_r
     patches = phases["frozen vision tower"]["vision"]
     assert 1.0 * GIB < patches < 1.3 * GIB, "and not 6 GiB, as for all at once"
     larger = replace(setup, sequences_per_generation=2 * setup.sequences_per_generation)
-    assert predict(larger, 80 * GIB).phases["frozen vision tower"]["vision"] == patches
+    assert predict_memory(larger, 80 * GIB).phases["frozen vision tower"]["vision"] == patches
 
 
 @pytest.mark.slow
@@ -465,7 +476,7 @@ def test_a_pass_of_the_frozen_7b_tower_holds_what_is_predicted_at_most():
         1,
         sharing=SHARING_ALL,
     )
-    predicted = frozen_tower(setup).pass_bytes
+    predicted = frozen_tower_memory(setup).pass_bytes
     assert measured <= predicted <= 1.7 * measured
 
 
@@ -480,8 +491,8 @@ def test_a_packed_group_has_its_prompt_once(plan_recipe):
     packed = replace(short, sharing=SHARING_ALL)
     assert packed.micro_batch.packed
     assert packed.pass_size.tokens == 1580 + 8 * 199 < short.pass_size.tokens
-    before = predict(short, 80 * GIB).phases["forward and backward"]
-    after = predict(packed, 80 * GIB).phases["forward and backward"]
+    before = predict_memory(short, 80 * GIB).phases["forward and backward"]
+    after = predict_memory(packed, 80 * GIB).phases["forward and backward"]
     assert after["activations"] < before["activations"] / 2
     assert "attention mask" in before, "attention in two parts stores no mask"
     assert "attention mask" not in after, "attention in two parts stores no mask"
@@ -501,19 +512,19 @@ def test_the_dry_run_recomputes_as_few_layers_as_leave_a_tenth_free(plan_recipe,
     numbers = []
     for gigabytes in range(20, 400, 20):
         card = gigabytes * GIB
-        fewest = predict(chosen, card)
-        every = predict(plan_recipe, card)
+        fewest = predict_memory(chosen, card)
+        every = predict_memory(plan_recipe, card)
         numbers.append(fewest.recomputed)
         with subtests.test(gigabytes):
             assert every.recomputed == layers
             learning = fewest.phases["forward and backward"]
             if fewest.recomputed < layers:
                 assert sum(learning.values()) - learning["fragmentation"] <= 0.9 * card
-            assert fits(chosen, card) == fits(plan_recipe, card)
+            assert fits_into_gpu(chosen, card) == fits_into_gpu(plan_recipe, card)
     assert numbers == sorted(numbers, reverse=True)
     assert numbers[0] == layers
     assert numbers[-1] == 0
-    assert predict(replace(plan_recipe, recompute=5), 80 * GIB).recomputed == 5
-    assert predict(replace(plan_recipe, recompute=99), 80 * GIB).recomputed == layers
-    assert predict(replace(chosen, on_gpu=False), 400 * GIB).recomputed == layers
-    assert predict(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0
+    assert predict_memory(replace(plan_recipe, recompute=5), 80 * GIB).recomputed == 5
+    assert predict_memory(replace(plan_recipe, recompute=99), 80 * GIB).recomputed == layers
+    assert predict_memory(replace(chosen, on_gpu=False), 400 * GIB).recomputed == layers
+    assert predict_memory(replace(chosen, checkpointing=False), 80 * GIB).recomputed == 0

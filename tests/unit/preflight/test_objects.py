@@ -13,10 +13,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.data.prompts import with_tools
+from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
 from adora_vl.models.shape import refuse_embedding_adapters
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import (
     identity_of_model,
+    identity_of_processor,
     rewards_from_python,
     with_tool_descriptions,
 )
@@ -113,3 +115,22 @@ def test_an_evaluation_on_the_way_asks_with_the_system_prompt_of_python_s_rows(t
 def test_rows_of_python_without_a_system_message_have_no_system_prompt():
     for prompt in ("How long is AB?", [{"role": "user", "content": "How long is AB?"}]):
         assert run_from_python(Dataset.from_list([{"prompt": prompt}])).system_prompt is None
+
+
+def test_a_processor_is_another_one_with_another_template_or_other_images_and_not_after_use():
+    def load() -> Any:
+        return load_processor(str(PRETRAINED_FOLDER))
+
+    other_template = load()
+    other_template.chat_template += "{# #}"
+    other_images = load()
+    limit_pixels(other_images, 28 * 28, 56 * 56)
+    other_words = load()
+    other_words.tokenizer.add_tokens(["<new>"])
+    padded_before = load()
+    padded_before(text=["a", "a b"], padding=True, return_tensors="pt")
+    other_processors = [other_template, other_images, other_words, load().tokenizer]
+    identity = identity_of_processor(load())
+    assert identity_of_processor(padded_before) == identity
+    identities = {identity, *map(identity_of_processor, other_processors)}
+    assert len(identities) == 1 + len(other_processors)

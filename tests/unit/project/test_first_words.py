@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from adora_vl.__main__ import DESCRIPTION_BY_COMMAND, main
-from adora_vl.utils.cli import announce_reading
+from adora_vl.utils.cli import announce_imports
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,14 +52,14 @@ def _is_package(name: str) -> bool:
 
 def test_one_line_is_said_before_the_imports(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch", object())
-    announce_reading(15)
+    announce_imports(15)
     assert capsys.readouterr().err == "", "the libraries are there"
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.setenv("RANK", "1")
-    announce_reading(15)
+    announce_imports(15)
     assert capsys.readouterr().err == "", "the first process says it"
     monkeypatch.setenv("RANK", "0")
-    announce_reading(15)
+    announce_imports(15)
     captured = capsys.readouterr()
     assert captured.err == "Reading config and libraries, about 15 s\n"
     assert captured.out == ""

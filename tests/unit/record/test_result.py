@@ -24,7 +24,7 @@ from adora_vl.record.summary import summary_lines
 from adora_vl.report.run_view import load_run
 from tests.support.recorded_runs import ADORA_SETTINGS
 
-Rates = list[list[float]]
+RatesByStep = list[list[float]]
 
 
 def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def recorded_row(step: int, pass_rate: float) -> dict[str, Any]:
     }
 
 
-def write_run(folder: Path, rates: Rates) -> Path:
+def write_run(folder: Path, rates: RatesByStep) -> Path:
     """A run whose step s has groups of two rollouts with these pass rates and rewards."""
     record = Record(folder, 1, ADORA_SETTINGS)
     record.start(0)
@@ -93,14 +93,14 @@ def write_score(file: Path, digits: str, **fields: Any) -> None:
 
 
 # Ten steps of four groups: the pass rates of the first and last one say what the run shows.
-BETWEEN: Rates = [[0.5, 0.5, 0.5, 0.5]] * 8
-NOISE: Rates = [[1.0, 0.0, 0.5, 1.0], *BETWEEN, [0.0, 0.5, 1.0, 0.0]]
-GAIN: Rates = [[0.0, 0.25, 0.0, 0.25], *BETWEEN, [1.0, 0.75, 1.0, 0.75]]
+RATES_BETWEEN: RatesByStep = [[0.5, 0.5, 0.5, 0.5]] * 8
+RATES_WITH_NOISE: RatesByStep = [[1.0, 0.0, 0.5, 1.0], *RATES_BETWEEN, [0.0, 0.5, 1.0, 0.0]]
+RATES_WITH_GAIN: RatesByStep = [[0.0, 0.25, 0.0, 0.25], *RATES_BETWEEN, [1.0, 0.75, 1.0, 0.75]]
 
 
-@pytest.mark.parametrize(("rates", "noise"), [(NOISE, True), (GAIN, False)])
+@pytest.mark.parametrize(("rates", "noise"), [(RATES_WITH_NOISE, True), (RATES_WITH_GAIN, False)])
 def test_a_change_in_training_has_an_interval_over_groups(
-    tmp_path: Path, rates: Rates, noise: bool
+    tmp_path: Path, rates: RatesByStep, noise: bool
 ) -> None:
     """The page and the end of the run say the same."""
     run = write_run(tmp_path / "run", rates)
@@ -146,7 +146,7 @@ def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -
 
 
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", NOISE)
+    run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     log = read_metrics(run / "metrics.jsonl")
     parts = sorted((run / "rollouts").glob("*.parquet"))
     for oldest_part in parts[:5]:
@@ -157,7 +157,7 @@ def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Pa
 
 
 def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", NOISE)
+    run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     accuracy = "eval_problems_accuracy"
     log = [*read_metrics(run / "metrics.jsonl"), {"step": 9, accuracy: 0.5}]
     coverage = {"answers": 40, "asked": 40, "in_data": 512}

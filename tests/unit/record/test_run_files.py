@@ -18,7 +18,7 @@ from datasets import Image as ImageFeature
 from datasets import load_dataset
 
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
-from adora_vl.checkpoint.store import problem_of
+from adora_vl.checkpoint.store import problem_with_checkpoint
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.data.dataset import PREPARED_BY
@@ -100,7 +100,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     assert phases.take_seconds()["policy"] == 0
 
 
-LOGS = {
+LOG_ENTRY = {
     "reward": 0.41234,
     "adora/pass_rate": 0.375,
     "adora/tds_share": 0.25,
@@ -155,14 +155,14 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
 
 
 def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
-    assert progress_line(LOGS, 40, 1000, 185.2) == (
+    assert progress_line(LOG_ENTRY, 40, 1000, 185.2) == (
         "step   40/1000  reward 0.412  pass 38%  TDS 25%  length 211  drift 2e-06 | "
         "20 s: rollout 12 grading 0.02 policy 7.50 sync 0.50 other 0.10 | 3m05s left"
     )
     assert (
         progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
     )
-    both = {**LOGS, "rewards/adora_reward/mean": 0.4}
+    both = {**LOG_ENTRY, "rewards/adora_reward/mean": 0.4}
     assert "accuracy" not in progress_line(
         {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
     )
@@ -193,7 +193,7 @@ def test_only_the_first_rank_speaks(tmp_path, capsys):
     for callback in (ProgressLine(), MetricsFile()):
         callback.on_train_begin(settings(tmp_path), state_of(0, is_first_rank=False), None)
         callback.on_step_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
-        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOGS)
+        callback.on_log(settings(tmp_path), state_of(1, is_first_rank=False), None, logs=LOG_ENTRY)
         callback.on_train_end(settings(tmp_path), state_of(1, is_first_rank=False), None)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
@@ -203,7 +203,7 @@ def test_a_log_file_gets_lines_and_no_bar(tmp_path, capsys):
     line = ProgressLine()
     line.on_train_begin(settings(tmp_path), state_of(0), None)
     line.on_step_end(settings(tmp_path), state_of(1), None)
-    line.on_log(settings(tmp_path), state_of(1), None, logs=LOGS)
+    line.on_log(settings(tmp_path), state_of(1), None, logs=LOG_ENTRY)
     line.on_log(settings(tmp_path), state_of(1), None, logs={"eval_geometry3k_accuracy": 0.5})
     line.on_train_end(settings(tmp_path), state_of(1), None)
     out, err = capsys.readouterr()
@@ -297,14 +297,14 @@ def test_figures_that_are_not_finite_are_null():
     assert make_line({"train_runtime": 1.0, "reward": 1.0}, 1, None)["kind"] == "end"
 
 
-ADORA = {"adora": {"mode": "attenuation", "factor": 0.1}}
-NEUTRAL: dict[str, Any] = {"adora_extensions": {}}
+ADORA_METHOD = {"adora": {"mode": "attenuation", "factor": 0.1}}
+NEUTRAL_KEYS: dict[str, Any] = {"adora_extensions": {}}
 
 
-RECIPES: list[tuple[dict[str, Any], str]] = [
+CONFIG_AND_RECIPE: list[tuple[dict[str, Any], str]] = [
     ({}, "ADORA attenuation, factor 0.1"),
     ({"adora_method": {"grpo": {}}}, "GRPO"),
-    ({"adora_method": {"dapo": {}, **ADORA}}, "DAPO + ADORA attenuation, factor 0.1"),
+    ({"adora_method": {"dapo": {}, **ADORA_METHOD}}, "DAPO + ADORA attenuation, factor 0.1"),
     ({"adora_method": {"dapo": {}, "adora": {"mode": "off"}}, "loss_type": "dapo"}, "DAPO"),
     ({"adora_method": {"adora": {"mode": "off"}}}, "GRPO"),
     (
@@ -344,11 +344,12 @@ RECIPES: list[tuple[dict[str, Any], str]] = [
 
 def test_a_recipe_names_what_was_done():
     """Every method by its own name, and whatever makes it another experiment."""
-    for neutral in (NEUTRAL, {}):  # there were runs before the neutral keys
+    for neutral in (NEUTRAL_KEYS, {}):  # there were runs before the neutral keys
         named = [
-            describe_recipe({"adora_method": ADORA, **neutral, **config}) for config, _ in RECIPES
+            describe_recipe({"adora_method": ADORA_METHOD, **neutral, **config})
+            for config, _ in CONFIG_AND_RECIPE
         ]
-        assert named == [text for _, text in RECIPES]
+        assert named == [text for _, text in CONFIG_AND_RECIPE]
     assert TITLE_BY_METHOD.keys() == METHODS.keys() - {"adora"}
 
 
@@ -378,7 +379,7 @@ def test_the_metrics_of_a_batch_by_hand():
     )  # NaN, which TRL leaves out of its log
 
 
-def _weighed(*lengths: list[int], **options: Any) -> AdoraWeighting:
+def make_weighting(*lengths: list[int], **options: Any) -> AdoraWeighting:
     """One group of a right and two wrong rollouts for each entry."""
     lengths_PG = torch.tensor(lengths)
     rewards_PG = torch.tensor([[1.0, 0.0, 0.0]] * len(lengths))
@@ -395,7 +396,7 @@ def test_ties_are_counted_among_the_groups_that_the_length_marks():
     # Two ties and two that are shorter. The one that is longer is not marked, and all right or all
     # wrong is no contest.
     assert adora_metrics(weighting)["ties"] == 2 / 4
-    none = adora_metrics(_weighed([9, 5, 5]))["ties"]
+    none = adora_metrics(make_weighting([9, 5, 5]))["ties"]
     assert none != none, "NaN, which TRL leaves out of its log, where no group is marked"
 
 
@@ -409,8 +410,8 @@ def test_a_run_says_once_that_many_attenuated_groups_are_ties(capsys):
             notice.count(weighting)
         return capsys.readouterr().err
 
-    often = _weighed(*[tie] * 4, *[shorter] * 26)
-    seldom = _weighed(*[tie] * 2, *[shorter] * 28)
+    often = make_weighting(*[tie] * 4, *[shorter] * 26)
+    seldom = make_weighting(*[tie] * 2, *[shorter] * 28)
     assert said(often) == "", "30 groups are too few to say anything"
     line = said(often, often, often)
     assert line.count("\n") == 1
@@ -446,8 +447,8 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
     assert "0.75" not in text
 
 
-START = path_to_type(str(Path(sys.executable).with_name("accelerate")))
-LAUNCH = [
+TYPED_ACCELERATE = path_to_type(str(Path(sys.executable).with_name("accelerate")))
+LAUNCH_WORDS = [
     "/venv/bin/accelerate",
     "launch",
     "--config_file",
@@ -459,19 +460,19 @@ LAUNCH = [
 ]
 
 
-STARTED = [
+PARENT_WORDS_AND_COMMAND = [
     (
-        ["/venv/bin/python", *LAUNCH],
+        ["/venv/bin/python", *LAUNCH_WORDS],
         "accelerate launch --config_file c.yaml -m adora_vl.train --config 'y y.yaml'",
     ),
     (
         ["python", "-m", "accelerate.commands.launch", "-m", "adora_vl.train"],
-        f"{START} launch -m adora_vl.train",
+        f"{TYPED_ACCELERATE} launch -m adora_vl.train",
     ),
-    (["python", *LAUNCH[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
+    (["python", *LAUNCH_WORDS[:4], "my_script.py"], f"{interpreter()} -m adora_vl.train --seed 1"),
     (["bash"], f"{interpreter()} -m adora_vl.train --seed 1"),
     (
-        ["python", *LAUNCH[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
+        ["python", *LAUNCH_WORDS[:6], "--hub_token", "hf_x", "--api_secret=s", "--seed", "1"],
         "accelerate launch --config_file c.yaml -m adora_vl.train --hub_token ... "
         "--api_secret=... --seed 1",
     ),
@@ -480,10 +481,10 @@ STARTED = [
 
 def test_the_command_that_started_a_run(tmp_path):
     commands = []
-    for started, _ in STARTED:
+    for started, _ in PARENT_WORDS_AND_COMMAND:
         (tmp_path / "cmdline").write_bytes("\0".join(started).encode() + b"\0")
         commands.append(launch_command(["--seed", "1"], tmp_path / "cmdline"))
-    assert commands == [command for _, command in STARTED]
+    assert commands == [command for _, command in PARENT_WORDS_AND_COMMAND]
     assert (
         launch_command(["--seed", "1"], tmp_path / "no")
         == f"{interpreter()} -m adora_vl.train --seed 1"
@@ -615,7 +616,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     early = (adora_run / "checkpoint-2" / "README.md").read_text()
     assert "# builtin/pretrained, 4 steps of ADORA attenuation, factor 0.1" in final
     assert "# builtin/pretrained, 2 steps of" in early
-    assert problem_of(adora_run / "checkpoint-2") is None
+    assert problem_with_checkpoint(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
     assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final

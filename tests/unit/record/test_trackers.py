@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 
 from adora_vl.record import trackers as backends
+from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import read_metrics
 from adora_vl.record.trackers import (
     prepare_trackers,
@@ -29,12 +30,11 @@ from tests.support.tiny_run import arguments
 
 TRACKERS = [name for name in ("tensorboard", "wandb", "trackio") if find_spec(name)]
 STEPS = 2
-ROLLOUTS = 16
-TABLES = STEPS + 1  # TRL repeats the last one at the end of a run
-FIGURE = "adora/pass_rate"
+ROLLOUTS_PER_STEP = 16
+TABLES_PER_RUN = STEPS + 1  # TRL repeats the last one at the end of a run
 
 
-def needs(name: str) -> pytest.MarkDecorator:
+def needs_tracker(name: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(
         name not in TRACKERS, reason=f"{name} is not installed: pip install '.[trackers]'"
     )
@@ -69,12 +69,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def figures(run: Path) -> list[float]:
     """Read what metrics.jsonl has, which the trackers have to repeat."""
-    values = [line[FIGURE] for line in read_metrics(run / "metrics.jsonl") if FIGURE in line]
+    values = [
+        line[PASS_RATE_KEY] for line in read_metrics(run / "metrics.jsonl") if PASS_RATE_KEY in line
+    ]
     assert len(values) == STEPS
     return values
 
 
-@needs("tensorboard")
+@needs_tracker("tensorboard")
 @pytest.mark.slow
 def test_tensorboard_has_our_figures(run):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -82,7 +84,7 @@ def test_tensorboard_has_our_figures(run):
     (events,) = run.rglob("events.out.tfevents.*")
     read = EventAccumulator(str(events.parent))
     read.Reload()
-    scalars = read.Scalars(f"train/{FIGURE}")
+    scalars = read.Scalars(f"train/{PASS_RATE_KEY}")
     assert [scalar.step for scalar in scalars] == [1, 2]
     assert [scalar.value for scalar in scalars] == pytest.approx(figures(run))
     assert {"train/reward", "train/grading/correct", "train/seconds/rollout"} <= set(
@@ -90,18 +92,18 @@ def test_tensorboard_has_our_figures(run):
     )
 
 
-@needs("wandb")
+@needs_tracker("wandb")
 @pytest.mark.slow
 def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
     (folder,) = (run / "wandb").glob("offline-run-*")
-    assert FIGURE.encode() in next(folder.glob("*.wandb")).read_bytes()
+    assert PASS_RATE_KEY.encode() in next(folder.glob("*.wandb")).read_bytes()
     staged = [path.read_bytes() for path in (run / "wandb" / "artifacts" / "staging").iterdir()]
     tables = [json.loads(content) for content in staged if content.startswith(b"{")]
     tables = [table for table in tables if table["nrows"]]
     assert len(tables) >= STEPS
     for table in tables:
         rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
-        assert len(rows) == ROLLOUTS
+        assert len(rows) == ROLLOUTS_PER_STEP
         for row in rows:
             assert "<image>" in row["prompt"]
             assert isinstance(row["adora_weight"], float)
@@ -112,7 +114,7 @@ def test_wandb_has_them_with_rollouts_and_images_and_stays_offline(run):
     assert any(content.startswith(b"\x89PNG") for content in staged)
 
 
-@needs("trackio")
+@needs_tracker("trackio")
 @pytest.mark.slow
 def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
     folder = run.parent / "trackio"
@@ -122,10 +124,10 @@ def test_trackio_has_them_with_rollouts_and_images_and_stays_here(run):
             for (text,) in database.execute("select metrics from metrics order by id")
         ]
     assert [
-        line[f"train/{FIGURE}"] for line in lines if f"train/{FIGURE}" in line
+        line[f"train/{PASS_RATE_KEY}"] for line in lines if f"train/{PASS_RATE_KEY}" in line
     ] == pytest.approx(figures(run))
     tables = [line["completions"]["_value"] for line in lines if "completions" in line]
-    assert [len(table) for table in tables] == [ROLLOUTS] * TABLES
+    assert [len(table) for table in tables] == [ROLLOUTS_PER_STEP] * TABLES_PER_RUN
     for row in (row for table in tables for row in table):
         assert "<image>" in row["prompt"]
         assert row["verdict"]

@@ -97,19 +97,23 @@ def test_one_value_more_less_or_other_makes_a_list_wrong(
 def test_a_tuple_is_right_in_its_order_only(values: list[str], data: st.DataObject) -> None:
     gold = f"({', '.join(values)})"
     assert verify_gold(gold) is None
-    named = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
+    tuple_with_names = f"({', '.join('pqrstu'[: len(values)])}) = {gold}"
     assert (
         verdict_on(gold, gold)
         == verdict_on(f"P{gold}", gold)
-        == verdict_on(named, gold)
+        == verdict_on(tuple_with_names, gold)
         == "correct"
     )
-    exchanged = named.replace("(p, q", "(q, p")
-    assert verdict_on(gold, named) == verdict_on(named, named) == "correct"
-    assert verdict_on(exchanged, named) == "wrong"
+    names_exchanged = tuple_with_names.replace("(p, q", "(q, p")
+    assert (
+        verdict_on(gold, tuple_with_names)
+        == verdict_on(tuple_with_names, tuple_with_names)
+        == "correct"
+    )
+    assert verdict_on(names_exchanged, tuple_with_names) == "wrong"
     position = data.draw(st.integers(0, len(values) - 1))
-    changed = [*values[:position], "77", *values[position + 1 :]]
-    for wrong_values in (changed, values[:-1], [*values, "0"], values[::-1]):
+    changed_values = [*values[:position], "77", *values[position + 1 :]]
+    for wrong_values in (changed_values, values[:-1], [*values, "0"], values[::-1]):
         assert verdict_on(f"({', '.join(wrong_values)})", gold) != "correct", wrong_values
 
 

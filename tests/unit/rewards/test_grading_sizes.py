@@ -121,7 +121,7 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
     """
     # Two operations for each character, at six points and once more when it is read.
     max_operations = 2 * 7 * MAX_CHARS
-    over = []
+    answers_over_the_bounds = []
     for name, answer in LARGE_ANSWERS.items():
         assert len(answer) <= MAX_CHARS, name
         # The same value in another spelling, so that both sides have to be computed.
@@ -137,8 +137,8 @@ def test_the_work_is_bounded_by_the_length_of_an_answer(work: Work) -> None:
                 max(work.sizes, default=0) < 2.0**MAX_BITS,
             ]
             if not all(is_bounded):
-                over.append((name, gold[:40]))
-    assert over == []
+                answers_over_the_bounds.append((name, gold[:40]))
+    assert answers_over_the_bounds == []
 
 
 def test_what_is_counted_is_what_is_computed(work: Work) -> None:
@@ -190,6 +190,11 @@ OTHER_VALUE_TEMPLATES = [
 ]
 
 
+def fill_template(template: str, value: str) -> str:
+    """Put a value into a template whose braces of LaTeX are doubled, into each `{}` of it."""
+    return template.replace("{}", value).replace("{{", "{").replace("}}", "}")
+
+
 def draw_expression(rng: random.Random, depth: int) -> str:
     """An expression with the unknown x, or without one."""
     if not depth:
@@ -223,27 +228,28 @@ def draw_expression(rng: random.Random, depth: int) -> str:
 
 def test_another_spelling_of_a_value_is_never_called_wrong_nor_another_value_right() -> None:
     rng = random.Random(20)
-    right = wrong = 0
+    right_count = 0
+    wrong_count = 0
     for _ in range(600):
         gold = draw_expression(rng, rng.randrange(1, 4))
         if verify_gold(gold):
             continue
         template = rng.choice(SAME_VALUE_TEMPLATES)
-        same = grade(
-            in_box(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
+        same_value_grade = grade(in_box(fill_template(template, gold)), gold)
+        if same_value_grade.verdict == "correct":
+            right_count += 1
+        assert same_value_grade.verdict != "wrong" or same_value_grade.reason == "unevaluated", (
+            template,
+            gold,
+            same_value_grade,
         )
-        if same.verdict == "correct":
-            right += 1
-        assert same.verdict != "wrong" or same.reason == "unevaluated", (template, gold, same)
         template = rng.choice(OTHER_VALUE_TEMPLATES)
-        graded = grade(
-            in_box(template.replace("{}", gold).replace("{{", "{").replace("}}", "}")), gold
-        )
-        if graded.verdict == "wrong":
-            wrong += 1
-        assert graded.verdict != "correct", (template, gold)
-    assert right > 300
-    assert wrong > 300
+        other_value_grade = grade(in_box(fill_template(template, gold)), gold)
+        if other_value_grade.verdict == "wrong":
+            wrong_count += 1
+        assert other_value_grade.verdict != "correct", (template, gold)
+    assert right_count > 300
+    assert wrong_count > 300
 
 
 def test_threads_find_what_one_finds_alone() -> None:

@@ -263,12 +263,14 @@ def test_a_file_may_import_its_neighbour_which_hides_no_library(tmp_path):
 
 
 def call_safely(
-    function: Any, count: int = 3, timeout: float | None = 5.0
+    function: Any, completion_count: int = 3, timeout: float | None = 5.0
 ) -> tuple[list[float | None], list[RewardFailure]]:
     failures: list[RewardFailure] = []
-    ids = {"id": [f"row/{n}" for n in range(count)]}
+    ids = {"id": [f"row/{n}" for n in range(completion_count)]}
     return call_as_trl(
-        safe_call(function, "mine", timeout, failures), [str(n) for n in range(count)], **ids
+        safe_call(function, "mine", timeout, failures),
+        [str(n) for n in range(completion_count)],
+        **ids,
     ), failures
 
 
@@ -407,6 +409,7 @@ async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
 
 
 def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
+    """The functions fail on the second of three rows, `row/1`."""
     for function in [fails_on_one, fails_on_one_async]:
         with subtests.test(f"{function!r:.80}"):
             _, [failure] = call_safely(function)

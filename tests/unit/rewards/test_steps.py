@@ -40,7 +40,7 @@ CLAIM_TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def drawn() -> str:
+def stored_figure() -> str:
     """The figure of the facts, as a row stores it."""
     result = solve_form(read_form_from_text(TRIANGLE_FACTS))
     assert result.figure is not None
@@ -70,42 +70,52 @@ def call_reward(
         ("AD = 1. AD = 2. AD = 3. AD = 4. AD = 5. BD = 12.", 2 / 14),  # guesses
     ],
 )
-def test_a_response_earns_the_share_of_what_is_true(drawn: str, text: str, share: float) -> None:
-    assert call_reward(StepsReward({}), [text], [drawn]) == [pytest.approx(share)]
+def test_a_response_earns_the_share_of_what_is_true(
+    stored_figure: str, text: str, share: float
+) -> None:
+    assert call_reward(StepsReward({}), [text], [stored_figure]) == [pytest.approx(share)]
 
 
-def test_a_row_without_a_figure_has_no_reward(drawn: str) -> None:
-    assert call_reward(StepsReward({}), [TRUE_WORKING, TRUE_WORKING], [None, drawn]) == [None, 1.0]
+def test_a_row_without_a_figure_has_no_reward(stored_figure: str) -> None:
+    assert call_reward(StepsReward({}), [TRUE_WORKING, TRUE_WORKING], [None, stored_figure]) == [
+        None,
+        1.0,
+    ]
 
 
-def test_with_gate_a_wrong_answer_earns_nothing(drawn: str) -> None:
+def test_with_gate_a_wrong_answer_earns_nothing(stored_figure: str) -> None:
     reward = StepsReward({"gate": True})
     wrong = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
-        reward, [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong], [drawn] * 4, answer=["60"] * 4
+        reward,
+        [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, wrong],
+        [stored_figure] * 4,
+        answer=["60"] * 4,
     )
     assert rewards == [1.0, pytest.approx(0.5 + 0.5 / 4), 0.5, 0.0]
 
 
-def test_the_reward_depends_on_response_and_row_alone(drawn: str) -> None:
+def test_the_reward_depends_on_response_and_row_alone(stored_figure: str) -> None:
     """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
     texts = [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, "AD = 5.", "BD = 11. AD = 5.", ""]
-    one_by_one = [call_reward(StepsReward({}), [text], [drawn])[0] for text in texts]
+    one_by_one = [call_reward(StepsReward({}), [text], [stored_figure])[0] for text in texts]
     reward = StepsReward({})
     for seed in range(5):
         order = list(range(len(texts)))
         random.Random(seed).shuffle(order)
-        together = call_reward(reward, [texts[number] for number in order], [drawn] * len(texts))
+        together = call_reward(
+            reward, [texts[number] for number in order], [stored_figure] * len(texts)
+        )
         assert together == [one_by_one[number] for number in order]
 
 
-def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
+def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
     logged: dict[str, float] = {}
     columns: dict[str, list[Any]] = {}
     call_reward(
         StepsReward({}),
         [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, TRUE_WORKING],
-        [drawn, drawn, drawn, None],
+        [stored_figure, stored_figure, stored_figure, None],
         answer=["60"] * 4,
         log_metric=logged.__setitem__,
         log_extra=columns.__setitem__,
@@ -127,10 +137,10 @@ def test_it_logs_shares_and_shows_the_claims(drawn: str) -> None:
     assert columns["steps"][3] is None
 
 
-def test_the_measure_of_work_is_never_negative(drawn: str) -> None:
-    assert check_claims(TRUE_WORKING, drawn).measure == 2
-    assert check_claims(FALSE_WORKING, drawn).measure == 0
-    assert check_claims("AD = 6. ∠BAC = 20. AD = 7.", drawn).measure == 0
+def test_the_measure_of_work_is_never_negative(stored_figure: str) -> None:
+    assert check_claims(TRUE_WORKING, stored_figure).measure == 2
+    assert check_claims(FALSE_WORKING, stored_figure).measure == 0
+    assert check_claims("AD = 6. ∠BAC = 20. AD = 7.", stored_figure).measure == 0
 
 
 @pytest.mark.parametrize(
@@ -156,31 +166,33 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
 @pytest.mark.parametrize("text", [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
-def test_length_earns_nothing(drawn: str, text: str, padding: str) -> None:
-    assert check_claims(padding + text, drawn).share == check_claims(text, drawn).share
+def test_length_earns_nothing(stored_figure: str, text: str, padding: str) -> None:
+    assert (
+        check_claims(padding + text, stored_figure).share == check_claims(text, stored_figure).share
+    )
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(lines=st.lists(st.sampled_from(CLAIM_TEXTS), max_size=12))
 def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
-    drawn: str, lines: list[str]
+    stored_figure: str, lines: list[str]
 ) -> None:
     """Whatever is claimed, in whatever order: from 0 to 1, and the same when all is said twice."""
     text = ". ".join(lines)
-    work = check_claims(text, drawn)
+    work = check_claims(text, stored_figure)
     assert 0 <= work.share <= 1
-    assert check_claims(f"{text}. {text}", drawn).share == work.share
+    assert check_claims(f"{text}. {text}", stored_figure).share == work.share
 
 
-def test_mistakes_are_refused_with_a_remedy(drawn: str) -> None:
+def test_mistakes_are_refused_with_a_remedy(stored_figure: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward({})(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):
         check_claims(TRUE_WORKING, '{"at": {}}')
     with pytest.raises(UserError, match="does not fulfil its facts"):
-        check_claims(TRUE_WORKING, drawn.replace("13", "14"))
+        check_claims(TRUE_WORKING, stored_figure.replace("13", "14"))
     with pytest.raises(UserError, match="no column 'answer'"):
-        call_reward(StepsReward({"gate": True}), [TRUE_WORKING], [drawn])
+        call_reward(StepsReward({"gate": True}), [TRUE_WORKING], [stored_figure])
     with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
         choose_rewards([{"steps": {"gates": True}}])
     with pytest.raises(UserError, match="is not true or false"):
@@ -202,7 +214,7 @@ def test_a_run_knows_its_range_and_its_column() -> None:
 
 
 def test_explain_shows_each_claim(
-    tmp_path: Any, drawn: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Any, stored_figure: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     facts = tmp_path / "facts.txt"
     facts.write_text(TRIANGLE_FACTS, encoding="utf-8")
@@ -219,7 +231,7 @@ def test_explain_shows_each_claim(
     ):
         assert line in printed
     stored = tmp_path / "figure.json"
-    stored.write_text(drawn, encoding="utf-8")
+    stored.write_text(stored_figure, encoding="utf-8")
     assert main(["--figure", str(stored), "--response", "AD = 5"]) == 0
     assert "true, new" in capsys.readouterr().out
     open_facts = tmp_path / "open.txt"
@@ -240,9 +252,11 @@ def test_adora_by_work_is_refused_where_nothing_measures_it() -> None:
     check_criteria(config, choose_rewards(["accuracy"]))
 
 
-def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn: str) -> None:
+def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(
+    stored_figure: str,
+) -> None:
     rows: list[Any] = [
-        {"pid": str(number), "response": text, "figure": drawn}
+        {"pid": str(number), "response": text, "figure": stored_figure}
         for number, text in enumerate([TRUE_WORKING, FALSE_WORKING, BARE_ANSWER])
     ]
     rows.append({"pid": "3", "response": TRUE_WORKING})
@@ -262,11 +276,11 @@ def test_an_evaluation_says_how_many_claims_are_true_and_how_much_is_luck(drawn:
 
 
 def test_the_page_of_a_run_has_the_places_of_claims_and_says_what_is_luck(
-    tmp_path: Any, drawn: str
+    tmp_path: Any, stored_figure: str
 ) -> None:
     """JavaScript counts a smiley as two characters."""
     text = f"😀 {FALSE_WORKING}"
-    work = check_claims(text, drawn)
+    work = check_claims(text, stored_figure)
     texts: dict[str, Any] = {
         "completion": text,
         "new": work.new,

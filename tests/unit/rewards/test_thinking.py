@@ -186,13 +186,15 @@ def test_a_training_knows_which_prompts_open_the_block() -> None:
 
 
 def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
-    def own(completions: list[Any], thinking_opened: list[bool], **columns: Any) -> list[float]:
+    def opened_as_reward(
+        completions: list[Any], thinking_opened: list[bool], **columns: Any
+    ) -> list[float]:
         return [float(opened) for opened in thinking_opened]
 
     def no_loop() -> Any:
         raise AssertionError("no reward function is a coroutine")
 
-    functions = RewardFunctions([own], [None], {}, lambda value: value, no_loop)
+    functions = RewardFunctions([opened_as_reward], [None], {}, lambda value: value, no_loop)
     rows: list[Any] = [{"prompt": "p"}, {"prompt": "p"}]
     grades = functions(
         rows,

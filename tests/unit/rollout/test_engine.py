@@ -37,7 +37,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs  # noqa: E402
 from vllm.v1.core.sched.utils import check_sequence_repetition  # noqa: E402
 
 from adora_vl.rollout import llm as llm_module  # noqa: E402
-from adora_vl.rollout.llm import PolicyLLM, logps_of_tokens, with_known_images  # noqa: E402
+from adora_vl.rollout.llm import PolicyLLM, logps_of_tokens, with_image_digests  # noqa: E402
 
 NEUTRAL = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
 IMAGE = 90
@@ -374,11 +374,11 @@ def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypa
     row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
     assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
-    taken, hashes = parsed(with_known_images(row))
+    taken, hashes = parsed(with_image_digests(row))
     assert taken is image
     assert hashes == {"image": [image.digest]}
     two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
-    assert parsed(with_known_images(two))[1] == {"image": [image.digest] * 2}
+    assert parsed(with_image_digests(two))[1] == {"image": [image.digest] * 2}
 
 
 def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
@@ -393,7 +393,7 @@ def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
             "multi_modal_data": {"image": [as_kept_image(Image.new("RGB", (8, 6))), plain]},
         }
     )
-    assert [with_known_images(row) for row in rows] == rows
+    assert [with_image_digests(row) for row in rows] == rows
 
 
 def test_other_pixels_another_mode_or_another_size_is_another_image():
@@ -451,12 +451,12 @@ def test_a_mismatch_names_the_row_by_its_id_or_its_number():
     ):
         with (
             pytest.raises(RolloutError, match=f"^{name} .*tokenizer"),
-            prompt_tokens.mismatch_named(rows),
+            prompt_tokens.naming_mismatched_row(rows),
         ):
             prompt_tokens.check_prompts([[1], [2]], [[1], [3]], IMAGE)
     with (
         pytest.raises(RolloutError, match="^the engine stopped$"),
-        prompt_tokens.mismatch_named([{"id": "train/7"}]),
+        prompt_tokens.naming_mismatched_row([{"id": "train/7"}]),
     ):
         raise RolloutError("the engine stopped")
 

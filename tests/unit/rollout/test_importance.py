@@ -25,7 +25,7 @@ def drift_sums(trainer: list[float], engine: list[float], mask: list[int]) -> to
 def test_the_mean_is_over_tokens_and_not_over_ranks():
     of_rank_0 = drift_sums(trainer=[1.0, 1.0, 1.0], engine=[0.0, 0.0, 0.0], mask=[1, 1, 1])
     of_rank_1 = drift_sums(trainer=[5.0, 9.0], engine=[0.0, 0.0], mask=[1, 0])
-    drift = importance.merge_drift(torch.stack([of_rank_0, of_rank_1]))
+    drift = importance.merge_drift_sums(torch.stack([of_rank_0, of_rank_1]))
     assert drift.mean == pytest.approx((1 + 1 + 1 + 5) / 4)
     assert drift.largest == 5  # the masked 9 does not count
 
@@ -69,11 +69,11 @@ DRIFTS: dict[str, tuple[list[float], list[float], list[int], float]] = {
 def test_a_token_without_a_score_on_one_side_is_left_out_or_no_agreement(name):
     trainer, engine, mask, mean = DRIFTS[name]
     sums = drift_sums(trainer, engine, mask)
-    assert importance.merge_drift(sums[None]).mean == mean
+    assert importance.merge_drift_sums(sums[None]).mean == mean
 
 
 def test_the_message_says_how_far_where_and_why():
-    drift = importance.merge_drift(torch.tensor([[5.0, 2.0, 4.0]]))
+    drift = importance.merge_drift_sums(torch.tensor([[5.0, 2.0, 4.0]]))
     message = importance.drift_message(drift, bound=0.3, step=6, checkpoint="out/checkpoint-6")
     assert "step 7" in message
     assert "2.5 nats" in message
@@ -87,7 +87,7 @@ def test_a_score_that_is_no_number_is_never_taken_for_one_that_was_not_asked_for
     """vLLM gives NaN where weights overflow, and TRL's client reads that as None."""
     logp = engine_logp(value)
     sums = drift_sums(trainer=[-1.0, -1.0], engine=[logp, -1.0], mask=[1, 1])
-    assert importance.merge_drift(sums[None]).mean == math.inf
+    assert importance.merge_drift_sums(sums[None]).mean == math.inf
     ratio = importance.importance_ratio(
         torch.tensor([[-1.0, -1.0]]),
         torch.tensor([[logp, -1.0]]),

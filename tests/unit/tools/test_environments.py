@@ -73,30 +73,35 @@ def call_open(toolbox, rollout, door):
 
 def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_alike():
     DoorsEnvironment.count = 0
-    state = random.getstate()
+    random_state = random.getstate()
     environments = build_environments(DoorsEnvironment, 10.0)
     toolbox = Toolbox(choose_tools(["calculate"], environments), ToolOptions(), None)
     assert [schema["function"]["name"] for schema in toolbox.schemas] == ["calculate", "open"]
-    parts = [
+    content_parts = [
         {"type": "image", "text": None},
         {"type": "text", "text": "Which?"},
     ]
     groups_asked = [
         rollout_group(0, "Which?"),
-        rollout_group(1, parts),
+        rollout_group(1, content_parts),
         rollout_group(2, "Which?", answer=""),
     ]
-    first, second, third = entered_groups = environments.enter(
-        groups_asked, 7, begins_generation=True
-    )
-    (first_rollout, second_rollout) = first.rollouts
-    behind = [entered.rollouts[0].environment.behind for entered in entered_groups]
-    assert first.row["prompt"] == [{"role": "user", "content": f"Which? x: {behind[0]}."}]
-    assert second.row["prompt"][0]["content"][2:] == [{"type": "text", "text": f" x: {behind[1]}."}]
-    assert third.row == groups_asked[2].row
+    entered_groups = environments.enter(groups_asked, 7, begins_generation=True)
+    first_group, second_group, third_group = entered_groups
+    first_rollout, second_rollout = first_group.rollouts
+    drawn_numbers = [
+        entered_group.rollouts[0].environment.behind for entered_group in entered_groups
+    ]
+    assert first_group.row["prompt"] == [
+        {"role": "user", "content": f"Which? x: {drawn_numbers[0]}."}
+    ]
+    assert second_group.row["prompt"][0]["content"][2:] == [
+        {"type": "text", "text": f" x: {drawn_numbers[1]}."}
+    ]
+    assert third_group.row == groups_asked[2].row
     assert first_rollout.environment.behind == second_rollout.environment.behind
-    assert len(set(behind)) == 3
-    assert random.getstate() == state
+    assert len(set(drawn_numbers)) == 3
+    assert random.getstate() == random_state
     assert groups_asked[0].row["images"][0].getpixel((0, 0))[0] == 0
     assert [
         call_open(toolbox, first_rollout, 3),
@@ -116,10 +121,10 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
     assert environments.reward().__name__ == "DoorsEnvironment"
     assert DoorsEnvironment.count == 6
     environments.enter([rollout_group(3, "Which?")], 7, begins_generation=False)
-    again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
+    first_group_again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
     assert DoorsEnvironment.count == 8, "they are used again"
-    assert again.row == first.row, "they are used again"
-    assert again.rollouts[0].environment is first_rollout.environment
+    assert first_group_again.row == first_group.row, "they are used again"
+    assert first_group_again.rollouts[0].environment is first_rollout.environment
     assert not first_rollout.environment.opened
 
 
@@ -185,8 +190,10 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered] = environments.enter([rollout_group(0, "Which?")], 7, begins_generation=True)
-    inside = [rollout.environment for rollout in entered.rollouts]
-    [line] = unsteady_tools(toolbox, [], inside)
-    assert line.startswith("tools: 'throw' answers"), "open counts, and both count alike"
+    [entered_group] = environments.enter([rollout_group(0, "Which?")], 7, begins_generation=True)
+    group_environments = [rollout.environment for rollout in entered_group.rollouts]
+    [warning_line] = unsteady_tools(toolbox, [], group_environments)
+    assert warning_line.startswith("tools: 'throw' answers"), (
+        "`open` counts in both alike, `throw` does not"
+    )
     assert unsteady_tools(toolbox) == [], "a method is not called before its environment has begun"

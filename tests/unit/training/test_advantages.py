@@ -52,8 +52,8 @@ from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 from tests.support.tiny_run import TINY_RUN_STEPS, train
 
-END = 2
-PAD = 0
+END_TOKEN = 2
+PAD_TOKEN = 0
 
 
 def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
@@ -67,9 +67,9 @@ def test_a_completion_has_ended_where_its_last_token_ends_a_turn():
     context = step_context(
         accelerator=SimpleNamespace(device="cpu", gather=gather, num_processes=2)
     )
-    completions = [[5, 6, END], [5, 6], [], [END, 5]]
+    completions = [[5, 6, END_TOKEN], [5, 6], [], [END_TOKEN, 5]]
     texts = ["Wait, wait.", "no", "", "I verify"]
-    stop_criteria = StopCriteria(frozenset({END, PAD}))
+    stop_criteria = StopCriteria(frozenset({END_TOKEN, PAD_TOKEN}))
     ended_by_itself = list(map(stop_criteria.has_stopped, completions, texts))
     rollouts = [
         Rollout(
@@ -234,8 +234,8 @@ def test_a_run_without_the_reward_steps_has_no_work():
     assert "work_right" not in criteria_columns(groups)
 
 
-CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
-CASES += [("canon", load_example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
+METHOD_CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
+METHOD_CASES += [("canon", load_example("canon.py:Canon")()), ("adora", Adora(assign="rate"))]
 
 
 @pytest.mark.parametrize("aggregation", ["sum_then_normalize", "normalize_then_sum"])
@@ -271,7 +271,7 @@ def test_groups_of_several_batches_are_weighed_as_if_they_had_been_sampled_in_on
             assessment=assessment,
         )
 
-    for name, options in CASES:
+    for name, options in METHOD_CASES:
         with subtests.test(f"{name} {options}"):
             sums_rewards = aggregation == "sum_then_normalize"
             context = step_context(

@@ -12,18 +12,18 @@ from adora_vl.types import Batch
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, table_trainer
 
 ROWS = 8
-LENGTHS = torch.tensor([2, 40, 3, 17, 40, 1, 9, 26])
+COMPLETION_LENGTHS = torch.tensor([2, 40, 3, 17, 40, 1, 9, 26])
 COEFFICIENT = 0.3
 
 
 def logits_table() -> LogitsTable:
     """Return a new policy."""
-    return LogitsTable(ROWS, int(LENGTHS.max()))
+    return LogitsTable(ROWS, int(COMPLETION_LENGTHS.max()))
 
 
-def generation(rows: int) -> Batch:
+def make_generation(rows: int) -> Batch:
     """Return the first `rows` rollouts of a generation."""
-    mask_BC = (torch.arange(int(LENGTHS.max())) < LENGTHS[:rows, None]).long()
+    mask_BC = (torch.arange(int(COMPLETION_LENGTHS.max())) < COMPLETION_LENGTHS[:rows, None]).long()
     generator = torch.Generator().manual_seed(5)
     numbers = torch.arange(rows)
     return {
@@ -68,7 +68,7 @@ def gradient_of_step(
         max_completion_length=40,
         **keys,
     )
-    batch = generation(rows)
+    batch = make_generation(rows)
     if trl_divides:
         micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
@@ -84,7 +84,7 @@ def gradient_of_step(
 def gradient_of_mean_entropy(rows: int) -> Tensor:
     """Return the gradient that the bonus should have: that of the mean over all tokens."""
     policy = logits_table()
-    batch = generation(rows)
+    batch = make_generation(rows)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     mask_BC = batch["completion_mask"]
     (-COEFFICIENT * (entropy_BC * mask_BC).sum() / mask_BC.sum()).backward()
@@ -93,7 +93,7 @@ def gradient_of_mean_entropy(rows: int) -> Tensor:
 
 
 # Rollouts of the generation, and the sizes by which they are divided.
-DIVISIONS = {
+ROWS_AND_KEYS_BY_DIVISION = {
     "one micro-batch": (ROWS, {"per_device_train_batch_size": 8}),
     "four of two rows": (
         ROWS,
@@ -113,7 +113,7 @@ DIVISIONS = {
 @pytest.mark.parametrize("loss", ["dapo", "cispo", "vespo", "grpo", "dr_grpo", "sapo", "bnpo"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
 def test_a_token_gets_the_same_bonus_whichever_rows_share_its_micro_batch(loss, adaptive, subtests):
-    for name, (rows, sizes) in DIVISIONS.items():
+    for name, (rows, sizes) in ROWS_AND_KEYS_BY_DIVISION.items():
         keys = {"loss_type": loss, "num_generations": 2, "use_adaptive_entropy": adaptive, **sizes}
         keys["entropy_target"] = 9.0
         with subtests.test(name):
@@ -165,9 +165,9 @@ def test_with_a_share_of_the_tokens_the_bonus_is_that_of_those():
         "trl_divides": True,
     }
     bonus = gradient_of_step(COEFFICIENT, ROWS, **keys) - gradient_of_step(0.0, ROWS, **keys)
-    tokens = float(LENGTHS.sum())
+    tokens = float(COMPLETION_LENGTHS.sum())
     policy = logits_table()
-    batch = generation(ROWS)
+    batch = make_generation(ROWS)
     _, entropy_BC = policy.scores(batch["prompt_ids"][:, 0], batch["completion_ids"])
     (-COEFFICIENT * entropy_BC.sum() / (quantile * tokens)).backward()
     assert policy.logits.grad is not None

@@ -30,9 +30,9 @@ from adora_vl.types import Batch, engine_comparison_mask
 from adora_vl.utils.errors import UserError
 from tests.support.step_context import step_context
 
-CPU = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
-VLLM = ["--use_vllm", "true", "--vllm_mode", "colocate"]
-SOURCE = """
+CPU_WORDS = ["--use_cpu", "true", "--bf16", "false", "--output_dir", "x"]
+VLLM_WORDS = ["--use_vllm", "true", "--vllm_mode", "colocate"]
+EXTENSION_SOURCE = """
 from dataclasses import dataclass
 from typing import ClassVar
 from adora_vl.training.extensions import Extension
@@ -59,13 +59,13 @@ def function(): pass
 
 @pytest.fixture
 def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "mine.py").write_text(SOURCE)
+    (tmp_path / "mine.py").write_text(EXTENSION_SOURCE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def config(extensions: str, *words: str) -> Any:
-    return parse([*CPU, "--adora_extensions", extensions, *words])[1]
+    return parse([*CPU_WORDS, "--adora_extensions", extensions, *words])[1]
 
 
 def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user_folder):
@@ -76,10 +76,10 @@ def test_an_extension_comes_from_a_file_with_its_options_and_is_known_by_it(user
     check_extensions(chosen, AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     assert extension_costs(chosen, keys) == ["Plain: a second pass"]
     hashes_before = extension_hashes(keys)
-    (user_folder / "mine.py").write_text(SOURCE + "# edited")
+    (user_folder / "mine.py").write_text(EXTENSION_SOURCE + "# edited")
     assert hashes_before.keys() == {"mine.py"}
     assert extension_hashes(keys) != hashes_before
-    keys_without_extension = parse(CPU)[1]
+    keys_without_extension = parse(CPU_WORDS)[1]
     assert build_extensions(keys_without_extension) == {}
     assert extension_hashes(keys_without_extension) == {}
     assert extension_costs({}, keys_without_extension) == []
@@ -103,7 +103,7 @@ def test_the_extension_of_the_page_is_one(user_folder):
     assert log == {"longest/left_out": 0.25}
 
 
-WRONG: list[tuple[str, list[str], str]] = [
+WRONG_EXTENSIONS: list[tuple[str, list[str], str]] = [
     ("{noisy: {share: 1}}", [], "'noisy' names no extension; write FILE.py:EXTENSION"),
     ("{mine.py:Plian: {}}", [], "no extension 'Plian' there; it has Plain, Elsewhere"),
     ("{mine.py:function: {}}", [], "function is no extension"),
@@ -114,7 +114,7 @@ WRONG: list[tuple[str, list[str], str]] = [
     ("{mine.py:Elsewhere: {}}", [], "Elsewhere samples .* on other images, which needs use_vllm"),
     (
         "{mine.py:Elsewhere: {}}",
-        [*VLLM, "--adora_rollouts.old_logps", "engine"],
+        [*VLLM_WORDS, "--adora_rollouts.old_logps", "engine"],
         "Elsewhere samples .* leave out adora_rollouts.old_logps: engine",
     ),
 ]
@@ -122,13 +122,13 @@ WRONG: list[tuple[str, list[str], str]] = [
 
 def test_what_does_not_fit_is_named_in_one_line(user_folder):
     wrong = {}
-    for extensions, words, expected in WRONG:
+    for extensions, words, expected in WRONG_EXTENSIONS:
         with pytest.raises(UserError) as refused:
             build_extensions(config(extensions, *words))
         if not refused.match(expected) or "\n" in str(refused.value):
             wrong[extensions] = str(refused.value)
     assert wrong == {}
-    assert build_extensions(config("{mine.py:Elsewhere: {}}", *VLLM))
+    assert build_extensions(config("{mine.py:Elsewhere: {}}", *VLLM_WORDS))
     with pytest.raises(UserError, match=r"Plain.strength: 9.0 is too much for qwen2_5_vl"):
         model = AutoConfig.from_pretrained(PRETRAINED_FOLDER)
         check_extensions(build_extensions(config("{mine.py:Plain: {strength: 9}}")), model)
@@ -161,14 +161,14 @@ def test_a_rollout_that_saw_other_images_cannot_be_compared_at_any_token():
         assert rollout.policy_mask == [True, True], "the policy has sampled them all the same"
 
 
-class Measured(NamedTuple):
+class MeasuredRun(NamedTuple):
     """What a step measures of the difference between engine and policy."""
 
     ratio_BC: torch.Tensor  # policy over engine
     figures: dict[str, float]
 
 
-def measure(saw_other_images: list[bool]) -> Measured:
+def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
     """Measure two rollouts; the engine's log-probabilities of the second are 3 nats off.
 
     `saw_other_images`: whether each was sampled on other images, so that they are unknown.
@@ -193,21 +193,21 @@ def measure(saw_other_images: list[bool]) -> Measured:
         policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
     )
     figures = ImportanceRatio(context).complete(micro, policy_logps_BC)
-    return Measured(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
+    return MeasuredRun(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 
 
 def test_neither_drift_nor_ratio_looks_at_rollouts_that_saw_other_images():
-    measured = measure([False, True])
+    measured = measure_drift([False, True])
     assert measured.ratio_BC[0].tolist() == pytest.approx([math.exp(0.1)] * 2)
     assert measured.ratio_BC[1].tolist() == [1.0, 1.0]
     assert measured.figures["adora/drift"] == pytest.approx(0.1, abs=1e-6)
     for figure in ("mean", "min"):
         name = f"sampling/importance_sampling_ratio/{figure}"
         assert measured.figures[name] == pytest.approx(math.exp(0.1))
-    both_compared = measure([False, False])
+    both_compared = measure_drift([False, False])
     assert both_compared.figures["adora/drift"] == pytest.approx(1.55), "the second one counts"
     # Without a mask an engine that scored nothing counts as infinitely far away, and stops the run.
-    assert "adora/drift" not in measure([True, True]).figures
+    assert "adora/drift" not in measure_drift([True, True]).figures
 
 
 def test_the_cache_of_images_does_not_keep_what_is_seen_once():

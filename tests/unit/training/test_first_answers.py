@@ -10,7 +10,7 @@ from adora_vl.training.rollout_facts import RolloutFacts
 from tests.support.facts import rollout_facts
 
 ROWS: list[Any] = [{"answer": "so B is right.Answer:B"}] * 2 + [{"answer": "50"}] * 2
-WRONG = ["wrong"] * 4
+ALL_WRONG_VERDICTS = ["wrong"] * 4
 
 
 def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
@@ -26,7 +26,7 @@ def facts_of_verdicts(verdicts: list[str]) -> RolloutFacts:
 def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts(WRONG))
+    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts(ALL_WRONG_VERDICTS))
     printed = capsys.readouterr().err.splitlines()
     assert "none of the first 4 rollouts is right" in printed[0]
     assert "so B is right.Answer:B" in printed[1]
@@ -39,9 +39,13 @@ def test_reference_answers_stand_beside_what_was_read_where_nothing_is_right(
 def test_nothing_is_said_of_a_right_rollout_of_later_generations_or_without_a_verdict(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
+    FirstAnswers().warn_if_none_is_right(
+        ROWS, facts_of_verdicts([*ALL_WRONG_VERDICTS[1:], "correct"])
+    )
     second_generation_wrong = FirstAnswers()
-    second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts([*WRONG[1:], "correct"]))
-    second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts(WRONG))
+    second_generation_wrong.warn_if_none_is_right(
+        ROWS, facts_of_verdicts([*ALL_WRONG_VERDICTS[1:], "correct"])
+    )
+    second_generation_wrong.warn_if_none_is_right(ROWS, facts_of_verdicts(ALL_WRONG_VERDICTS))
     FirstAnswers().warn_if_none_is_right(ROWS, facts_of_verdicts([]))
     assert capsys.readouterr().err == ""

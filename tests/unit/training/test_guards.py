@@ -40,7 +40,7 @@ from tests.support.step_context import step_context
 
 
 @pytest.fixture
-def training():
+def steps_in_training():
     """Return a model of two weights with Adam and the callback; `step` makes an optimizer step."""
     weights = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.AdamW([weights], lr=0.1)
@@ -50,14 +50,14 @@ def training():
         logged.append(value)
 
     context = step_context(log, adora_max_ratio=1000.0)
-    ratios = RatioGuard(context)
-    guard = SkipBadSteps(context, ratios, deepspeed_engine=None)
+    ratio_guard = RatioGuard(context)
+    guard = SkipBadSteps(context, ratio_guard, deepspeed_engine=None)
     control = TrainerControl()
     guard.max_bad_steps = 2
 
     def step(*gradient: float, ratio: float | None = None) -> list[float]:
         """Step with this gradient, and return the weights; `ratio`: one that `RatioGuard` refused."""
-        ratios.exceeding_ratio = ratio
+        ratio_guard.exceeding_ratio = ratio
         weights.grad = torch.tensor(gradient)
         guard.on_pre_optimizer_step(None, None, control, optimizer=optimizer)
         optimizer.step()
@@ -68,38 +68,42 @@ def training():
     )
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(training, bad):
-    weights_before = training.step(1.0, 1.0)
-    moments = training.optimizer.state[training.weights]
+@pytest.mark.parametrize("bad_gradient", [float("nan"), float("inf")])
+def test_a_bad_step_is_skipped_and_the_next_one_is_as_if_it_had_not_been(
+    steps_in_training, bad_gradient
+):
+    weights_before = steps_in_training.step(1.0, 1.0)
+    moments = steps_in_training.optimizer.state[steps_in_training.weights]
     moments_before = {name: moment.clone() for name, moment in moments.items()}
-    assert training.step(bad, 1.0) == weights_before
+    assert steps_in_training.step(bad_gradient, 1.0) == weights_before
     for name, moment in moments_before.items():
-        assert torch.equal(training.optimizer.state[training.weights][name], moment)
-    assert training.step(1.0, 1.0) != weights_before
-    assert training.logged == [0.0, 1.0, 0.0]
-    assert training.guard.reason is None
+        assert torch.equal(
+            steps_in_training.optimizer.state[steps_in_training.weights][name], moment
+        )
+    assert steps_in_training.step(1.0, 1.0) != weights_before
+    assert steps_in_training.logged == [0.0, 1.0, 0.0]
+    assert steps_in_training.guard.reason is None
 
 
-def test_bad_steps_in_a_row_save_and_stop(training):
+def test_bad_steps_in_a_row_save_and_stop(steps_in_training):
     # A good step between two bad ones begins the count anew.
     for gradient in (1.0, float("nan"), 1.0, float("nan")):
-        training.step(gradient, 1.0)
-        assert not training.control.should_training_stop
-    training.step(float("nan"), 1.0)
-    assert "2 steps in a row" in training.guard.reason
-    assert training.control.should_save
-    assert training.control.should_training_stop
+        steps_in_training.step(gradient, 1.0)
+        assert not steps_in_training.control.should_training_stop
+    steps_in_training.step(float("nan"), 1.0)
+    assert "2 steps in a row" in steps_in_training.guard.reason
+    assert steps_in_training.control.should_save
+    assert steps_in_training.control.should_training_stop
 
 
-def test_the_reason_of_a_stop_names_a_ratio_that_exploded(training):
-    training.step(float("nan"), 1.0, ratio=5e4)
-    training.step(float("nan"), 1.0, ratio=7e4)
+def test_the_reason_of_a_stop_names_a_ratio_that_exploded(steps_in_training):
+    steps_in_training.step(float("nan"), 1.0, ratio=5e4)
+    steps_in_training.step(float("nan"), 1.0, ratio=7e4)
     assert (
         "2 steps in a row were skipped: the largest importance ratio of the last is 7e+04"
-        in training.guard.reason
+        in steps_in_training.guard.reason
     )
-    assert "adora_max_ratio: 1000.0" in training.guard.reason
+    assert "adora_max_ratio: 1000.0" in steps_in_training.guard.reason
 
 
 class AfterTwoSteps(NamedTuple):

@@ -26,10 +26,10 @@ from tests.support.micro_batch_room import (
 )
 
 # Of a group of 8 rollouts as the speed page has it: 468 tokens an answer on average
-ANSWERS = (1024, 760, 520, 430, 380, 300, 210, 117)
+ANSWER_LENGTHS = (1024, 760, 520, 430, 380, 300, 210, 117)
 
 
-def unit(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
+def unit_of_lengths(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
     """Return the size of a group with these lengths of prompt and completions, in tokens."""
     return UnitSize(
         rows=len(completions),
@@ -40,8 +40,8 @@ def unit(prompt: int, completions: Sequence[int], patches: int = 0) -> UnitSize:
     )
 
 
-UNITS = st.builds(
-    unit,
+UNIT_SIZES = st.builds(
+    unit_of_lengths,
     st.integers(1, 2000),
     st.lists(st.integers(0, LONGEST_ANSWER), min_size=4, max_size=4),
     st.integers(0, 4000),
@@ -52,7 +52,7 @@ UNITS = st.builds(
 @given(
     st.integers(1, 12).flatmap(
         lambda count: st.lists(
-            st.lists(UNITS, min_size=count, max_size=count), min_size=1, max_size=3
+            st.lists(UNIT_SIZES, min_size=count, max_size=count), min_size=1, max_size=3
         )
     ),
     st.integers(1, 2),
@@ -86,16 +86,16 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
 
 def test_groups_of_real_lengths_need_a_third_of_the_micro_batches():
     """Full answers of one group take the memory of three groups of real lengths."""
-    groups = [unit(1079, ANSWERS)] * 12
+    groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 12
     assert [len(part) for part in room_of_3b().cut([groups], range(12), 1)] == [3, 3, 3, 3]
-    full = [unit(1079, [LONGEST_ANSWER] * 8)] * 12
+    full = [unit_of_lengths(1079, [LONGEST_ANSWER] * 8)] * 12
     assert len(room_of_3b().cut([full], range(12), 1)) == 12, "nothing is filled up at full length"
 
 
 def test_ranks_cut_at_the_same_places():
     """A rank with short groups takes no more of them than the one whose groups are long."""
-    short_groups = [unit(100, [50] * 8)] * 6
-    long_groups = [unit(1079, ANSWERS)] * 6
+    short_groups = [unit_of_lengths(100, [50] * 8)] * 6
+    long_groups = [unit_of_lengths(1079, ANSWER_LENGTHS)] * 6
     cut = partial(room_of_3b().cut, positions=range(6), max_units=1)
     assert cut([short_groups, long_groups]) == cut([long_groups])
     assert len(cut([short_groups])) == 1
@@ -112,7 +112,7 @@ def test_ranks_in_lockstep_gather_weights_a_third_as_often_and_wait_little():
 
 def test_rows_that_share_nothing_are_as_long_as_the_longest():
     """Without shared prompts padding counts: a short group beside a long one takes as much."""
-    units = [unit(1000, [2000] * 8), *[unit(1000, [100] * 8)] * 5]
+    units = [unit_of_lengths(1000, [2000] * 8), *[unit_of_lengths(1000, [100] * 8)] * 5]
     padded = room_of_3b(shares_prompts=False).cut([units], range(6), max_units=1)
     assert [len(positions) for positions in padded] == [1, 2, 2, 1]
     packed = room_of_3b().cut([units], range(6), max_units=1)
@@ -129,7 +129,10 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         sequences_per_problem=8,
         packed=True,
     )
-    longest_group = full_unit([unit(1079, ANSWERS, 1024), unit(80, ANSWERS)], LONGEST_ANSWER)
+    longest_group = full_unit(
+        [unit_of_lengths(1079, ANSWER_LENGTHS, 1024), unit_of_lengths(80, ANSWER_LENGTHS)],
+        LONGEST_ANSWER,
+    )
     size = size_of_pass([longest_group], shares_prompts=True, masked=True)
     dry_run_size = planned.pass_size(merge_size=2, has_padding_mask=True)
     # A rollout's last token predicts nothing, so it is no key.
@@ -145,7 +148,7 @@ def test_sizes_of_units_by_hand():
         images=[RowImages(pixels=torch.zeros(8, 1), grids=torch.ones(1, 3))] * 2 + [None] * 2,
     )
     assert unit_sizes(host, rows_per_unit=2, shares_vision=True) == [
-        unit(2, [4, 1], patches=8),
-        unit(3, [0, 2]),
+        unit_of_lengths(2, [4, 1], patches=8),
+        unit_of_lengths(3, [0, 2]),
     ]
     assert unit_sizes(host, 2, shares_vision=False)[0].patches == 16

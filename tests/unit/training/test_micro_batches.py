@@ -41,7 +41,7 @@ from tests.support.micro_batch_room import room_of_3b
 from tests.support.step_context import step_context
 
 CPU = torch.device("cpu")
-LETTERS = "abcdefgh"  # of the images of eight groups
+GROUP_LETTERS = "abcdefgh"  # of the images of eight groups
 
 
 def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_one_that_sampled():
@@ -220,7 +220,7 @@ def test_a_batch_of_empty_completions_keeps_a_column():
 
 # Whether groups of the batch and further ones have signal, slots, and the group in each slot;
 # further groups are counted on.
-ADMITTED = [
+SLOT_CASES = [
     ([True, False, False], [False, True, False], 3, [0, 4, 2]),
     ([True, False], [False, True, True, False], 4, [0, 1, 3, 4]),  # free slots come first
     ([False], [True, True], 2, [2, 1]),
@@ -228,7 +228,7 @@ ADMITTED = [
 ]
 
 
-@pytest.mark.parametrize(("has_signal", "further_has_signal", "slots", "groups"), ADMITTED)
+@pytest.mark.parametrize(("has_signal", "further_has_signal", "slots", "groups"), SLOT_CASES)
 def test_groups_without_signal_give_their_slots_to_further_ones_with_it(
     has_signal, further_has_signal, slots, groups
 ):
@@ -261,13 +261,13 @@ def test_chosen_groups_of_two_batches_are_padded_to_the_wider():
 
 
 # The ratios of two batches, and of both together.
-RATIOS_JOINED = [
+JOINED_RATIO_CASES = [
     ([[2.0, 3]], [[4.0]], [[2, 3], [4, 1]]),
     ([[2.0]], [[4.0]], [[2], [4]]),
 ]
 
 
-@pytest.mark.parametrize(("first_ratio", "second_ratio", "expected"), RATIOS_JOINED)
+@pytest.mark.parametrize(("first_ratio", "second_ratio", "expected"), JOINED_RATIO_CASES)
 def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, expected):
     """TRL's VESPO takes its logarithm without a mask. A ratio of whole rollouts has one column."""
 
@@ -288,7 +288,7 @@ def test_a_ratio_is_padded_with_what_changes_nothing(first_ratio, second_ratio, 
     assert joined["importance_sampling_ratio"].tolist() == expected
 
 
-def batcher(
+def make_batcher(
     *,
     banks: ImageBanks,
     log: dict[str, float] | None = None,
@@ -308,7 +308,7 @@ def batcher(
         "steps_per_generation": 4,
     }
     context = step_context(log, **{**sizes, **keys})
-    return MicroBatcher(context, banks, every_row_counts=every_row_counts, room=room)
+    return MicroBatcher(context, banks, every_row_counts=every_row_counts, micro_batch_room=room)
 
 
 def eight_groups(banks: ImageBanks, live: str) -> Batch:
@@ -316,12 +316,12 @@ def eight_groups(banks: ImageBanks, live: str) -> Batch:
 
     A group has the letter of its image. Each rollout is one token longer than the one before.
     """
-    images = "".join(2 * letter for letter in LETTERS)
+    images = "".join(2 * letter for letter in GROUP_LETTERS)
     rows = rank_batch(banks, images, 16, 0)
     numbers = torch.arange(16)
     rows["completion_mask"] = (numbers <= numbers[:, None]).long()
     signs_PG = torch.zeros(8, 2)
-    for group, letter in enumerate(LETTERS):
+    for group, letter in enumerate(GROUP_LETTERS):
         if letter in live:
             signs_PG[group] = torch.tensor([1.0, -1.0])
     rows["advantages"] = signs_PG.flatten() * (numbers + 1)
@@ -337,7 +337,7 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
     banks = ImageBanks()
     log = dict[str, float]()
     generation = eight_groups(banks, "bdeg")
-    micro_batches = batcher(banks=banks, log=log).split(generation, "0/0")
+    micro_batches = make_batcher(banks=banks, log=log).split(generation, "0/0")
     assert rollout_numbers(micro_batches) == [[], [], [12, 13, 8, 9], [6, 7, 2, 3]]
     assert log == {"adora/skipped_groups": 0.5, "adora/micro_batches": 2.0}
     for micro in micro_batches[2:]:
@@ -351,7 +351,7 @@ def test_only_groups_with_signal_are_in_micro_batches_the_longest_first_with_all
         assert torch.equal(micro["prompt_ids"][:, 0], numbers)
         starts = micro["pixel_values"].view(4, -1)[:, 0].tolist()
         letters = [letter_of(banks, start) for start in starts]
-        assert letters == [LETTERS[number // 2] for number in numbers.tolist()]
+        assert letters == [GROUP_LETTERS[number // 2] for number in numbers.tolist()]
 
 
 def letter_of(banks: ImageBanks, start: int) -> str:
@@ -373,7 +373,7 @@ def test_a_rank_makes_as_many_micro_batches_with_work_as_the_one_with_the_most_s
     monkeypatch.setattr("adora_vl.training.micro_batches.gather_object", gather_with_five)
     two_ranks = SimpleNamespace(num_processes=2, device=CPU, process_index=0)
     banks = ImageBanks()
-    ours = batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
+    ours = make_batcher(banks=banks, accelerator=two_ranks, adora_stock_step=["spread_signal"])
     rows = rollout_numbers(ours.split(eight_groups(banks, "h"), "0/0"))
     learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
     assert sorted(learned) == [*range(8), 14, 15]
@@ -392,12 +392,12 @@ def test_a_row_weighs_as_much_in_a_small_micro_batch_as_in_a_full_one(live, rows
     banks = ImageBanks()
     loss = torch.tensor(3.0)
     generation = batch_rows.RowReader(eight_groups(banks, live)).take(range(rows))
-    grpo = batcher(banks=banks, loss_type="grpo")
+    grpo = make_batcher(banks=banks, loss_type="grpo")
     with_work = [micro for micro in grpo.split(generation, "0/0") if micro]
     assert [len(numbers) for numbers in rollout_numbers(with_work)] == sizes
     scaled = [float(loss * grpo.loss_weight(micro)) for micro in with_work]
     assert scaled == pytest.approx(losses)
-    dapo = batcher(banks=banks, loss_type="dapo")
+    dapo = make_batcher(banks=banks, loss_type="dapo")
     assert float(loss * dapo.loss_weight(with_work[-1])) == 3.0, "DAPO divides by tokens"
 
 
@@ -417,7 +417,9 @@ def test_which_groups_are_learned_from_and_where(subtests):
     for live, keys, sizes, learned_rows in cases:
         with subtests.test(f"{live} {keys}"):
             banks = ImageBanks()
-            micro_batches = batcher(banks=banks, **keys).split(eight_groups(banks, live), "0/0")
+            micro_batches = make_batcher(banks=banks, **keys).split(
+                eight_groups(banks, live), "0/0"
+            )
             rows = rollout_numbers(micro_batches)
             assert [len(rows_of_micro_batch) for rows_of_micro_batch in rows] == sizes
             learned = [row for rows_of_micro_batch in rows for row in rows_of_micro_batch]
@@ -434,8 +436,8 @@ def test_a_generation_s_rows_weigh_the_same_however_they_are_cut(loss_type):
     def weights_of_rows(room: MicroBatchRoom | None, expected_count: int) -> dict[int, float]:
         """Return the weight of each rollout in the step's loss, by its number."""
         banks = ImageBanks()
-        cutting_batcher = batcher(banks=banks, room=room, loss_type=loss_type)
-        micro_batches = cutting_batcher.split(eight_groups(banks, LETTERS), "0/0")
+        cutting_batcher = make_batcher(banks=banks, room=room, loss_type=loss_type)
+        micro_batches = cutting_batcher.split(eight_groups(banks, GROUP_LETTERS), "0/0")
         with_work = [micro for micro in micro_batches if micro]
         assert len(with_work) == expected_count
         weights: dict[int, float] = {}
@@ -458,18 +460,18 @@ def test_empty_micro_batches_come_first_in_each_step():
     banks = ImageBanks()
     log = dict[str, float]()
     two_a_step: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    filling_batcher = batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
-    micro_batches = filling_batcher.split(eight_groups(banks, LETTERS), "0/0")
+    filling_batcher = make_batcher(banks=banks, room=room_of_3b(longest=64), log=log, **two_a_step)
+    micro_batches = filling_batcher.split(eight_groups(banks, GROUP_LETTERS), "0/0")
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [0, 8, 0, 8]
     assert log["adora/micro_batches"] == 1
 
 
 def test_the_key_cuts_by_the_number_of_rows():
     banks = ImageBanks()
-    stock = batcher(
+    stock = make_batcher(
         banks=banks, room=room_of_3b(longest=64), adora_stock_step=["fill_micro_batches"]
     )
-    micro_batches = stock.split(eight_groups(banks, LETTERS), "0/0")
+    micro_batches = stock.split(eight_groups(banks, GROUP_LETTERS), "0/0")
     assert [len(rows) for rows in rollout_numbers(micro_batches)] == [4, 4, 4, 4]
 
 
@@ -530,10 +532,10 @@ def test_ranks_in_lockstep_hardly_wait_for_each_other(case):
 
 
 # for each rank the tokens of its units
-RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6)
+TOKENS_OF_RANKS = st.lists(st.lists(st.integers(1, 99), max_size=9), min_size=1, max_size=6)
 
 
-@given(RANKS, st.integers(1, 6))
+@given(TOKENS_OF_RANKS, st.integers(1, 6))
 def test_no_rank_learns_from_more_units_than_it_must_and_none_is_lost(ranks, min_units):
     tokens_by_rank = [dict(enumerate(tokens)) for tokens in ranks]
     counts_before = [len(units) for units in tokens_by_rank]
@@ -580,10 +582,10 @@ def test_a_rank_that_gets_nothing_looks_at_its_images_again_with_the_others():
 
 
 # for each rank whether its six units have signal
-SIGNALS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5)
+SIGNAL_OF_RANKS = st.lists(st.lists(st.booleans(), min_size=6, max_size=6), min_size=2, max_size=5)
 
 
-@given(SIGNALS, st.sampled_from([1, 2, 3, 6]))
+@given(SIGNAL_OF_RANKS, st.sampled_from([1, 2, 3, 6]))
 def test_every_unit_with_signal_is_learned_from_once_on_one_rank(ranks, min_units):
     """The plan, the exchange and the choice of units work together, whatever has signal."""
     tokens_by_rank = []

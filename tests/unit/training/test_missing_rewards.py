@@ -124,18 +124,18 @@ def test_where_nothing_is_missing_trl_gets_what_it_gathered():
 
 # The tokens of those who have left still stand in the number by which TRL divides. These methods
 # undo that division.
-BY_TOKENS = {"dapo", "daro"}
-CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
-CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
-CASES += [
+METHODS_THAT_WEIGH_BY_TOKENS = {"dapo", "daro"}
+METHOD_CASES: list[tuple[str, Any]] = [(name, METHODS[name]()) for name in METHODS]
+METHOD_CASES += [("adora", Adora(assign=assign)) for assign in ("random", "reversed", "rate")]
+METHOD_CASES += [
     ("canon", load_example("canon.py:Canon")(measure=measure)) for measure in ("length", "entropy")
 ]
-CASES += [("ngrpo", load_example("ngrpo.py:Ngrpo")())]
-CASES += [("dapo", Dapo(overlong_cache=50))]
+METHOD_CASES += [("ngrpo", load_example("ngrpo.py:Ngrpo")())]
+METHOD_CASES += [("dapo", Dapo(overlong_cache=50))]
 
 
 def test_a_group_that_some_have_left_is_the_group_of_the_others(subtests):
-    for (name, options), scale in product(CASES, ("group", "batch", "none")):
+    for (name, options), scale in product(METHOD_CASES, ("group", "batch", "none")):
         with subtests.test(f"{name} {options} {scale}"):
             check_left_groups(name, options, scale)
 
@@ -176,7 +176,7 @@ def check_left_groups(name: str, options: Any, scale: str) -> None:
     expected_PG = advantages(
         rewards_of_six_PG, lengths_of_six_PG, surprisal_PG[:30].gather(1, remaining_PG)
     )
-    if name in BY_TOKENS:
+    if name in METHODS_THAT_WEIGH_BY_TOKENS:
         expected_PG = expected_PG * lengths_PG.sum() / lengths_of_six_PG.sum()
     if name == "adora" and options.assign == "random":
         # The draw is seeded by the number of groups with signal, which is the same.

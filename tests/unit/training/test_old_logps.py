@@ -20,22 +20,26 @@ from adora_vl.utils.errors import RolloutError
 from tests.support.step_context import step_context
 from tests.support.table_policy import TABLE_VOCABULARY, LogitsTable, OneProcess, table_trainer
 
-LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
-ROWS = len(LENGTHS)
+COMPLETION_LENGTHS = torch.tensor([2, 9, 3, 7, 9, 1, 5, 6, 8, 8, 4, 9, 7, 2, 6, 5])
+ROWS = len(COMPLETION_LENGTHS)
 GROUP_SIZE = 2
 GROUPS_WITHOUT_SIGNAL = (1, 6)  # the groups without signal
 LEARNING_RATE = 4.0  # of gradient descent: the second update's ratios leave the clip range
 # Four micro-batches of two groups; an update learns from two of them.
-TWO_UPDATES: dict[str, Any] = {
+TWO_UPDATE_KEYS: dict[str, Any] = {
     "num_generations": GROUP_SIZE,
     "per_device_train_batch_size": 2 * GROUP_SIZE,
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
     "max_completion_length": 9,
 }
-TWO_ITERATIONS = {**TWO_UPDATES, "gradient_accumulation_steps": 4, "num_iterations": 2}
-UNEVEN = {**TWO_UPDATES, "gradient_accumulation_steps": 3, "steps_per_generation": 4}
-ENGINE: dict[str, Any] = {
+TWO_ITERATION_KEYS = {**TWO_UPDATE_KEYS, "gradient_accumulation_steps": 4, "num_iterations": 2}
+UNEVEN_UPDATE_KEYS = {
+    **TWO_UPDATE_KEYS,
+    "gradient_accumulation_steps": 3,
+    "steps_per_generation": 4,
+}
+ENGINE_KEYS: dict[str, Any] = {
     "use_vllm": True,
     "vllm_importance_sampling_correction": True,
     "vllm_importance_sampling_mode": "token_truncate",
@@ -43,8 +47,8 @@ ENGINE: dict[str, Any] = {
     "adora_max_drift": 5.0,
 }
 # The policy as it began; with it groups without signal are learned from too.
-REFERENCE: dict[str, Any] = {"beta": 0.5, "use_bias_correction_kl": False}
-MAX_DISTANCE = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
+REFERENCE_KEYS: dict[str, Any] = {"beta": 0.5, "use_bias_correction_kl": False}
+MAX_RELATIVE_DISTANCE = 1e-9  # relative to the gradient's norm; float64's rounding is 1e-14
 
 
 @dataclass
@@ -58,15 +62,15 @@ class GenerationUpdates:
 
 def logits_table() -> LogitsTable:
     """Return a new policy. Learning from one rollout changes the others too."""
-    return LogitsTable(ROWS, int(LENGTHS.max()), shared=0.3)
+    return LogitsTable(ROWS, int(COMPLETION_LENGTHS.max()), shared=0.3)
 
 
-def generation(engine_gap: float = 0.3) -> Batch:
+def make_generation(engine_gap: float = 0.3) -> Batch:
     """Return rollouts of groups with and without signal, with the engine's log-probabilities.
 
     `engine_gap`: standard deviation of their difference to the policy's.
     """
-    mask_BC = (torch.arange(int(LENGTHS.max())) < LENGTHS[:, None]).long()
+    mask_BC = (torch.arange(int(COMPLETION_LENGTHS.max())) < COMPLETION_LENGTHS[:, None]).long()
     generator = torch.Generator().manual_seed(5)
     numbers_B = torch.arange(ROWS)
     advantages_B = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
@@ -88,7 +92,7 @@ def generation(engine_gap: float = 0.3) -> Batch:
     }
 
 
-def learn(
+def learn_from_generation(
     *, resumes: bool = False, breaks_second_update: bool = False, **keys: object
 ) -> GenerationUpdates:
     """Make all optimizer steps on a generation, by gradient descent.
@@ -112,7 +116,7 @@ def learn(
         return scores(row_B, ids_BC)
 
     policy.scores = count_and_score  # type: ignore[method-assign]
-    batch = generation()
+    batch = make_generation()
     if not trainer.use_vllm:
         del batch["sampling_per_token_logps"]
     trainer._add_logps(batch, "train")
@@ -143,7 +147,7 @@ def learn(
 def rollouts_of_second_update(**keys: object) -> list[int]:
     """Return the numbers of the rollouts that the second optimizer step learns from."""
     trainer = table_trainer(logits_table(), **keys)
-    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
+    micro_batches = trainer.micro_batcher.split(make_generation(), "0/0")
     later = micro_batches[trainer.layout.micro_batches_before_update :]
     return [row for micro in later for row in micro["rollout_number"].tolist()]
 
@@ -152,7 +156,7 @@ def learn_like_trl(**keys: object) -> GenerationUpdates:
     """Make the same steps after a pass over the whole generation, as stock TRL does."""
     settings: dict[str, Any] = {"adora_stock_step": ["share_prompt", "skip_old_pass"]}
     settings |= keys
-    return learn(**settings)
+    return learn_from_generation(**settings)
 
 
 def relative_distances(ours: GenerationUpdates, theirs: GenerationUpdates) -> list[float]:
@@ -164,57 +168,72 @@ def relative_distances(ours: GenerationUpdates, theirs: GenerationUpdates) -> li
     return distances
 
 
-CASES = {
-    "two updates": TWO_UPDATES,
-    "two updates, engine": {**TWO_UPDATES, **ENGINE},
-    "twice over the generation": TWO_ITERATIONS,
-    "twice over the generation, engine": {**TWO_ITERATIONS, **ENGINE},
-    "updates and generations apart": {**UNEVEN, **ENGINE},
-    "two updates, reference": {**TWO_UPDATES, **REFERENCE},
-    "two updates, reference, engine": {**TWO_UPDATES, **REFERENCE, **ENGINE},
-    "twice over the generation, reference": {**TWO_ITERATIONS, **REFERENCE, **ENGINE},
-    "two updates, KL corrected": {**TWO_UPDATES, **REFERENCE, "use_bias_correction_kl": True},
+KEYS_BY_CASE = {
+    "two updates": TWO_UPDATE_KEYS,
+    "two updates, engine": {**TWO_UPDATE_KEYS, **ENGINE_KEYS},
+    "twice over the generation": TWO_ITERATION_KEYS,
+    "twice over the generation, engine": {**TWO_ITERATION_KEYS, **ENGINE_KEYS},
+    "updates and generations apart": {**UNEVEN_UPDATE_KEYS, **ENGINE_KEYS},
+    "two updates, reference": {**TWO_UPDATE_KEYS, **REFERENCE_KEYS},
+    "two updates, reference, engine": {**TWO_UPDATE_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS},
+    "twice over the generation, reference": {**TWO_ITERATION_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS},
+    "two updates, KL corrected": {
+        **TWO_UPDATE_KEYS,
+        **REFERENCE_KEYS,
+        "use_bias_correction_kl": True,
+    },
 }
 
 
 @pytest.mark.parametrize("loss", ["grpo", "dapo", "cispo", "vespo"])
 def test_each_update_learns_what_it_did_with_a_pass_over_everything(loss, subtests):
-    for name, keys in CASES.items():
+    for name, keys in KEYS_BY_CASE.items():
         with subtests.test(name):
-            ours = learn(loss_type=loss, **keys)
+            ours = learn_from_generation(loss_type=loss, **keys)
             theirs = learn_like_trl(loss_type=loss, **keys)
             assert theirs.scored_rollouts == ROWS
-            assert max(relative_distances(ours, theirs)) < MAX_DISTANCE
+            assert max(relative_distances(ours, theirs)) < MAX_RELATIVE_DISTANCE
             assert min(float(gradient.norm()) for gradient in theirs.gradients) > 1e-3
 
 
 def test_without_the_old_ones_the_second_update_would_learn_something_else():
     """This shows that the comparison above can fail."""
-    keys = {"loss_type": "grpo", **TWO_UPDATES}
+    keys = {"loss_type": "grpo", **TWO_UPDATE_KEYS}
     first, second = relative_distances(
-        learn(breaks_second_update=True, **keys), learn_like_trl(**keys)
+        learn_from_generation(breaks_second_update=True, **keys), learn_like_trl(**keys)
     )
-    assert first < MAX_DISTANCE
+    assert first < MAX_RELATIVE_DISTANCE
     assert second > 1e-3
 
 
 def test_the_pass_is_over_the_later_updates_rollouts_with_signal_alone():
     rollouts_with_signal = (ROWS - len(GROUPS_WITHOUT_SIGNAL) * GROUP_SIZE) // 2
-    assert learn(loss_type="grpo", **TWO_UPDATES).scored_rollouts == rollouts_with_signal
-    assert learn(loss_type="grpo", **TWO_UPDATES, **ENGINE).scored_rollouts == rollouts_with_signal
+    assert (
+        learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS).scored_rollouts
+        == rollouts_with_signal
+    )
+    assert (
+        learn_from_generation(loss_type="grpo", **TWO_UPDATE_KEYS, **ENGINE_KEYS).scored_rollouts
+        == rollouts_with_signal
+    )
     # The first time over the generation gives them for the second.
-    assert learn(loss_type="grpo", **TWO_ITERATIONS, **ENGINE).scored_rollouts == 0
+    assert (
+        learn_from_generation(loss_type="grpo", **TWO_ITERATION_KEYS, **ENGINE_KEYS).scored_rollouts
+        == 0
+    )
 
 
 def test_the_kl_term_asks_no_pass_of_groups_without_signal():
     """They are learned from, but their advantage of 0 makes the ratio irrelevant."""
-    keys = {"loss_type": "grpo", **TWO_UPDATES, **REFERENCE}
+    keys = {"loss_type": "grpo", **TWO_UPDATE_KEYS, **REFERENCE_KEYS}
     in_later_update = rollouts_of_second_update(**keys)
     without_signal = [row for row in in_later_update if row // GROUP_SIZE in GROUPS_WITHOUT_SIGNAL]
     assert without_signal
-    assert learn(**keys).scored_rollouts == len(in_later_update) - len(without_signal)
+    assert learn_from_generation(**keys).scored_rollouts == len(in_later_update) - len(
+        without_signal
+    )
     # TRL's corrected KL term multiplies by the ratio, which needs the old log-probabilities.
-    corrected = learn(**{**keys, "use_bias_correction_kl": True})
+    corrected = learn_from_generation(**{**keys, "use_bias_correction_kl": True})
     assert corrected.scored_rollouts == len(in_later_update)
 
 
@@ -223,11 +242,11 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     trainer = table_trainer(
         logits_table(),
         loss_type="grpo",
-        **TWO_UPDATES,
-        **REFERENCE,
-        **ENGINE,
+        **TWO_UPDATE_KEYS,
+        **REFERENCE_KEYS,
+        **ENGINE_KEYS,
     )
-    batch = generation()
+    batch = make_generation()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     micro_batches = trainer.micro_batcher.split(batch, "0/0")
     trainer._add_old_logps(micro_batches)
@@ -245,11 +264,11 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
         def gather(value: Tensor) -> Tensor:
             return torch.cat([value, torch.ones_like(value)])
 
-    context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATES, **REFERENCE)
+    context = step_context(accelerator=OtherRankHasSignal(), **TWO_UPDATE_KEYS, **REFERENCE_KEYS)
     old_logps = OldLogps(context, has_dropout=False)
-    micro_batches = table_trainer(logits_table(), **TWO_UPDATES, **REFERENCE).micro_batcher.split(
-        generation(), "0/0"
-    )
+    micro_batches = table_trainer(
+        logits_table(), **TWO_UPDATE_KEYS, **REFERENCE_KEYS
+    ).micro_batcher.split(make_generation(), "0/0")
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
     passes = old_logps.passes_due(micro_batches)
@@ -258,29 +277,29 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
 
 def test_a_run_that_goes_on_after_the_first_update_does_so_to_the_bit():
     for keys in (
-        {**TWO_UPDATES, **ENGINE},
-        {**TWO_ITERATIONS, **ENGINE},
-        {**TWO_UPDATES, **REFERENCE, **ENGINE},
+        {**TWO_UPDATE_KEYS, **ENGINE_KEYS},
+        {**TWO_ITERATION_KEYS, **ENGINE_KEYS},
+        {**TWO_UPDATE_KEYS, **REFERENCE_KEYS, **ENGINE_KEYS},
     ):
-        uninterrupted = learn(loss_type="dapo", **keys)
-        resumed = learn(loss_type="dapo", resumes=True, **keys)
+        uninterrupted = learn_from_generation(loss_type="dapo", **keys)
+        resumed = learn_from_generation(loss_type="dapo", resumes=True, **keys)
         for expected, gradient in zip(uninterrupted.gradients, resumed.gradients, strict=True):
             assert torch.equal(gradient, expected)
 
 
 def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
     with_signal = [row for row in range(ROWS) if row // GROUP_SIZE not in GROUPS_WITHOUT_SIGNAL]
-    for keys in (TWO_UPDATES, TWO_ITERATIONS):
-        updates = learn(loss_type="grpo", **keys, **ENGINE)
+    for keys in (TWO_UPDATE_KEYS, TWO_ITERATION_KEYS):
+        updates = learn_from_generation(loss_type="grpo", **keys, **ENGINE_KEYS)
         assert sorted(updates.trainer.recorder.measured_rows) == with_signal
 
 
 def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     """The rollouts of the second update are compared before the first one, too."""
-    keys = {**TWO_UPDATES, **ENGINE, "adora_max_drift": 0.01}
+    keys = {**TWO_UPDATE_KEYS, **ENGINE_KEYS, "adora_max_drift": 0.01}
     trainer = table_trainer(logits_table(), **keys)
     trainer.drift_guard.save_now = lambda: "none"
-    micro_batches = trainer.micro_batcher.split(generation(), "0/0")
+    micro_batches = trainer.micro_batcher.split(make_generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
         trainer._add_old_logps(micro_batches)
 
@@ -298,10 +317,10 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
 
     micro_batches = [Batch(), micro_batch(), micro_batch(), micro_batch()]
     for name, keys, count in (
-        ("ratio to the engine", {**TWO_UPDATES, **ENGINE}, 3),
-        ("in one update", {**TWO_UPDATES, **ENGINE, "gradient_accumulation_steps": 4}, 3),
-        ("without an engine", TWO_UPDATES, 2),
-        ("without an engine, twice", TWO_ITERATIONS, 3),
+        ("ratio to the engine", {**TWO_UPDATE_KEYS, **ENGINE_KEYS}, 3),
+        ("in one update", {**TWO_UPDATE_KEYS, **ENGINE_KEYS, "gradient_accumulation_steps": 4}, 3),
+        ("without an engine", TWO_UPDATE_KEYS, 2),
+        ("without an engine, twice", TWO_ITERATION_KEYS, 3),
     ):
         with subtests.test(name):
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
@@ -332,9 +351,9 @@ def test_how_many_micro_batches_come_before_the_first_update(subtests):
             assert layout.micro_batches_before_update == count
 
 
-BY_ENGINE: dict[str, Any] = {
-    **TWO_UPDATES,
-    **ENGINE,
+ENGINE_OLD_LOGPS_KEYS: dict[str, Any] = {
+    **TWO_UPDATE_KEYS,
+    **ENGINE_KEYS,
     "vllm_importance_sampling_correction": False,
     "adora_rollouts": RolloutOptions(old_logps="engine"),
     "loss_type": "grpo",
@@ -343,7 +362,7 @@ BY_ENGINE: dict[str, Any] = {
 
 def test_the_engines_log_probabilities_may_be_the_old_ones():
     """No pass is made; the ratio of each update is that to the engine, clipped as ever."""
-    updates = learn(**BY_ENGINE)
+    updates = learn_from_generation(**ENGINE_OLD_LOGPS_KEYS)
     assert updates.scored_rollouts == 0
     trainer = updates.trainer
     first_ratio = trainer.figures["adora/ratio_max"][0]
@@ -356,17 +375,22 @@ def test_the_engines_log_probabilities_may_be_the_old_ones():
 
 
 def test_an_engine_without_difference_gives_the_gradients_of_the_policys_own(monkeypatch):
-    stock_generation = generation
-    monkeypatch.setitem(globals(), "generation", lambda: stock_generation(engine_gap=0.0))
+    stock_generation = make_generation
+    monkeypatch.setitem(globals(), "make_generation", lambda: stock_generation(engine_gap=0.0))
     assert (
-        max(relative_distances(learn(**BY_ENGINE), learn_like_trl(loss_type="grpo", **TWO_UPDATES)))
-        < MAX_DISTANCE
+        max(
+            relative_distances(
+                learn_from_generation(**ENGINE_OLD_LOGPS_KEYS),
+                learn_like_trl(loss_type="grpo", **TWO_UPDATE_KEYS),
+            )
+        )
+        < MAX_RELATIVE_DISTANCE
     )
 
 
 def test_tokens_that_the_engine_was_not_asked_for_have_the_ratio_one():
     """Tools wrote them. The policy's log-probability counts as 0 there."""
-    old_logps = OldLogps(step_context(**BY_ENGINE), has_dropout=False)
+    old_logps = OldLogps(step_context(**ENGINE_OLD_LOGPS_KEYS), has_dropout=False)
     micro: Batch = {"sampling_per_token_logps": torch.tensor([[-1.0, torch.nan, -torch.inf]])}
     old_logps.prepare_loss(micro, 0)
     assert micro["old_per_token_logps"].tolist() == [[-1.0, 0.0, -torch.inf]]

@@ -60,7 +60,7 @@ from adora_vl.utils.seeding import rollout_seed
 from tests.support.facts import rollout_facts
 from tests.support.step_context import step_context
 
-SLOTS = 6  # groups of a rank and generation
+MAX_GROUPS = 6  # groups of a rank and generation
 GROUP_SIZE = 4  # rollouts of a group
 MAX_TOKENS = 400  # of a rollout
 IMAGE_TOKEN = 4
@@ -110,7 +110,7 @@ def draw_length(seed: int) -> int:
     return min(MAX_TOKENS, max(3, int(60 * rng.lognormvariate(0, 0.7))))
 
 
-class Engine:
+class CountingEngine:
     """A stand-in for the engine, whose tokens tell where they come from.
 
     An answer's first token is its seed. Each further token is the optimizer step of the weights that
@@ -158,7 +158,7 @@ class Engine:
         return results
 
 
-class TurnsEngine(Engine):
+class TurnsEngine(CountingEngine):
     """An engine for tools: a turn, or a part of one, has the length that its own seed draws."""
 
     def sample(self, requests: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
@@ -183,22 +183,22 @@ class TurnsEngine(Engine):
         return results
 
 
-class EngineAhead(Engine, AsyncServerSampler):
+class EngineAhead(CountingEngine, AsyncServerSampler):
     """A stand-in for servers that sample ahead, with the weights of when they were asked."""
 
     def __init__(self, ahead: int) -> None:
-        Engine.__init__(self)
+        CountingEngine.__init__(self)
         self.ahead = ahead
 
     def sync_weights(self, *, force: bool = False) -> None:
         pass
 
     def begin(self, asks: Any, settings: Any = None) -> PendingSamples:
-        results = Engine.sample(self, [*asks], prompts=None)
+        results = CountingEngine.sample(self, [*asks], prompts=None)
         return PendingSamples(step=self.step, join=lambda: results)
 
     def sample(self, asks: Any, prompts: Any = None, settings: Any = None) -> list[SamplingResult]:
-        return Engine.sample(self, [*asks], prompts=prompts)
+        return CountingEngine.sample(self, [*asks], prompts=prompts)
 
     def pop_seconds_waited(self) -> dict[str, float]:
         return {}
@@ -206,7 +206,7 @@ class EngineAhead(Engine, AsyncServerSampler):
 
 def rows_after(numbers: Sequence[int], distance: int) -> list[Row]:
     """Return the rows of the generation `distance` after the one with these row numbers."""
-    later = [number + distance * SLOTS for number in numbers]
+    later = [number + distance * MAX_GROUPS for number in numbers]
     rows: list[Any] = [{"id": f"0/{number}", ROW_NUMBER_COLUMN: number} for number in later]
     return rows
 
@@ -316,7 +316,7 @@ def rollouts_of(learned: LearnedGeneration) -> list[list[int]]:
     return [rollout.tokens for group in learned.groups for rollout in group.rollouts]
 
 
-def learned_groups(run: Run) -> list[list[RolloutGroup]]:
+def learned_groups(run: SimulatedRun) -> list[list[RolloutGroup]]:
     """Return the groups of each generation that a run has learned from."""
     return [list(learned.groups) for learned in run.learned]
 
@@ -354,7 +354,7 @@ class LearnedRollout(NamedTuple):
     tokens: list[int]
 
 
-class Run:
+class SimulatedRun:
     """A training without a policy, of `steps` optimizer steps.
 
     `updates`: how many of them learn from one generation.
@@ -372,13 +372,13 @@ class Run:
         self.state, self.log = TrainerState(max_steps=steps), {}  # type: ignore[var-annotated]
         self.updates = updates
         options = RolloutOptions(**{"budget": 60, **rollouts})
-        self.engine = EngineAhead(options.ahead) if options.ahead else Engine()
+        self.engine = EngineAhead(options.ahead) if options.ahead else CountingEngine()
         context = step_context(
             self.log,
             accelerator=accelerator or OneProcess(),
             state=self.state,
             num_generations=GROUP_SIZE,
-            per_device_train_batch_size=SLOTS * GROUP_SIZE,
+            per_device_train_batch_size=MAX_GROUPS * GROUP_SIZE,
             steps_per_generation=updates,
             gradient_accumulation_steps=1,
             max_completion_length=MAX_TOKENS,
@@ -388,7 +388,7 @@ class Run:
             adora_rollouts=options,
         )
         self.rank = context.accelerator.process_index
-        rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * SLOTS)]
+        rows = [{"id": f"{self.rank}/{number}"} for number in range((steps + updates) * MAX_GROUPS)]
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
@@ -433,12 +433,12 @@ class Run:
         step = self.engine.step = self.state.global_step
         rows: list[Any] = [
             {"id": f"{self.rank}/{number}", ROW_NUMBER_COLUMN: number}
-            for number in range(step * SLOTS, (step + self.updates) * SLOTS)
+            for number in range(step * MAX_GROUPS, (step + self.updates) * MAX_GROUPS)
             for _ in range(GROUP_SIZE)
         ]
         return self.trainer._generate_and_score_completions(rows)
 
-    def go_on(self, until: int | None = None) -> Run:
+    def go_on(self, until: int | None = None) -> SimulatedRun:
         """Train until this optimizer step, by default the last one; return the run itself."""
         while self.state.global_step < (until or self.state.max_steps):
             self.learned.append(self.sample_next())
@@ -467,13 +467,13 @@ def unlimited_lengths(problem: str, updates: int = 1) -> list[int]:
     `problem`: rank and row number, such as `0/12`. `updates`: those of the run.
     """
     rank, number = map(int, problem.split("/"))
-    generation, slot_on_rank = divmod(number, SLOTS * updates)
+    generation, slot_on_rank = divmod(number, MAX_GROUPS * updates)
     position = f"train/{generation * updates}/0"
-    slot = slot_on_rank + rank * SLOTS * updates
+    slot = slot_on_rank + rank * MAX_GROUPS * updates
     return [draw_length(rollout_seed(7, position, slot, member)) for member in range(GROUP_SIZE)]
 
 
-def check_learned_once(run: Run, ended: bool = True) -> int:
+def check_learned_once(run: SimulatedRun, ended: bool = True) -> int:
     """Check that a run has learned from every group once, and from whole rollouts.
 
     Groups may wait, unless the run has `ended`. Returns how many generations of problems have not
@@ -490,17 +490,17 @@ def check_learned_once(run: Run, ended: bool = True) -> int:
     assert numbers == list(range(len(numbers)))
     if ended:
         assert not waiting_problems
-    return len(run.learned) - math.ceil(len(numbers) / SLOTS / run.updates)
+    return len(run.learned) - math.ceil(len(numbers) / MAX_GROUPS / run.updates)
 
 
 @pytest.mark.parametrize("budget", [20, 60, 150, "auto"])
 def test_what_began_is_learned_from_once_and_at_its_whole_length(budget):
     """Whatever the budget, lengths that are learned from are distributed as those of rollouts are."""
-    run = Run(40, budget=budget).go_on()
+    run = SimulatedRun(40, budget=budget).go_on()
     assert check_learned_once(run) <= 4
-    assert max(run.sizes) == SLOTS
-    assert min(run.sizes) >= SLOTS // 2
-    assert sum(run.sizes[15:]) > 0.95 * 25 * SLOTS, "after a while hardly a slot is free"
+    assert max(run.sizes) == MAX_GROUPS
+    assert min(run.sizes) >= MAX_GROUPS // 2
+    assert sum(run.sizes[15:]) > 0.95 * 25 * MAX_GROUPS, "after a while hardly a slot is free"
 
 
 def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_once(tmp_path):
@@ -515,7 +515,7 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
         budget = rng.choice((5, 30, 100, 250, "auto"))
         steps = rng.randint(1, 30) * updates
         keys: dict[str, Any] = {"budget": budget, "staleness": staleness, "updates": updates}
-        run = Run(steps, **keys)
+        run = SimulatedRun(steps, **keys)
         while run.state.global_step < steps:
             run.go_on(until=min(steps, run.state.global_step + updates * rng.randint(1, 5)))
             step = run.state.global_step
@@ -528,7 +528,7 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
             resumed_run.learned = run.learned
             resumed_run.figures = run.figures
             run = resumed_run
-        uninterrupted = Run(steps, **keys).go_on()
+        uninterrupted = SimulatedRun(steps, **keys).go_on()
         assert run.learned_rollouts == uninterrupted.learned_rollouts, (keys, steps)
         assert run.figures == uninterrupted.figures, (keys, steps)
         assert learned_groups(run) == learned_groups(uninterrupted), (keys, steps)
@@ -537,8 +537,8 @@ def test_a_run_of_any_shape_that_is_stopped_and_goes_on_learns_from_every_group_
 @pytest.mark.parametrize("budget", [None, 40])
 def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_path, budget):
     """Tools are not called again for what is saved, and each part of a turn has a seed of its own."""
-    uninterrupted = Run(12, tools=True, budget=budget).go_on()
-    run = Run(12, tools=True, budget=budget)
+    uninterrupted = SimulatedRun(12, tools=True, budget=budget).go_on()
+    run = SimulatedRun(12, tools=True, budget=budget)
     for step in (3, 7):
         run.go_on(until=step).sample_next()
         run.pool.save(tmp_path / str(step))
@@ -563,10 +563,10 @@ def test_a_run_with_tools_that_is_killed_within_a_turn_goes_on_to_the_bit(tmp_pa
 
 
 def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
-    without_tools = Run(4, tools=True, budget=None)
+    without_tools = SimulatedRun(4, tools=True, budget=None)
     without_tools.generation_sampler.group_sampler.tool_loop = None
     silent_tools: Any = SilentTools()
-    with_silent_tools = Run(4, tools=True, budget=None)
+    with_silent_tools = SimulatedRun(4, tools=True, budget=None)
     with_silent_tools.generation_sampler.group_sampler.tool_loop = silent_tools
     without_tools.go_on()
     with_silent_tools.go_on()
@@ -577,7 +577,7 @@ def test_where_nothing_is_called_a_run_with_tools_is_the_run_without():
 def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_calls():
     def request_counts(rank: int, accelerator: Any) -> list[int]:
         """Train on a rank; the tools of rank 1 answer nothing, so its rollouts have one turn."""
-        run = Run(4, accelerator, tools=True, budget=None)
+        run = SimulatedRun(4, accelerator, tools=True, budget=None)
         if rank == 1:
             silent_tools: Any = SilentTools()
             run.generation_sampler.group_sampler.tool_loop = silent_tools
@@ -593,7 +593,7 @@ def test_processes_whose_rollouts_have_other_numbers_of_turns_make_the_same_call
 @pytest.mark.parametrize(("tools", "budget"), [(True, None), (True, 40), (False, 40)])
 def test_the_engine_stays_awake_through_a_generation(tools, budget):
     """However many turns and parts it samples: an engine that has slept needs all weights again."""
-    run = Run(4, tools=tools, budget=budget)
+    run = SimulatedRun(4, tools=tools, budget=budget)
     events = list[str]()
     stock_sample = run.engine.sample
 
@@ -624,7 +624,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
 
     From step 30 on all new answers have 10 tokens.
     """
-    run = Run(70, budget=60)
+    run = SimulatedRun(70, budget=60)
     length_by_seed = dict[int, int]()
     run.engine.length = lambda seed: length_by_seed.setdefault(
         seed, draw_length(seed) if run.engine.step < 30 else 10
@@ -633,7 +633,7 @@ def test_when_answers_get_short_again_no_group_waits_for_long():
     staleness = [figures["adora/staleness"] for figures in run.figures]
     assert sum(staleness[15:30]) / 15 > 1.5
     assert max(staleness[45:]) <= 0.5
-    assert run.sizes[45:] == [SLOTS] * 25
+    assert run.sizes[45:] == [MAX_GROUPS] * 25
     assert not run.pool.state.waiting
 
 
@@ -641,27 +641,27 @@ def test_a_budget_shortens_generations():
     """The engine makes as many forward passes as its longest answer has tokens."""
     passes_per_rollout = {}
     for budget in (120, MAX_TOKENS):
-        run = Run(30, budget=budget).go_on()
+        run = SimulatedRun(30, budget=budget).go_on()
         passes_per_rollout[budget] = run.engine.forward_passes / len(run.learned_rollouts)
     assert passes_per_rollout[120] < 0.6 * passes_per_rollout[MAX_TOKENS]
 
 
 def test_a_budget_that_no_answer_reaches_changes_nothing():
-    run = Run(5, budget=MAX_TOKENS).go_on()
-    assert run.sizes == [SLOTS] * 5
+    run = SimulatedRun(5, budget=MAX_TOKENS).go_on()
+    assert run.sizes == [MAX_GROUPS] * 5
     assert [rollout.problem for rollout in run.learned_rollouts[::GROUP_SIZE]] == [
-        f"0/{number}" for number in range(5 * SLOTS)
+        f"0/{number}" for number in range(5 * MAX_GROUPS)
     ]
     for learned, requests in zip(run.learned, run.engine.requests_of_calls, strict=True):
         position = learned.generation.key.name
         seeds = [
             rollout_seed(7, position, slot, member)
-            for slot in range(SLOTS)
+            for slot in range(MAX_GROUPS)
             for member in range(GROUP_SIZE)
         ]
         assert [request.seed for request in requests] == seeds
-        assert len({request.group for request in requests}) == SLOTS
-        assert len(merge_requests(requests)) == SLOTS
+        assert len({request.group for request in requests}) == MAX_GROUPS
+        assert len(merge_requests(requests)) == MAX_GROUPS
 
 
 def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
@@ -669,7 +669,7 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
 
     The first token of a part is a seed, which is larger.
     """
-    run = Run(20).go_on()
+    run = SimulatedRun(20).go_on()
     rollouts_of_several_weights = 0
     for learned in run.learned:
         step = learned.generation.key.step
@@ -691,7 +691,7 @@ def test_each_token_keeps_the_log_probability_of_the_weights_that_sampled_it():
 
 def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_first_and_share_no_request():
     """A rollout that goes on has a prompt of more than the one token of its problem."""
-    engine = Run(20).go_on().engine
+    engine = SimulatedRun(20).go_on().engine
     seeds = [request.seed for request in engine.all_requests]
     assert len(set(seeds)) == len(seeds)
     for requests in engine.requests_of_calls:
@@ -705,7 +705,7 @@ def test_segments_have_random_numbers_of_their_own_and_those_that_go_on_come_fir
 
 def test_no_answer_is_older_than_it_may_be():
     for staleness in (1, 2):
-        run = Run(40, budget=20, staleness=staleness).go_on()
+        run = SimulatedRun(40, budget=20, staleness=staleness).go_on()
         groups = [group for learned in run.learned for group in learned.groups]
         segment_counts = [len(rollout.segments) for group in groups for rollout in group.rollouts]
         assert staleness + 1 <= max(segment_counts) <= staleness + 2
@@ -719,10 +719,10 @@ def test_every_generation_that_is_asked_for_ahead_has_groups_of_its_own(ahead):
     """
     for budget in (20, 60, 150):
         for steps in (9, 24):
-            run = Run(steps, budget=budget, ahead=ahead).go_on()
-            assert min(run.sizes) >= SLOTS // 2, (budget, steps, run.sizes)
+            run = SimulatedRun(steps, budget=budget, ahead=ahead).go_on()
+            assert min(run.sizes) >= MAX_GROUPS // 2, (budget, steps, run.sizes)
             check_learned_once(run, ended=False)
-            assert len(run.pool.state.waiting) <= SLOTS, "little is sampled in vain"
+            assert len(run.pool.state.waiting) <= MAX_GROUPS, "little is sampled in vain"
 
 
 @given(
@@ -742,7 +742,7 @@ def test_the_texts_that_seed_a_run_stay_what_they_are(mode, step, micro, attempt
 
 
 def test_the_figures_of_a_generation():
-    run = Run(20).go_on()
+    run = SimulatedRun(20).go_on()
     for generation, figures in zip(run.learned, run.figures, strict=True):
         ages = generation.batch["age"].tolist()
         assert figures["adora/staleness"] == pytest.approx(sum(ages) / len(ages), rel=1e-6)
@@ -791,11 +791,11 @@ def test_generations_are_counted_and_named_where_an_epochs_last_step_has_fewer()
         accelerator=OneProcess(),
         state=TrainerState(max_steps=4),
         num_generations=GROUP_SIZE,
-        per_device_train_batch_size=SLOTS * GROUP_SIZE,
+        per_device_train_batch_size=MAX_GROUPS * GROUP_SIZE,
         steps_per_generation=1,
         gradient_accumulation_steps=2,
     )
-    three_generations = range(3 * SLOTS)  # the rows of an epoch
+    three_generations = range(3 * MAX_GROUPS)  # the rows of an epoch
     generations = GenerationNumbers(context, three_generations, is_numbered=True)
     positions = (
         (0, 0),
@@ -825,7 +825,7 @@ def test_the_automatic_budget_is_the_length_of_nine_answers_of_ten():
     long_tailed = [[*range(1, 50), 180], [*range(50, 99), 180]]
     assert automatic_budget(long_tailed, min_budget=7) == 90
     assert automatic_budget(long_tailed, min_budget=90) == 90
-    run = Run(20, budget="auto").go_on()
+    run = SimulatedRun(20, budget="auto").go_on()
     budgets = [figures["adora/rollout_budget"] for figures in run.figures]
     lengths = [[len(tokens) for tokens in rollouts_of(generation)] for generation in run.learned]
     expected_budgets = []
@@ -870,23 +870,25 @@ def run_on_two_ranks(run_rank: Callable[[int, Any], Any]) -> list[Any]:
 
 def test_all_processes_learn_from_equally_many_groups():
     """Otherwise they would wait for each other, or take another rank's rewards for their own."""
-    first, second = run_on_two_ranks(lambda rank, accelerator: Run(30, accelerator).go_on())
+    first, second = run_on_two_ranks(
+        lambda rank, accelerator: SimulatedRun(30, accelerator).go_on()
+    )
     assert first.sizes == second.sizes
     assert first.figures == second.figures
     assert first.engine.requests_of_calls[3] != second.engine.requests_of_calls[3]
     for run in (first, second):
         assert check_learned_once(run) <= 4
-        assert sum(run.sizes[15:]) > 0.85 * 15 * SLOTS
+        assert sum(run.sizes[15:]) > 0.85 * 15 * MAX_GROUPS
 
 
 def resume(
-    run_before: Run, folder: Path, step: int, max_steps: int | None = None, **keys: Any
-) -> Run:
+    run_before: SimulatedRun, folder: Path, step: int, max_steps: int | None = None, **keys: Any
+) -> SimulatedRun:
     """Return a new run that goes on from the checkpoint in `folder`, at an optimizer step.
 
     `max_steps`: None: as many as `run_before` has.
     """
-    run = Run(max_steps or run_before.state.max_steps, **keys)
+    run = SimulatedRun(max_steps or run_before.state.max_steps, **keys)
     run.state.global_step = step
     run.pool.load(folder)
     return run
@@ -894,17 +896,19 @@ def resume(
 
 def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_path, capsys):
     """With the number of steps that the line names a run learns from all groups, and says nothing."""
-    run = Run(12, budget=20).go_on(until=5)
+    run = SimulatedRun(12, budget=20).go_on(until=5)
     run.pool.save(tmp_path)
     waiting = len(run.pool.state.waiting)
-    assert 2 * SLOTS < waiting <= 4 * SLOTS, "one generation has no room for them, and four have"
+    assert 2 * MAX_GROUPS < waiting <= 4 * MAX_GROUPS, (
+        "one generation has no room for them, and four have"
+    )
     shorter = resume(run, tmp_path, 5, max_steps=7, budget=20).go_on()
     line = capsys.readouterr().err
     assert line.startswith(
-        f"max_steps: 7 ends the run before {waiting - 2 * SLOTS} of the {waiting} groups"
+        f"max_steps: 7 ends the run before {waiting - 2 * MAX_GROUPS} of the {waiting} groups"
     )
     assert line.count("\n") == 1
-    assert len(shorter.pool.state.waiting) == waiting - 2 * SLOTS
+    assert len(shorter.pool.state.waiting) == waiting - 2 * MAX_GROUPS
     named_steps = int(line.split("; ")[1].split()[0])
     longer = resume(run, tmp_path, 5, max_steps=named_steps, budget=20).go_on()
     assert not longer.pool.state.waiting
@@ -912,13 +916,13 @@ def test_a_run_that_is_to_end_earlier_says_once_what_it_cannot_learn_from(tmp_pa
 
 
 def test_another_number_of_processes_cannot_go_on(tmp_path):
-    run = Run(12).go_on(until=5)
+    run = SimulatedRun(12).go_on(until=5)
     run.pool.save(tmp_path)
 
     def load(rank: int, accelerator: Any) -> str:
         """Return the line with which a rank refuses the checkpoint."""
         with pytest.raises(UserError) as refused:
-            Run(12, accelerator).pool.load(tmp_path)
+            SimulatedRun(12, accelerator).pool.load(tmp_path)
         return str(refused.value)
 
     for line in run_on_two_ranks(load):
@@ -927,7 +931,7 @@ def test_another_number_of_processes_cannot_go_on(tmp_path):
 
 
 def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_their_own(tmp_path):
-    run = Run(30).go_on()
+    run = SimulatedRun(30).go_on()
     assert run.pool.state.drawn
     assert not run.pool.state.waiting
     run.pool.save(tmp_path)
@@ -938,13 +942,13 @@ def test_where_nothing_is_unfinished_other_processes_go_on_with_problems_of_thei
         return [rollout.problem for rollout in longer.learned_rollouts[::GROUP_SIZE]]
 
     for rank, problems in enumerate(run_on_two_ranks(problems_of_longer)):
-        first = 30 * SLOTS
+        first = 30 * MAX_GROUPS
         numbers = range(first, first + len(problems))
         assert sorted(problems) == [f"{rank}/{number}" for number in numbers]
 
 
 def test_a_checkpoint_of_a_run_without_a_budget_has_nothing_to_restore(tmp_path):
-    assert resume(Run(3), tmp_path, 0).go_on().sizes[-1] == SLOTS
+    assert resume(SimulatedRun(3), tmp_path, 0).go_on().sizes[-1] == MAX_GROUPS
 
 
 def test_what_tools_wrote_into_an_answer_is_told_from_what_the_policy_said(tmp_path):
@@ -1013,7 +1017,7 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(
     def has_signal(number: int, rank: int = 0) -> bool:
         return random.Random(number).random() < signal_share
 
-    run = Run(3, budget=budget, refill=refill, has_signal=has_signal)
+    run = SimulatedRun(3, budget=budget, refill=refill, has_signal=has_signal)
     learned = run.sample_next()
     row_numbers = learned.batch["prompt_ids"][::GROUP_SIZE, 0].tolist()
     rounds = len(run.engine.requests_of_calls) - 1
@@ -1031,25 +1035,25 @@ def test_groups_without_signal_are_replaced_by_those_of_further_problems(
     if budget:
         assert run.pool.state.waiting
         assert rounds >= 1
-        further_numbers = {*row_numbers} - {*range(SLOTS)}
+        further_numbers = {*row_numbers} - {*range(MAX_GROUPS)}
         assert further_numbers, "some further problems have ended already"
     elif signal_share and refill:
         assert all(map(has_signal, row_numbers))
-        assert len(row_numbers) == SLOTS
+        assert len(row_numbers) == MAX_GROUPS
         assert run.log["adora/refilled_groups"] > 0
         assert rounds < refill + 1
-        with_signal = [has_signal(number) for number in range(SLOTS)].count(True)
-        missing = SLOTS - with_signal
-        groups_of_first_round = min(SLOTS, math.ceil(1.5 * missing * SLOTS / with_signal))
+        with_signal = [has_signal(number) for number in range(MAX_GROUPS)].count(True)
+        missing = MAX_GROUPS - with_signal
+        groups_of_first_round = min(MAX_GROUPS, math.ceil(1.5 * missing * MAX_GROUPS / with_signal))
         assert len(run.engine.requests_of_calls[1]) == groups_of_first_round * GROUP_SIZE
-        assert signal_share < 0.5 or groups_of_first_round < SLOTS
+        assert signal_share < 0.5 or groups_of_first_round < MAX_GROUPS
         seed = "7/0/0/1/0"  # of the run, step, micro-batch, round and rank
         drawn_rows = draw_further_rows(len(run.pool.rows), groups_of_first_round, seed)
         assert {*row_numbers} & {*drawn_rows}
         row_ids = [row["id"] for row in learned.rows[::GROUP_SIZE]]
         assert row_ids == [f"0/{number}" for number in row_numbers]
     else:
-        assert row_numbers == list(range(SLOTS))
+        assert row_numbers == list(range(MAX_GROUPS))
         assert rounds == refill
         assert run.log.get("adora/refilled_groups", 0) == 0
 
@@ -1061,7 +1065,7 @@ def test_processes_that_lack_different_numbers_of_groups_ask_for_equally_many_fu
 
     def counts_and_shares(rank: int, accelerator: Any) -> tuple[list[int], list[float]]:
         """Return the requests of each call, and the share of groups that each step replaced."""
-        run = Run(5, accelerator, budget=None, refill=3, has_signal=has_signal).go_on()
+        run = SimulatedRun(5, accelerator, budget=None, refill=3, has_signal=has_signal).go_on()
         request_counts = [len(requests) for requests in run.engine.requests_of_calls]
         shares = [figures["adora/refilled_groups"] for figures in run.figures]
         return request_counts, shares

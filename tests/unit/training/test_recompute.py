@@ -25,13 +25,13 @@ from tests.support.stand_ins import Processes
 from tests.support.step_context import step_context
 
 LAYERS = 4
-SIZE = PassSize(
+PASS_SIZE = PassSize(
     rows=1,
     row_length=4800,
     scored_tokens=3744,
     repeated_keys=12_400,
 )
-THREE = "Qwen/Qwen2.5-VL-3B-Instruct"
+THREE_B_MODEL = "Qwen/Qwen2.5-VL-3B-Instruct"
 GIB = 2**30
 
 
@@ -47,7 +47,7 @@ def language_model(**keys: Any) -> Any:
 def three_billion() -> ModelShape:
     """Return the shape of the 3B model with adapters."""
     adapters = LoraConfig(r=64, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"])
-    return model_shape(config_for_planning(THREE)[0], peft_config=adapters)
+    return model_shape(config_for_planning(THREE_B_MODEL)[0], peft_config=adapters)
 
 
 def recomputed_layers(model: PreTrainedModel, **keys: Any) -> RecomputedLayers:
@@ -81,7 +81,7 @@ def gradients_of(model: Any, number: int | str) -> list[Tensor]:
     torch.manual_seed(5)
     ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
     switch = recomputed_layers(model, adora_recompute=number)
-    with switch.switched(SIZE):
+    with switch.switched(PASS_SIZE):
         loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.requires_grad]
@@ -111,7 +111,7 @@ def test_the_first_layers_are_recomputed_and_the_vision_tower_stays_as_it_is():
     blocks = list(model.model.visual.blocks)
     layers = recomputable_layers(model)
     assert layers == list(model.model.language_model.layers)
-    with recomputed_layers(model, adora_recompute=1).switched(SIZE):
+    with recomputed_layers(model, adora_recompute=1).switched(PASS_SIZE):
         assert [layer.gradient_checkpointing for layer in layers] == [True, False]
         assert all(block.gradient_checkpointing for block in blocks)
     assert all(layer.gradient_checkpointing for layer in layers), "as before, behind the pass"
@@ -128,7 +128,7 @@ def test_nothing_changes_where_nothing_is_known_or_asked_for(subtests):
             log: dict[str, float] = {}
             model = language_model()
             switch = recomputed_layers(model, log=log, **keys)
-            with switch.switched(SIZE):
+            with switch.switched(PASS_SIZE):
                 assert all(layer.gradient_checkpointing for layer in recomputable_layers(model))
             assert log == {}
 
@@ -140,7 +140,7 @@ def test_a_run_without_gradient_checkpointing_gets_none():
     switch = RecomputedLayers(
         context, model=model, shape=three_billion, sharding=Sharding(), read_card=None
     )
-    with switch.switched(SIZE):
+    with switch.switched(PASS_SIZE):
         assert not any(layer.gradient_checkpointing for layer in recomputable_layers(model))
 
 
@@ -150,12 +150,14 @@ def test_as_few_layers_as_leave_a_tenth_of_the_card_free():
     counts = []
     for gigabytes in range(1, 60):
         free_bytes = gigabytes * GIB
-        count = activation_memory.fewest_recomputed_layers(SIZE, free_bytes)
+        count = activation_memory.fewest_recomputed_layers(PASS_SIZE, free_bytes)
         counts.append(count)
         if count < layers:
-            assert activation_memory.peak_bytes(SIZE, count) <= free_bytes
+            assert activation_memory.peak_bytes(PASS_SIZE, count) <= free_bytes
         if count > 0:
-            assert activation_memory.peak_bytes(SIZE, count - 1) > free_bytes, "fewer do not fit"
+            assert activation_memory.peak_bytes(PASS_SIZE, count - 1) > free_bytes, (
+                "fewer do not fit"
+            )
     assert counts == sorted(counts, reverse=True), "more memory, fewer layers"
     assert counts[0] == layers
     assert counts[-1] == 0
@@ -169,11 +171,11 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     shape = shape_of(model)
     activation_memory = ActivationMemory(shape(), DtypeBytes(compute=4, residual=4))
     gradient_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    card_bytes = activation_memory.peak_bytes(SIZE, 0) * 4
+    card_bytes = activation_memory.peak_bytes(PASS_SIZE, 0) * 4
 
     def bytes_for(count: int) -> int:
-        """Return the free memory with which a pass of `SIZE` recomputes so many layers."""
-        peak_bytes = activation_memory.peak_bytes(SIZE, count)
+        """Return the free memory with which a pass of `PASS_SIZE` recomputes so many layers."""
+        peak_bytes = activation_memory.peak_bytes(PASS_SIZE, count)
         return peak_bytes + int(RESERVED_CARD_SHARE * card_bytes) + gradient_bytes
 
     switch = recomputed_layers(
@@ -185,7 +187,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
     )
     for count in (0, 2, 3, LAYERS):
         free_bytes = 0 if count == LAYERS else bytes_for(count)
-        with switch.switched(SIZE):
+        with switch.switched(PASS_SIZE):
             flags = [layer.gradient_checkpointing for layer in recomputable_layers(model)]
         assert flags.count(True) == count
         assert switch.count == count
@@ -195,7 +197,7 @@ def test_the_number_follows_the_tokens_and_the_free_memory(capsys):
         assert switch.count == 0, "fewer tokens keep less"
     gradients_of(model, "all")
     free_bytes = bytes_for(2) - gradient_bytes
-    with switch.switched(SIZE):
+    with switch.switched(PASS_SIZE):
         assert switch.count == 2, "gradients that are there take no further memory"
     assert capsys.readouterr().out.count("layers are recomputed") == 1
 
@@ -219,7 +221,7 @@ def test_all_ranks_recompute_what_the_fullest_needs():
             card=lambda: CardBytes(10**15, 10**15),
             adora_recompute="auto",
         )
-        with switch.switched(SIZE):
+        with switch.switched(PASS_SIZE):
             assert switch.count == 3
     assert own_counts == [0, 0]
 
@@ -245,7 +247,7 @@ class OutOfMemory(nn.Module):
         """Run a micro-batch forward and backward, and return its loss."""
         self.passes += 1
         ids = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
-        with self.switch.switched(SIZE):
+        with self.switch.switched(PASS_SIZE):
             loss: Tensor = self.model(input_ids=ids, labels=ids).loss
         self.figures["loss"].append(loss.item())
         loss.backward()

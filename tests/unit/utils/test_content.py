@@ -58,12 +58,12 @@ def test_one_byte_anywhere_is_another_hash_although_size_and_time_are_the_same(t
 def test_a_second_look_reads_nothing_also_in_another_process(tmp_path, read):
     (tmp_path / "a").write_bytes(bytes(THREE_MIB))
     first = content_hash([tmp_path / "a"])
-    hashing._kept.cache_clear()  # as a new process
+    hashing._hashes_in_file.cache_clear()  # as a new process
     assert content_hash([(tmp_path / "a")]) == first
     assert read == ["a"]
     memory = tmp_path / "home" / "content.jsonl"
     memory.write_text(memory.read_text().replace('"answer": "', '"answer": "nonsense'))
-    hashing._kept.cache_clear()
+    hashing._hashes_in_file.cache_clear()
     assert content_hash([tmp_path / "a"]) == first, "what is no hash is not believed"
     assert read == ["a", "a"], "what is no hash is not believed"
 

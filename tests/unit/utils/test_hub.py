@@ -108,7 +108,7 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
 
     def use_as_hub(address: str) -> None:
         """Make this address the hub, which is not known to answer or not."""
-        hub.no_hub.cache_clear()
+        hub.why_no_hub.cache_clear()
         monkeypatch.setattr(constants, "ENDPOINT", address)
         # the library makes the template of a file's address when it is imported
         _, _, file_path = constants.HUGGINGFACE_CO_URL_TEMPLATE.partition("/{")
@@ -121,7 +121,7 @@ def use_address_as_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[st
     monkeypatch.setattr(hub, "_HUB_TIMEOUT_S", 1.0)
     get_session()  # the first one reads certificates, which takes a busy machine long
     yield use_as_hub
-    hub.no_hub.cache_clear()
+    hub.why_no_hub.cache_clear()
 
 
 def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[str], None]) -> None:
@@ -143,17 +143,17 @@ def test_a_hub_that_does_not_work_is_asked_once(use_address_as_hub: Callable[[st
 def test_a_hub_that_works_is_used(use_address_as_hub: Callable[[str], None]) -> None:
     with serve_as(answer_well) as (address, _):
         use_address_as_hub(address)
-        assert not hub.no_hub()
-        assert not hub.only_here("nobody/nothing")
-        assert not hub.notes_on("nobody/nothing")
+        assert not hub.why_no_hub()
+        assert not hub.looks_only_on_this_machine("nobody/nothing")
+        assert not hub.notes_on_local_copy("nobody/nothing")
 
 
 def test_a_folder_and_an_offline_machine_ask_nobody(use_address_as_hub, monkeypatch, tmp_path):
     with serve_as(answer_well) as (address, connections):
         use_address_as_hub(address)
-        assert hub.only_here(str(tmp_path))
+        assert hub.looks_only_on_this_machine(str(tmp_path))
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-        assert hub.only_here("nobody/nothing")
+        assert hub.looks_only_on_this_machine("nobody/nothing")
         assert not connections
 
 

