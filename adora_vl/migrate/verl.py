@@ -124,6 +124,10 @@ def convert_verl(migration: Migration) -> LaunchPlan:
     """
     migration.defaults = _DEFAULTS
     convert_model(migration, _NAMES)
+    # Newer versions call `warmup_style` so; they take the older name where a config has both.
+    schedule_name, _ = _NAMES["lr_scheduler_type"]
+    if schedule_name not in migration.values:
+        migration.copy("lr_scheduler_type", f"{_ACTOR}optim.lr_scheduler_type")
     convert_lora(migration, _NAMES)
     convert_loss(migration, _NAMES)
     _convert_old_logps(migration)

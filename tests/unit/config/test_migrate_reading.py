@@ -252,6 +252,12 @@ RARE: dict[str, tuple[str, list[str], dict[str, object], list[str]]] = {
         {"warmup_steps": 0.1, "lr_scheduler_type": "cosine"},
         ["reward missing"],
     ),
+    "verl, a schedule by its newer name": (
+        "verl",
+        [*VERL, "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine"],
+        {"lr_scheduler_type": "cosine"},
+        ["reward missing"],
+    ),
     "verl, no steps of warm-up, and a share": (
         "verl",
         [
