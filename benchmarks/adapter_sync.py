@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,32 +151,36 @@ def by_files(folder: str, rank: int, until: ExitStack) -> Push:
 
 def compare(policy: Any, push: Push, turns: int) -> None:
     """Time both ways by turns, and print bytes and seconds of a sync."""
-    sent = 0
+    sent_bytes = 0
 
-    def counted(way: str) -> Iterator[tuple[str, Any]]:
+    def tensors_and_count_bytes(way: str) -> Iterator[tuple[str, Any]]:
         """Yield what a run on a CPU sends: the adapter, or every tensor that is trained."""
-        nonlocal sent
-        includes = lambda name: component_of(name) == LANGUAGE_MODEL  # noqa: E731
-        gather = lambda parameters: nullcontext()  # noqa: E731
-        alone = way == "adapter"
-        for name, tensor in (
-            adapter_tensors(policy, gather)
-            if alone
-            else merged_parameters(policy, gather, includes)
-        ):
-            sent += tensor.nbytes
+        nonlocal sent_bytes
+
+        def is_trained(name: str) -> bool:
+            return component_of(name) == LANGUAGE_MODEL
+
+        def gather_nothing(parameters: object) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        if way == "adapter":
+            tensors = adapter_tensors(policy, gather_nothing)
+        else:
+            tensors = merged_parameters(policy, gather_nothing, is_trained)
+        for name, tensor in tensors:
+            sent_bytes += tensor.nbytes
             yield name, tensor
 
     results = {}
     for way in ("adapter", "merged"):
         times = []
         for _ in range(turns):
-            sent = 0
+            sent_bytes = 0
             began = time.perf_counter()
-            push(way, counted(way))
+            push(way, tensors_and_count_bytes(way))
             times.append(time.perf_counter() - began)
-        results[way] = sent, statistics.median(times)
-        print(f"{way:8} {sent / 1e6:9.2f} MB {results[way][1]:8.3f} s")
+        results[way] = sent_bytes, statistics.median(times)
+        print(f"{way:8} {sent_bytes / 1e6:9.2f} MB {results[way][1]:8.3f} s")
     (small, quick) = results["adapter"]
     (large, slow) = results["merged"]
     print(

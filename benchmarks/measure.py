@@ -32,25 +32,28 @@ class Clock:
         self.now = now
         self.seconds: dict[str, float] = defaultdict(float)
         self.phases: list[str] = []  # that the present moment is in, the innermost last
-        self._inner: list[float] = []
+        self._seconds_inside: list[float] = []  # of phases inside each of `phases`
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """The work of other threads counts in the phase of the main thread."""
+        """Add the seconds of the block to a phase, without those of phases inside it.
+
+        The work of other threads counts in the phase of the main thread.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         start = self.now()
         self.phases.append(name)
-        self._inner.append(0.0)
+        self._seconds_inside.append(0.0)
         try:
             yield
         finally:
-            spent = self.now() - start
+            seconds = self.now() - start
             self.phases.pop()
-            self.seconds[name] += spent - self._inner.pop()
-            if self._inner:
-                self._inner[-1] += spent
+            self.seconds[name] += seconds - self._seconds_inside.pop()
+            if self._seconds_inside:  # of the phase around this one
+                self._seconds_inside[-1] += seconds
 
     def around(self, owner: Any, method: str, name: str | Callable[[Clock], str]) -> None:
         """Time every call of `owner.method`.

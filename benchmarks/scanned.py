@@ -76,7 +76,7 @@ REHEARSAL_NUMBERS: dict[str, dict[str, object]] = {
 }
 
 
-def rehearsed(plan: Plan, folder: Path) -> Plan:
+def rehearsal_of(plan: Plan, folder: Path) -> Plan:
     """Return a plan of the same model and arms with numbers that count for nothing.
 
     An untaught model is never right, so a reward that differs by chance is added; else no step
@@ -100,7 +100,7 @@ def size_of(plan: Plan) -> ModelSize | None:
     return ModelSize(**plan["model"]) if "model" in plan else None
 
 
-def resized(plan: Plan, sizes: Mapping[str, Any]) -> Plan:
+def with_model_size(plan: Plan, sizes: Mapping[str, Any]) -> Plan:
     """Return a plan with another width, depth or dtype; a None in `sizes` leaves what is there.
 
     Raises `UserError` for what is no size of a model.
@@ -269,7 +269,7 @@ def build_start(folder: Path, plan: Plan, start: int, device: str = "cpu") -> No
         build(folder, start_plan, begin, device)
 
 
-def places(plan: Plan, pilot: bool) -> list[RunPlace]:
+def runs_in_order(plan: Plan, pilot: bool) -> list[RunPlace]:
     """Return the runs in their order: a seed is whole before the next one begins."""
     runs_of_plan = plan["pilot"] if pilot else plan
     return [
@@ -341,22 +341,29 @@ HELD_OUT_KEYS = ("eval_problems_accuracy", "eval_geometry3k_accuracy")
 
 
 def stored_curves(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a stored run has of its log."""
-    held_out, steps = [], []
+    """Return what is stored of a run's log: held-out shares by step, and means of training figures.
+
+    Each mean is over `STEPS_PER_MEAN` steps.
+    """
+    held_out = []
+    steps = []
     for line in lines:
         if line["kind"] == "eval":
             prefix = next(key.removesuffix("accuracy") for key in HELD_OUT_KEYS if key in line)
-            shares = {new: round(line[f"{prefix}{old}"], 4) for old, new in HELD_OUT_NAMES.items()}
+            shares = {
+                stored_name: round(line[f"{prefix}{logged_name}"], 4)
+                for logged_name, stored_name in HELD_OUT_NAMES.items()
+            }
             held_out.append({"step": line["step"], **shares})
-    trained = [line for line in lines if line["kind"] == "train"]
-    for first in range(0, len(trained), STEPS_PER_MEAN):
-        block = trained[first : first + STEPS_PER_MEAN]
+    train_lines = [line for line in lines if line["kind"] == "train"]
+    for first in range(0, len(train_lines), STEPS_PER_MEAN):
+        block = train_lines[first : first + STEPS_PER_MEAN]
         figures = {
-            new: [line[old] for line in block if line.get(old) is not None]
-            for old, new in TRAINING_NAMES.items()
+            stored_name: [line[logged_name] for line in block if line.get(logged_name) is not None]
+            for logged_name, stored_name in TRAINING_NAMES.items()
         }
         means = {
-            key: round(statistics.fmean(values), 4) for key, values in figures.items() if values
+            name: round(statistics.fmean(values), 4) for name, values in figures.items() if values
         }
         steps.append({"step": block[-1]["step"], **means})
     return {"held_out": held_out, "steps": steps}
@@ -393,25 +400,26 @@ def train_all(plan: Plan, output: Path, pilot: bool, minutes: float = math.inf) 
     deadline = time.perf_counter() + 60 * minutes
     device = prepare_machine()
     file = output / "runs.jsonl"
-    stored = {place_of(run) for run in read_runs(file)} if file.is_file() else set()
+    stored = {place_of_run(run) for run in read_runs(file)} if file.is_file() else set()
     for case in plan["cases"]:
         build_data(output / "data" / case, plan, case)
     seconds: list[float] = []
-    for trial in places(plan, pilot):
+    for trial in runs_in_order(plan, pilot):
         if trial in stored:
             continue
-        began = time.perf_counter()
-        build_start(start_folder(output, plan, trial[1]), plan, trial[1], device)
-        taught = time.perf_counter()
-        if taught - began > 1:
-            print(f"start {trial[1]}: {taught - began:.0f} s", flush=True)
-        if is_too_late(seconds, deadline - taught):
+        _, start, _, _ = trial
+        time_before = time.perf_counter()
+        build_start(start_folder(output, plan, start), plan, start, device)
+        time_taught = time.perf_counter()
+        if time_taught - time_before > 1:  # a start that is there takes no time
+            print(f"start {start}: {time_taught - time_before:.0f} s", flush=True)
+        if is_too_late(seconds, deadline - time_taught):
             print(f"The time is over: {trial} and what follows were not run.", flush=True)
             return
         run = train_one(plan, output, trial, device)
         with file.open("a") as lines:
             lines.write(json.dumps(run) + "\n")
-        seconds.append(time.perf_counter() - taught)
+        seconds.append(time.perf_counter() - time_taught)
         summary = {**run["held_out"][-1], **run["steps"][-1], "seconds": round(seconds[-1])}
         print(*trial, json.dumps(summary), flush=True)
 
@@ -452,14 +460,14 @@ def read_runs(file: Path) -> list[Run]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
-def place_of(run: Run) -> RunPlace:
+def place_of_run(run: Run) -> RunPlace:
     return run["case"], run["start"], run["seed"], run["arm"]
 
 
-def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+def runs_of_whole_seeds(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """Return the runs that count: those of the plan whose case and seed have every run."""
-    expected = places(plan, pilot=False)
-    present = {place_of(run) for run in runs}
+    expected = runs_in_order(plan, pilot=False)
+    present = {place_of_run(run) for run in runs}
     missing = {
         (case, seed)
         for case, start, seed, arm in expected
@@ -468,7 +476,7 @@ def whole(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     return [
         run
         for run in runs
-        if place_of(run) in expected and (run["case"], run["seed"]) not in missing
+        if place_of_run(run) in expected and (run["case"], run["seed"]) not in missing
     ]
 
 
@@ -518,7 +526,7 @@ def percent_by_seed(
     ]
 
 
-def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
+def level_table(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     """Return a Markdown table of every arm's means, with the lowest and the highest seed."""
     lines = [
         f"| {case}: arm | runs | accuracy, end | by start | `usual` | `any` | workings | all "
@@ -555,7 +563,7 @@ def levels(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     return lines
 
 
-def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
+def difference_table(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     """Return a Markdown table of paired differences with the seed as the unit.
 
     It has the exact sign-flip test of the last evaluation.
@@ -583,9 +591,9 @@ def differences(plan: Plan, runs: Sequence[Run], case: str) -> list[str]:
     return lines
 
 
-def tables(plan: Plan, every: Sequence[Run]) -> str:
+def tables(plan: Plan, all_runs: Sequence[Run]) -> str:
     """Return what was run, and for each case the tables, of the whole seeds alone."""
-    runs = whole(plan, every)
+    runs = runs_of_whole_seeds(plan, all_runs)
     minutes = sum(run["processor_seconds"] for run in runs) / 60
     commits = ", ".join(sorted({run["commit"] for run in runs}))
     parts = [[f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes."]]
@@ -600,13 +608,13 @@ def tables(plan: Plan, every: Sequence[Run]) -> str:
         ]
         seeds = f"{len({run['seed'] for run in case_runs})} of {len(plan['seeds'])} seeds are whole"
         parts += [[f"{case}: {seeds}; {statistics.fmean(before):.1f} % before training."]]
-        parts += [levels(plan, case_runs, case), differences(plan, case_runs, case)]
+        parts += [level_table(plan, case_runs, case), difference_table(plan, case_runs, case)]
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def verdict(plan: Plan, every: Sequence[Run]) -> str:
-    """Return what a plan with a `gain` calls its whole seeds: a gain, no gain, or no answer."""
-    runs = whole(plan, every)
+def verdict(plan: Plan, all_runs: Sequence[Run]) -> str:
+    """Judge the whole seeds by the bounds of the plan's `gain`: a gain, no gain, or no answer."""
+    runs = runs_of_whole_seeds(plan, all_runs)
     if not runs:
         return "no answer: no seed is whole"
     bounds = plan["gain"]
@@ -616,7 +624,7 @@ def verdict(plan: Plan, every: Sequence[Run]) -> str:
             f"no answer: the start's loss of right workings is {loss:.3f}, above "
             f"{bounds['reads']}, so it has not learned to read"
         )
-    ahead = {}
+    lead_by_figure = {}
     for name, value in (
         ("accuracy", held_out_at_end("accuracy")),
         ("workings", training_at_end("worked")),
@@ -627,21 +635,21 @@ def verdict(plan: Plan, every: Sequence[Run]) -> str:
             )
             for arm in ("adora", "grpo")
         }
-        ahead[name] = means["adora"] - means["grpo"]
-    reached = all(difference >= bounds[name] for name, difference in ahead.items())
+        lead_by_figure[name] = means["adora"] - means["grpo"]
+    is_gain = all(lead >= bounds[name] for name, lead in lead_by_figure.items())
     return (
-        f"{'a gain' if reached else 'no gain'}: ADORA is {ahead['accuracy']:+.1f} points of "
-        f"accuracy from GRPO ({bounds['accuracy']} are asked for), and {ahead['workings']:+.1f} "
+        f"{'a gain' if is_gain else 'no gain'}: ADORA is {lead_by_figure['accuracy']:+.1f} points of "
+        f"accuracy from GRPO ({bounds['accuracy']} are asked for), and {lead_by_figure['workings']:+.1f} "
         f"points of workings ({bounds['workings']}), in {len({run['seed'] for run in runs})} seeds"
     )
 
 
-def chosen_plan(options: argparse.Namespace) -> Plan:
+def read_plan(options: argparse.Namespace) -> Plan:
     """Return the plan of the command. Raises `UserError` for what is no size of a model."""
     file = options.plan or (CARD_PLAN if options.card else PLAN)
     plan: Plan = yaml.safe_load(file.read_text())
     sizes = {"width": options.width, "layers": options.layers, "dtype": options.dtype}
-    return resized(plan, sizes)
+    return with_model_size(plan, sizes)
 
 
 def refuse_without_a_card(options: argparse.Namespace) -> None:
@@ -692,7 +700,7 @@ def command(arguments: Sequence[str] | None) -> None:
         help="only print the tables",
     )
     options = parser.parse_args(arguments)
-    plan = chosen_plan(options)
+    plan = read_plan(options)
     if options.tables:
         if not options.tables.is_file():
             raise UserError(
@@ -703,7 +711,7 @@ def command(arguments: Sequence[str] | None) -> None:
     refuse_without_a_card(options)
     output = output_folder(options)
     if options.rehearse:
-        plan = rehearsed(plan, output)
+        plan = rehearsal_of(plan, output)
     train_all(plan, output, options.pilot, options.minutes)
     if "gain" in plan and not options.pilot:
         runs = read_runs(output / "runs.jsonl")

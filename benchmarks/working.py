@@ -231,7 +231,7 @@ def training_curve(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]
     return points
 
 
-def places(plan: Plan, *, pilot: bool = False) -> list[tuple[int, str]]:
+def runs_in_order(plan: Plan, *, pilot: bool = False) -> list[tuple[int, str]]:
     """Seed and arm of the runs in their order: a seed of a block is whole before the next begins."""
     seed_groups = plan["pilot"]["seeds"] if pilot else plan["seeds"]
     return [
@@ -254,7 +254,7 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
     data = output / "data"
     build_data(data, plan)
     rows = list(stored_rows(data, "test"))
-    for seed, arm in places(plan, pilot=pilot):
+    for seed, arm in runs_in_order(plan, pilot=pilot):
         if (seed, arm) in done:
             continue
         began = time.perf_counter()
@@ -284,11 +284,11 @@ def train_all(plan: Plan, output: Path, *, pilot: bool) -> None:
         print(seed, arm, json.dumps(watch.points[-1]), f"{seconds} s", flush=True)
 
 
-def whole_runs(plan: Plan, runs: Sequence[Run]) -> list[Run]:
+def runs_of_whole_blocks(plan: Plan, runs: Sequence[Run]) -> list[Run]:
     """Return the runs that count: those of a seed of a block of which every run is there."""
     present = {(run["seed"], run["arm"]) for run in runs}
     counted = set()
-    for seed in {seed for seed, _ in places(plan)}:
+    for seed in {seed for seed, _ in runs_in_order(plan)}:
         for block in plan["blocks"]:
             if all((seed, arm) in present for arm in block):
                 counted |= {(seed, arm) for arm in block}
@@ -332,7 +332,7 @@ def runs_of_arm(runs: Sequence[Run], arm: str) -> list[Run]:
     return sorted((run for run in runs if run["arm"] == arm), key=lambda run: int(run["seed"]))
 
 
-def levels(plan: Plan, runs: Sequence[Run]) -> list[str]:
+def level_table(plan: Plan, runs: Sequence[Run]) -> list[str]:
     """Return a Markdown table of every arm's means, with the lowest and the highest seed."""
     head = "| work or length: arm | seeds | accuracy, end | lucky of the right | with a step | with an error"
     lines = [
@@ -378,7 +378,7 @@ def paired_differences(runs: Sequence[Run], first: str, second: str, key: str) -
     ]
 
 
-def differences(runs: Sequence[Run]) -> list[str]:
+def difference_table(runs: Sequence[Run]) -> list[str]:
     """Return a Markdown table of paired differences, with the accuracy's sign-flip test."""
     lines = [
         "| work or length: difference in points [95 %] | seeds | accuracy, end | lucky of the right | p |",
@@ -400,7 +400,7 @@ def differences(runs: Sequence[Run]) -> list[str]:
     return lines
 
 
-def verdict_of(runs: Sequence[Run]) -> str:
+def verdict_of_rule(runs: Sequence[Run]) -> str:
     """Return what the plan's rule says of these runs: `gain`, or `no gain`."""
     for control in ("length", "random"):
         points = paired_differences(runs, "working", control, "accuracy")
@@ -411,7 +411,7 @@ def verdict_of(runs: Sequence[Run]) -> str:
 
 def tables(plan: Plan, every_run: Sequence[Run]) -> str:
     """Return what was run, and the tables of the whole seeds alone."""
-    runs = whole_runs(plan, every_run)
+    runs = runs_of_whole_blocks(plan, every_run)
     if not runs:
         return "No seed is whole."
     minutes = sum(run["processor_seconds"] for run in runs) / 60
@@ -421,9 +421,9 @@ def tables(plan: Plan, every_run: Sequence[Run]) -> str:
     lucky = 100 * statistics.fmean(start["lucky"] for start in starts)
     parts = [
         f"{len(runs)} runs of commit {commits}; {minutes:.0f} processor minutes. {before:.1f} % before "
-        f"training, {lucky:.1f} % of these lucky.\nBy the plan's rule: {verdict_of(runs)}.",
-        "\n".join(levels(plan, runs)),
-        "\n".join(differences(runs)),
+        f"training, {lucky:.1f} % of these lucky.\nBy the plan's rule: {verdict_of_rule(runs)}.",
+        "\n".join(level_table(plan, runs)),
+        "\n".join(difference_table(runs)),
     ]
     return "\n\n".join(parts)
 

@@ -29,7 +29,7 @@ with interruptible_imports():
     from adora_vl.evals.records import Benchmark
     from adora_vl.evals.score_differences import Difference, difference_between
     from adora_vl.evals.score_files import ScoreFile, read_run
-    from adora_vl.evals.scoring.coverage import share_of_the_data
+    from adora_vl.evals.scoring.coverage import describe_scored_part
     from adora_vl.evals.scoring.files import write_score
     from adora_vl.utils.cli import Parser, exit_code_of, optional, path
     from adora_vl.utils.errors import UserError
@@ -234,7 +234,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
         padded_cells = [f"{cell:>{cell_width}}" for cell in cells]
         lines.append(" ".join([f"{name:<{name_width}}", *padded_cells]))
     caption = "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
-    if any(share_of_the_data(run.score) for run in (*runs, *beside_runs)):
+    if any(describe_scored_part(run.score) for run in (*runs, *beside_runs)):
         caption += "; (n of N): over a part of the problems"
     if beside_runs:
         caption += "; differences by paired bootstrap over the problems"
@@ -265,7 +265,7 @@ def _quoted_accuracy(run: ScoreFile) -> str:
     if "wilson_95" in figure:
         low, high = figure["wilson_95"]
         text += f" [{100 * low:.1f}, {100 * high:.1f}]"
-    scored_part = share_of_the_data(run.score)
+    scored_part = describe_scored_part(run.score)
     return f"{text} ({scored_part})" if scored_part else text
 
 

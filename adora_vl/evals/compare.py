@@ -21,7 +21,7 @@ from adora_vl.evals.compare_views import (
 from adora_vl.evals.records import PublishedFigures
 from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
-from adora_vl.evals.scoring.coverage import partial_notes, share_of_the_data
+from adora_vl.evals.scoring.coverage import describe_scored_part, partial_score_notes
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.evals.scoring.table import name_of_data
 from adora_vl.utils.cli import amount
@@ -82,7 +82,7 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
 def _named_partial_notes(run: ScoreFile) -> list[str]:
     """Return the notes on a score over a part of the problems, with the name of its run in each."""
     lines: list[str] = []
-    for note in partial_notes(run.score):
+    for note in partial_score_notes(run.score):
         kind, _, text = note.partition(": ")  # `note` or `warning`
         lines.append(f"{kind}: {run.name}: {text}")
     return lines
@@ -182,7 +182,7 @@ def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
     if names or benchmark_name not in BENCHMARK_NAMES:
         return None
     published = find_benchmark(benchmark_name).published
-    if published is None or any(share_of_the_data(run.score) for run in runs):
+    if published is None or any(describe_scored_part(run.score) for run in runs):
         return None
     applies = published.applies
     if applies is not None and not all(applies(run.score) for run in runs):
@@ -207,7 +207,7 @@ def _cell_text(cell: Mapping[str, Any] | None) -> str:
         return f"{100 * cell['accuracy']:5.1f}"
     low, high = cell["wilson_95"]
     # The cell over all answers is the score itself, which knows if it is over a part of the data.
-    count = share_of_the_data(cell) or str(cell["total"])
+    count = describe_scored_part(cell) or str(cell["total"])
     return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {count}"
 
 
@@ -264,7 +264,7 @@ def _note_lines(runs: Sequence[ScoreFile], quoted_figures: PublishedFigures | No
         is_about_tools = all(differ_in_tools(runs[0], run) for run in runs[1:])
         notes = caution_lines(runs, subject=TOOL_FIELDS if is_about_tools else ())
     else:
-        notes = partial_notes(runs[0].score)
+        notes = partial_score_notes(runs[0].score)
     if any(run.shares.keys() != runs[0].shares.keys() for run in runs):
         notes.append(
             "warning: the runs do not have the same problems; the tests use the common ones, the "

@@ -99,20 +99,23 @@ class DrawnLines(DrawnPoints):
         They stand for lines whose names the picture does not have. A line with more points is
         likelier to be meant. Raises `UnreadError` where no lines look parallel.
         """
-        best: tuple[float, tuple[list[str], ...]] | None = None
-        for rows in combinations(self.drawn_lines, count):
-            pairs = list(combinations(rows, 2))
+        best_lines: Sequence[list[str]] = ()
+        best_rank = math.inf
+        for lines in combinations(self.drawn_lines, count):
+            pairs = list(combinations(lines, 2))
             if any(set(first) & set(second) for first, second in pairs):
                 continue  # lines that meet in a drawn point are not parallel
-            if not self._have_transversal(rows):
+            if not self._have_transversal(lines):
                 continue  # nothing would be said of their angles
             degrees_apart = max(self.degrees_apart(first, second) for first, second in pairs)
-            rank = degrees_apart - _DEGREES_PER_POINT * sum(len(row) for row in rows)
-            if best is None or rank < best[0]:
-                best = (rank, rows)
-        if best is None or best[0] > _MAX_DEGREES_FROM_PARALLEL:
+            point_count = sum(len(line) for line in lines)
+            rank = degrees_apart - _DEGREES_PER_POINT * point_count
+            if rank < best_rank:
+                best_rank = rank
+                best_lines = lines
+        if best_rank > _MAX_DEGREES_FROM_PARALLEL:
             raise UnreadError("no lines of the picture look parallel")
-        return [(row[0], row[-1]) for row in best[1]]
+        return [(line[0], line[-1]) for line in best_lines]
 
     def _have_transversal(self, rows: Collection[list[str]]) -> bool:
         """Tell whether a further drawn line crosses all of these lines in a point."""

@@ -39,12 +39,16 @@ class Likeness(Regions):
 
         It has so many corners, and is the largest among equals. None without such a polygon.
         """
-        ranked = []
-        for names in self.polygons:
-            if len(names) == corner_count:
-                steps_unlike = round(self._unlikeness_to_kind(kind, names) / _UNLIKENESS_STEP)
-                ranked.append((steps_unlike, -abs(self.signed_area(names)), names))
-        return min(ranked)[2] if ranked else None
+        polygons = [names for names in self.polygons if len(names) == corner_count]
+        if not polygons:
+            return None
+
+        def rank(names: list[str]) -> tuple[int, float, list[str]]:
+            """Return what polygons are ranked by: likeness in steps, size, and at last names."""
+            steps_unlike = round(self._unlikeness_to_kind(kind, names) / _UNLIKENESS_STEP)
+            return steps_unlike, -abs(self.signed_area(names)), names
+
+        return min(polygons, key=rank)
 
     def _unlikeness_to_kind(self, kind: str, names: Sequence[str]) -> float:
         """Return how far a drawn quadrilateral is from its kind; 0 for any other polygon.

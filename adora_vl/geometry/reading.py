@@ -82,11 +82,9 @@ class Reading:
                 self.drawing.check_points(points_in(relation))
                 relations.append(relation)
         except (UnreadError, IndexError, ValueError, ZeroDivisionError) as error:
-            reason = (
-                str(error)
-                if isinstance(error, UnreadError)
-                else "it is not in a form that is known"
-            )
+            reason = "it is not in a form that is known"
+            if isinstance(error, UnreadError):
+                reason = str(error)
             self.unread.append((term, reason))
             return
         self.relations += relations

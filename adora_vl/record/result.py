@@ -15,7 +15,7 @@ import pyarrow as pa
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.coverage import share_of_the_data
+from adora_vl.evals.scoring.coverage import describe_scored_part
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS_RATE_KEY
@@ -177,7 +177,7 @@ def _held_out_result(folder: Path) -> str | None:
     if score_after is None:
         return None
     score = score_after.score
-    problems = f"{share_of_the_data(score) or score['total']} problems"
+    problems = f"{describe_scored_part(score) or score['total']} problems"
     title = f"held-out accuracy, {name_of_data(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None

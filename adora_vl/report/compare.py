@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from adora_vl.evals.compare import caution_lines
 from adora_vl.evals.score_differences import difference_between
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, read_run
-from adora_vl.evals.scoring.coverage import missing_answers
+from adora_vl.evals.scoring.coverage import describe_missing_answers
 from adora_vl.utils.cli import Parser, exit_code_of, text
 from adora_vl.utils.errors import UserError
 
@@ -72,7 +72,7 @@ def _check_same_number(before: ScoreFile, run: ScoreFile) -> None:
     # A score says itself where answers are missing; otherwise the problems were others.
     reasons = []
     for file in (before, run):
-        missing = missing_answers(file.score)
+        missing = describe_missing_answers(file.score)
         if missing:
             reasons.append(f"{file.name}: {missing}")
     remedy = "; ".join(reasons) or "compare scores of the same problems"

@@ -292,12 +292,12 @@ def _check_preset(name: str, options: Mapping[str, Any]) -> None:
     """Raise `UserError` for an entry that names no file, and for options that it does not take."""
     if name not in REWARD_NAMES and ":" in name:
         raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-    allowed = ["rounding"] if name in PRESETS else []
+    allowed_options = ["rounding"] if name in PRESETS else []
     for option, value in options.items():
-        if option not in allowed:
+        if option not in allowed_options:
             raise UserError(
                 f"adora_reward.{name}: unknown option {option!r}, it has "
-                f"{', '.join(allowed) or 'none'}"
+                f"{', '.join(allowed_options) or 'none'}"
             )
         if not isinstance(value, bool):
             raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")

@@ -303,12 +303,11 @@ def _grade_by_letter(
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
+        # The choice takes the part of an answer here, so it is read as one.
         is_same = compare(read_value(value.raw), reference).verdict == "correct"
-    return (
-        ComparisonResult("correct", "letter")
-        if is_same
-        else ComparisonResult("wrong", "different_letter")
-    )
+    if not is_same:
+        return ComparisonResult("wrong", "different_letter")
+    return ComparisonResult("correct", "letter")
 
 
 def read_answer_for(reference: Answer, response: str, content: str, answer_tags: bool) -> Answer:

@@ -152,7 +152,8 @@ def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tr
 def _raise_last_digit(tree: Tree) -> Tree | None:
     """Return the tree with its long decimal increased by one unit in the last place.
 
-    A long decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or several.
+    A long decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or
+    several.
     """
     long_decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
     if len(long_decimals) != 1:

@@ -36,7 +36,8 @@ def perimeter_digit(
     The question has the other two sides.
     """
     kind = "usual" if rng.random() < USUAL_SHARE else "any"
-    sides = draw_sides(rng, kind, (10, 21, 61)[level - 1])
+    end_of_sides = (10, 21, 61)[level - 1]  # the first three sides are shorter
+    sides = draw_sides(rng, kind, end_of_sides)
     canvas = paper(size, style)
     margin = label_inset(size)
     x = rng.uniform(0.06, 0.09) + margin

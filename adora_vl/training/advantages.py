@@ -91,7 +91,7 @@ class AdvantageComputer:
         """Build the computer.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             methods: change TRL's advantages one after the other, for example by ADORA's weights.
             reward_weights_F: the weight of each reward function in the sum.
             tools: whether the run has tools. Their answers take up part of a completion, so the

@@ -56,7 +56,7 @@ class GenerationNumbers:
         """Build the object.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             rows: the rows of the data set. A streamed one has no length, which is asked for only
                 where steps take several generations.
             is_numbered: whether rollouts may be older than the generation that learns from them, so

@@ -156,7 +156,7 @@ class GenerationSampler:
         """Build a sampler of generations.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             pool: remembers the groups that were not learned from yet, and decides which begin.
             group_sampler: samples the rollouts of groups.
             guard: ends the run, with a checkpoint, where a row cannot be read or no server is left.

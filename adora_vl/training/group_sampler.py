@@ -111,7 +111,7 @@ class GroupSampler:
         """Build a sampler of groups.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             prompt_reader: tokenizes prompts and processes their images.
             sampler: samples the rollouts with an engine, with servers or with Transformers.
             stop_criteria: say whether a turn has ended by itself.

@@ -345,7 +345,7 @@ class ReferenceGuard:
         """Build a guard.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             rounding: how far two passes by the same weights may differ on average, in nats per
                 token.
         """

@@ -182,7 +182,7 @@ class MicroBatcher:
         """Build a batcher.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             image_banks: have the images that rows refer to.
             every_row_counts: whether a row adds to the loss even if its advantage is 0, as with a
                 KL term.

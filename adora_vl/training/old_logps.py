@@ -63,7 +63,7 @@ class OldLogps:
         """Build the object.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             has_dropout: whether the pass that is learned from has dropout. Old log-probabilities
                 must be without.
         """

@@ -35,8 +35,7 @@ class SkipBadSteps(TrainerCallback):  # type: ignore[misc]  # transformers is un
         """Build the callback.
 
         Args:
-            context: what every part of a training step is built from: its accelerator, config and
-                log.
+            context: accelerator, config, log and state, which every part of a training step gets.
             ratio_guard: says whether an importance ratio made the step bad.
             deepspeed_engine: returns the model in DeepSpeed's engine, which exists once the
                 training has begun; None without DeepSpeed.

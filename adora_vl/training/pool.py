@@ -46,7 +46,7 @@ class Pool:
         """Build an empty pool.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             dataset: the data set that is trained on, or a stand-in with a length and rows.
             has_tools: whether the run has tools, so that rollouts may have several turns.
         """

@@ -84,7 +84,7 @@ class RecomputedLayers:
         """Build the object by the key `adora_recompute`: `all`, a number of layers, or `auto`.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             model: the policy, in whatever wrapper.
             shape: returns the sizes of the policy.
             sharding: how the run divides the weights among ranks.

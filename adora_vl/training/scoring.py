@@ -199,7 +199,7 @@ class Scorer:
         """Build a scorer.
 
         Args:
-            context: what every part of a training step is built from.
+            context: accelerator, config, log and state, which every part of a training step gets.
             guard: knows which calls of reward functions failed, and ends the run for them.
             weights_F: weights of the reward functions.
             names: names of the reward functions.

@@ -23,7 +23,7 @@ from transformers.integrations import replace_with_bnb_linear
 bits: Any = torch.ops.bitsandbytes
 
 
-class Launch:
+class KernelLaunch:
     """Takes the place of a Triton kernel, which writes into its arguments."""
 
     def __init__(self, card: Card, name: str) -> None:
@@ -47,44 +47,44 @@ class Launch:
 
 
 @contextmanager
-def chosen(card: Card) -> Iterator[None]:
-    """Inside, attention on the card takes a card's kernel, with cuDNN's switched off, as this
-    project does.
+def use_card_attention(card: Card) -> Iterator[None]:
+    """Compute attention inside the block by the kernel that a card takes with cuDNN's switched off.
 
-    Functions are replaced, since a `TorchFunctionMode` is not active where a checkpoint computes a
-    layer again.
+    Every module's `scaled_dot_product_attention` is replaced, since a `TorchFunctionMode` is not
+    active where a checkpoint computes a layer again.
     """
     stock = torch.nn.functional.scaled_dot_product_attention
-    make = torch.tensor
+    stock_tensor = torch.tensor
 
     def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return (_attend(card, stock) if query.device.type == "cuda" else stock)(
+        return (_attention_of_card(card, stock) if query.device.type == "cuda" else stock)(
             query, key, value, *args, **kwargs
         )
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
         if isinstance(data, (list, tuple)):  # C++ would look at the values below all modes
             data = tree_map_only(FakeTensor, lambda element: element.item(), data)
-        return make(data, *args, **kwargs)
+        return stock_tensor(data, *args, **kwargs)
 
-    holders = [
-        m
-        for m in list(sys.modules.values())
-        if getattr(m, "scaled_dot_product_attention", None) is stock
+    # all modules that have it under its name, but of torch's own the public one alone
+    modules = [
+        module
+        for module in list(sys.modules.values())
+        if getattr(module, "scaled_dot_product_attention", None) is stock
+        and (not module.__name__.startswith("torch") or module is torch.nn.functional)
     ]
-    holders = [m for m in holders if not m.__name__.startswith("torch") or m is torch.nn.functional]
     torch.tensor = tensor
-    for module in holders:
+    for module in modules:
         module.scaled_dot_product_attention = attention  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.tensor = make
-        for module in holders:
+        torch.tensor = stock_tensor
+        for module in modules:
             module.scaled_dot_product_attention = stock  # type: ignore[attr-defined]
 
 
-def _attend(card: Card, stock: Any) -> Any:
+def _attention_of_card(card: Card, stock: Any) -> Any:
     def attend(
         query: Tensor,
         key: Tensor,
@@ -138,7 +138,7 @@ def _attend(card: Card, stock: Any) -> Any:
             grad = torch.is_grad_enabled() and any(
                 part.requires_grad for part in (query, key, value)
             )
-            added = None if attn_mask is None else _added(attn_mask, query, key)
+            added = None if attn_mask is None else _add_bias(attn_mask, query, key)
             return aten._scaled_dot_product_efficient_attention(
                 query, key, value, added, grad, dropout_p, is_causal, scale=scale
             )[0]
@@ -153,7 +153,7 @@ def _attend(card: Card, stock: Any) -> Any:
     return attend
 
 
-def _added(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _add_bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """Return a mask as the efficient kernel adds it to the scores: rows padded to 16 places."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from benchmarks.fake_card.card import Card
 from benchmarks.fake_card.device import CARD, answer_as_a_card
-from benchmarks.fake_card.kernels import Launch, bits, chosen, gemm_4bit, quantise
+from benchmarks.fake_card.kernels import KernelLaunch, bits, gemm_4bit, quantise, use_card_attention
 
 import torch  # isort: skip
 import yaml
@@ -243,7 +243,7 @@ def run(card_run: CardRun, folder: Path) -> CardRunResult:
     with ExitStack() as inside:
         inside.enter_context(_patched(card))
         inside.enter_context(card)
-        inside.enter_context(chosen(card))
+        inside.enter_context(use_card_attention(card))
         try:
             with card.during("load"):
                 trainer, config, model = _trainer(card_run, folder)
@@ -533,8 +533,8 @@ def _patched(card: Card) -> Iterator[None]:
         ),  # which asks the vLLM that is installed here
         (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
         (grpo_trainer, "VLLMGeneration", RecordedAnswers),
-        (chunked_logprob, "_forward_kernel", Launch(card, "TRL's head, forward")),
-        (chunked_logprob, "_backward_kernel", Launch(card, "TRL's head, backward")),
+        (chunked_logprob, "_forward_kernel", KernelLaunch(card, "TRL's head, forward")),
+        (chunked_logprob, "_backward_kernel", KernelLaunch(card, "TRL's head, backward")),
         (chunked_logprob, "_TRITON_AVAILABLE", True),  # as beside a CUDA build
     ]
     before = [(holder, name, holder.__dict__[name]) for holder, name, _ in replaced]

@@ -25,7 +25,7 @@ from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line
 from benchmarks.measure import fastest_by_turns, peak_bytes
 
 VOCABULARY = 151_936  # of all Qwen2.5-VL
-MEMORY_SLACK = 1.5  # of errors of two heads that sum in another order
+ERROR_SLACK = 1.5  # of errors of two heads that sum in another order
 _TOKENS_TIMED = 8192
 _CHUNK_TOKENS = 512  # tokens of the float32 reference at a time
 # Bytes of a plain head: of each logit in both dtypes with its softmax and their gradients, and of
@@ -63,9 +63,9 @@ def run(setting: Setting) -> Iterator[CheckLine]:
         yield at_most_line(
             f"{tensor_name}, from float32",
             value=error,
-            bound=MEMORY_SLACK * plain_error,
+            bound=ERROR_SLACK * plain_error,
             unit="",
-            source=f"{MEMORY_SLACK} times a plain bfloat16 head's error",
+            source=f"{ERROR_SLACK} times a plain bfloat16 head's error",
         )
     del exact, fused_results, plain_results
 

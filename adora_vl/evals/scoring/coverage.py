@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def missing_answers(score: Mapping[str, Any]) -> str | None:
+def describe_missing_answers(score: Mapping[str, Any]) -> str | None:
     """Say how many answers a score lacks of those that its run asked for.
 
     None where it has all, or where that is not known.
@@ -24,7 +24,7 @@ def missing_answers(score: Mapping[str, Any]) -> str | None:
     )
 
 
-def partial_notes(score: Mapping[str, Any]) -> list[str]:
+def partial_score_notes(score: Mapping[str, Any]) -> list[str]:
     """Say in lines why a score may be over a part of the problems.
 
     Some answers may be missing, only a part may have been asked (`--limit`), or it may be unknown
@@ -35,7 +35,7 @@ def partial_notes(score: Mapping[str, Any]) -> list[str]:
         unknown = "it is not known of how many problems these are; no run lies beside the answers"
         return [f"note: {unknown}"]
     lines: list[str] = []
-    missing = missing_answers(score)
+    missing = describe_missing_answers(score)
     if missing:
         lines.append(f"warning: {missing}")
     n_requested = coverage.get("asked") or 0
@@ -45,7 +45,7 @@ def partial_notes(score: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def share_of_the_data(score: Mapping[str, Any]) -> str | None:
+def describe_scored_part(score: Mapping[str, Any]) -> str | None:
     """Say which part of the data a score is over, such as `60 of 512` answers.
 
     None for a score over all of them, or where it is not known.

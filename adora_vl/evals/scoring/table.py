@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
 from adora_vl.evals.records import AccuracyCell, BenchmarkFigures, Score, Scored
-from adora_vl.evals.scoring.coverage import partial_notes
+from adora_vl.evals.scoring.coverage import partial_score_notes
 from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
@@ -33,19 +33,19 @@ def format_score(scored: Scored) -> str:
     score, summary = scored
     overall: Any = score  # a score has the keys of a cell itself
     rows = [_TableRow("all", "", overall)]
-    shortened: list[str] = []
+    shortened_kinds: list[str] = []
     for kind, cell_by_group in score["groups"].items():
         if _repeats_overall(cell_by_group, overall):
             continue
         first_groups = dict(list(cell_by_group.items())[:_MOST_GROUPS])
         rows += _table_rows(kind, first_groups)
         if len(cell_by_group) > _MOST_GROUPS:
-            shortened.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
+            shortened_kinds.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
     for key, cells in find_benchmark_cells(score).items():
         rows += _table_rows(key, cells)
     lines = [describe_scored_run(score, summary), "", *_aligned_rows(rows)]
-    if shortened:
-        lines.append(f"in the score file only: {', '.join(shortened)}")
+    if shortened_kinds:
+        lines.append(f"in the score file only: {', '.join(shortened_kinds)}")
     lines.append("")
     for name, figure in score.get("samples", {}).items():
         if "@" in name:  # such as pass@2; the others are counts
@@ -177,7 +177,7 @@ def _answer_lines(score: Score) -> list[str]:
 
 def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:
     """Format the lines on what limits the result."""
-    lines = partial_notes(score)
+    lines = partial_score_notes(score)
     count_by_reason = {
         "unreadable images": score["image_failed"],
         "prompt too long for the model's context": score["too_long"],

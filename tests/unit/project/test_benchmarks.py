@@ -282,10 +282,10 @@ def scanned_run(place, accuracy):
 def test_a_seed_of_the_scanned_digits_counts_if_it_is_whole():
     """Seeds are the unit: what two starts differ in is no spread of a seed."""
     plan = yaml.safe_load(scanned.PLAN.read_text())
-    order = scanned.places(plan, pilot=False)
+    order = scanned.runs_in_order(plan, pilot=False)
     seeds = [seed for _, _, seed, _ in order]
     assert seeds == sorted(seeds), "a seed after the other"
-    pilot_seeds = {seed for _, _, seed, _ in scanned.places(plan, pilot=True)}
+    pilot_seeds = {seed for _, _, seed, _ in scanned.runs_in_order(plan, pilot=True)}
     assert pilot_seeds.isdisjoint(plan["seeds"])
     runs = []
     for case, start, seed, method in order:

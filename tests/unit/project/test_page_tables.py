@@ -140,7 +140,7 @@ def work_or_length(folder, *tables):
     runs = scanned.read_runs(working.STORED_RUNS)
     tables_text = working.tables(plan, runs)
     assert rows_that_lack(tables_text, tables) == []
-    verdict = working.verdict_of(working.whole_runs(plan, runs))
+    verdict = working.verdict_of_rule(working.runs_of_whole_blocks(plan, runs))
     assert f"By the plan's rule: **{verdict}**" in TEXT_OF_PAGES
 
 

@@ -55,7 +55,7 @@ def pair_of_runs(seed, *, ahead, workings, loss=0.08):
 
 
 def test_the_two_arms_of_a_seed_come_one_after_the_other():
-    order = scanned.places(CARD_PLAN, pilot=False)
+    order = scanned.runs_in_order(CARD_PLAN, pilot=False)
     assert [trial[2:] for trial in order[:2]] == [(0, "grpo"), (0, "adora")]
     assert not set(CARD_PLAN["pilot"]["seeds"]) & set(CARD_PLAN["seeds"])
 
@@ -104,19 +104,19 @@ def test_half_a_seed_does_not_count():
 def test_a_size_of_the_command_goes_before_that_of_the_plan():
     small = yaml.safe_load(scanned.PLAN.read_text())
     assert scanned.size_of(small) is None
-    assert scanned.resized(small, {"width": None}) == small
-    assert scanned.size_of(scanned.resized(small, {"layers": 5})) == ModelSize(layers=5)
-    wider = scanned.resized(CARD_PLAN, {"width": 512, "dtype": "float32"})
+    assert scanned.with_model_size(small, {"width": None}) == small
+    assert scanned.size_of(scanned.with_model_size(small, {"layers": 5})) == ModelSize(layers=5)
+    wider = scanned.with_model_size(CARD_PLAN, {"width": 512, "dtype": "float32"})
     assert scanned.size_of(wider) == ModelSize(width=512, layers=7, dtype="float32")
     assert scanned.size_of(CARD_PLAN) == ModelSize(width=640, layers=7, dtype="bfloat16")
     with pytest.raises(UserError, match="width: 100 is no multiple of 32"):
-        scanned.resized(CARD_PLAN, {"width": 100})
+        scanned.with_model_size(CARD_PLAN, {"width": 100})
 
 
 def test_a_start_of_each_size_has_a_folder_of_its_own(tmp_path):
     plans: list[dict[str, Any]] = [
         CARD_PLAN,
-        scanned.resized(CARD_PLAN, {"width": 512}),
+        scanned.with_model_size(CARD_PLAN, {"width": 512}),
         {"arms": {}},
     ]
     folders = {scanned.start_folder(tmp_path, plan, 1).name for plan in plans}
@@ -137,10 +137,13 @@ def test_the_machine_and_the_dtype_decide_the_same_keys_of_each_arm(size, device
 
 def test_a_rehearsal_has_the_model_and_the_arms_and_two_steps(tmp_path):
     before = copy.deepcopy(CARD_PLAN)
-    plan = scanned.rehearsed(CARD_PLAN, tmp_path)
+    plan = scanned.rehearsal_of(CARD_PLAN, tmp_path)
     assert before == CARD_PLAN
     assert plan["model"] == CARD_PLAN["model"]
-    assert scanned.places(plan, pilot=False) == scanned.places(CARD_PLAN, pilot=False)[:2]
+    assert (
+        scanned.runs_in_order(plan, pilot=False)
+        == scanned.runs_in_order(CARD_PLAN, pilot=False)[:2]
+    )
     assert plan["train"]["max_steps"] == 2
     assert len(plan["train"]["adora_reward"]) == len(plan["train"]["reward_weights"])
     assert "def varied(" in (tmp_path / "rewards.py").read_text()
@@ -176,7 +179,9 @@ def test_an_untaught_model_of_any_size_learns_the_digits_lessons(tmp_path, monke
 
     drawn = list(generate(8, seed=1, families=("perimeter",)))
     monkeypatch.setattr(scanned, "draw_rows", lambda *_, **__: drawn)
-    plan = scanned.rehearsed(scanned.resized(CARD_PLAN, {"width": 64, "layers": 1}), tmp_path)
+    plan = scanned.rehearsal_of(
+        scanned.with_model_size(CARD_PLAN, {"width": 64, "layers": 1}), tmp_path
+    )
     folder = scanned.start_folder(tmp_path, plan, 1)
     folder.parent.mkdir()
     scanned.build_start(folder, plan, 1)

@@ -122,13 +122,13 @@ FIRST_SEEDS = WORKING_PLAN["seeds"][0]
 
 
 def test_working_wins_only_against_length_and_its_random_control():
-    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS)) == "gain"
-    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS, over=("random",))) == "no gain"
-    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS, over=("length",))) == "no gain"
-    assert working.verdict_of(finished_runs(0.0005, FIRST_SEEDS)) == "no gain", (
+    assert working.verdict_of_rule(finished_runs(0.1, FIRST_SEEDS)) == "gain"
+    assert working.verdict_of_rule(finished_runs(0.1, FIRST_SEEDS, over=("random",))) == "no gain"
+    assert working.verdict_of_rule(finished_runs(0.1, FIRST_SEEDS, over=("length",))) == "no gain"
+    assert working.verdict_of_rule(finished_runs(0.0005, FIRST_SEEDS)) == "no gain", (
         "within the interval"
     )
-    assert working.verdict_of(finished_runs(0.1, FIRST_SEEDS[:1])) == "no gain", (
+    assert working.verdict_of_rule(finished_runs(0.1, FIRST_SEEDS[:1])) == "no gain", (
         "one seed shows nothing"
     )
 
@@ -137,7 +137,7 @@ def test_a_seed_of_a_block_counts_if_it_is_whole():
     runs = finished_runs(0.1, FIRST_SEEDS[:2])
     (seed,) = FIRST_SEEDS[2:]
     begun = [finished_run(seed, arm, 0.0) for arm in ("grpo", "length", "steps alone", "gate")]
-    counted = working.whole_runs(WORKING_PLAN, [*runs, *begun])
+    counted = working.runs_of_whole_blocks(WORKING_PLAN, [*runs, *begun])
     assert [run["arm"] for run in counted if run["seed"] == seed] == ["steps alone"]
     tables = working.tables(WORKING_PLAN, [*runs, *begun])
     assert tables.startswith(f"{2 * len(WORKING_PLAN['arms']) + 1} runs of commit abc; ")
@@ -147,11 +147,11 @@ def test_a_seed_of_a_block_counts_if_it_is_whole():
 
 
 def test_every_run_has_its_place_once():
-    order = working.places(WORKING_PLAN)
+    order = working.runs_in_order(WORKING_PLAN)
     seeds = [seed for group in WORKING_PLAN["seeds"] for seed in group]
     assert len(order) == len(set(order)) == len(seeds) * len(WORKING_PLAN["arms"])
     assert {arm for _, arm in order} == WORKING_PLAN["arms"].keys()
-    assert not {seed for seed, _ in working.places(WORKING_PLAN, pilot=True)} & set(seeds)
+    assert not {seed for seed, _ in working.runs_in_order(WORKING_PLAN, pilot=True)} & set(seeds)
 
 
 def test_the_arms_are_one_key_apart():

@@ -409,6 +409,7 @@ async def fails_on_one_async(completions: Any, **kwargs: Any) -> list[float]:
 
 
 def test_an_exception_names_the_row_that_fails_alone_and_the_line(subtests):
+    """The functions fail on the second of three rows, `row/1`."""
     for function in [fails_on_one, fails_on_one_async]:
         with subtests.test(f"{function!r:.80}"):
             _, [failure] = call_safely(function)

@@ -103,15 +103,17 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
 
     Another one speaks where it is not ended meanwhile, as it is if all find it.
     """
-    waited: list[float] = []
-    nap = time.sleep  # also of threads that other tests have left behind
+    waits: list[float] = []
+    stock_sleep = time.sleep
 
-    def sleep(seconds: float) -> None:
-        waited.append(seconds) if threading.current_thread() is threading.main_thread() else nap(
-            seconds
-        )
+    def note_sleep_of_main_thread(seconds: float) -> None:
+        # threads that other tests have left behind go on sleeping
+        if threading.current_thread() is threading.main_thread():
+            waits.append(seconds)
+        else:
+            stock_sleep(seconds)
 
-    monkeypatch.setattr("adora_vl.train.time.sleep", sleep)
+    monkeypatch.setattr("adora_vl.train.time.sleep", note_sleep_of_main_thread)
     for rank, suffix in (("0", ""), ("1", " (rank 1 of 2)")):
         for name, value in (
             ("LOCAL_RANK", rank),
@@ -121,7 +123,7 @@ def test_a_mistake_that_one_rank_alone_finds_is_said_by_it(monkeypatch, capsys):
             monkeypatch.setenv(name, value)
         assert train(["--learning_rte", "1"]) == 2
         assert capsys.readouterr().err.startswith(f"error{suffix}: ")
-        assert len(waited) == int(rank)
+        assert len(waits) == int(rank), "the second rank waits once"
 
 
 def no_room(*args: object, **kwargs: object) -> None:
