@@ -309,19 +309,19 @@ def merged_parameters(
         # A layer with an adapter comes with all that is below it. The children of any other module
         # come by themselves, so here it has only the parameters of its own.
         parameter_by_name = dict(layer.named_parameters(recurse=is_adapted))
-        wanted = {}
+        chosen_parameters = {}
         for name, parameter in parameter_by_name.items():
             if id(parameter) not in seen_ids and includes(prefix + name):
-                wanted[name] = parameter
+                chosen_parameters[name] = parameter
         seen_ids |= {id(parameter) for parameter in parameter_by_name.values()}
-        if is_adapted and wanted:
+        if is_adapted and chosen_parameters:
             # To merge, the adapter's own parameters have to be whole as well.
             with gather(list(module.parameters())):
                 merged_values = dict(_merged_copy(module).named_parameters())
-            for name, parameter in wanted.items():
+            for name, parameter in chosen_parameters.items():
                 yield prefix + name, merged_values[name].data.to(parameter.dtype)
         elif not is_adapted:
-            for name, parameter in wanted.items():
+            for name, parameter in chosen_parameters.items():
                 if parameter.requires_grad or not changed_only:
                     with gather([parameter]):
                         yield prefix + name, parameter.data
