@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
 from adora_vl.config.losses import check_loss
 from adora_vl.config.unused_keys import refuse_unused
 from adora_vl.utils.cli import spelled_in_config
@@ -231,12 +231,31 @@ def check_budget(config: AdoraGRPOConfig) -> None:
         raise conflict_error(key, f"{rows} rollouts per process, which are no whole groups")
     if rows < 2 * config.num_generations:
         raise conflict_error(key, "one group per process, which has to end in every generation")
+    _refuse_steps_across_generations(config, key)
     mode = config.vllm_importance_sampling_mode
     if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
         raise UserError(
             f"{key} learns less from an answer the longer it is where the ratio to the earlier "
             f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
             "default is sequence_mask); set vllm_importance_sampling_mode: token_truncate"
+        )
+
+
+def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
+    """Raise `UserError` where an optimizer step may begin in one generation and end in the next.
+
+    Rollouts that wait carry the number of their generation, which is counted from the optimizer
+    steps before it. There the last step of an epoch is shorter than the others, which the count
+    does not know. `key`: the key that lets rollouts wait, with its value.
+    """
+    layout = BatchLayout.of(config)
+    per_generation = layout.micro_batches_per_generation
+    per_step = layout.gradient_accumulation_steps
+    if per_generation % per_step != 0 and per_step % per_generation != 0:
+        raise conflict_error(
+            key,
+            f"{per_generation} micro-batches of a generation and {per_step} of an optimizer step, "
+            "of which neither is a multiple of the other",
         )
 
 
@@ -268,6 +287,7 @@ def check_async(config: AdoraGRPOConfig) -> None:
     workers = config.dataloader_num_workers
     if workers > 0:
         raise conflict_error(key, f"dataloader_num_workers: {workers}")
+    _refuse_steps_across_generations(config, key)
 
 
 def _check_turns(request: RunRequest) -> None:

@@ -239,6 +239,27 @@ def test_keys_that_go_together_are_taken() -> None:
         check_keys.check_servers(keys)
 
 
+def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
+    keys: dict[str, Any] = {
+        "use_vllm": True,
+        "per_device_train_batch_size": 16,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "gradient_accumulation_steps": 2,
+    }
+    servers = {"vllm_mode": "server", "adora_weight_transfer": "file"}
+    waits_for_budget = config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=3)
+    samples_ahead = config(**keys, adora_rollouts={"ahead": 1}, steps_per_generation=3, **servers)
+    for line in (
+        error_of(check_keys.check_budget, waits_for_budget),
+        error_of(check_keys.check_async, samples_ahead),
+    ):
+        assert "does not go with 3 micro-batches of a generation and 2 of an optimizer step" in line
+    for steps in (1, 2, 4):
+        check_keys.check_budget(
+            config(**keys, adora_rollouts={"budget": 100}, steps_per_generation=steps)
+        )
+
+
 def test_the_engines_log_probabilities_are_old_ones_where_nothing_else_corrects() -> None:
     keys: dict[str, Any] = {
         "adora_rollouts": {"old_logps": "engine"},
