@@ -202,7 +202,9 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
     The keys of this project come first, as the user has more likely set one of these.
     """
-    different_keys = [key for key in before.keys() | now.keys() if before.get(key) != now.get(key)]
+    all_keys = before.keys() | now.keys()
+    different_keys = [key for key in all_keys if before.get(key) != now.get(key)]
+    # False comes before True, so the keys of this project come first.
     different_keys.sort(key=lambda key: (not key.startswith("adora_"), key))
     lines: list[str] = []
     for key in different_keys:

@@ -127,13 +127,14 @@ class DistinctRows(Dataset[dict[str, Any]]):
         Returns:
             A row for each of `numbers`; an empty list where the later rows are not known.
         """
-        distinct = list(dict.fromkeys(numbers))
-        later_numbers = order.following(distinct, order.epoch, generations)
+        distinct_numbers = list(dict.fromkeys(numbers))
+        later_numbers = order.following(distinct_numbers, order.epoch, generations)
         if not later_numbers:
             return []
-        later_by_number = dict(zip(distinct, later_numbers, strict=True))
-        read = self.read_ahead if self.share else self._read
-        return [dict(read(later_by_number[number])) for number in numbers]
+        later_by_number = dict(zip(distinct_numbers, later_numbers, strict=True))
+        read_row = self.read_ahead if self.share else self._read
+        # A copy for each, since a row that comes several times is read once.
+        return [dict(read_row(later_by_number[number])) for number in numbers]
 
     def forget_ahead(self, but: Collection[int] = ()) -> None:
         """Drop rows that were read ahead and that no batch has asked for, except indices in `but`."""

@@ -277,9 +277,10 @@ def control_tokens(processor: object) -> tuple[str, ...]:
     tokenizer; None where it is not known.
     """
     tokenizer = getattr(processor, "tokenizer", processor)
-    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
-    special = [token.content for token in added if token.special]
-    return tuple(dict.fromkeys([*CONTROL_TOKENS, *special]))
+    added_tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special_texts = [token.content for token in added_tokens if token.special]
+    # Both may have the same text, which is returned once.
+    return tuple(dict.fromkeys([*CONTROL_TOKENS, *special_texts]))
 
 
 def control_token_in(value: object, tokens: Sequence[str] = CONTROL_TOKENS) -> str | None:

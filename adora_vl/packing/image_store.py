@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -248,6 +248,14 @@ def first_patches(references: Tensor, grids: Tensor) -> list[int]:
     return starts
 
 
+class BankImage(NamedTuple):
+    """An image in an `ImageBank`."""
+
+    key: str  # digest that identifies it
+    patches: Tensor  # as they are stored: bytes (R, F), or normalised (R, D)
+    grid_3: Tensor  # (temporal, height, width) in patches
+
+
 class ImageBank:
     """Stores the patches of distinct images under consecutive numbers.
 
@@ -268,8 +276,8 @@ class ImageBank:
         self.end = first  # the number behind the last patch
         self.normalize = normalize
         self._start_by_key: dict[str, int] = {}  # the number of the first patch of each image
-        # number of an image's first patch -> its key, its stored patches, and its grid (3,)
-        self._images: dict[int, tuple[str, Tensor, Tensor]] = {}
+        # the images by the number of their first patch
+        self._images: dict[int, BankImage] = {}
         # Features of images by the number of their first patch, if the vision tower is frozen; the
         # vision pass fills it.
         self.frozen_features: dict[int, Any] = {}
@@ -301,21 +309,18 @@ class ImageBank:
         """
         if key not in self._start_by_key:
             self._start_by_key[key] = self.end
-            self._images[self.end] = (key, patches, grid_3)
+            self._images[self.end] = BankImage(key, patches, grid_3)
             self.end += len(patches)
         return self._numbers_of_image(self._start_by_key[key])
 
-    def image(self, start: int) -> tuple[str, Tensor, Tensor]:
-        """Return key, patches and grid (3,) of the image whose first patch is `start`.
-
-        The patches are as they are stored: bytes (R, F), or normalised (R, D).
-        """
+    def image(self, start: int) -> BankImage:
+        """Return key, patches and grid (3,) of the image whose first patch is `start`."""
         return self._images[start]
 
     def _numbers_of_image(self, start: int) -> Tensor:
         """Return the numbers of the patches of the image whose first patch is `start`, (R, 1)."""
-        _, patches, _ = self._images[start]
-        return torch.arange(start, start + len(patches))[:, None]
+        patch_count = len(self._images[start].patches)
+        return torch.arange(start, start + patch_count)[:, None]
 
     def pixels(self, starts: list[int]) -> tuple[Tensor, Tensor]:
         """Return normalised patches (R, D) and grids (N, 3) of N images, for a vision tower.
@@ -323,8 +328,8 @@ class ImageBank:
         `starts`: the number of the first patch of each image.
         """
         images = [self._images[start] for start in starts]
-        grids = torch.stack([grid_3 for _, _, grid_3 in images])
-        stored_patches = [patches for _, patches, _ in images]
+        grids = torch.stack([image.grid_3 for image in images])
+        stored_patches = [image.patches for image in images]
         if all(patches.dtype == torch.uint8 for patches in stored_patches):
             return self.normalize(torch.cat(stored_patches)), grids
         normalized_patches = []

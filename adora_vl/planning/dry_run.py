@@ -214,7 +214,7 @@ def _other_process_counts_lines(plan: Plan) -> list[str]:
 
     There is no line for one process on a CPU, since a config for a CPU always starts one.
     """
-    batches = plan.run.layout
+    planned_layout = plan.run.layout
     processes = plan.setup.sharding.processes
     if processes == 1 and plan.run.config.use_cpu:
         return []
@@ -222,7 +222,7 @@ def _other_process_counts_lines(plan: Plan) -> list[str]:
     for process_count in (1, 2, 4, 8):
         if process_count == processes:
             continue
-        layout = replace(batches, processes=process_count)
+        layout = replace(planned_layout, processes=process_count)
         size_texts.append(
             f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
         )

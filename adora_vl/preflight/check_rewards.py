@@ -85,8 +85,9 @@ def with_environment_reward(
             f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
     weights = config.reward_weights
-    lacks_own_weight = weights is not None and len(weights) == len(rewards.entries)
-    if lacks_own_weight:
+    # A list as long as the other rewards has no value for that of the environments.
+    has_no_weight_for_it = weights is not None and len(weights) == len(rewards.entries)
+    if has_no_weight_for_it:
         config.reward_weights = [*weights, 1.0]
     return replace(
         rewards,

@@ -79,6 +79,7 @@ def agreement_bound(pair: EnginePair) -> float:
     if args.adora_max_drift is None:
         return rounding_bound
     max_drift = float(args.adora_max_drift)
+    # With any of these the engine samples from another distribution than the policy's own.
     changes_distribution = (
         args.temperature != 1.0
         or args.top_p != 1.0
@@ -113,31 +114,31 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
 
     Returns None where the prompts cannot be longer. Collective.
     """
-    first = first_prompts(prompts, FAR_ROWS)
+    short_prompts = first_prompts(prompts, FAR_ROWS)
     policy_limit = pair.policy.config.get_text_config().max_position_embeddings
     if pair.config.vllm_mode == "server":
         engine_limit = served_length(pair.config) or policy_limit
     else:
         assert pair.engine is not None
         engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
-    longest_prompt = max(map(len, first.ids))
+    longest_prompt = max(map(len, short_prompts.ids))
     max_prompt_length = min(FAR_POSITION, min(policy_limit, engine_limit) - max_tokens)
     # The same shift on all ranks, since their passes are collective.
     shift = min(gather_object([max_prompt_length - longest_prompt]))
-    if shift <= 0:
+    if shift <= 0:  # the model or the engine takes no longer prompts
         return None
     special_ids = {*pair.tokenizer.all_special_ids, *never_sampled_ids(pair.tokenizer)}
     rng = random.Random(pair.config.seed)  # a generator of its own, so the run's state stays
     ids = []
-    for prompt_ids in first.ids:
+    for prompt_ids in short_prompts.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
         ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
-    fields = dict(first.fields)
+    fields = dict(short_prompts.fields)
     if TOKEN_TYPES_FIELD in fields:
         fields[TOKEN_TYPES_FIELD] = [
             [0] * shift + token_types for token_types in fields[TOKEN_TYPES_FIELD]
         ]
-    return replace(first, ids=ids, fields=fields)
+    return replace(short_prompts, ids=ids, fields=fields)
 
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:

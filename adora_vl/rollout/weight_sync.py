@@ -302,24 +302,29 @@ def merged_parameters(
         changed_only: whether to leave out parameters that have no adapter and are not trained.
     """
     seen_ids: set[int] = set()  # a tied parameter is yielded once
-    for part in _modules_to_sync(model.get_base_model()):
-        is_adapted = _is_adapted(part.module)
-        base_layer = _layer_without_adapter(part.module)
-        parameters = {}
-        for name, parameter in base_layer.named_parameters(recurse=is_adapted):
-            if id(parameter) not in seen_ids and includes(part.prefix + name):
-                parameters[name] = parameter
-        seen_ids |= {id(parameter) for parameter in base_layer.parameters(recurse=is_adapted)}
-        if is_adapted and parameters:
-            with gather(list(part.module.parameters())):
-                merged_values = dict(_merged_copy(part.module).named_parameters())
-            for name, parameter in parameters.items():
-                yield part.prefix + name, merged_values[name].data.to(parameter.dtype)
+    for prefix, module in _modules_to_sync(model.get_base_model()):
+        is_adapted = _is_adapted(module)
+        # The names are those of the layer that the adapter is around.
+        layer = _layer_without_adapter(module)
+        # A layer with an adapter comes with all that is below it. The children of any other module
+        # come by themselves, so here it has only the parameters of its own.
+        parameter_by_name = dict(layer.named_parameters(recurse=is_adapted))
+        chosen_parameters = {}
+        for name, parameter in parameter_by_name.items():
+            if id(parameter) not in seen_ids and includes(prefix + name):
+                chosen_parameters[name] = parameter
+        seen_ids |= {id(parameter) for parameter in parameter_by_name.values()}
+        if is_adapted and chosen_parameters:
+            # To merge, the adapter's own parameters have to be whole as well.
+            with gather(list(module.parameters())):
+                merged_values = dict(_merged_copy(module).named_parameters())
+            for name, parameter in chosen_parameters.items():
+                yield prefix + name, merged_values[name].data.to(parameter.dtype)
         elif not is_adapted:
-            for name, parameter in parameters.items():
+            for name, parameter in chosen_parameters.items():
                 if parameter.requires_grad or not changed_only:
                     with gather([parameter]):
-                        yield part.prefix + name, parameter.data
+                        yield prefix + name, parameter.data
 
 
 class _PrefixedModule(NamedTuple):

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 
 aten: Any = torch.ops.aten
 torch_attn: Any = torch.ops.torch_attn
-_VARLEN = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.default)
+_VARLEN_OPERATIONS = (torch_attn._varlen_attn.default, torch_attn._varlen_attn_backward.default)
 # tensors of at most so many whole numbers, or fractions, carry values
 WHOLE = 8_000_000
 FRACTIONS = 200_000
@@ -35,7 +35,7 @@ BLOCK = 512  # bytes: the allocator's unit
 _FLASH_BLOCK = 128  # tokens that the flash backward computes at once
 HERE = str(Path(__file__).parent)
 _ROOT = str(Path(__file__).parents[2])
-_INDEXED = {
+_INDEXING_OPERATIONS = {
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
     aten.index_put_.default,
@@ -43,7 +43,7 @@ _INDEXED = {
     aten._index_put_impl_.default,
 }
 # The shape of what these return depends on values, for which the host waits
-_SHAPED = {
+_NAME_BY_DATA_SHAPED_OPERATION = {
     aten.nonzero.default: "nonzero",
     aten.masked_select.default: "masked_select",
     aten._unique2.default: "unique",
@@ -52,7 +52,7 @@ _SHAPED = {
     aten.repeat_interleave.Tensor: "repeat_interleave",
     aten.bincount.default: "bincount",
 }
-_DRAWN = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
+_RANDOM_OPERATIONS = {aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float}
 
 
 class Place(NamedTuple):
@@ -226,8 +226,10 @@ class Card(TorchDispatchMode):
             values = [self.value(tensor) for tensor in args]
             are_known = all(value is not None for value in values)
             return func(*values) if are_known else True
-        by_mask = func in _INDEXED and any(_is_mask(index) for index in args[1])
-        if func in _SHAPED or (by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)):
+        by_mask = func in _INDEXING_OPERATIONS and any(_is_mask(index) for index in args[1])
+        if func in _NAME_BY_DATA_SHAPED_OPERATION or (
+            by_mask and func in (aten.index.Tensor, aten._unsafe_index.Tensor)
+        ):
             return self._of_unknown_shape(func, args=args, kwargs=kwargs, tensors=tensors)
         return self._on_card(func, args=args, kwargs=kwargs, tensors=tensors, to_card=to_card)
 
@@ -244,11 +246,11 @@ class Card(TorchDispatchMode):
         knows_its_size = func is aten.repeat_interleave.Tensor and kwargs.get("output_size")
         if from_host and (is_blocking_copy or is_blocking_write):
             self.wait("from the host")
-        elif func in _SHAPED and not knows_its_size:
-            self.wait(_SHAPED[func])
+        elif func in _NAME_BY_DATA_SHAPED_OPERATION and not knows_its_size:
+            self.wait(_NAME_BY_DATA_SHAPED_OPERATION[func])
         elif func is aten.equal.default:
             self.wait("equal")
-        elif func in _INDEXED:
+        elif func in _INDEXING_OPERATIONS:
             for index in args[1]:
                 if index is not None and _is_mask(index):
                     self.wait("index by a mask")
@@ -267,11 +269,16 @@ class Card(TorchDispatchMode):
             out = func(*fakes[0], **fakes[1])
         if func._overloadpacket in flop_registry:
             # The bounds of rows are looked at by their values, which these fakes do not have.
-            flop_args = args if func in _VARLEN else fakes[0]
+            flop_args = args if func in _VARLEN_OPERATIONS else fakes[0]
             self._count_flops(func, args=flop_args, kwargs=fakes[1], out=out)
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, FakeTensor)]
         are_known = all(value is not None for value in values)
-        if results and are_known and func not in _DRAWN and all(map(_is_small, results)):
+        if (
+            results
+            and are_known
+            and func not in _RANDOM_OPERATIONS
+            and all(map(_is_small, results))
+        ):
             self._compute_values(func, args=args, kwargs=kwargs, results=results)
         elif func._schema.is_mutable:
             # The first argument is written to, if any is.
@@ -315,7 +322,7 @@ class Card(TorchDispatchMode):
         if func is aten.masked_select.default:
             args = (args[0], [args[1]])
             func = aten.index.Tensor
-        if func not in _INDEXED:
+        if func not in _INDEXING_OPERATIONS:
             raise NotImplementedError(f"{func} of unknown values at {_place('').line}")
         indices: list[Any] = []
         for index in args[1]:
@@ -340,7 +347,7 @@ class Card(TorchDispatchMode):
             args = args[: 3 if "addmm" in str(func) else 2]
             kwargs = {}
         flops = flop_registry[func._overloadpacket](*args, **kwargs, out_val=out)
-        if func in _VARLEN:
+        if func in _VARLEN_OPERATIONS:
             self.kernels["attention: flash, rows of different lengths"] += 1
             back = func is torch_attn._varlen_attn_backward.default
             flops = self._varlen_flops(args, back=back)

@@ -388,7 +388,7 @@ def test_a_frozen_tower_in_several_passes_gives_the_same_features(monkeypatch, s
             rows = [[0], [1, 0], [], [2]]
             results = []
             for limit in (16_000, 1):
-                monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", limit)
+                monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", limit)
                 model = small_model_of(kind)
                 vision = SharedVision(ImageBanks())
                 model.model.visual.requires_grad_(False)
@@ -404,7 +404,7 @@ def test_a_frozen_tower_makes_as_many_passes_as_on_the_process_with_the_most(
     two_processes, monkeypatch, subtests
 ):
     """The other process needs four; here are no images, one, and three in passes of their own."""
-    monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_A_PASS", 1)
+    monkeypatch.setattr(adora_vl.packing.vision, "PATCHES_PER_PASS", 1)
     monkeypatch.setattr(
         distributed, "all_reduce", lambda passes, op: passes.fill_(max(4, int(passes)))
     )
