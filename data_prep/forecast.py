@@ -144,7 +144,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     """
     weighing = weigh_groups(groups)  # the weights that a training would give
     # A group whose answers were all truncated has no score, and so no signal.
-    has_signal_P = groups.differs_P & groups.scored_PG.any(dim=1)
+    has_signal_P = groups.differs_P & groups.has_reward_PG.any(dim=1)
     is_tds_P = weighing.tds_P & has_signal_P
     is_tie_P = weighing.tds_by_tie_P & has_signal_P
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
@@ -186,7 +186,7 @@ def _right_shares_by_length(groups: Groups, has_signal_P: torch.Tensor) -> list[
     """
     shares: list[_RightShares] = []
     for group in has_signal_P.nonzero()[:, 0].tolist():
-        is_scored_G = groups.scored_PG[group]
+        is_scored_G = groups.has_reward_PG[group]
         lengths = groups.lengths_PG[group][is_scored_G]
         is_right = groups.correct_PG[group][is_scored_G].float()
         if lengths.min() < lengths.max():

@@ -315,11 +315,11 @@ def _judge_by_criterion(
       figure less their false ones. The work of a problem without a figure is unknown; such groups
       are compared by length, or with `no_figure: keep` not at all.
     """
-    all_groups_P = torch.ones_like(groups.scored_PG[:, 0])
+    all_groups_P = torch.ones_like(groups.has_reward_PG[:, 0])
     if criterion == "difficulty":
         is_hard_P = groups.pass_rate_P <= as_schedule(options.tau).at(step)
         # A group without a scored rollout has no pass rate, so the criterion does not hold for it.
-        counts_P = groups.scored_PG.any(dim=1)
+        counts_P = groups.has_reward_PG.any(dim=1)
         if options.needs_correct:
             # Eq. 6 holds for a pass rate of 0 too. With this option a group has to be hard, but
             # solvable: it needs a correct rollout.

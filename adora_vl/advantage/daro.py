@@ -196,7 +196,7 @@ class Daro(Method):
         tokens_PG: Tensor,
         bins_P: Tensor,
         weights_M: Tensor,
-        scored_PG: Tensor,
+        has_reward_PG: Tensor,
     ) -> Tensor:
         """Return the advantages with which TRL's token-mean loss becomes `sum w_mu L_mu`: (P, G).
 
@@ -212,11 +212,11 @@ class Daro(Method):
             bins_P: the index of each prompt's bin, or `OUTSIDE_ALL_BINS` for a prompt without a right
                 rollout or with only right ones.
             weights_M: the weight w_mu of each bin.
-            scored_PG: which rollouts have a reward, bool.
+            has_reward_PG: which rollouts have a reward, bool.
         """
         factors_M = weights_M
         if self.by_bin_tokens:
-            scored_tokens_PG = torch.where(scored_PG, tokens_PG, 0.0)
+            scored_tokens_PG = torch.where(has_reward_PG, tokens_PG, 0.0)
             tokens_M = sum_by_bin(scored_tokens_PG, bins_P, bin_count=len(weights_M))
             factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
         # A prompt outside of all bins may have advantages too, if its rewards are 0.0 and 0.1.
@@ -236,7 +236,7 @@ class Daro(Method):
         bin_count = max(1, group_size - 1)
         unweighted_PG = advantages_PG.cpu()
         tokens_PG = groups.loss_tokens_PG.cpu()
-        scored_PG = groups.scored_PG.cpu()
+        has_reward_PG = groups.has_reward_PG.cpu()
         bins_P = assign_bins(groups.pass_rate_P.cpu(), group_size)
         daro_weights = run.daro_weights(bin_count, options=self)
         weights_M = daro_weights.weights_M
@@ -245,11 +245,11 @@ class Daro(Method):
             tokens_PG=tokens_PG,
             bins_P=bins_P,
             weights_M=weights_M,
-            scored_PG=scored_PG,
+            has_reward_PG=has_reward_PG,
         )
         losses_M = losses_by_bin(
             unweighted_PG,
-            tokens_PG=torch.where(scored_PG, tokens_PG, 0.0),
+            tokens_PG=torch.where(has_reward_PG, tokens_PG, 0.0),
             bins_P=bins_P,
             bin_count=bin_count,
             bin_loss=self.bin_loss,

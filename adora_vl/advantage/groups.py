@@ -103,7 +103,7 @@ class Groups:
     """
 
     @property
-    def scored_PG(self) -> Tensor:
+    def has_reward_PG(self) -> Tensor:
         """Which rollouts have a reward, bool."""
         return ~torch.isnan(self.rewards_PG)
 
@@ -121,7 +121,7 @@ class Groups:
     @property
     def pass_rate_P(self) -> Tensor:
         """The share of correct rollouts among those scored; 0 where none is scored."""
-        return self.correct_PG.sum(dim=1) / self.scored_PG.sum(dim=1).clamp(min=1)
+        return self.correct_PG.sum(dim=1) / self.has_reward_PG.sum(dim=1).clamp(min=1)
 
     @property
     def correct_PG(self) -> Tensor:
@@ -131,7 +131,7 @@ class Groups:
     @property
     def wrong_PG(self) -> Tensor:
         """Which rollouts are scored and not correct, bool."""
-        return ~self.correct_PG & self.scored_PG
+        return ~self.correct_PG & self.has_reward_PG
 
     @property
     def finished_wrong_PG(self) -> Tensor:

@@ -23,9 +23,9 @@ def is_constant(rewards_PG: Tensor) -> Tensor:
     NaN marks an unscored rollout, which does not count. A group without a scored rollout is
     constant too.
     """
-    scored_PG = ~torch.isnan(rewards_PG)
-    highest_P = torch.where(scored_PG, rewards_PG, -torch.inf).amax(dim=1)
-    lowest_P = torch.where(scored_PG, rewards_PG, torch.inf).amin(dim=1)
+    has_reward_PG = ~torch.isnan(rewards_PG)
+    highest_P = torch.where(has_reward_PG, rewards_PG, -torch.inf).amax(dim=1)
+    lowest_P = torch.where(has_reward_PG, rewards_PG, torch.inf).amin(dim=1)
     return highest_P <= lowest_P  # also true where nothing was scored: -inf <= inf
 
 
@@ -195,7 +195,7 @@ class Dapo(Method):
             advantages_PG = group_advantages(penalized_PG, scale=run.scale)
         if self.drop_constant:
             has_signal_P1 = advantages_PG.any(dim=1, keepdim=True)
-            counts_in_mean_PG = has_signal_P1 & groups.scored_PG
+            counts_in_mean_PG = has_signal_P1 & groups.has_reward_PG
             tokens_PG = groups.loss_tokens_PG
             remaining_tokens = torch.where(counts_in_mean_PG, tokens_PG, 0.0).sum()
             if bool(remaining_tokens > 0):

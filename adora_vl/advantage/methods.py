@@ -90,7 +90,7 @@ class AdvantagePipeline:
         signal_P = groups.differs_P
         for method in self.methods.values():
             signal_P = method.signal(groups, signal_P, self)
-        return signal_P & groups.scored_PG.any(dim=1)
+        return signal_P & groups.has_reward_PG.any(dim=1)
 
     def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).

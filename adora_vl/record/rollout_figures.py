@@ -30,7 +30,7 @@ def adora_metrics(weighting: AdoraWeighting) -> dict[str, float]:
     reward counts in no figure.
     """
     groups = weighting.groups
-    has_reward_P = groups.scored_PG.any(dim=1)
+    has_reward_P = groups.has_reward_PG.any(dim=1)
     has_correct_P = groups.correct_PG.any(dim=1)
     has_wrong_P = groups.wrong_PG.any(dim=1)
     has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)

@@ -205,7 +205,7 @@ def _read_canonical(text: str, raw: str) -> Answer:
             kind="number", text=text, raw=raw, number=evaluate_closed_form(tree), tree=tree
         )
     except NotReadError as error:
-        if error.reason == "beyond":
+        if error.reason == "has_unknown":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
         has_letter = _LETTER_PATTERN.search(_LATEX_COMMAND_PATTERN.sub("", text))
         is_readable = has_letter and _READABLE_TEXT_PATTERN.fullmatch(text)

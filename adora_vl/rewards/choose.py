@@ -241,12 +241,14 @@ def choose_rewards(
     """
     named_options = _named_options(entries)
     names = [name for name, _ in named_options]
-    options_by_preset = {}
-    for name, options in named_options:
-        if not is_users_file(name) and name not in _REWARDS_WITH_OPTIONS:
-            options_by_preset[name] = options
+    options_by_preset = {
+        name: options
+        for name, options in named_options
+        if not is_users_file(name) and name not in _REWARDS_WITH_OPTIONS
+    }
     for name, options in options_by_preset.items():
         _check_preset(name, options)
+    # Before any function is built: a name that occurs twice is refused by the name of its entry.
     _refuse_repeated_names(
         names, [name_in_users_file(name) if is_users_file(name) else name for name in names]
     )
@@ -254,7 +256,8 @@ def choose_rewards(
         name for name, options in options_by_preset.items() if options.get("rounding")
     ]
     preset_functions: list[RewardFunction] = []
-    if options_by_preset or not names:  # `reward_functions` refuses a run without any entry
+    # A run without any entry is refused by `reward_functions`, so it is asked then too.
+    if options_by_preset or not names:
         preset_functions = reward_functions(
             [*options_by_preset],
             presets_with_rounding=presets_with_rounding,
@@ -282,8 +285,8 @@ def choose_rewards(
             function = function_by_preset[name]
         functions.append(function)
         function_names.append(function.__name__)
-    # The names of the functions may clash where those of the entries do not: a user may have
-    # written a function `adora_reward`, which is also that of the preset `adora`.
+    # Once more with the names of the functions, which may be equal where those of the entries are
+    # not: a user may have written a function `adora_reward`, as that of the preset `adora` is named.
     _refuse_repeated_names(names, function_names)
     return RewardSet(tuple(names), tuple(functions), hash_by_file)
 

@@ -62,7 +62,7 @@ class NotReadError(ValueError):
     - `not_read`: it is not in the grammar.
     - `too_large`: it is over one of the caps.
     - `undefined`: it has no value, such as 1/0.
-    - `beyond`: it was read, but has no value without its unknowns, such as `x+3`.
+    - `has_unknown`: it was read, but has no value without its unknowns, such as `x+3`.
 
     `canonical`, `answer` and `forms` have further reasons.
     """

@@ -60,7 +60,7 @@ def evaluate_closed_form(tree: Tree) -> Ball:
     arithmetic still to be done, as in `180-40`; and, if it is written with one decimal of many
     digits, how much the last digit counts (`Ball.last_digit_growth`).
 
-    Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or `beyond`
+    Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or `has_unknown`
     for a tree that has unknowns.
     """
     ball = _evaluate(tree, None)
@@ -455,7 +455,7 @@ def _evaluate(tree: Tree, point: Mapping[str, Fraction] | None) -> Ball:
         ball = Ball(Fraction(tree[1]))
     elif kind == "unknown":
         if point is None:
-            raise NotReadError("beyond")
+            raise NotReadError("has_unknown")
         ball = Ball(point[tree[1]])
     elif kind == "sum":
         terms = []

@@ -64,7 +64,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         self.settings = settings
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
-        self._engine_is_complete = False  # whether a weight sync has sent every parameter
+        self._engine_has_all_parameters = False  # whether a weight sync has sent every parameter
         # what the last weight sync has sent
         self.tensors_sent = 0
         self.bytes_sent = 0
@@ -192,7 +192,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         `max_model_length`: TRL's limit for prompt and completion together; None: the model's own.
         """
         # It imports vLLM, which only a colocated engine needs.
-        from adora_vl.rollout.llm import weight_loading_options
+        from adora_vl.rollout.llm import options_without_checkpoint
 
         settings = self.settings
         if max_model_length is None:
@@ -207,10 +207,11 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             # `check_four_bit` refuses a policy with another dtype.
             options["dtype"] = "bfloat16"
             self.adapter_settings = adapter_only_settings(self.model)
-            assert self.adapter_settings is not None, "`check_four_bit` has refused anything else"
+            assert self.adapter_settings is not None, "`check_four_bit` lets only adapters pass"
             options |= {"max_loras": 1, **self.adapter_settings}
         elif self.enable_sleep_mode:
-            options |= weight_loading_options(self.model, settings.revision)
+            # The first sync sends all weights, so vLLM need not read them from the checkpoint.
+            options |= options_without_checkpoint(self.model, settings.revision)
         if self.tensor_parallel_size > 1 and segments_expand():
             # vLLM's own all-reduce shares the memory of its CUDA graphs by handles that expandable
             # segments do not have: it ends the process (vLLM issue 42609).

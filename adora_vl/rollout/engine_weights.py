@@ -40,7 +40,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
     # vLLM's LoRA settings where a weight sync sends only the policy's LoRA adapter; None: it sends
     # weights, with an adapter merged into them
     adapter_settings: Mapping[str, Any] | None = None
-    _engine_is_complete: bool  # whether a weight sync has sent every parameter
+    _engine_has_all_parameters: bool  # whether a weight sync has sent every parameter
     # what the last weight sync has sent
     tensors_sent: int
     bytes_sent: int
@@ -56,7 +56,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         by_nccl = self.mode == "server" and self.settings.weight_folder is None
         # An engine has no weights at first and after a sleep, which discards them. By NCCL every
         # sync sends all, since TRL announces the tensors of the first sync every time.
-        sends_all = not self._engine_is_complete or self.enable_sleep_mode or by_nccl
+        sends_all = not self._engine_has_all_parameters or self.enable_sleep_mode or by_nccl
 
         def is_sent(name: str) -> bool:
             return sends_all or component_of(name) in trainable
@@ -91,7 +91,7 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
                 self._sync_by_nccl()
             else:
                 self._sync_by_files()
-            self._engine_is_complete = True
+            self._engine_has_all_parameters = True
 
     def _sync_colocated(self) -> None:
         """Send the weights, or the LoRA adapter, to the engine of this process."""
@@ -100,13 +100,13 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
             zero_discarded_buffers(self.llm)
-        # Sleep mode discards all weights, so each sync has to send all of them.
-        is_whole_model = self.enable_sleep_mode or not self._engine_is_complete
         if self.adapter_settings is not None:
-            self.tensors_sent = push_adapter(self.llm, self._counted_tensors())
+            self.tensors_sent = push_adapter(self.llm, self._tensors_to_send())
         else:
+            # Sleep mode discards all weights, so each sync has to send all of them.
+            is_whole_model = self.enable_sleep_mode or not self._engine_has_all_parameters
             self.tensors_sent = push_weights(
-                self.llm, self._counted_tensors(), is_whole_model=is_whole_model
+                self.llm, self._tensors_to_send(), is_whole_model=is_whole_model
             )
         reset_caches(self.llm)
 
@@ -138,20 +138,20 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
             with self._timed("sync"), engine_call("the weight sync"):
                 tensors = self._tensors_for_servers(sends_all=sends_all)
                 folder = stack.enter_context(self.server_group.weights_written(tensors))
-            self._engine_is_complete = True
+            self._engine_has_all_parameters = True
             yield folder
 
     def _tensors_for_servers(self, *, sends_all: bool) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over the names and tensors that are written for servers.
 
         `sends_all`: whether it has all parameters, or only those that training can change. The
-        caller sets `_engine_is_complete` when all of them are written.
+        caller sets `_engine_has_all_parameters` when all of them are written.
         """
         if sends_all:
-            self._engine_is_complete = False  # `_iter_named_params` then yields everything
-        return self._counted_tensors()
+            self._engine_has_all_parameters = False  # `_iter_named_params` then yields everything
+        return self._tensors_to_send()
 
-    def _counted_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def _tensors_to_send(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the names and tensors that a weight sync sends, and count their bytes."""
         self.bytes_sent = 0
         if self.adapter_settings is None:

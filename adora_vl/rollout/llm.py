@@ -64,7 +64,7 @@ class FirstSyncLoader(DummyModelLoader):  # type: ignore[misc]  # vLLM is untype
             buffer.copy_(computed_buffers[name])
 
 
-def weight_loading_options(model: PreTrainedModel, revision: str | None) -> dict[str, Any]:
+def options_without_checkpoint(model: PreTrainedModel, revision: str | None) -> dict[str, Any]:
     """Return the argument of `LLM` with which an engine with sleep mode reads no checkpoint.
 
     TRL puts the engine to sleep at once, which discards its weights, so reading them would be in

@@ -66,6 +66,7 @@ class ServerGroup:
             def iterate() -> None:
                 deque(tensors, maxlen=0)
 
+            # Every rank gets the folder of the first.
             yield self.on_first_rank(write, on_other_ranks=iterate)
 
     def gather_requests(

@@ -138,8 +138,9 @@ class _Reader:
                 is_behind_divisor = operator == "/"
                 factors.append((operator, self._signed()))
                 continue
+            # What can be meant in several ways is refused: `1/2pi`, `(2)3`, `1 2`.
             if is_behind_divisor or _is_number(self.next):
-                raise NotReadError  # `1/2pi` can be meant in two ways, `(2)3` and `1 2` in more
+                raise NotReadError
             factors.append(("*", self._power()))
         return factors[0][1] if len(factors) == 1 else ("product", *factors)
 

@@ -70,7 +70,7 @@ class Advantages:
         Their group has an advantage other than 0, and they have a reward.
         """
         has_signal_P1 = self.final_PG.bool().any(dim=1, keepdim=True)
-        return (has_signal_P1 & self.assessment.groups.scored_PG).flatten()
+        return (has_signal_P1 & self.assessment.groups.has_reward_PG).flatten()
 
 
 class AdvantageComputer:
@@ -170,7 +170,7 @@ class AdvantageComputer:
             )
         # One deviation for each group, or one for the whole batch.
         is_equal_P1 = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
-        has_reward_P = groups.scored_PG.any(dim=1)
+        has_reward_P = groups.has_reward_PG.any(dim=1)
         return is_equal_P1[has_reward_P].float().mean().item()
 
     def _groups(self, facts: RolloutFacts, group_size: int, step: int) -> Groups:

@@ -205,7 +205,7 @@ class GenerationSampler:
             SharedUserError: a prompt or an environment cannot be used on some rank.
         """
         rows = shown_rows(rows)
-        self.guard.check(rows, generation.key.step)
+        self.guard.refuse_unusable(rows, generation.key.step)
         groups = new_groups_of_rows(
             rows,
             generation.key,
@@ -419,9 +419,9 @@ class GenerationSampler:
         """Draw `count` further problems from the data set at random, and begin their groups."""
         drawn_row_numbers = self.pool.draw_further_rows(generation, count)
         rows: list[Any] = self.pool.rows.__getitems__(drawn_row_numbers)
-        self.guard.check(rows, generation.key.step)
+        self.guard.refuse_unusable(rows, generation.key.step)
         empty_rollouts = (Rollout(),) * generation.group_size
-        # A problem's slot is its number over all ranks; every rank draws at most `pool.max_groups`.
+        # Slots are numbered over all ranks. Each rank has `pool.max_groups` numbers of its own.
         first_slot = self.accelerator.process_index * self.pool.max_groups
         groups = [
             RolloutGroup(

@@ -56,7 +56,7 @@ class GenerationGuard:
         self.state = context.state
         self.control_tokens = control_tokens
 
-    def check(self, rows: Sequence[Row], step: int) -> None:
+    def refuse_unusable(self, rows: Sequence[Row], step: int) -> None:
         """Refuse rows that cannot be used. Collective.
 
         Rows of a stream are seen here for the first time.

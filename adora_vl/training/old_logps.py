@@ -155,7 +155,7 @@ class OldLogps:
             passes.append(OldPass(micro=micro, rows=rows))
         return passes
 
-    def come_from_same_pass(self, micro_step: int) -> bool:
+    def come_from_learning_pass(self, micro_step: int) -> bool:
         """Return whether the old log-probabilities are those of the pass that is learned from.
 
         That is so before the first optimizer step on the generation. The ratio of new to old policy
@@ -185,8 +185,9 @@ class OldLogps:
     def prepare_loss(self, micro: Batch, micro_step: int) -> None:
         """Give a micro-batch the old log-probabilities that its loss takes.
 
-        They are the engine's (`adora_rollouts.old_logps: engine`), or those that are there already.
-        Without the column TRL takes those of the pass that is learned from.
+        They are one of three: the engine's (`adora_rollouts.old_logps: engine`); those of the pass
+        that is learned from, which TRL takes where the column is missing, before the first update;
+        or those that an earlier pass has put into the column.
 
         Args:
             micro: a copy of the micro-batch, for this one loss.
@@ -197,7 +198,7 @@ class OldLogps:
             # NaN stands at the tokens of tools, which the engine has not sampled. The loss masks
             # these tokens, but NaN times a mask of 0 is still NaN.
             micro["old_per_token_logps"] = torch.where(logps_BC.isnan(), 0.0, logps_BC)
-        elif self.come_from_same_pass(micro_step):
+        elif self.come_from_learning_pass(micro_step):
             micro.pop("old_per_token_logps", None)
 
     def _mark_as_missing(self, micro: Batch) -> None:
@@ -246,7 +247,7 @@ class OldLogps:
             logps_BC: the policy's log-probabilities in the pass of this loss, detached.
             micro_step: how many micro-batches of the generation were learned from before this one.
         """
-        if self.layout.num_iterations == 1 or not self.come_from_same_pass(micro_step):
+        if self.layout.num_iterations == 1 or not self.come_from_learning_pass(micro_step):
             return
         # With dropout they are there already, from a pass without, and stay.
         stored_micro.setdefault("old_per_token_logps", logps_BC)

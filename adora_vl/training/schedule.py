@@ -40,11 +40,11 @@ def count_groups_to_begin(
         complete_groups: how many of them have no unfinished rollout.
         slots: groups that a generation learns from.
         remaining_generations: generations until the end of the training, including this one.
-        min_new_groups: groups that begin in any case. A generation that is requested ahead needs them:
-            the complete groups may be used up before its turn, and unfinished groups may go on with
-            a later generation.
+        min_new_groups: groups that begin in any case. A generation that is requested ahead needs
+            them, since earlier ones may use up the complete groups.
     """
-    superfluous_groups = max(0, complete_groups - slots // 2)
+    slots_for_complete_groups = slots // 2
+    superfluous_groups = max(0, complete_groups - slots_for_complete_groups)
     learnable_groups = remaining_generations * slots - waiting_groups
     return max(min_new_groups, min(slots - superfluous_groups, learnable_groups))
 

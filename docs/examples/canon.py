@@ -84,7 +84,7 @@ class Canon(Method):
         measure_PG = groups.lengths_PG if self.measure == "length" else groups.surprisal_PG
         if measure_PG is None:
             raise ValueError("measure: entropy needs the log-probabilities of all rollouts")
-        upper_PG = upper_half(torch.where(groups.scored_PG, measure_PG, torch.nan))
+        upper_PG = upper_half(torch.where(groups.has_reward_PG, measure_PG, torch.nan))
         upper_mean_P1 = self._mean(groups, upper_PG)
         lower_mean_P1 = self._mean(groups, 1 - upper_PG)
         as_upper_PG = rewards_PG - inter * lower_mean_P1 - (1 - inter) * upper_mean_P1
@@ -96,7 +96,7 @@ class Canon(Method):
 
     def _mean(self, groups: Groups, share_PG: Tensor) -> Tensor:
         """The mean reward of a half, (P, 1); of the group where nobody of the half was scored."""
-        weight_PG = torch.where(groups.scored_PG, share_PG, 0.0)
+        weight_PG = torch.where(groups.has_reward_PG, share_PG, 0.0)
         weight_P1 = weight_PG.sum(dim=1, keepdim=True)
         rewards_PG = torch.nan_to_num(groups.rewards_PG)
         total_P1 = (weight_PG * rewards_PG).sum(dim=1, keepdim=True)

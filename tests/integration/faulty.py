@@ -32,13 +32,13 @@ def inject_faults(words: str) -> Iterator[None]:
 
     patches = MonkeyPatch()
     current = {"step": 1}
-    stock_check = GenerationGuard.check
+    stock_check = GenerationGuard.refuse_unusable
 
-    def check(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
+    def note_step(self: Any, rows: Any, step: int) -> None:  # what every generation begins with
         current["step"] = step + 1
         stock_check(self, rows, step)
 
-    patches.setattr(GenerationGuard, "check", check)
+    patches.setattr(GenerationGuard, "refuse_unusable", note_step)
 
     def is_due(step: int, on_this_rank: bool) -> bool:
         return on_this_rank and current["step"] == step

@@ -647,7 +647,11 @@ def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
 
 
 def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
-    """Weights, reasons and ties are those of the length criterion, whatever the options are."""
+    """By length and by working, weights and verdicts are the same, whatever the options are.
+
+    The verdicts say which groups are temporarily disadvantageous (TDS) or advantageous (TAS) to
+    learn from, and which are disadvantageous by a tie.
+    """
     options = {
         "mode": ("attenuation", "amplification"),
         "combine": ("any", "all"),
@@ -667,7 +671,8 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
             by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
             for name in ("weights_P", "tds_P", "tas_P", "tds_by_tie_P"):
                 assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
-            assert 0 < by_length.tas_P.sum() < len(by_length.tas_P)
+            advantageous_groups = by_length.tas_P.sum()
+            assert 0 < advantageous_groups < len(by_length.tas_P), "neither none nor all"
 
 
 @pytest.mark.parametrize(

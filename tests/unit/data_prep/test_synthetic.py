@@ -273,7 +273,7 @@ def test_lettered_problems_have_golds_that_verify_and_choices_of_which_one_is_ri
                 assert right.count(True) == 1
                 assert right.index(True) == "ABCD".index(row["answer_raw"])
                 letters.add(row["answer_raw"])
-                assert split_of(row["images"][0]) == "train"
+                assert split_of(row["images"][0]) == "train", "no diagram of the test split"
             assert letters == set("ABCD")
             assert {row["meta"]["family"] for row in rows} == set(LETTERED_FAMILY_BY_NAME)
 

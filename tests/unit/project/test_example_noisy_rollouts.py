@@ -54,7 +54,8 @@ def test_noisy_rollouts_fade_as_in_the_authors_repository():
         factor = annealing(generation / 60, middle=40 / 60, steepness=30)
         assert factor == pytest.approx(share, abs=1e-6)
     assert annealing(0.0, middle=1.0, steepness=1e300) == 1.0, "nothing overflows"
-    levels = [noisy_at(0).level(10 * step) for step in range(61)]
+    # A run of 600 steps has ten in each generation. At its start the sigmoid is a little below 1.
+    levels = [noisy_at(0).level(10 * generation) for generation in range(61)]
     assert (levels[0], levels[40], levels[-1]) == (499, 250, 0), "whole steps, rounded down"
     assert levels == sorted(levels, reverse=True)
     assert noisy_at(0, schedule="constant").level(600) == 500

@@ -82,7 +82,7 @@ def engine_of(
         SAMPLING, mode="server", enable_sleep_mode=False, model=model, accelerator=accelerator
     )
     engine.__dict__.update(
-        _engine_is_complete=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
+        _engine_has_all_parameters=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
     )
     engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
     engine.server_base_url = ",".join(one.url for one in stand_ins)

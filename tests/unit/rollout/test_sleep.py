@@ -71,7 +71,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     engine.__dict__.update(
         mode="colocate",
         enable_sleep_mode=True,
-        _engine_is_complete=False,
+        _engine_has_all_parameters=False,
         _llm_weights_sleeping=True,
         model=nn.Linear(1, 1),
         _timed=nullcontext,

@@ -306,13 +306,13 @@ def test_the_engine_gets_merged_weights_first_all_and_then_those_that_can_change
     engine.model = model
     engine.mode = "colocate"
     engine.enable_sleep_mode = False
-    engine._engine_is_complete = False
+    engine._engine_has_all_parameters = False
     engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
     engine.settings = EngineSettings()
     first = dict(engine._iter_named_params())
     assert first.keys() == original.keys()
     assert all(torch.equal(first[name], merged[name]) for name in merged)
-    engine._engine_is_complete = True
+    engine._engine_has_all_parameters = True
     later = dict(engine._iter_named_params())
     assert {component_of(name) for name in later} == {"language_model", "vision_tower"}, (
         "none is in the projector"
@@ -349,7 +349,10 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
         with subtests.test(kind):
             engine: Any = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update(
-                model=model, mode="server", enable_sleep_mode=False, _engine_is_complete=False
+                model=model,
+                mode="server",
+                enable_sleep_mode=False,
+                _engine_has_all_parameters=False,
             )
             engine.__dict__.update(_weight_metadata=None, _timed=nullcontext, vllm_client=Client())
             engine.settings = EngineSettings()

@@ -378,11 +378,11 @@ def test_a_row_with_an_image_that_cannot_be_read_is_named_with_the_reason(tmp_pa
     assert reasons[1] == "not in any known picture format"
     assert "FileNotFoundError" in reasons[2]
     guard = GenerationGuard(step_context(save_now=lambda: tmp_path))
-    guard.check(rows[:1], 6)
+    guard.refuse_unusable(rows[:1], 6)
     with pytest.raises(
         RunError, match=rf"^step 7: row row/1: .*[Tt]runcated.*and 2 more rows.* {tmp_path}$"
     ):
-        guard.check(rows, 6)
+        guard.refuse_unusable(rows, 6)
 
 
 def test_what_begins_a_rollout_ends_the_run_with_a_checkpoint_where_it_fails(tmp_path):
@@ -439,7 +439,7 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
     )
     user = {"role": "user", "content": "Which?"}
     text: Any = "<|im_end|> of a text"
-    guard.check([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
+    guard.refuse_unusable([{"id": "a", "prompt": [user]}, {"id": "b", "prompt": text}], 6)
     cases: list[tuple[Any, str]] = [
         (
             [user, {"role": "assistant", "content": "A<|im_end|>"}],
@@ -454,4 +454,4 @@ def test_a_prompt_of_a_stream_that_cannot_be_used_ends_the_run_before_it_is_samp
     ]
     for prompt, fault in cases:
         with pytest.raises(UserError, match=f"^step 7: row c: its prompt has .*{re.escape(fault)}"):
-            guard.check([{"id": "c", "prompt": prompt}], 6)
+            guard.refuse_unusable([{"id": "c", "prompt": prompt}], 6)

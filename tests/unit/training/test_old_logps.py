@@ -326,7 +326,7 @@ def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(sub
             old_logps = OldLogps(step_context(**keys), has_dropout=True)
             assert len(old_logps.passes_due(micro_batches)) == count
             # Nothing has changed the weights, so the ratio is 1 whatever dropout draws.
-            assert old_logps.come_from_same_pass(0)
+            assert old_logps.come_from_learning_pass(0)
 
 
 def test_how_many_micro_batches_come_before_the_first_update(subtests):
