@@ -115,7 +115,8 @@ class UnfinishedGeneration:
         bank = self.image_banks.of_training()
         if bank is not None:
             content["first"] = bank.first
-            content["images"] = [to_cpu(bank.image(start)) for start in bank.starts]
+            # Plain tuples: `torch.load` reads no class of ours from a checkpoint.
+            content["images"] = [tuple(to_cpu(bank.image(start))) for start in bank.starts]
         save_for_rank(
             folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
         )

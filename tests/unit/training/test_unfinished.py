@@ -1,0 +1,39 @@
+"""What a checkpoint keeps of a generation that was learned from in part."""
+
+import json
+
+import torch
+
+from adora_vl.checkpoint.store import MANIFEST_FILE
+from adora_vl.packing.image_store import ImageBanks
+from adora_vl.training.unfinished import UnfinishedGeneration
+from tests.support.step_context import step_context
+
+
+def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
+    """A checkpoint holds plain values alone, so that torch reads it without running code."""
+    context = step_context(
+        per_device_train_batch_size=4,
+        num_generations=4,
+        steps_per_generation=2,
+        gradient_accumulation_steps=1,
+    )
+    banks = ImageBanks()
+    patches = torch.arange(12, dtype=torch.uint8).view(4, 3)
+    references = banks.new("train").store("digest", patches, torch.tensor([1, 2, 2]))
+    micro_batch = {"pixel_values": references, "completion_ids": torch.ones(4, 2)}
+    saved = UnfinishedGeneration(context, banks)
+    entry = saved.save(tmp_path, micro_step=1, micro_batches=[micro_batch, micro_batch], table="")
+    (tmp_path / MANIFEST_FILE).write_text(json.dumps(entry))
+    new_banks = ImageBanks()
+    new_banks.new("eval").store("another", patches[:1], torch.tensor([1, 1, 1]))
+    restored = UnfinishedGeneration(context, new_banks).load(tmp_path)
+    assert restored is not None
+    assert restored.micro_step == 1
+    learned, remaining = restored.micro_batches
+    assert learned == {}, "it was learned from"
+    assert remaining["pixel_values"].flatten().tolist() == [1, 2, 3, 4], "behind the other bank's"
+    bank = new_banks.of_training()
+    assert bank is not None
+    assert torch.equal(bank.image(1).patches, patches)
+    assert bank.image(1).key == "digest"
