@@ -409,7 +409,7 @@ def test_values_are_equal_up_to_rounding(
     ],
 )
 def test_each_rule_of_the_grammar(text: str, expected: list[str]) -> None:
-    """The verdict of each claim in a text about the figure of `ISOSCELES_FACTS`."""
+    """Each claim in a text about the figure of `ISOSCELES_FACTS` gets its verdict."""
     assert verdicts_of_text(ISOSCELES_FACTS, text) == expected
 
 
