@@ -647,7 +647,7 @@ def with_work(groups: Groups, work: torch.Tensor | list[list[float]]) -> Groups:
 
 
 def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
-    """By length and by working, weights and verdicts are the same, whatever the options are.
+    """Weights and verdicts are the same by length and by working, whatever the options are.
 
     The verdicts say which groups are temporarily disadvantageous (TDS) or advantageous (TAS) to
     learn from, and which are disadvantageous by a tie.
