@@ -446,8 +446,9 @@ class _DiagramDrawing:
     ) -> tuple[list[Term], list[set[tuple[str, ...]]]]:
         """Find the facts that two parts of the diagram are equal or parallel: `AB = CD`, `CD = EF`.
 
-        `head` is the word that such a fact begins with, and `measure` the one for its two sides. A
-        part is named by `point_count` points.
+        `Equals(LengthOf(Line(A, B)), LengthOf(Line(C, D)))` has the `head` `Equals` and the `measure`
+        `LengthOf`. Parallel lines are not measured: `Parallel(Line(A, B), Line(C, D))` has the
+        `measure` `Line`. A part is named by `point_count` points.
 
         Returns these facts, and the parts in groups, each by the names of its points. Parts that
         several facts connect, such as AB, CD and EF, are one group.

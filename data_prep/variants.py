@@ -160,6 +160,7 @@ def _finished_variants(
     """Make the variants of a split in `workers` processes, in the order of the stored problems.
 
     Yields for each variant a function that returns it, because `prepare` reads every row by a call.
+    It is a `partial`, which can be sent to the processes of `prepare`, as a lambda cannot.
     """
     originals = (
         Original(row_id=row["id"], figure_json=row["figure"])

@@ -165,7 +165,8 @@ def _adora_title(config: Mapping[str, Any]) -> str:
     What differs from the defaults of `assign` and `steps` follows. A run without any option of its
     own is `ADORA`.
     """
-    if not recorded_methods(config)["adora"]:
+    options_of_user = recorded_methods(config)["adora"]
+    if not options_of_user:
         return "ADORA"
     options = recorded_adora_options(config)
     if options["mode"] == "off":

@@ -111,7 +111,8 @@ def learned_figures(advantages: Advantages) -> dict[str, float]:
 
     They are the mean reward and what the methods (ADORA and others) report of themselves.
     """
-    learned_reward = torch.nanmean(advantages.assessment.groups.rewards_PG).item()
+    rewards_PG = advantages.assessment.groups.rewards_PG  # NaN where a rollout has no reward
+    learned_reward = torch.nanmean(rewards_PG).item()
     figures = {"learned_reward": learned_reward, **advantages.figures}
     return {f"adora/{name}": value for name, value in figures.items()}
 

@@ -37,7 +37,7 @@ def evaluate_command(model: Path, data: str, output: Path, max_tokens: int) -> s
         data_folder = data
         limit_options = ["--max-tokens", str(max_tokens)]
     else:
-        # other problems than those of the training, so its limit of an answer need not fit them
+        # DATA may have other problems, which may need longer answers than those of the training.
         benchmark = "problems"
         data_folder = "DATA"
         limit_options = []

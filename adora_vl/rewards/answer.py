@@ -249,7 +249,7 @@ def _read_other_than_number(text: str, raw: str) -> Answer | None:
 def _ratio_terms(text: str) -> tuple[Ball, ...]:
     """Return the terms of a ratio, () for any other text.
 
-    All terms must be positive numbers without arithmetic left to do. A text that may be a time of
+    All terms must be numbers other than 0, without arithmetic left to do. A text that may be a time of
     day, such as `3:45`, counts as a ratio only if its terms have no common factor.
     """
     terms = _RATIO_WORD_PATTERN.sub(":", text).split(":")

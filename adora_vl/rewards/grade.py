@@ -168,7 +168,7 @@ def verify_gold(gold: str, choices: Sequence[str] | None = None) -> str | None:
 
 # All rollouts of a problem are compared with one reference answer.
 @lru_cache(maxsize=256)
-def _why_unmeetable(text: str) -> str | None:
+def _why_no_answer_matches(text: str) -> str | None:
     """Return why no honest answer can match a reference answer as it is spelled, else None.
 
     The reason is a key of `REMEDY_BY_REASON`, which say what to write instead.
@@ -249,7 +249,7 @@ def _decide_without_choices(
         return ComparisonResult("wrong", "different_letter")
     if answer_choice:
         return ComparisonResult("wrong", "letter_without_choice")
-    reason = _why_unmeetable(reference.text)
+    reason = _why_no_answer_matches(reference.text)
     if reason is not None:
         return ComparisonResult("wrong", f"gold_{reason}")
     return compare(answer, reference, rounding)

@@ -215,12 +215,11 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     None where the errors leave the question open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has
     no digit of pi left.
     """
-    # What one unit in the last place of the long decimal counts, if one side alone has such one.
-    last_digit_growth = None
-    if reference.last_digit_growth is None:
-        last_digit_growth = answer.last_digit_growth
-    elif answer.last_digit_growth is None:
-        last_digit_growth = reference.last_digit_growth
+    # What one unit in the last place of a long decimal counts. None unless exactly one side is one.
+    growths = [
+        side.last_digit_growth for side in (answer, reference) if side.last_digit_growth is not None
+    ]
+    last_digit_growth = growths[0] if len(growths) == 1 else None
     if answer.is_exact and reference.is_exact:
         is_equal = bool(answer.value == reference.value)
         if is_equal or last_digit_growth is None:

@@ -178,6 +178,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             frozen_base.move_to_host()
         disable_tf32_of_float32_engine(str(options["dtype"]))
         is_divided_on_cpu = self.tensor_parallel_size > 1 and engine_runs_on_cpu()
+        # vLLM names the shared memory of a divided engine alike in every run on the machine.
         with own_shared_memory() if is_divided_on_cpu else nullcontext():
             llm = PolicyLLM(**options)
         if self.four_bit:

@@ -74,10 +74,11 @@ def engine_settings(args: AdoraGRPOConfig, revision: str | None) -> EngineSettin
         revision=revision,
         enforce_eager=args.adora_vllm_enforce_eager,
         max_num_batched_tokens=args.adora_vllm_max_num_batched_tokens,
+        # The trainer's cache has the images in vLLM's place.
         keeps_images=not args.uses("cache_images"),
         weight_folder=weight_folder,
-        # The other ranks wait for `ddp_timeout`. After one server's timeout as much time remains to
-        # ask another server.
+        # Half of it, so that another server can be asked after one server's timeout, before the
+        # other ranks give up at `ddp_timeout`.
         answer_timeout_s=args.ddp_timeout / 2,
         output_dir=args.output_dir,
     )

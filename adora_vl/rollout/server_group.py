@@ -156,8 +156,9 @@ class ServerGroup:
                 error = raised_error
         else:
             on_other_ranks()
-        # Not every error can be pickled, so the other ranks get its kind and its text.
-        kind_number = len(_ERRORS_BY_KIND_NUMBER) - 1
+        # Not every error can be pickled, so the other ranks get its kind and its text. Without an
+        # error the text is empty, and the kind unused.
+        kind_number = 0
         text = ""
         if error is not None:
             kind_number = _error_kind_number(error)
@@ -168,7 +169,8 @@ class ServerGroup:
             raise error
         result, kind_number, text = message
         if text:
-            raise _ERRORS_BY_KIND_NUMBER[kind_number].other_ranks(text)
+            error_class = _ERRORS_BY_KIND_NUMBER[kind_number].other_ranks
+            raise error_class(text)
         return result
 
 

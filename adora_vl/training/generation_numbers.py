@@ -130,7 +130,7 @@ class GenerationNumbers:
 
     @property
     def _plan(self) -> GenerationPlan:
-        """How many generations an optimizer step and an epoch have, where a step takes several."""
+        """Generations of an optimizer step and of an epoch, where a step takes whole generations."""
         layout = self._layout
         rollouts_per_epoch = len(self._rows) * layout.num_generations
         rollouts_per_generation = (

@@ -109,12 +109,13 @@ class OldLogps:
             micro_batches: those of the generation in the order of learning. Some are empty, on all
                 ranks alike.
         """
+        # The pass over a whole generation is made elsewhere, and the engine's need none.
         if self.uses_engine_logps or self.needs_pass_over_generation:
             return []
         first_due = self.layout.micro_batches_before_update
-        # Dropout makes the log-probabilities of the pass that is learned from noisy. The noise must
-        # not get into the ratio to the engine, nor into what later passes over the same generation
-        # are compared with.
+        # With dropout the pass that is learned from is noisy. So passes without dropout are made
+        # where its log-probabilities would be compared with others: with the engine's, or with those
+        # of later passes over the same generation.
         if self.has_dropout and (self.corrects_engine or self.layout.num_iterations > 1):
             first_due = 0
         due_micro_batches = [micro for micro in micro_batches[first_due:] if micro]

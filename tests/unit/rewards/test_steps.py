@@ -123,10 +123,10 @@ def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
     assert logged.pop("steps/ms") > 0
     assert logged == {
         "steps/figures": 0.75,
-        "steps/new": pytest.approx(2 / 3),
+        "steps/new": pytest.approx(2 / 3),  # of the three responses with a figure
         "steps/false": pytest.approx(1 / 3),
-        "steps/unread": 0.0,
-        "steps/lucky": pytest.approx(2 / 3),  # one with an error, one bare
+        "steps/unread": 0.0,  # of all claims
+        "steps/lucky": pytest.approx(2 / 3),  # of the right answers: one with an error, one bare
     }
     assert columns["new"] == [2, 1, 0, None]
     assert columns["false"] == [0, 1, 0, None]
