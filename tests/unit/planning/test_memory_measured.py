@@ -205,7 +205,7 @@ def head_tile(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> Any:
     this small.
     """
     monkeypatch.setattr(trl_utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", vocabulary)
-    monkeypatch.setattr(activations, "TILE_VOCABULARY", vocabulary)
+    monkeypatch.setattr(activations, "HEAD_TILE_VOCABULARY", vocabulary)
     yield
 
 
