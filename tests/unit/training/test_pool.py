@@ -392,7 +392,7 @@ class SimulatedRun:
         images: Any = SimpleNamespace(
             prompts=lambda rows, *_, **__: PromptBatch([], [[1]] * len(rows), None, {})
         )
-        guard: Any = SimpleNamespace(check=lambda *_: None, guarding_servers=nullcontext)
+        guard: Any = SimpleNamespace(refuse_unusable=lambda *_: None, guarding_servers=nullcontext)
         scorer = StandInScorer(context.accelerator, has_signal)
         stop: Any = SimpleNamespace(has_stopped=lambda *_: True)
         if tools:

@@ -6,7 +6,7 @@ import sys
 _LEAVING_SCRIPT = """
 import atexit, os, sys, threading, time
 import {library}
-from adora_vl.utils.launch import leave
+from adora_vl.utils.launch import leave_process
 
 class SeesFinalization:
     def __init__(self): self.write = os.write
@@ -35,7 +35,7 @@ def output_of_script(ending: str, library: str = "torch") -> tuple[int, list[str
 def test_everything_of_an_exit_but_finalization_happens():
     usual = output_of_script("sys.exit")
     assert usual == (3, ["last words", "thread ended", "exit function ran", "finalized"])
-    assert output_of_script("leave") == (3, usual[1][:-1])
-    assert output_of_script("leave", library="json") == usual, (
+    assert output_of_script("leave_process") == (3, usual[1][:-1])
+    assert output_of_script("leave_process", library="json") == usual, (
         "without torch, as where only the help was asked for"
     )

@@ -270,9 +270,9 @@ def test_what_cannot_take_its_place_is_taken_away(error, folder_with_old_files, 
 WRITE_UNTIL_KILLED = """
 import os, signal, sys
 from pathlib import Path
-from adora_vl.utils.files import replacing, replacing_folder
+from adora_vl.utils.files import replacing_file, replacing_folder
 folder = Path(sys.argv[1])
-with replacing(folder / "manifest.json") as file, replacing_folder(folder / "merged") as staged:
+with replacing_file(folder / "manifest.json") as file, replacing_folder(folder / "merged") as staged:
     file.write(b"half"); file.flush()
     (staged / "config.json").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
