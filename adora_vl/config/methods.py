@@ -142,7 +142,9 @@ def _checked_name(method: Any) -> str:
             f"adora_method: the function {name!r} has the name of a method that is here; rename it"
         )
     if inspect.isclass(method) and not issubclass(method, Method):
-        raise UserError(f"adora_method: the class {name!r} is no subclass of adora_vl.Method")
+        raise UserError(
+            f"adora_method: the class {name!r} is no subclass of adora_vl.advantage.Method"
+        )
     return name
 
 

@@ -310,7 +310,7 @@ def test_python_passes_a_function_or_a_class_in_place_of_a_name():
         assert copy.copy(ours).methods.chosen.keys() == ours.methods.chosen.keys()
         assert name in pickle.loads(pickle.dumps(ours)).adora_method  # noqa: S301
     no_method: Any = int
-    with pytest.raises(UserError, match="no subclass of adora_vl.Method"):
+    with pytest.raises(UserError, match="no subclass of adora_vl.advantage.Method"):
         AdoraGRPOConfig("x", adora_method=no_method, **keys)
 
     def adora(groups: Groups, advantages_PG: torch.Tensor) -> torch.Tensor:
