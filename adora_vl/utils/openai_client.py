@@ -318,9 +318,11 @@ class ChatClient:
                         unreachable=error.unreachable,
                         unknown=error.unknown,
                     )
-                    # One that has answered may be back soon.
-                    is_nobody = not self._has_answered and (error.unreachable or error.unknown)
-                    if error.refused or is_nobody:
+                    # A server that has answered before may be back soon.
+                    is_missing_server = not self._has_answered and (
+                        error.unreachable or error.unknown
+                    )
+                    if error.refused or is_missing_server:
                         self._refusal = last_error
                     raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
