@@ -10,31 +10,28 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.asking import (
-        AskOptions,
-        answer_problems,
-        check_options,
-        check_output,
-        load_asked_problems,
-    )
-    from adora_vl.evals.benchmark import find_benchmark
-    from adora_vl.evals.inference.engines import build_engine
-    from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
-    from adora_vl.evals.inference.ranks import join_ranks
-    from adora_vl.evals.inference.runner import with_engine_bounds
-    from adora_vl.evals.options import ScoreOptions
-    from adora_vl.evals.records import Benchmark
-    from adora_vl.evals.score_differences import Difference, difference_between
-    from adora_vl.evals.score_files import ScoreFile, read_run
-    from adora_vl.evals.scoring.coverage import describe_scored_part
-    from adora_vl.evals.scoring.files import write_score
-    from adora_vl.evals.scoring.table import accuracy_text, align_columns
-    from adora_vl.utils.cli import Parser, exit_code_of, optional, path
-    from adora_vl.utils.errors import UserError
-    from eval.command import parse_command
+from adora_vl.evals.asking import (
+    AskOptions,
+    answer_problems,
+    check_options,
+    check_output,
+    load_asked_problems,
+)
+from adora_vl.evals.benchmark import find_benchmark
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
+from adora_vl.evals.inference.ranks import join_ranks
+from adora_vl.evals.inference.runner import with_engine_bounds
+from adora_vl.evals.options import ScoreOptions
+from adora_vl.evals.records import Benchmark
+from adora_vl.evals.score_differences import Difference, difference_between
+from adora_vl.evals.score_files import ScoreFile, read_run
+from adora_vl.evals.scoring.coverage import describe_scored_part
+from adora_vl.evals.scoring.files import write_score
+from adora_vl.evals.scoring.table import accuracy_text, align_columns
+from adora_vl.utils.cli import Parser, exit_code_of, optional, path
+from adora_vl.utils.errors import UserError
+from eval.command import parse_command
 
 # The benchmarks of each suite, in the order of its columns, with the hub id of their data. They are
 # those of the tables of autumn 2026.

@@ -29,9 +29,8 @@ from adora_vl.utils.files import KeptAnswers, naming_write_errors
 from adora_vl.utils.http_client import MAX_ERROR_BYTES, HttpClient, ReplyTooLargeError
 from adora_vl.utils.secrets import masked_text, note_secret
 
-# HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
+# HTTP status codes after which another attempt may succeed
 _RETRIED_CODES = (408, 409, 425, 429, 500, 502, 503, 504)
-_REFUSED_CODES = (401, 403)
 # What servers say of a prompt that has no room in the model's context, and of an answer for which
 # there is none left.
 _PROMPT_TOO_LONG_PATTERN = re.compile(
@@ -39,6 +38,9 @@ _PROMPT_TOO_LONG_PATTERN = re.compile(
 )
 _ANSWER_TOO_LONG_PATTERN = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _MAX_WAIT_S = 60.0
+# So many calls in a row that the server forbids mean that the key has ended, and not that its
+# moderation dislikes their prompts: a prompt may be sent once for each rollout of its group.
+_MAX_FORBIDDEN_CALLS = 32
 _MAX_SHOWN_CHARACTERS = 200  # of what a server says about a refused call
 Messages = Sequence[Mapping[str, Any]]
 
@@ -184,6 +186,8 @@ class ChatClient:
         self.calls = 0
         self._lock = threading.Lock()
         self._has_answered = False
+        # how many calls the server has forbidden (HTTP 403) since its last answer
+        self._forbidden_calls = 0
         # The error of a call after which the server would answer no other.
         self._refusal: EndpointError | None = None
         self._cache_file = cache
@@ -381,6 +385,7 @@ class ChatClient:
             ) from error
         if httpx.codes.is_success(reply.status):
             self._has_answered = True
+            self._forbidden_calls = 0
             return reply.body
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
@@ -396,10 +401,22 @@ class ChatClient:
             f"HTTP {reply.status}{server_words}",
             again=may_succeed_later,
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
-            refused=reply.status in _REFUSED_CODES,
+            refused=self._refuses_key(reply.status),
             too_long=names_prompt and not names_answer,
             unknown=is_unknown,
         )
+
+    def _refuses_key(self, status: int) -> bool:
+        """Tell whether a reply with this HTTP status means that no call with the key succeeds.
+
+        Some servers answer 403 for a single prompt that their moderation does not like. So between
+        calls that succeed, 403 is a failure of its own call alone.
+        """
+        if status == httpx.codes.FORBIDDEN:
+            self._forbidden_calls += 1
+            is_of_this_prompt = self._has_answered and self._forbidden_calls < _MAX_FORBIDDEN_CALLS
+            return not is_of_this_prompt
+        return status == httpx.codes.UNAUTHORIZED
 
     def _api_key(self) -> str:
         """Return the key from the environment; empty where it is not set.
