@@ -294,7 +294,6 @@ WORDS = {
     "adora_vl.export": ["RUN", "OUT"],
     "adora_vl.migrate": ["easyr1", "a.json"],
     "adora_vl.report": ["."],
-    "adora_vl.report.compare": ["a.json", "b.json"],
     "eval.compare": ["a.json", "b.json"],
     "eval": ["geometry3k", "score"],
     "adora_vl": ["train", "--config", str(ROOT / "configs/train/smoke_cpu.yaml")],
