@@ -3,12 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.data.prompts import NAMES_OF_CHOICES
-    from adora_vl.evals.prepared_benchmark import prepared_benchmark
-    from adora_vl.evals.records import PublishedFigures
+from adora_vl.data.prompts import NAMES_OF_CHOICES
+from adora_vl.evals.prepared_benchmark import prepared_benchmark
+from adora_vl.evals.records import PublishedFigures
 
 
 def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
@@ -65,6 +62,6 @@ _PUBLISHED = PublishedFigures(
 )
 BENCHMARK = prepared_benchmark("geometry3k", published=_PUBLISHED)
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

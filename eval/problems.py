@@ -2,15 +2,12 @@
 training.
 """
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.prepared_benchmark import prepared_benchmark
+from adora_vl.evals.prepared_benchmark import prepared_benchmark
 
 # `eval.geometry3k` reads the same folders by the same rules. What others have published of
 # Geometry3K says nothing of other problems, so they have a name of their own.
 BENCHMARK = prepared_benchmark("problems")
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))
