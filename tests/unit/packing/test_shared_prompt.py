@@ -254,19 +254,14 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
     """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
-    dtypes: list[torch.dtype] = []
-    sdpa = span_attention.scaled_dot_product_attention
-
-    def note_dtype(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        dtypes.append(query.dtype)
-        return sdpa(query, *arguments, **options)
-
-    monkeypatch.setattr(span_attention, "scaled_dot_product_attention", note_dtype)
+    sdpa = Mock(side_effect=span_attention.scaled_dot_product_attention)
+    monkeypatch.setattr(span_attention, "scaled_dot_product_attention", sdpa)
     model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, use_cache=False))
     rows = random_rows(TWO_GROUPS, images=False)
     with torch.autocast("cpu", torch.bfloat16):
         packed_logps(model, rows)
-    assert set(dtypes) == {torch.bfloat16}
+    queries = [call.args[0] for call in sdpa.call_args_list]
+    assert {query.dtype for query in queries} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
