@@ -18,12 +18,13 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, naming_write_errors
 from adora_vl.utils.http_client import (
@@ -61,6 +62,8 @@ _NO_LIST_ERRORS = (
     RecursionError,
 )
 Messages = Sequence[Mapping[str, Any]]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -318,20 +321,19 @@ class ChatClient:
         reply: Reply = self._with_attempts(lambda: self._call(messages, body))
         return reply
 
-    def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Call a function for each item in several threads, and return its results in order.
 
         As many calls run at once as there are workers. Their threads are daemons, so that after
         Ctrl-C nobody waits for the calls under way: with their further attempts they may take many
         minutes.
         """
-
-        def name_thread() -> None:
-            """Give a thread the name by which tests and debuggers know it."""
-            threading.current_thread().name = "endpoint"
-
-        with ThreadPool(self.endpoint.workers, initializer=name_thread) as threads:
-            return threads.map(function, items, chunksize=1)
+        futures = run_on_daemon_threads(
+            [partial(function, item) for item in items],
+            max_threads=self.endpoint.workers,
+            thread_name="endpoint",
+        )
+        return [future.result() for future in futures]
 
     def _with_attempts(self, call: Callable[[], Any]) -> Any:
         """Make a call until it succeeds, at most `attempts` times, and return its result.
