@@ -36,5 +36,5 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
 
     assert reply.text == "5"
     (request,) = server.requests
-    asked = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
-    assert asked == sampling
+    sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
+    assert sampling_fields == sampling
