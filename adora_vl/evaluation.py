@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -280,6 +281,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         plan: EvaluationPlan,
         end_tokens: Iterable[int],
         log_evaluation: Callable[[dict[str, float]], None],
+        timed_evaluation: Callable[[], AbstractContextManager[None]],
         system_prompt: str | None = None,
         revision: str | None = None,
     ) -> None:
@@ -291,6 +293,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
             log_evaluation: logs figures by their names, as an entry of its own.
+            timed_evaluation: makes the context in which the seconds of an evaluation are measured.
             system_prompt: the system prompt of the training; None: the data's own.
             revision: the revision of the base model on the hub.
         """
@@ -299,6 +302,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         self.plan = plan
         self.end_tokens = frozenset(end_tokens)
         self.log_evaluation = log_evaluation
+        self.timed_evaluation = timed_evaluation
         self.system_prompt = system_prompt
         self.revision = revision
 
@@ -307,14 +311,16 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     ) -> None:
         """Evaluate before the first step, if the plan says so."""
         if self.plan.at_start and state.global_step == 0:
-            self._evaluate(state.global_step)
+            with self.timed_evaluation():
+                self._evaluate(state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluate after every `plan.every` optimizer steps."""
         if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
-            self._evaluate(state.global_step)
+            with self.timed_evaluation():
+                self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
         """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
