@@ -27,6 +27,7 @@ from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.scoring.files import figures_in_training
+from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -381,13 +382,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         """
         name = task.benchmark.name
         self.log_evaluation({f"eval_{key}": value for key, value in figures.items()})
-        accuracy = 100 * figures[f"{name}_accuracy"]
-        low = 100 * figures[f"{name}_accuracy_low"]
-        high = 100 * figures[f"{name}_accuracy_high"]
-        interval_text = f"(95 %: {low:.1f} to {high:.1f})"
+        interval = (figures[f"{name}_accuracy_low"], figures[f"{name}_accuracy_high"])
+        accuracy = percent_with_interval(figures[f"{name}_accuracy"], interval)
         problem_count = task.problems_in_data or answered_count
         part_text = f"{answered_count} of " if answered_count < problem_count else ""
         problems_text = f"{part_text}{amount(problem_count, 'problem')}"
-        print(
-            f"step {step}: {name} {accuracy:.1f} % {interval_text} of {problems_text}", flush=True
-        )
+        print(f"step {step}: {name} {accuracy} of {problems_text}", flush=True)

@@ -11,27 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        Problem,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        describe_extracted_answer,
-        verdict_of,
-    )
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
+from adora_vl.evals.options import HubDataOptions, ScoreOptions
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    Problem,
+    RowGrade,
+)
+from adora_vl.evals.scoring.score import (
+    cell_from_counts,
+    correct_by_problem,
+    describe_extracted_answer,
+    verdict_of,
+)
 
 # Each split has one variant of every problem.
 SPLIT_NAMES = tuple(f"sample_variant{number}" for number in range(1, 11))
@@ -199,6 +196,6 @@ BENCHMARK = Benchmark(
     item=describe_extracted_answer,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -6,23 +6,20 @@ import re
 from functools import partial
 from operator import itemgetter
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
-    from adora_vl.evals.options import HubDataOptions
-    from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
-    from adora_vl.evals.scoring.choice import extract_choice
-    from adora_vl.evals.scoring.judge import (
-        ExtractionOptions,
-        Question,
-        describe_extraction,
-        extract_answers,
-    )
-    from adora_vl.evals.scoring.score import verdict_of
-    from adora_vl.rewards.completion import answer_block, last_boxed
-    from adora_vl.rewards.thinking import final_part
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
+from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.judge import (
+    ExtractionOptions,
+    Question,
+    describe_extraction,
+    extract_answers,
+)
+from adora_vl.evals.scoring.score import verdict_of
+from adora_vl.rewards.completion import answer_block, last_boxed
+from adora_vl.rewards.thinking import final_part
 
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
@@ -122,6 +119,6 @@ BENCHMARK = Benchmark(
     ),
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

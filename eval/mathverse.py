@@ -8,48 +8,45 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import (
-        ANY_VALUE,
-        TEXT_VALUE,
-        find_field_fault,
-        one_of,
-        or_null,
-    )
-    from adora_vl.evals.inference.views import without_images
-    from adora_vl.evals.options import HubDataOptions, option
-    from adora_vl.evals.records import (
-        JUDGE_FAILED,
-        Benchmark,
-        BenchmarkFigures,
-        Extraction,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        Problem,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
-    from adora_vl.evals.scoring.judge import (
-        ExtractionOptions,
-        Question,
-        ask_judge,
-        create_judge_client,
-        describe_extraction,
-        extract_answers,
-        read_report,
-    )
-    from adora_vl.evals.scoring.number import extract_number
-    from adora_vl.evals.scoring.response_text import without_markup
-    from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.rewards.grade import grade as graded_as_in_training
-    from adora_vl.rewards.thinking import final_part
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.openai_client import EndpointError
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import (
+    ANY_VALUE,
+    TEXT_VALUE,
+    find_field_fault,
+    one_of,
+    or_null,
+)
+from adora_vl.evals.inference.views import without_images
+from adora_vl.evals.options import HubDataOptions, option
+from adora_vl.evals.records import (
+    JUDGE_FAILED,
+    Benchmark,
+    BenchmarkFigures,
+    Extraction,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    Problem,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.judge import (
+    ExtractionOptions,
+    Question,
+    ask_judge,
+    create_judge_client,
+    describe_extraction,
+    extract_answers,
+    read_report,
+)
+from adora_vl.evals.scoring.number import extract_number
+from adora_vl.evals.scoring.response_text import without_markup
+from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.grade import grade as graded_as_in_training
+from adora_vl.rewards.thinking import final_part
+from adora_vl.utils.cli import amount
+from adora_vl.utils.openai_client import EndpointError
 
 TEXT_ONLY = "Text Only"
 PROBLEM_VERSIONS = (
@@ -476,6 +473,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

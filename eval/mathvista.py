@@ -7,35 +7,32 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.data.prompts import with_letters
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
-    from adora_vl.evals.options import HubDataOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        Extraction,
-        GradedAnswer,
-        Prediction,
-        PublishedFigures,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.judge import (
-        AnswerKind,
-        ExtractionOptions,
-        Question,
-        describe_extraction,
-        extract_answers,
-    )
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        metadata_groups,
-        verdict_of,
-    )
+from adora_vl.data.prompts import with_letters
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
+from adora_vl.evals.options import HubDataOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    Extraction,
+    GradedAnswer,
+    Prediction,
+    PublishedFigures,
+    RowGrade,
+)
+from adora_vl.evals.scoring.judge import (
+    AnswerKind,
+    ExtractionOptions,
+    Question,
+    describe_extraction,
+    extract_answers,
+)
+from adora_vl.evals.scoring.score import (
+    cell_from_counts,
+    correct_by_problem,
+    metadata_groups,
+    verdict_of,
+)
 
 _NUMBER_REQUEST = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 # What the hint of the official prompt asks for, by the kind of answer.
@@ -447,6 +444,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -10,29 +10,26 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        Prediction,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        describe_rule_set,
-        mean_with_interval,
-        verdict_of,
-    )
-    from adora_vl.evals.scoring.table import percent_with_interval
-    from adora_vl.utils.cli import amount
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
+from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    Prediction,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.score import (
+    cell_from_counts,
+    correct_by_problem,
+    describe_rule_set,
+    mean_with_interval,
+    verdict_of,
+)
+from adora_vl.evals.scoring.table import percent_with_interval
+from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
 _PROMPT_TEMPLATE = """\
@@ -292,6 +289,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

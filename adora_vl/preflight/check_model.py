@@ -13,6 +13,7 @@ from adora_vl.models import reference
 from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
 from adora_vl.models.four_bit import check_four_bit
 from adora_vl.models.load import check_weights, load_config
+from adora_vl.models.lora_branch import untested_peft_notes
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.preflight.facts import ModelFacts
 from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
@@ -222,6 +223,8 @@ def check_parts(
         trl_evaluates=request.trl_evaluates,
     )
     messages.notes.extend(unused_keys(settings))
+    if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
+        messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint
     if request.script is None and checkpoint is not None:
         messages.notes.append(

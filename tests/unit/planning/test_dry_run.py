@@ -383,3 +383,17 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
     (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
     assert main([*words, "--dataset_name", str(own_rows)]) == 0
     assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_peft_that_switches_an_optimisation_off_is_named(
+    data_folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
+    note = "peft 0.99.0 is installed, and its order"
+    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dry-run"]
+    words += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
+    words += ["--use_vllm", "false", "--use_peft", "true"]
+    assert main([*words, "--gradient_checkpointing", "true"]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--gradient_checkpointing", "false"]) == 0
+    assert note not in " ".join(capsys.readouterr().out.split())
