@@ -312,19 +312,30 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
     ) -> None:
         """Evaluate before the first step, if the plan says so."""
         if self.plan.at_start and state.global_step == 0:
-            with self.timed_evaluation():
-                self._evaluate(state.global_step)
+            self._evaluate(state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Evaluate after every `plan.every` optimizer steps."""
         if state.global_step % self.plan.every == 0 and state.global_step >= self.plan.delay:
-            with self.timed_evaluation():
-                self._evaluate(state.global_step)
+            self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
+        """Evaluate all tasks, and measure the time that this takes. Collective.
+
+        `step`: optimizer steps that have been made.
+        """
+        with self.timed_evaluation():
+            self._evaluate_tasks(step)
+
+    def _evaluate_tasks(self, step: int) -> None:
+        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all.
+
+        The first rank scores the answers to each task, and logs the figures.
+
+        `step`: optimizer steps that have been made.
+        """
         accelerator = self.pair.accelerator
         with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]

@@ -173,6 +173,9 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
 
         Returns a function from the name of a phase to the context that measures it. The engine
         enters such contexts too.
+
+        `run`: the checked run. Only one that is evaluated on its way, or whose engine sleeps, has
+        the phases for that.
         """
         args = run.config
         engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
