@@ -143,7 +143,7 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
     quoted_figures = _published_figures(runs) if published else None
     view_groups = group_runs_by_view(runs)
     # Beside views of ours, MathVerse's own versions of each problem are of interest too.
-    if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
+    if not by and view_groups and runs[0].benchmark == "mathverse":
         by = ["version"]
     caption = f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems"
     if len(runs) > 1:
@@ -170,11 +170,10 @@ def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
 
     They belong beside scores of all the problems that they are of, and of a benchmark of ours.
     """
-    names = {str(run.score["benchmark"]) for run in runs}
-    benchmark_name = names.pop()
-    if names or benchmark_name not in BENCHMARK_NAMES:
+    benchmark = runs[0].benchmark
+    if benchmark not in BENCHMARK_NAMES:
         return None
-    published = find_benchmark(benchmark_name).published
+    published = find_benchmark(benchmark).published
     if published is None or any(describe_scored_part(run.score) for run in runs):
         return None
     applies = published.applies

@@ -84,7 +84,14 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     change = Difference(
         first=fmean(step_samples.first), second=fmean(step_samples.last), over="no interval"
     )
-    group_samples = _recorded_groups(folder, first_lines, last_lines, key)
+    # A line has the figures of all steps since the line before it.
+    line_before_last_fifth = lines[-fifth - 1]
+    group_samples = _recorded_groups(
+        folder,
+        end_of_first_fifth=first_lines[-1].get("step", 0),
+        begin_of_last_fifth=line_before_last_fifth.get("step", 0) + 1,
+        key=key,
+    )
     samples = group_samples or step_samples
     first_count = len(samples.first)
     last_count = len(samples.last)
@@ -118,7 +125,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _recorded_groups(
-    folder: Path, first_lines: LogEntries, last_lines: LogEntries, key: str
+    folder: Path, *, end_of_first_fifth: int, begin_of_last_fifth: int, key: str
 ) -> _FigureSamples | None:
     """Return a figure of each recorded group in the first and in the last fifth of the steps.
 
@@ -126,8 +133,8 @@ def _recorded_groups(
 
     Args:
         folder: the output_dir of the run.
-        first_lines: the log's lines in the first fifth of the steps.
-        last_lines: those in the last fifth.
+        end_of_first_fifth: the last step of the first fifth.
+        begin_of_last_fifth: the first step of the last one.
         key: `adora/pass_rate` or `reward`.
     """
     column = "pass_rate" if key == PASS_RATE_KEY else REWARD_KEY
@@ -137,8 +144,6 @@ def _recorded_groups(
     # has just merged into another.
     except (UserError, OSError, pa.ArrowException):
         return None
-    end_of_first_fifth = first_lines[-1].get("step", 0)
-    begin_of_last_fifth = last_lines[0].get("step", 0)
     samples = _FigureSamples(
         first=[group.mean for group in groups if group.step <= end_of_first_fifth],
         last=[group.mean for group in groups if group.step >= begin_of_last_fifth],

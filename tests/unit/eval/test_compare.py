@@ -118,6 +118,10 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
+    # The command of this benchmark has two names.
+    data_set = {"sources": ["geometry3k"], "splits": ["test"], "problems": 601}
+    path = write_score_file(tmp_path / "same.json", "01", "problems", data_set=data_set)
+    assert "7B GRPO (quoted)" in print_comparison(capsys, path)
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
     texts_without = [
