@@ -151,7 +151,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        timed_phase = self._start_clock(run.config)
+        timed_phase = self._start_clock(run)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
         with _use_own_classes_in_trl(run, policy, timed_phase):
@@ -169,14 +169,20 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             )
         self._build_collaborators(run.config, self._prepare_models(run))
 
-    def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
+    def _start_clock(self, run: ResolvedRun) -> Callable[[str], AbstractContextManager[None]]:
         """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
 
         Returns a function from the name of a phase to the context that measures it. The engine
         enters such contexts too.
+
+        `run`: the checked run. Only one that is evaluated on its way, or whose engine sleeps, has
+        the phases for that.
         """
+        args = run.config
         engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.phase_clock = phases.PhaseClock(self.log_figure, sleep_mode=engine_sleeps)
+        self.phase_clock = phases.PhaseClock(
+            self.log_figure, sleep_mode=engine_sleeps, evaluates=run.evaluations is not None
+        )
         if args.device.type != "cuda":
             return self.phase_clock.phase
         self.card_memory = CardMemory(
