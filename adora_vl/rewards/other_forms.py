@@ -69,7 +69,7 @@ def _verl_scores(function: Callable[..., Any], reward_inputs: RewardInputs) -> S
     ]
 
 
-def _as_mapping(extra_info: Any) -> Any:
+def _as_mapping(extra_info: object) -> object:
     """Return the value of a column `extra_info` as the mapping that functions of verl expect.
 
     A prepared data set has the mapping as a text in JSON, and None for a row without it. Any other
