@@ -230,8 +230,9 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if a run has learned nothing in its last steps; None otherwise.
 
     Nothing is learned in a step where in every group all rewards are equal, so that all advantages
-    are 0: it is a step without signal, unless a method learns from such groups too. After at least `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning
-    says how many they are, the likeliest reason, and what to look at.
+    are 0: it is a step without signal, unless a method learns from such groups too. After at least
+    `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning says how many they are, the
+    likeliest reason, and what to look at.
 
     `history`: the trainer's log history, or the lines of `metrics.jsonl`.
     """
