@@ -5,7 +5,7 @@ from itertools import zip_longest
 from typing import Any
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
-from adora_vl.evals.records import AccuracyCell, BenchmarkFigures, Score, Scored
+from adora_vl.evals.records import BENCHMARK_BY_ALIAS, AccuracyCell, BenchmarkFigures, Score, Scored
 from adora_vl.evals.scoring.coverage import partial_score_notes
 from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.utils.cli import amount
@@ -90,18 +90,14 @@ def describe_scored_run(score: Score, summary: BenchmarkFigures) -> str:
     )
 
 
-# The benchmarks that score any prepared folder. Its rows have ids such as `mine/train/5`.
-_BENCHMARKS_OF_FOLDERS = ("geometry3k", "problems")
-
-
 def name_of_data(score: Score) -> str:
     """Return the name of the scored data set.
 
-    It is the name of the benchmark, or for one that scores any prepared folder the name before the
-    first `/` of all ids.
+    It is the name of the benchmark, but `problems` scores any prepared folder. Its rows have ids such
+    as `mine/test/5`, and the name is what stands before the first `/` of all of them.
     """
     benchmark = str(score["benchmark"])
-    if benchmark not in _BENCHMARKS_OF_FOLDERS:
+    if BENCHMARK_BY_ALIAS.get(benchmark, benchmark) != "problems":
         return benchmark
     pids = [str(item["pid"]) for item in score["items"]]
     names = {pid.partition("/")[0] for pid in pids if "/" in pid}

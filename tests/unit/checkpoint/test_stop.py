@@ -376,7 +376,7 @@ def test_the_installed_command_is_interrupted_in_one_line(tmp_path):
 
 def test_a_script_of_the_users_keeps_its_traceback(tmp_path):
     """It imports the trainer, and Ctrl-C is its own affair."""
-    _, output = press_ctrl_c(["-c", "import adora_vl.evals.prepared_benchmark"], tmp_path)
+    _, output = press_ctrl_c(["-c", "import adora_vl.evals.prepared"], tmp_path)
     assert output.startswith("Traceback"), output
     assert output.endswith("KeyboardInterrupt\n"), output
 

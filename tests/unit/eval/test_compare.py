@@ -118,6 +118,10 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
+    # The command of this benchmark has two names.
+    data_set = {"sources": ["geometry3k"], "splits": ["test"], "problems": 601}
+    path = write_score_file(tmp_path / "same.json", "01", "problems", data_set=data_set)
+    assert "7B GRPO (quoted)" in print_comparison(capsys, path)
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
     texts_without = [
@@ -200,7 +204,8 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
     sampled_score = write_score_file(tmp_path / "a.json", "01", samples=samples)
-    _, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    caption, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    assert caption == "mathvista: accuracy in %, [95 % interval], answers"
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.split()[-2:] == ["50.0", "75.0"]
 
