@@ -9,7 +9,7 @@ from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums
+from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchLayout
@@ -185,9 +185,9 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             reference,
             moves=args.sync_ref_model,
             is_main=self.accelerator.is_main_process,
-            zero3=self._dist.is_zero3,
+            gather=self._dist.gather_params,
         )
-        self.loss_sums = RestoreLossSums(self._put_loss_sums)
+        self.loss_sums = LossSums(self)
 
     def _make_guards(self, context: StepContext) -> None:
         """Make what ends the run, or skips a step, where log-probabilities are not as they must be."""

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.store import manifest_of
-from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
+from adora_vl.checkpoint.trl_state import LossSums
 from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import restore_weights
 from adora_vl.parts import TrainerParts
@@ -86,32 +86,12 @@ class CheckpointedTrainer(TrainerParts):
         These are the run's settings, the state of the advantage methods, and the metrics and sums
         of losses since the last log.
         """
-        loss_sums = self._loss_sums()
         return {
             **self.run_facts,
-            **({} if loss_sums is None else loss_sums.facts()),
+            **self.loss_sums.facts(),
             "methods": self.advantage_methods.state(),
             "metrics": {name: list(values) for name, values in self._metrics["train"].items()},
         }
-
-    def _loss_sums(self) -> LossSums | None:
-        """Return Transformers' sums of losses on this rank; None before the training begins."""
-        if not hasattr(self, "_tr_loss"):
-            return None
-        # A tensor until it is written: its value as a number would have to wait for the device.
-        unlogged_sum = self._tr_loss.detach().clone()
-        return LossSums(
-            logged_sum=self._total_loss_scalar,
-            last_log_step=self._globalstep_last_logged,
-            unlogged_sum=unlogged_sum,
-        )
-
-    def _put_loss_sums(self, sums: SavedLossSums) -> None:
-        """Let Transformers go on from the sums of losses of a checkpoint."""
-        rank = self.accelerator.process_index
-        self._tr_loss += sums.unlogged_sum_of(rank, ranks=self.accelerator.num_processes)
-        self._total_loss_scalar = sums.logged_sum
-        self._globalstep_last_logged = sums.last_log_step
 
     @property
     def _step_began(self) -> int:
