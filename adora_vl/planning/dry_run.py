@@ -193,10 +193,10 @@ def batch_lines(plan: Plan) -> list[str]:
         f"{amount(prompts, 'prompt')} {are} sampled together, "
         f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
         "generation.",
-        f"They are learned from in micro-batches of {config.per_device_train_batch_size} sequences "
-        f"on each of {processes} {process_noun} ({batches.global_batch} over all).",
-        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are "
-        f"{batches.optimizer_batch} sequences. Optimizer steps a generation: "
+        f"An optimizer step learns from {batches.optimizer_batch} of them: "
+        f"per_device_train_batch_size: {config.per_device_train_batch_size} x "
+        f"gradient_accumulation_steps: {config.gradient_accumulation_steps} x "
+        f"{processes} {process_noun}. Optimizer steps a generation: "
         f"{batches.updates_per_generation:g}.",
         *_other_process_counts_lines(plan),
         *_epoch_lines(plan),
@@ -224,11 +224,11 @@ def _other_process_counts_lines(plan: Plan) -> list[str]:
             continue
         layout = replace(planned_layout, processes=process_count)
         size_texts.append(
-            f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
+            f"{process_count} processes {layout.generation_batch} and {layout.optimizer_batch}"
         )
     return [
-        "With another --num_processes a generation and an optimizer step would have "
-        f"{'; '.join(size_texts)}."
+        "Rollouts of a generation and of an optimizer step with another --num_processes: "
+        f"{', '.join(size_texts)}."
     ]
 
 
@@ -244,7 +244,7 @@ def _epoch_lines(plan: Plan) -> list[str]:
     total = total or 0
     # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    waiting = f"; {remainder} rows wait for another epoch's order" if remainder > 0 else ""
+    waiting = f"; {amount(remainder, 'row')} left out, others each time" if remainder else ""
     make = "makes" if rows == 1 else "make"
     return [
         f"{amount(rows, 'row')} {make} {amount(per_epoch, 'optimizer step')} an epoch{waiting}.",
@@ -387,6 +387,8 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     print(f"\n{verdict_line(plan)}", flush=True)
     if not what_fits.fits_into_gpu(plan.setup, plan.card_bytes):
         return 1
+    if plan.rows is None:
+        print(f"First: {_data_command(plan)}", flush=True)
     print(f"Next: {launch_command(plan, command.words, options.accelerate_config)}", flush=True)
     return 0
 
@@ -398,6 +400,12 @@ def verdict_line(plan: Plan) -> str:
     if what_fits.fits_into_gpu(plan.setup, plan.card_bytes):
         return f"It fits: {usage}."
     return f"It does NOT fit: {usage}; the section on memory above says what would."
+
+
+def _data_command(plan: Plan) -> str:
+    """Return what a user has to do about data that is not on this machine."""
+    names = " ".join(plan.script.dataset_name)
+    return f"prepare the data, {names} (python -m data_prep --help)"
 
 
 def launch_command(plan: Plan, arguments: Sequence[str], launcher: Path | None) -> str:
