@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
-from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
+from adora_vl.rewards import PRESETS, choose_rewards, grade_batch, reward_function
 from adora_vl.rewards.choose import reward_range
 from adora_vl.rewards.completion import (
     REFLECTIVE_WORD_PATTERN,
@@ -165,7 +165,7 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
     log = RewardLog()
-    functions = reward_functions(["accuracy", "format"])
+    functions = choose_rewards(["accuracy", "format"]).functions
     rewards = [
         call_as_trl(function, as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
         for function in functions
@@ -186,8 +186,8 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_empty_list_of_rewards_is_refused() -> None:
-    with pytest.raises(UserError, match="names no reward preset"):
-        reward_functions([])
+    with pytest.raises(UserError, match="names no reward"):
+        choose_rewards([])
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
@@ -240,7 +240,7 @@ THINKING_FORMS = [  # the text, right as `think`, right as `think_answer`
 
 
 def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
-    functions = reward_functions(["think_format", "think_answer_format"])
+    functions = choose_rewards(["think_format", "think_answer_format"]).functions
     assert [function.__name__ for function in functions] == [
         "think_format_reward",
         "think_answer_format_reward",
