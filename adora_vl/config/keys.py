@@ -85,8 +85,8 @@ class AdoraScriptArguments:
         "(the row is left out).",
     )
     adora_reward: list[Name | dict[str, Any]] = key(
-        lambda: ["adora"],
-        "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy "
+        lambda: ["boxed_accuracy"],
+        "Reward preset: boxed_accuracy (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy "
         "(1 / 0), format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
         "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); steps (true and new "
         "claims on the row's figure); judge (a served model); or a function of your own, "

@@ -75,7 +75,8 @@ _REWARD_RANGE_BY_NAME: dict[str, tuple[float, float]] = {
 }
 
 
-_OPTIONS_CLASS_BY_NAME: dict[str, type] = {
+RewardOptions = PresetOptions | JudgeOptions | StepsOptions | NoOptions
+_OPTIONS_CLASS_BY_NAME: Mapping[str, type[RewardOptions]] = {
     **dict.fromkeys(PRESETS, PresetOptions),
     **dict.fromkeys(REWARD_FUNCTION_BY_NAME, NoOptions),
     JUDGE: JudgeOptions,
@@ -199,12 +200,12 @@ class RewardSet:
 class RequestedReward(NamedTuple):
     """A reward that a run asks for.
 
-    `name`: its name, or FILE.py:FUNCTION. `options`: a dataclass; for a function of the user's the
-    mapping that binds its arguments.
+    `name`: its name, or FILE.py:FUNCTION. `options`: of a function of the user's the arguments that
+    they bind.
     """
 
     name: str
-    options: object
+    options: RewardOptions | Mapping[str, Any]
 
 
 def read_rewards(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
@@ -260,9 +261,7 @@ def choose_rewards(
     rewards = read_rewards(entries)
     names = [reward.name for reward in rewards]
     # Before any function is built: a name that occurs twice is refused by the name of its entry.
-    _refuse_repeated_names(
-        names, [name_in_users_file(name) if is_users_file(name) else name for name in names]
-    )
+    _refuse_repeated_names(names, [name_in_users_file(name) for name in names])
     exact_grader = Grader(rounding=False, answer_tags=answer_tags)
     rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
     names_of_presets = [
@@ -273,14 +272,11 @@ def choose_rewards(
     hash_by_file: dict[str, str] = {}
     function: Callable[..., Any]
     for name, options in rewards:
-        if is_users_file(name):
+        if isinstance(options, Mapping):
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             function = in_trl_form(bind_options(name, user_function.value, options))
-            functions.append(function)
-            function_names.append(name_in_users_file(name))
-            continue
-        if isinstance(options, PresetOptions):
+        elif isinstance(options, PresetOptions):
             grader = rounding_grader if options.rounding else exact_grader
             function = preset_function(name, grader, logs=name == names_of_presets[0])
         elif isinstance(options, JudgeOptions):
@@ -292,7 +288,8 @@ def choose_rewards(
         else:
             function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
-        function_names.append(function.__name__)
+        is_own = isinstance(options, Mapping)
+        function_names.append(name_in_users_file(name) if is_own else function.__name__)
     # Once more with the names of the functions, which may be equal where those of the entries are
     # not: a user may have written a function `accuracy_reward`, as that of `accuracy` is named.
     _refuse_repeated_names(names, function_names)

@@ -13,7 +13,7 @@ RewardEntry = str | Mapping[str, Any]
 JUDGE = "judge"
 # The present name of each reward that had another one before. Configs, checkpoints and records of
 # runs may have the older one.
-_PRESENT_NAME_BY_OLDER_NAME: dict[str, str] = {}
+_PRESENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
 # The options of a judge that say how it is reached, on which no score depends.
 _CONNECTION_OPTIONS = ("base_url", "concurrency")
 
@@ -49,9 +49,9 @@ def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
     return rewards
 
 
-def with_present_names(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
+def with_present_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
     """Return entries of `adora_reward` with the present name of each reward."""
-    present_entries: list[RewardEntry] = []
+    present_entries: list[str | dict[str, Any]] = []
     for entry in entries:
         if isinstance(entry, Mapping):
             present_entries.append({present_name(name): entry[name] for name in entry})

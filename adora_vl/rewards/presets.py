@@ -31,14 +31,14 @@ class _Reference(NamedTuple):
 
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
-#   adora: the rewards of the paper; source: the grading policy, point 7.
+#   boxed_accuracy: the rewards of the paper; source: the grading policy, point 7.
 #   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
 #     There the format is a <think> block and a box. Here it is a complete box, since our prompt
-#     asks for no block, so the preset equals `adora`.
+#     asks for no block, so the preset equals `boxed_accuracy`.
 #   accuracy: the verdict alone.
 #   format: a complete box alone, to be weighed against another reward.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
-    "adora": (1.0, 0.1, 0.0),
+    "boxed_accuracy": (1.0, 0.1, 0.0),
     "easyr1": (0.9 + 0.1, 0.1, 0.0),
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),

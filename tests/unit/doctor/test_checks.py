@@ -205,11 +205,16 @@ def test_a_grader_that_accepts_anything(monkeypatch):
 
 def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
     cases = [
-        (["adora"], None, 0.5, Status.PASSED),
-        (["adora"], None, 0.1, Status.PASSED),  # what a wrong answer in a box gets is not above it
+        (["boxed_accuracy"], None, 0.5, Status.PASSED),
+        (
+            ["boxed_accuracy"],
+            None,
+            0.1,
+            Status.PASSED,
+        ),  # what a wrong answer in a box gets is not above it
         (["accuracy", "format"], [0.9, 0.1], 0.5, Status.PASSED),
         (["accuracy", "format"], None, 0.5, Status.FAILED),  # a wrong answer in a box gets 1.0
-        (["adora"], None, 1.0, Status.FAILED),
+        (["boxed_accuracy"], None, 1.0, Status.FAILED),
         (["format"], None, 0.5, Status.FAILED),
     ]
     for presets, weights, above, status in cases:

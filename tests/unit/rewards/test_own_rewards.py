@@ -133,7 +133,7 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
         (["FILE:LIMIT"], None, r"LIMIT is no function \(it is of type int\)"),
         (["FILE:Judge"], None, "Judge is no function"),
         (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
-        (["adorra"], None, "did you mean 'adora'"),
+        (["boxed_acuracy"], None, "did you mean 'boxed_accuracy'"),
         (
             ["accuracy"],
             {"accuracy": {"round": True}},
