@@ -264,9 +264,7 @@ def choose_rewards(
     _refuse_repeated_names(names, [name_in_users_file(name) for name in names])
     exact_grader = Grader(rounding=False, answer_tags=answer_tags)
     rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
-    names_of_presets = [
-        name for name in names if name in PRESETS or name in REWARD_FUNCTION_BY_NAME
-    ]
+    first_preset = next((name for name in names if name in PRESETS), None)
     functions: list[Callable[..., Any]] = []
     function_names: list[str] = []
     hash_by_file: dict[str, str] = {}
@@ -278,7 +276,7 @@ def choose_rewards(
             function = in_trl_form(bind_options(name, user_function.value, options))
         elif isinstance(options, PresetOptions):
             grader = rounding_grader if options.rounding else exact_grader
-            function = preset_function(name, grader, logs=name == names_of_presets[0])
+            function = preset_function(name, grader, logs=name == first_preset)
         elif isinstance(options, JudgeOptions):
             function = JudgeReward(options, output_dir or Path.cwd())
         elif isinstance(options, StepsOptions):

@@ -201,6 +201,14 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_verdicts_are_logged_also_where_another_reward_stands_first() -> None:
+    log = RewardLog()
+    for function in choose_rewards(["think_format", "accuracy", "format"]).functions:
+        call_as_trl(function, as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
+    assert log.columns["verdict"] == ["correct", "wrong", *["unparseable"] * 3]
+    assert log.metrics["grading/correct"] == 0.2
+
+
 def test_an_empty_list_of_rewards_is_refused() -> None:
     with pytest.raises(UserError, match="names no reward"):
         choose_rewards([])
