@@ -28,7 +28,7 @@ from adora_vl.utils.convert import (
 from adora_vl.utils.errors import UserError
 
 
-def convert_key(key: str, value: Any, hint: Any) -> Any:
+def convert_key(key: str, value: object, hint: object) -> Any:
     """Convert the value of a config key as `convert` does, and as a few keys of TRL need it.
 
     One of them takes the word none as a path, some the path of a JSON file in place of a mapping,
@@ -36,13 +36,13 @@ def convert_key(key: str, value: Any, hint: Any) -> Any:
 
     `hint`: the annotation of the key. Raises `UserError` for a value that it does not allow.
     """
-    is_text = isinstance(value, str)
-    if key in KEYS_WITH_WORD_NONE and is_text and value.strip().lower() == "none":
-        return value
-    is_path = is_text and not value.lstrip().startswith("{") and not means_null(value, hint)
-    if key in JSON_FILE_KEYS and is_path:
-        _check_json_file(key, value)
-        return value
+    if isinstance(value, str):
+        if key in KEYS_WITH_WORD_NONE and value.strip().lower() == "none":
+            return value
+        is_path = not value.lstrip().startswith("{") and not means_null(value, hint)
+        if key in JSON_FILE_KEYS and is_path:
+            _check_json_file(key, value)
+            return value
     converted = convert(key, value, hint)
     return NULL_VALUE_BY_KEY.get(key) if converted is None else converted
 
@@ -65,7 +65,7 @@ def _check_json_file(key: str, path: str) -> None:
 
 
 def convert_fields(
-    config: Any, *, converted: Collection[str] = (), library_class: Any = None
+    config: Any, *, converted: Collection[str] = (), library_class: type[Any] | None = None
 ) -> None:
     """Convert the values of a config dataclass in place; the fields that have their default stay.
 

@@ -48,7 +48,7 @@ _MAX_LISTED_WORDS = 12  # the most words of a `Literal` that an error line lists
 _MAX_SHOWN_CHARACTERS = 80  # the most characters of a value in an error line
 
 
-def convert(key: str, value: Any, hint: Any) -> Any:
+def convert(key: str, value: object, hint: object) -> Any:
     """Convert a value from the command line, a YAML file or Python to the type of its key.
 
     Args:
@@ -87,7 +87,7 @@ def convert(key: str, value: Any, hint: Any) -> Any:
     return _convert_single(key, value, hint)
 
 
-def _convert_single(key: str, value: Any, hint: Any) -> Any:
+def _convert_single(key: str, value: object, hint: object) -> Any:
     """Convert a value that is neither a list nor a dataclass of options, and validate it.
 
     A text is parsed first, and pydantic validates the result against the annotation `hint`. Raises
@@ -203,7 +203,7 @@ def _options_without_default(options_class: Any) -> list[str]:
     return names
 
 
-def _convert_tuple(key: str, value: Any, hint: Any) -> Any:
+def _convert_tuple(key: str, value: object, hint: object) -> Any:
     """Convert a list that a user wrote to a tuple, as the key's annotation asks.
 
     `hint`: an annotation with `tuple[X, X]` for a fixed length, or `tuple[X, ...]` for any. All
@@ -257,7 +257,7 @@ def check_finite(key: str, value: object) -> None:
             raise UserError(f"{key}: {value_in_words(value)} is not a finite number")
 
 
-def _as_literal(hint: Any, choices: Sequence[str] = ()) -> Any:
+def _as_literal(hint: object, choices: Sequence[str] = ()) -> Any:
     """Return a `Literal` of the words that an annotation allows, or `hint` where it lists none.
 
     The words are `choices`, or else the values of an `Enum` in the annotation.
@@ -271,14 +271,14 @@ def _as_literal(hint: Any, choices: Sequence[str] = ()) -> Any:
     return literal | None if NoneType in members else literal
 
 
-def _union_members(hint: Any) -> tuple[Any, ...]:
+def _union_members(hint: object) -> tuple[Any, ...]:
     """Return the members of a union, or `hint` alone where it is none."""
     if get_origin(hint) in (Union, UnionType):
         return get_args(hint)
     return (hint,)
 
 
-def allows_type(hint: Any, value_type: type) -> bool:
+def allows_type(hint: object, value_type: type) -> bool:
     """Return whether a key with this annotation takes values of this type."""
     return value_type in _member_types(hint)
 
@@ -288,13 +288,13 @@ def _member_types(hint: object) -> set[Any]:
     return {_plain_type(member) for member in _union_members(hint)}
 
 
-def _plain_type(hint: Any) -> Any:
+def _plain_type(hint: object) -> Any:
     """Return the type of an annotation without its bounds and arguments: `list` of `list[str]`."""
     unbounded = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_origin(unbounded) or unbounded
 
 
-def _literal_words(hint: Any) -> list[str]:
+def _literal_words(hint: object) -> list[str]:
     """Return the words of the `Literal` in an annotation, without its true, false and numbers."""
     words: list[str] = []
     for member in _union_members(hint):
@@ -303,7 +303,7 @@ def _literal_words(hint: Any) -> list[str]:
     return words
 
 
-def _entry_hint(hint: Any) -> Any:
+def _entry_hint(hint: object) -> Any:
     """Return the annotation of the entries of the list in an annotation."""
     list_hint = next(member for member in _union_members(hint) if _plain_type(member) is list)
     return _as_literal(get_args(list_hint)[0])
@@ -325,7 +325,7 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
     if words and str(value).lower() == "false":
         return next((word for word in _WORDS_FOR_OFF if word in words), value)
     if types & {int, float} and isinstance(value, int | float | str):
-        return _parse_number(value, whole=float not in types)
+        return _parse_number(value, as_integer=float not in types)
     if dict in types:
         # A key of this project may take a name or a mapping. Keys of the libraries that take a text
         # or a mapping want the mapping as a text.
@@ -339,15 +339,15 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
     return value
 
 
-def _parse_number(value: int | float | str, *, whole: bool) -> Any:
+def _parse_number(value: int | float | str, *, as_integer: bool) -> int | float | str:
     """Return the number that a text spells, such as 1e3, which YAML reads as a text.
 
-    A text that spells no number is returned as it is. `whole`: return 3.0 as the integer 3.
+    A text that spells no number is returned as it is. `as_integer`: return 3.0 as the integer 3.
     """
-    number: Any = value
+    number: int | float | str = value
     if isinstance(value, str):
         number = _number_or_text(value)
-    if whole and isinstance(number, float) and number.is_integer():
+    if as_integer and isinstance(number, float) and number.is_integer():
         return int(number)
     return number
 
@@ -444,7 +444,7 @@ def _refuse_value(key: str, value: object, hint: object) -> NoReturn:
     raise UserError(f"{key}: {value_in_words(value)} is not {expected}{suggestion}")
 
 
-def _expected_in_words(hint: Any) -> str:
+def _expected_in_words(hint: object) -> str:
     """Return an annotation in words, such as `a number above 0 and at most 1`.
 
     `hint`: an annotation that is no union, such as `Annotated[float, Field(gt=0, le=1)]`.
