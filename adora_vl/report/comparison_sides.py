@@ -111,11 +111,13 @@ def read_compared(folder: Path) -> ComparedRun:
     """
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import MANIFEST_FILE, describe_run, read_manifest
+    from adora_vl.checkpoint.run_files import read_run_manifest
+    from adora_vl.checkpoint.store import MANIFEST_FILE
+    from adora_vl.record.manifest import describe_run
     from adora_vl.record.metrics import METRICS_FILE, read_metrics
 
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
-    manifest = read_manifest(folder)
+    manifest = read_run_manifest(folder)
     lines = read_metrics(folder / METRICS_FILE)
     if not manifest or not lines:
         missing = METRICS_FILE if manifest else "manifest.json"
