@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -281,6 +282,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         plan: EvaluationPlan,
         end_tokens: Iterable[int],
         log_evaluation: Callable[[dict[str, float]], None],
+        timed_evaluation: Callable[[], AbstractContextManager[None]],
         system_prompt: str | None = None,
         revision: str | None = None,
     ) -> None:
@@ -292,6 +294,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
             log_evaluation: logs figures by their names, as an entry of its own.
+            timed_evaluation: makes the context in which the seconds of an evaluation are measured.
             system_prompt: the system prompt of the training; None: the data's own.
             revision: the revision of the base model on the hub.
         """
@@ -300,6 +303,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         self.plan = plan
         self.end_tokens = frozenset(end_tokens)
         self.log_evaluation = log_evaluation
+        self.timed_evaluation = timed_evaluation
         self.system_prompt = system_prompt
         self.revision = revision
 
@@ -318,7 +322,20 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
+        """Evaluate all tasks, and measure the time that this takes. Collective.
+
+        `step`: optimizer steps that have been made.
+        """
+        with self.timed_evaluation():
+            self._evaluate_tasks(step)
+
+    def _evaluate_tasks(self, step: int) -> None:
+        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all.
+
+        The first rank scores the answers to each task, and logs the figures.
+
+        `step`: optimizer steps that have been made.
+        """
         accelerator = self.pair.accelerator
         with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]

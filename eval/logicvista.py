@@ -19,7 +19,6 @@ from adora_vl.evals.scoring.judge import (
 )
 from adora_vl.evals.scoring.score import verdict_of
 from adora_vl.rewards.completion import answer_block, last_boxed
-from adora_vl.rewards.thinking import final_part
 
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
@@ -57,7 +56,6 @@ def extract_letters(response: str) -> Extraction:
     A question may have several right options. The letters stand in the last box, or they are stated
     together, such as `B and D`. Where neither is so, the response names one letter at most.
     """
-    response = final_part(response)  # without a block of thinking
     response = answer_block(response) or response
     stated_letters = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
     candidates = (

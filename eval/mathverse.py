@@ -44,7 +44,6 @@ from adora_vl.evals.scoring.response_text import without_markup
 from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
 from adora_vl.rewards.completion import last_boxed
 from adora_vl.rewards.grade import grade as graded_as_in_training
-from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import amount
 from adora_vl.utils.openai_client import EndpointError
 
@@ -315,7 +314,7 @@ def extract_by_rules(row: Prediction) -> Extraction:
     content of the last box, what follows words such as `the answer is`, the whole of a response
     that is short, or the number that the response states.
     """
-    response = final_part(row["response"])  # without a block of thinking
+    response = row["response"]
     if row["question_type"] == "multi-choice":
         letter, rule = extract_choice(response, read_choices(row) or _UNKNOWN_CHOICES)
         return Extraction(letter, rule)
@@ -439,11 +438,10 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
     splits = _SPLIT_NAMES if options.split == "all" else (options.split,)
     for split in splits:
         loaded = load_problems(
-            options,
+            replace(options, split=split),
             needed=("sample_index", *REQUIRED_COLUMNS, "query_wo", "query_cot"),
             image_columns=("image",),
             check=check_row,
-            split=split,
             prompt=itemgetter(f"query_{options.query}"),
             stored_columns=(*REQUIRED_COLUMNS, *_OPTIONAL_COLUMN_KINDS),
             id_column="sample_index",

@@ -28,8 +28,8 @@ from adora_vl.evals.scoring.judge import (
     extract_answers,
 )
 from adora_vl.evals.scoring.score import (
+    answers_per_problem,
     cell_from_counts,
-    correct_by_problem,
     metadata_groups,
     verdict_of,
 )
@@ -363,13 +363,13 @@ def _summary(
         id_total += count
         if item.correct:
             id_correct += count
-    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
-    id_cell = cell_from_counts(id_correct, id_total, samples_per_problem)
+    n_answers = answers_per_problem(graded)
+    id_cell = cell_from_counts(id_correct, id_total, n_answers)
     # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
     # is None then.
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
-    ood_cell = cell_from_counts(ood_correct, ood_total, samples_per_problem)
+    ood_cell = cell_from_counts(ood_correct, ood_total, n_answers)
     return BenchmarkFigures(
         figures={"id_ood": {"definition": ID_OOD_DEFINITION, "ID": id_cell, "OOD": ood_cell}}
     )

@@ -16,6 +16,7 @@ from adora_vl.evals.inference.predictions import (
     read_predictions,
     row_key,
 )
+from adora_vl.evals.inference.views import without_images
 from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
 from adora_vl.evals.records import (
     Benchmark,
@@ -246,7 +247,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
 
     The question is asked as it is, since it lists its options.
     """
-    return load_problems(
+    loaded = load_problems(
         options,
         needed=("index", *REQUIRED_COLUMNS),
         image_columns=("image",),
@@ -254,8 +255,10 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         check=check_row,
         id_column="index",
         stored_columns=("index", *REQUIRED_COLUMNS, "meta_info"),
-        without_images=options.no_image,
     )
+    if options.no_image:
+        return loaded._replace(problems=[without_images(problem) for problem in loaded.problems])
+    return loaded
 
 
 _PUBLISHED = PublishedFigures(

@@ -22,8 +22,8 @@ from adora_vl.evals.records import (
 )
 from adora_vl.evals.scoring.choice import extract_choice, lettered_options
 from adora_vl.evals.scoring.score import (
+    answers_per_problem,
     cell_from_counts,
-    correct_by_problem,
     describe_rule_set,
     mean_with_interval,
     verdict_of,
@@ -175,7 +175,7 @@ def _summary(
     if not complete_answers:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
         return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
-    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    n_answers = answers_per_problem(graded)
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
@@ -184,12 +184,10 @@ def _summary(
         counts = Counter(diagnoses)
         if name == "strict":  # IK and IG are the same for both
             for kind in ("IK", "IG"):
-                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), samples_per_problem)
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), samples_per_problem)
+                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_answers)
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_answers)
         # RM is a share of the problems whose whole is right.
-        cells[f"RM_{name}"] = cell_from_counts(
-            counts["RM"], counts["CM"] + counts["RM"], samples_per_problem
-        )
+        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
         figure = mean_with_interval(_points_of_problems(complete_answers, diagnoses))
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])

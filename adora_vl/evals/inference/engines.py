@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, build_endpoint
-from adora_vl.evals.inference.provenance import read_training_config
 from adora_vl.evals.inference.requests import (
     HUB_ID_PATTERN,
     AnswerEngine,

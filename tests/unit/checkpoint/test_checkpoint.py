@@ -19,6 +19,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.run_files import SET_ASIDE_FOLDER
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
     expect_universal_checkpoint,
@@ -26,7 +27,7 @@ from adora_vl.checkpoint.universal import (
     refusing_pickled_code,
     write_universal,
 )
-from adora_vl.checkpoint.writer import SET_ASIDE_FOLDER, CheckpointWriter
+from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler

@@ -160,6 +160,21 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
     assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
 
 
+def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
+    """It is logged before the line of its step, and its own seconds are none of training."""
+    folder = Path(write_run(tmp_path / "a", [0.1]))
+    lines = [
+        {"step": 0, "kind": "eval", "eval_drawn_accuracy": 0.1},
+        {"step": 4, "kind": "eval", "eval_drawn_accuracy": 0.2},
+        {"step": 5, "kind": "train", "seconds/rollout": 2.0, "seconds/evaluation": 30.0},
+        {"step": 8, "kind": "eval", "eval_drawn_accuracy": 0.3},
+        {"step": 8, "kind": "end", "seconds/rollout": 4.0, "seconds/evaluation": 30.0},
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    points = read_compared(folder).curves["drawn"]
+    assert [point.seconds for point in points] == [0, 8, 5 * 2 + 3 * 4]
+
+
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     a = write_run(tmp_path / "a", [0.1] * 10, 5)
     b = write_run(
