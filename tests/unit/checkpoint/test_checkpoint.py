@@ -359,7 +359,7 @@ def test_a_judge_that_has_moved_is_the_same_run():
 def test_a_reward_by_its_older_name_is_the_same_run():
     """A checkpoint has the name that was current when it was saved."""
 
-    def of(*rewards: Any) -> dict[str, str]:
+    def of(*rewards: str | dict[str, Any]) -> dict[str, str]:
         keys = AdoraScriptArguments(adora_reward=[*rewards])
         return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
 
