@@ -20,7 +20,11 @@ from adora_vl.evals.compare_views import (
 from adora_vl.evals.records import AccuracyCell, PublishedFigures
 from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
-from adora_vl.evals.scoring.coverage import describe_scored_part, partial_score_notes
+from adora_vl.evals.scoring.coverage import (
+    describe_scored_part,
+    noun_of_counts,
+    partial_score_notes,
+)
 from adora_vl.evals.scoring.table import (
     accuracy_text,
     align_columns,
@@ -145,7 +149,8 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
     # Beside views of ours, MathVerse's own versions of each problem are of interest too.
     if not by and view_groups and runs[0].benchmark == "mathverse":
         by = ["version"]
-    caption = f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems"
+    counted = noun_of_counts([run.score for run in runs])
+    caption = f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], {counted}"
     if len(runs) > 1:
         caption += f"; gain in points over {runs[0].name}"
     lines = [caption, *align_columns(_table_rows(runs, quoted_figures))]

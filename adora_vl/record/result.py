@@ -15,7 +15,7 @@ import pyarrow as pa
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.coverage import describe_scored_part
+from adora_vl.evals.scoring.coverage import describe_scored_part, noun_of_counts
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS_RATE_KEY
@@ -182,7 +182,8 @@ def _held_out_result(folder: Path) -> str | None:
     if score_after is None:
         return None
     score = score_after.score
-    problems = f"{describe_scored_part(score) or score['total']} problems"
+    counted = noun_of_counts([score])
+    count = f"{describe_scored_part(score) or score['total']} {counted}"
     title = f"held-out accuracy, {name_of_data(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None
@@ -190,8 +191,8 @@ def _held_out_result(folder: Path) -> str | None:
         change = difference_between([score_before], [score_after])
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
-        return f"{title} {accuracy} of {problems} ({SCORE_FILE_AFTER})"
-    basis = f"{change.over}, of {problems}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
+        return f"{title} {accuracy} of {count} ({SCORE_FILE_AFTER})"
+    basis = f"{change.over}, of {count}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
     return f"{title} {_share_change_text(change)} ({basis})"
 
 

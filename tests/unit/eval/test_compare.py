@@ -204,7 +204,8 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
     sampled_score = write_score_file(tmp_path / "a.json", "01", samples=samples)
-    _, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    caption, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    assert caption == "mathvista: accuracy in %, [95 % interval], answers"
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.split()[-2:] == ["50.0", "75.0"]
 

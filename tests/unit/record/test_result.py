@@ -176,6 +176,11 @@ def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, mine 50.0 % (95 %: 35.2 to 64.8) of 40 of 512 ")
+    write_score(run / SCORE_FILE_AFTER, "01" * 20, samples={"k": 4})
+    result = describe_result(run, log)
+    assert result is not None
+    assert " of 40 answers (" in result
+    write_score(run / SCORE_FILE_AFTER, "01" * 20, coverage=coverage)
     write_score(run / SCORE_FILE_BEFORE, "01" * 19 + "00")
     result = describe_result(run, log)
     assert result is not None
