@@ -98,7 +98,7 @@ def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
     Raises `UserError`, also where no tools are named that the limits could be of.
     """
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.config.values import convert
+    from adora_vl.utils.convert import convert
 
     if not tools:
         raise UserError(

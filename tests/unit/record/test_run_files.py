@@ -179,7 +179,7 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert (
         progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
     )
-    both = {**LOG_ENTRY, "rewards/adora_reward/mean": 0.4}
+    both = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
     assert "accuracy" not in progress_line(
         {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
     )
