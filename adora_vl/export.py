@@ -16,35 +16,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import Parser, exit_code_of, interruptible_imports
+from adora_vl.checkpoint.run_files import recording_saved_files, run_has_begun
+from adora_vl.checkpoint.store import (
+    COMPLETE_FILE,
+    newest_valid_checkpoint,
+    problem_with_checkpoint,
+)
+from adora_vl.checkpoint.training_prompts import write_training_prompts
+from adora_vl.models.adapter import (
+    find_processor_folder,
+    load_merged,
+    read_adapters,
+    vllm_lora_rank,
+)
+from adora_vl.models.families import sees_images
+from adora_vl.models.load import (
+    ADAPTER_CONFIG_FILE,
+    MERGED_FOLDER,
+    auto_class,
+    check_weights,
+    load_processor,
+    read_config,
+    resolve_model_name,
+)
+from adora_vl.utils.cli import Parser, exit_code_of
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
-
-with interruptible_imports():
-    from adora_vl.checkpoint.store import (
-        COMPLETE_FILE,
-        newest_valid_checkpoint,
-        problem_with_checkpoint,
-    )
-    from adora_vl.checkpoint.writer import recording_saved_files, run_has_begun
-    from adora_vl.models.adapter import (
-        find_processor_folder,
-        load_merged,
-        read_adapters,
-        vllm_lora_rank,
-    )
-    from adora_vl.models.families import sees_images
-    from adora_vl.models.load import (
-        ADAPTER_CONFIG_FILE,
-        MERGED_FOLDER,
-        auto_class,
-        check_weights,
-        load_processor,
-        read_config,
-        resolve_model_name,
-    )
-    from adora_vl.utils.hub import why_missing
+from adora_vl.utils.hub import why_missing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -111,6 +110,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         else:
             _gather_sharded_weights(source, staged)
         _copy_files(source, staged, _PROCESSOR_FILE_PATTERNS)
+        write_training_prompts(source, staged)
         # Again: merging takes long, and somebody may have made the folder meanwhile.
         _refuse_existing(output)
     return source

@@ -366,6 +366,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
                     plan=run.evaluations,
                     end_tokens=self.eos_token_ids,
                     log_evaluation=self.log_evaluation,
+                    timed_evaluation=self.phase_clock.evaluation,
                     system_prompt=run.system_prompt,
                     revision=run.model.revision,
                 )

@@ -47,6 +47,7 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.families import freeze, sees_images
+from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
@@ -150,7 +151,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        timed_phase = self._start_clock(run.config)
+        timed_phase = self._start_clock(run)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
         with _use_own_classes_in_trl(run, policy, timed_phase):
@@ -168,14 +169,20 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             )
         self._build_collaborators(run.config, self._prepare_models(run))
 
-    def _start_clock(self, args: AdoraGRPOConfig) -> Callable[[str], AbstractContextManager[None]]:
+    def _start_clock(self, run: ResolvedRun) -> Callable[[str], AbstractContextManager[None]]:
         """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
 
         Returns a function from the name of a phase to the context that measures it. The engine
         enters such contexts too.
+
+        `run`: the checked run. Only one that is evaluated on its way, or whose engine sleeps, has
+        the phases for that.
         """
+        args = run.config
         engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.phase_clock = phases.PhaseClock(self.log_figure, sleep_mode=engine_sleeps)
+        self.phase_clock = phases.PhaseClock(
+            self.log_figure, sleep_mode=engine_sleeps, evaluates=run.evaluations is not None
+        )
         if args.device.type != "cuda":
             return self.phase_clock.phase
         self.card_memory = CardMemory(
@@ -190,8 +197,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
     def _prepare_models(self, run: ResolvedRun) -> list[Any]:
         """Prepare the loaded policy and the reference model for training, and return them.
 
-        An adapter that a run continues gets its weights, buffers get their precision back, and
-        parts of the model are frozen (`adora_freeze`).
+        An adapter that a run continues gets its weights, buffers get their precision back, parts of
+        the model are frozen (`adora_freeze`), and its generation config becomes one that is saved.
         """
         if run.model.continued is not None:
             load_adapter_weights(self.model, run.model.continued)
@@ -202,6 +209,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             models.append(self.ref_model)
         for model in models:
             restore_buffers(model)
+        repair_generation_config(self.model)
         if is_peft_model(self.model):
             record_base(self.model, run.model.merged)
             if run.config.gradient_checkpointing:

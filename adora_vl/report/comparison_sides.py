@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.rewards.judge import without_address
+from adora_vl.rewards.entries import comparable_entries
 from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
@@ -111,11 +111,13 @@ def read_compared(folder: Path) -> ComparedRun:
     """
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import MANIFEST_FILE, describe_run, read_manifest
+    from adora_vl.checkpoint.run_files import read_run_manifest
+    from adora_vl.checkpoint.store import MANIFEST_FILE
+    from adora_vl.record.manifest import describe_run
     from adora_vl.record.metrics import METRICS_FILE, read_metrics
 
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
-    manifest = read_manifest(folder)
+    manifest = read_run_manifest(folder)
     lines = read_metrics(folder / METRICS_FILE)
     if not manifest or not lines:
         missing = METRICS_FILE if manifest else "manifest.json"
@@ -145,8 +147,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
-        # the same judge may be served at another address
-        config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
+        config["adora_reward"] = comparable_entries(config["adora_reward"])
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= with_dotted_keys(key, config[key])
@@ -210,28 +211,46 @@ def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, 
     Returns:
         the points by the name of the figure: `PASS_RATE`, or the name of an evaluation.
     """
-    from adora_vl.record.phases import PHASES
-
     curves: dict[str, list[Point]] = {PASS_RATE: []}
-    last_step = 0
-    seconds = 0.0
-    for line in lines:
-        step = line["step"]
-        rollouts = step * step_rollouts
-        if line["kind"] == "train":
-            # The seconds of a line are means per step since the line before it.
-            mean_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in PHASES)
-            seconds += (step - last_step) * mean_seconds
-            last_step = step
-            if line.get(PASS_RATE) is not None:
-                point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
-                curves[PASS_RATE].append(point)
+    seconds_of_lines = _seconds_of_training(lines)
+    for line, seconds in zip(lines, seconds_of_lines, strict=True):
+        rollouts = line["step"] * step_rollouts
+        if line["kind"] != "eval" and line.get(PASS_RATE) is not None:
+            point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
+            curves[PASS_RATE].append(point)
         for key, value in line.items():
             if key.startswith("eval_") and key.endswith("_accuracy") and value is not None:
                 name = key.removeprefix("eval_").removesuffix("_accuracy")
                 point = Point(rollouts=rollouts, seconds=seconds, value=value)
                 curves.setdefault(name, []).append(point)
     return curves
+
+
+def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the seconds of all training steps up to the step of each line, without evaluations.
+
+    A line of training has the mean seconds of the steps since such a line before it. An evaluation
+    is logged before the line of its own step, or between two lines: its seconds are in proportion
+    to the steps.
+
+    `lines`: the lines of the run's `metrics.jsonl`.
+    """
+    import numpy as np
+
+    from adora_vl.record.phases import TRAINING_PHASES
+
+    known_steps = [0]
+    known_seconds = [0.0]
+    for line in lines:
+        if line["kind"] == "eval":
+            continue
+        mean_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in TRAINING_PHASES)
+        new_steps = line["step"] - known_steps[-1]
+        known_steps.append(line["step"])
+        known_seconds.append(known_seconds[-1] + new_steps * mean_seconds)
+    line_steps = [line["step"] for line in lines]
+    seconds: list[float] = np.interp(line_steps, known_steps, known_seconds).tolist()
+    return seconds
 
 
 class _NewestScores(NamedTuple):

@@ -24,7 +24,6 @@ from adora_vl.doctor.checks import (
     check_torchvision,
     check_version,
     check_writable,
-    requirements_by_name,
 )
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
@@ -36,7 +35,6 @@ from adora_vl.doctor.engine import (
 )
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
-from adora_vl.rewards import reward_functions
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -55,7 +53,7 @@ def test_the_installed_stack_is_healthy():
     assert check_torchvision().status is Status.PASSED
 
 
-def test_a_version_outside_of_its_range(subtests):
+def test_a_version_outside_of_its_range(subtests, monkeypatch):
     cases = [
         ("1.16.3", True, Status.PASSED, ""),
         ("1.16.0+cpu", True, Status.PASSED, ""),
@@ -66,18 +64,17 @@ def test_a_version_outside_of_its_range(subtests):
     ]
     for version, needed, status, remedy in cases:
         with subtests.test(f"{version!r:.80} {needed} {status}"):
-            check = check_version(
-                "trl", requirements_by_name(), {"trl": version}.get, needed=needed
-            )
+            monkeypatch.setattr(versions, "installed_version", {"trl": version}.get)
+            check = check_version("trl", needed=needed)
             assert check.status is status
             assert remedy in check.remedy
 
 
-def test_either_build_of_vllm_is_looked_at():
+def test_either_build_of_vllm_is_looked_at(monkeypatch):
     only_gpu = {"vllm": "0.22.0"}.get
-    check, *other_checks = check_parts(
-        use_vllm=True, use_peft=False, use_deepspeed=False, find=only_gpu
-    )
+    monkeypatch.setattr(versions, "installed_version", only_gpu)
+    monkeypatch.setattr("adora_vl.utils.versions.installed_version", only_gpu)
+    check, *other_checks = check_parts(use_vllm=True, use_peft=False, use_deepspeed=False)
     assert check.status is Status.FAILED
     assert "vllm" in check.name
     assert "0.22.0" in check.detail
@@ -208,17 +205,22 @@ def test_a_grader_that_accepts_anything(monkeypatch):
 
 def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
     cases = [
-        (["adora"], None, 0.5, Status.PASSED),
-        (["adora"], None, 0.1, Status.PASSED),  # what a wrong answer in a box gets is not above it
+        (["boxed_accuracy"], None, 0.5, Status.PASSED),
+        (
+            ["boxed_accuracy"],
+            None,
+            0.1,
+            Status.PASSED,
+        ),  # what a wrong answer in a box gets is not above it
         (["accuracy", "format"], [0.9, 0.1], 0.5, Status.PASSED),
         (["accuracy", "format"], None, 0.5, Status.FAILED),  # a wrong answer in a box gets 1.0
-        (["adora"], None, 1.0, Status.FAILED),
+        (["boxed_accuracy"], None, 1.0, Status.FAILED),
         (["format"], None, 0.5, Status.FAILED),
     ]
     for presets, weights, above, status in cases:
         with subtests.test(f"{presets!r:.80} {weights!r:.80} {above}"):
             check = check_rewards(
-                [gold_row("60"), gold_row("5")], reward_functions(presets), weights, above
+                [gold_row("60"), gold_row("5")], choose_rewards(presets).functions, weights, above
             )
             assert check.status is status
             assert status is Status.PASSED or "adora_correct_above" in check.remedy
