@@ -47,6 +47,7 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.families import freeze, sees_images
+from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
@@ -196,8 +197,8 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
     def _prepare_models(self, run: ResolvedRun) -> list[Any]:
         """Prepare the loaded policy and the reference model for training, and return them.
 
-        An adapter that a run continues gets its weights, buffers get their precision back, and
-        parts of the model are frozen (`adora_freeze`).
+        An adapter that a run continues gets its weights, buffers get their precision back, parts of
+        the model are frozen (`adora_freeze`), and its generation config becomes one that is saved.
         """
         if run.model.continued is not None:
             load_adapter_weights(self.model, run.model.continued)
@@ -208,6 +209,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             models.append(self.ref_model)
         for model in models:
             restore_buffers(model)
+        repair_generation_config(self.model)
         if is_peft_model(self.model):
             record_base(self.model, run.model.merged)
             if run.config.gradient_checkpointing:

@@ -7,9 +7,9 @@ from typing import Any
 from accelerate.utils import is_peft_model
 from transformers import PreTrainedModel
 
+from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
-from adora_vl.checkpoint.writer import recording_saved_files
 from adora_vl.models.adapter import without_reference_adapter
 from adora_vl.models.load import restore_weights
 from adora_vl.parts import TrainerParts

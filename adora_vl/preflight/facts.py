@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset
+
 from adora_vl.checkpoint.store import manifest_of
+from adora_vl.config.batch_plan import total_optimizer_steps
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
 from adora_vl.models.four_bit import (
@@ -27,7 +29,7 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.launch import fewer_than_asked
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
     from peft import PeftConfig
     from transformers import PretrainedConfig, ProcessorMixin
 
@@ -61,10 +63,10 @@ class ModelFacts:
     name: str
     revision: str | None
     config: PretrainedConfig
-    adapters: tuple[Adapter, ...]
-    continued: Adapter | None
-    peft_config: PeftConfig | None
-    four_bit: bool
+    adapters: tuple[Adapter, ...] = ()
+    continued: Adapter | None = None
+    peft_config: PeftConfig | None = None
+    four_bit: bool = False
 
     @property
     def merged(self) -> tuple[Adapter, ...]:
@@ -106,17 +108,21 @@ class DataFacts:
 
     `folders`: the data sets of a command; empty from Python. `train`: the rows to train on; None
     where a dry run does not have them. `evaluated`: the data set of Python code that TRL evaluates;
-    else None. `rows`: the number of rows to train on; None where `train` is None or a stream.
-    `measured`: the lengths of their prompts; None where nothing limits them. `left_out`: the ids of
-    the rows that are not trained on, since their prompts leave no room for an answer.
+    else None. `measured`: the lengths of the prompts to train on; None where nothing limits them.
+    `left_out`: the ids of the rows that are not trained on, since their prompts leave no room for
+    an answer.
     """
 
-    folders: tuple[str, ...]
+    folders: tuple[str, ...] = ()
     train: Dataset | IterableDataset | None
-    evaluated: AnyDatasets | None
-    rows: int | None
+    evaluated: AnyDatasets | None = None
     measured: PromptLengths | None
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows to train on; None where they are a stream, or not here."""
+        return len(self.train) if isinstance(self.train, Dataset) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,24 +278,9 @@ class ResolvedRun:
         if self.output.start.checkpoint is None:
             return None
         checkpoint = Path(self.output.start.checkpoint)
-        total_steps = self._total_steps
+        total_steps = total_optimizer_steps(self.config, self.layout, self.data.rows)
         is_last = total_steps is not None and manifest_of(checkpoint)["step"] >= total_steps
         return checkpoint if is_last else None
-
-    @property
-    def _total_steps(self) -> int | None:
-        """The optimizer steps of the whole run, as Transformers counts them.
-
-        None for a stream without `max_steps`, which Transformers refuses.
-        """
-        config = self.config
-        if config.max_steps > 0:
-            return int(config.max_steps)
-        # -1: the number of epochs decides.
-        if self.data.rows is None:
-            return None
-        steps_per_epoch = self.layout.optimizer_steps_per_epoch(self.data.rows)
-        return math.ceil(float(config.num_train_epochs) * steps_per_epoch)
 
     def first_lines(self) -> list[str]:
         """Return the lines that describe the run before it starts."""

@@ -22,13 +22,8 @@ from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
-from adora_vl.planning.dry_run import (
-    batch_lines,
-    learning_rate_line,
-    length_lines,
-    optimizer_steps_of,
-)
 from adora_vl.planning.plan import make_plan
+from adora_vl.planning.report import batch_lines, learning_rate_line, length_lines
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
@@ -140,7 +135,8 @@ def _check_recipe(processes, generation, update):
     another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
     assert another in text
     assert f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
-    assert optimizer_steps_of(plan) == ((128, 1920) if processes == 8 else (256, 3840))
+    steps = (plan.steps_per_epoch, plan.total_steps)
+    assert steps == ((128, 1920) if processes == 8 else (256, 3840))
     assert (
         "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last."
         in text
