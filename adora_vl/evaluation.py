@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from adora_vl.evals.inference.local import ConversationEngine
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch, refuse_control_tokens
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
 from adora_vl.evals.scoring.files import figures_in_training
+from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.rollout.stopping import StopCriteria
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -280,6 +282,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         plan: EvaluationPlan,
         end_tokens: Iterable[int],
         log_evaluation: Callable[[dict[str, float]], None],
+        timed_evaluation: Callable[[], AbstractContextManager[None]],
         system_prompt: str | None = None,
         revision: str | None = None,
     ) -> None:
@@ -291,6 +294,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             plan: what is evaluated, and when.
             end_tokens: the tokens that end an answer.
             log_evaluation: logs figures by their names, as an entry of its own.
+            timed_evaluation: makes the context in which the seconds of an evaluation are measured.
             system_prompt: the system prompt of the training; None: the data's own.
             revision: the revision of the base model on the hub.
         """
@@ -299,6 +303,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         self.plan = plan
         self.end_tokens = frozenset(end_tokens)
         self.log_evaluation = log_evaluation
+        self.timed_evaluation = timed_evaluation
         self.system_prompt = system_prompt
         self.revision = revision
 
@@ -317,7 +322,20 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
             self._evaluate(state.global_step)
 
     def _evaluate(self, step: int) -> None:
-        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all."""
+        """Evaluate all tasks, and measure the time that this takes. Collective.
+
+        `step`: optimizer steps that have been made.
+        """
+        with self.timed_evaluation():
+            self._evaluate_tasks(step)
+
+    def _evaluate_tasks(self, step: int) -> None:
+        """Evaluate all tasks. Collective: every rank samples, and gathers the answers of all.
+
+        The first rank scores the answers to each task, and logs the figures.
+
+        `step`: optimizer steps that have been made.
+        """
         accelerator = self.pair.accelerator
         with self.generation_sampler.guard.guarding_servers(), self.pair.sampler.awake():
             answers_by_task = [self._answer(task) for task in self.plan.tasks]
@@ -375,13 +393,9 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         """
         name = task.benchmark.name
         self.log_evaluation({f"eval_{key}": value for key, value in figures.items()})
-        accuracy = 100 * figures[f"{name}_accuracy"]
-        low = 100 * figures[f"{name}_accuracy_low"]
-        high = 100 * figures[f"{name}_accuracy_high"]
-        interval_text = f"(95 %: {low:.1f} to {high:.1f})"
+        interval = (figures[f"{name}_accuracy_low"], figures[f"{name}_accuracy_high"])
+        accuracy = percent_with_interval(figures[f"{name}_accuracy"], interval)
         problem_count = task.problems_in_data or answered_count
         part_text = f"{answered_count} of " if answered_count < problem_count else ""
         problems_text = f"{part_text}{amount(problem_count, 'problem')}"
-        print(
-            f"step {step}: {name} {accuracy:.1f} % {interval_text} of {problems_text}", flush=True
-        )
+        print(f"step {step}: {name} {accuracy} of {problems_text}", flush=True)

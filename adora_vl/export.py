@@ -16,35 +16,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adora_vl.utils.cli import Parser, exit_code_of, interruptible_imports
+from adora_vl.checkpoint.store import (
+    COMPLETE_FILE,
+    newest_valid_checkpoint,
+    problem_with_checkpoint,
+)
+from adora_vl.checkpoint.writer import recording_saved_files, run_has_begun
+from adora_vl.models.adapter import (
+    find_processor_folder,
+    load_merged,
+    read_adapters,
+    vllm_lora_rank,
+)
+from adora_vl.models.families import sees_images
+from adora_vl.models.load import (
+    ADAPTER_CONFIG_FILE,
+    MERGED_FOLDER,
+    auto_class,
+    check_weights,
+    load_processor,
+    read_config,
+    resolve_model_name,
+)
+from adora_vl.utils.cli import Parser, exit_code_of
 from adora_vl.utils.cli import path as a_path
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import replacing_file, replacing_folder, unwritable_error
-
-with interruptible_imports():
-    from adora_vl.checkpoint.store import (
-        COMPLETE_FILE,
-        newest_valid_checkpoint,
-        problem_with_checkpoint,
-    )
-    from adora_vl.checkpoint.writer import recording_saved_files, run_has_begun
-    from adora_vl.models.adapter import (
-        find_processor_folder,
-        load_merged,
-        read_adapters,
-        vllm_lora_rank,
-    )
-    from adora_vl.models.families import sees_images
-    from adora_vl.models.load import (
-        ADAPTER_CONFIG_FILE,
-        MERGED_FOLDER,
-        auto_class,
-        check_weights,
-        load_processor,
-        read_config,
-        resolve_model_name,
-    )
-    from adora_vl.utils.hub import why_missing
+from adora_vl.utils.hub import why_missing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,6 +11,7 @@ from trl.trainer import grpo_trainer
 
 from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
 from adora_vl.models.families import freeze
+from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.models.lora_branch import compute_branches_first
 from adora_vl.models.precision import restore_buffers
 from adora_vl.models.reference import copy_policy
@@ -62,8 +63,8 @@ def prepare_models(
 ) -> list[PreTrainedModel]:
     """Prepare the loaded policy and the reference model for training, and return them.
 
-    An adapter that a run continues gets its weights, buffers get their precision back, and parts of
-    the model are frozen (`adora_freeze`).
+    An adapter that a run continues gets its weights, buffers get their precision back, parts of the
+    model are frozen (`adora_freeze`), and its generation config becomes one that is saved.
 
     Args:
         policy: as TRL has loaded it.
@@ -80,6 +81,7 @@ def prepare_models(
         models.append(reference)
     for model in models:
         restore_buffers(model)
+    repair_generation_config(policy)
     if is_peft_model(policy):
         record_base(policy, run.model.merged)
         if run.config.gradient_checkpointing:

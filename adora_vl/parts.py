@@ -313,6 +313,7 @@ def callbacks_of_run(
                 plan=run.evaluations,
                 end_tokens=end_tokens,
                 log_evaluation=log_evaluation,
+                timed_evaluation=parts.clocks.seconds.evaluation,
                 system_prompt=run.system_prompt,
                 revision=run.model.revision,
             )

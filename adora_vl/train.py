@@ -14,24 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from adora_vl.config.command import CliArgs, read
+from adora_vl.config.dry_run_options import take_options
+from adora_vl.config.help import asks_for_help, help_text
+from adora_vl.prepare import prepare
 from adora_vl.utils import errors
-from adora_vl.utils.cli import (
-    EXIT_INTERRUPTED,
-    USUAL_IMPORT_S,
-    announce_imports,
-    interruptible_imports,
-)
+from adora_vl.utils.cli import USUAL_IMPORT_S, announce_imports
 from adora_vl.utils.errors import DiskFullError, RolloutError, RunError, UserError
 from adora_vl.utils.files import disk_is_full, naming_write_errors
+from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.launch import STARTUP_LOG, StartupLog, leave_process, watch_launcher
 from adora_vl.utils.secrets import masked_text, without_secrets
 from adora_vl.utils.versions import check_versions
-
-with interruptible_imports():
-    from adora_vl.config.command import CliArgs, read
-    from adora_vl.config.dry_run_options import take_options
-    from adora_vl.config.help import asks_for_help, help_text
-    from adora_vl.prepare import prepare
 
 if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments

@@ -145,7 +145,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        clocks = start_clocks(run.config, self.log_figure)
+        clocks = start_clocks(run.config, self.log_figure, evaluates=run.evaluations is not None)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
         with use_own_classes_in_trl(run, policy, clocks.engine_phase):

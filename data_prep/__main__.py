@@ -1,9 +1,6 @@
 """`python -m data_prep`, which is `adora-vl data_prep` too."""
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from data_prep.cli import main
+from data_prep.cli import main
 
 __all__ = ["main"]
 

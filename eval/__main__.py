@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
-from adora_vl.utils.cli import exit_code_of, interruptible_imports
+from adora_vl.utils.cli import exit_code_of
 from adora_vl.utils.errors import UserError
 
 # Names that are not benchmarks, with the module of each command.
@@ -57,12 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_command: Callable[[list[str]], int] = import_module(_MODULE_BY_COMMAND[name]).main
         return run_command(command_words)
     try:
-        with interruptible_imports():
-            benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
-            from eval.command import main as run_benchmark
+        benchmark = find_benchmark(name, extra_names=tuple(_MODULE_BY_COMMAND))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    from eval.command import main as run_benchmark
+
     return run_benchmark(benchmark, command_words)
 
 

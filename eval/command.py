@@ -159,23 +159,11 @@ def _add_prediction_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         nargs="+",
-        type=_check_column_word,
+        type=text,
         default=(),
         metavar="OURS=THEIRS",
         help="fields under another name: pid=index response=prediction",
     )
-
-
-def _check_column_word(word: str) -> str:
-    """Check a word of `--columns` and return it unchanged.
-
-    Raises `ArgumentTypeError` for a word that is not `OURS=THEIRS`; argparse adds the name of the
-    option to the message.
-    """
-    ours, sign, theirs = text(word).partition("=")
-    if not (ours and sign and theirs):
-        raise argparse.ArgumentTypeError(f"{word!r:.60} is not OURS=THEIRS")
-    return word
 
 
 def _add_ask_options(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:

@@ -11,27 +11,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        Problem,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        describe_extracted_answer,
-        verdict_of,
-    )
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault
+from adora_vl.evals.options import HubDataOptions, ScoreOptions
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    Problem,
+    RowGrade,
+)
+from adora_vl.evals.scoring.score import (
+    answers_per_problem,
+    cell_from_counts,
+    describe_extracted_answer,
+    verdict_of,
+)
 
 # Each split has one variant of every problem.
 SPLIT_NAMES = tuple(f"sample_variant{number}" for number in range(1, 11))
@@ -139,8 +136,8 @@ def _summary(
         problem_id = item.pid.rpartition("/")[2]  # the id begins with the split of the variant
         are_variants_right[problem_id, item.sample].append(item.correct)
     n_all_right = sum(all(are_right) for are_right in are_variants_right.values())
-    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
-    worst_case = cell_from_counts(n_all_right, len(are_variants_right), samples_per_problem)
+    n_answers = answers_per_problem(graded)
+    worst_case = cell_from_counts(n_all_right, len(are_variants_right), n_answers)
     accuracy = sum(item.correct for item in graded) / len(graded)
     robustness = None
     if worst_case and accuracy:
@@ -169,13 +166,12 @@ def load(options: HubDataOptions) -> LoadedProblems:
         splits = SPLIT_NAMES
     for split in splits:
         loaded = load_problems(
-            options,
+            replace(options, split=split),
             needed=("id", *REQUIRED_COLUMNS),
             image_columns=("decoded_image", "image"),
             prompt=prompt,
             check=check_row,
             id_column="id",
-            split=split,
             our_names={"ground_truth": "answer", "knowledge_level": "level"},
         )
         for problem in loaded.problems:
@@ -199,6 +195,6 @@ BENCHMARK = Benchmark(
     item=describe_extracted_answer,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -1,12 +1,9 @@
 """`python -m eval.knights`: knights-and-knaves puzzles."""
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.options import ScoreOptions
-    from adora_vl.evals.prepared import load
-    from adora_vl.evals.records import Benchmark, Prediction, RowGrade
-    from adora_vl.rewards.knights import knights_verdict, read_roles
+from adora_vl.evals.options import ScoreOptions
+from adora_vl.evals.prepared import load
+from adora_vl.evals.records import Benchmark, Prediction, RowGrade
+from adora_vl.rewards.knights import knights_verdict, read_roles
 
 
 def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
@@ -48,6 +45,6 @@ BENCHMARK = Benchmark(
     check=_check_row,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -6,23 +6,19 @@ import re
 from functools import partial
 from operator import itemgetter
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
-    from adora_vl.evals.options import HubDataOptions
-    from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
-    from adora_vl.evals.scoring.choice import extract_choice
-    from adora_vl.evals.scoring.judge import (
-        ExtractionOptions,
-        Question,
-        describe_extraction,
-        extract_answers,
-    )
-    from adora_vl.evals.scoring.score import verdict_of
-    from adora_vl.rewards.completion import answer_block, last_boxed
-    from adora_vl.rewards.thinking import final_part
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import LIST_OF_TEXTS, TEXT_VALUE, find_field_fault
+from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.records import Benchmark, Extraction, Prediction, RowGrade
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.judge import (
+    ExtractionOptions,
+    Question,
+    describe_extraction,
+    extract_answers,
+)
+from adora_vl.evals.scoring.score import verdict_of
+from adora_vl.rewards.completion import answer_block, last_boxed
 
 # The columns that each row has, and what their values have to be.
 REQUIRED_COLUMNS = {"question": TEXT_VALUE, "answer": TEXT_VALUE, "skill": LIST_OF_TEXTS}
@@ -60,7 +56,6 @@ def extract_letters(response: str) -> Extraction:
     A question may have several right options. The letters stand in the last box, or they are stated
     together, such as `B and D`. Where neither is so, the response names one letter at most.
     """
-    response = final_part(response)  # without a block of thinking
     response = answer_block(response) or response
     stated_letters = list(_STATED_LETTERS_PATTERN.finditer(response.strip()))
     candidates = (
@@ -122,6 +117,6 @@ BENCHMARK = Benchmark(
     ),
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -8,48 +8,44 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import (
-        ANY_VALUE,
-        TEXT_VALUE,
-        find_field_fault,
-        one_of,
-        or_null,
-    )
-    from adora_vl.evals.inference.views import without_images
-    from adora_vl.evals.options import HubDataOptions, option
-    from adora_vl.evals.records import (
-        JUDGE_FAILED,
-        Benchmark,
-        BenchmarkFigures,
-        Extraction,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        Problem,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
-    from adora_vl.evals.scoring.judge import (
-        ExtractionOptions,
-        Question,
-        ask_judge,
-        create_judge_client,
-        describe_extraction,
-        extract_answers,
-        read_report,
-    )
-    from adora_vl.evals.scoring.number import extract_number
-    from adora_vl.evals.scoring.response_text import without_markup
-    from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.rewards.grade import grade as graded_as_in_training
-    from adora_vl.rewards.thinking import final_part
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.openai_client import EndpointError
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import (
+    ANY_VALUE,
+    TEXT_VALUE,
+    find_field_fault,
+    one_of,
+    or_null,
+)
+from adora_vl.evals.inference.views import without_images
+from adora_vl.evals.options import HubDataOptions, option
+from adora_vl.evals.records import (
+    JUDGE_FAILED,
+    Benchmark,
+    BenchmarkFigures,
+    Extraction,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    Problem,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.judge import (
+    ExtractionOptions,
+    Question,
+    ask_judge,
+    create_judge_client,
+    describe_extraction,
+    extract_answers,
+    read_report,
+)
+from adora_vl.evals.scoring.number import extract_number
+from adora_vl.evals.scoring.response_text import without_markup
+from adora_vl.evals.scoring.score import accuracy_cell, metadata_groups, verdict_of
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.rewards.grade import grade as graded_as_in_training
+from adora_vl.utils.cli import amount
+from adora_vl.utils.openai_client import EndpointError
 
 TEXT_ONLY = "Text Only"
 PROBLEM_VERSIONS = (
@@ -318,7 +314,7 @@ def extract_by_rules(row: Prediction) -> Extraction:
     content of the last box, what follows words such as `the answer is`, the whole of a response
     that is short, or the number that the response states.
     """
-    response = final_part(row["response"])  # without a block of thinking
+    response = row["response"]
     if row["question_type"] == "multi-choice":
         letter, rule = extract_choice(response, read_choices(row) or _UNKNOWN_CHOICES)
         return Extraction(letter, rule)
@@ -442,11 +438,10 @@ def load(options: MathVerseDataOptions) -> LoadedProblems:
     splits = _SPLIT_NAMES if options.split == "all" else (options.split,)
     for split in splits:
         loaded = load_problems(
-            options,
+            replace(options, split=split),
             needed=("sample_index", *REQUIRED_COLUMNS, "query_wo", "query_cot"),
             image_columns=("image",),
             check=check_row,
-            split=split,
             prompt=itemgetter(f"query_{options.query}"),
             stored_columns=(*REQUIRED_COLUMNS, *_OPTIONAL_COLUMN_KINDS),
             id_column="sample_index",
@@ -476,6 +471,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

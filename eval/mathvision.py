@@ -10,44 +10,41 @@ from functools import partial
 from string import ascii_uppercase
 from typing import Any, Literal
 
-from adora_vl.utils.cli import interruptible_imports
+from adora_vl.data.prompts import IMAGE_PLACEHOLDER, with_letters
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import (
+    ANY_VALUE,
+    LIST_OF_TEXTS,
+    TEXT_VALUE,
+    find_field_fault,
+    one_of,
+)
+from adora_vl.evals.options import HubDataOptions, option
+from adora_vl.evals.records import (
+    CORRECT,
+    Benchmark,
+    BenchmarkFigures,
+    Extraction,
+    GradedAnswer,
+    Prediction,
+    PublishedFigures,
+    RowGrade,
+)
+from adora_vl.evals.scoring.judge import (
+    ExtractionOptions,
+    Question,
+    describe_extraction,
+    extract_answers,
+    extract_by_rules,
+)
+from adora_vl.evals.scoring.number import extract_number
+from adora_vl.evals.scoring.score import describe_extracted_answer, verdict_of
+from adora_vl.rewards import grade as graded_as_in_training
+from adora_vl.rewards.completion import last_boxed
+from adora_vl.utils.cli import amount
+from adora_vl.utils.errors import UserError
 
-with interruptible_imports():
-    from adora_vl.data.prompts import IMAGE_PLACEHOLDER, with_letters
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import (
-        ANY_VALUE,
-        LIST_OF_TEXTS,
-        TEXT_VALUE,
-        find_field_fault,
-        one_of,
-    )
-    from adora_vl.evals.options import HubDataOptions, option
-    from adora_vl.evals.records import (
-        CORRECT,
-        Benchmark,
-        BenchmarkFigures,
-        Extraction,
-        GradedAnswer,
-        Prediction,
-        PublishedFigures,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.judge import (
-        ExtractionOptions,
-        Question,
-        describe_extraction,
-        extract_answers,
-        extract_by_rules,
-    )
-    from adora_vl.evals.scoring.number import extract_number
-    from adora_vl.evals.scoring.score import describe_extracted_answer, verdict_of
-    from adora_vl.rewards import grade as graded_as_in_training
-    from adora_vl.rewards.completion import last_boxed
-    from adora_vl.utils.cli import amount
-    from adora_vl.utils.errors import UserError
-
-    from .mathvision_value import evaluate_latex
+from .mathvision_value import evaluate_latex
 
 _PROMPT_INSTRUCTION = (
     'Please solve the problem step by step and put your answer in one "\\boxed{}". If it is a '
@@ -470,6 +467,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -7,35 +7,32 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.data.prompts import with_letters
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
-    from adora_vl.evals.options import HubDataOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        Extraction,
-        GradedAnswer,
-        Prediction,
-        PublishedFigures,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.judge import (
-        AnswerKind,
-        ExtractionOptions,
-        Question,
-        describe_extraction,
-        extract_answers,
-    )
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        metadata_groups,
-        verdict_of,
-    )
+from adora_vl.data.prompts import with_letters
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import ANY_VALUE, TEXT_VALUE, find_field_fault, one_of
+from adora_vl.evals.options import HubDataOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    Extraction,
+    GradedAnswer,
+    Prediction,
+    PublishedFigures,
+    RowGrade,
+)
+from adora_vl.evals.scoring.judge import (
+    AnswerKind,
+    ExtractionOptions,
+    Question,
+    describe_extraction,
+    extract_answers,
+)
+from adora_vl.evals.scoring.score import (
+    answers_per_problem,
+    cell_from_counts,
+    metadata_groups,
+    verdict_of,
+)
 
 _NUMBER_REQUEST = "requiring a floating-point number with {} and provide the final value, e.g., {}"
 # What the hint of the official prompt asks for, by the kind of answer.
@@ -366,13 +363,13 @@ def _summary(
         id_total += count
         if item.correct:
             id_correct += count
-    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
-    id_cell = cell_from_counts(id_correct, id_total, samples_per_problem)
+    n_answers = answers_per_problem(graded)
+    id_cell = cell_from_counts(id_correct, id_total, n_answers)
     # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
     # is None then.
     ood_correct = sum(item.correct for item in graded) - id_correct
     ood_total = len(graded) - id_total
-    ood_cell = cell_from_counts(ood_correct, ood_total, samples_per_problem)
+    ood_cell = cell_from_counts(ood_correct, ood_total, n_answers)
     return BenchmarkFigures(
         figures={"id_ood": {"definition": ID_OOD_DEFINITION, "ID": id_cell, "OOD": ood_cell}}
     )
@@ -447,6 +444,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

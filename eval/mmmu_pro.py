@@ -8,32 +8,29 @@ from dataclasses import dataclass
 from string import ascii_uppercase
 from typing import Literal
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import (
-        ANY_VALUE,
-        TEXT_VALUE,
-        FieldKind,
-        find_field_fault,
-    )
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice
-    from adora_vl.evals.scoring.score import (
-        describe_extracted_answer,
-        describe_rule_set,
-        verdict_of,
-    )
-    from adora_vl.utils.cli import amount
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import (
+    ANY_VALUE,
+    TEXT_VALUE,
+    FieldKind,
+    find_field_fault,
+)
+from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice
+from adora_vl.evals.scoring.score import (
+    describe_extracted_answer,
+    describe_rule_set,
+    verdict_of,
+)
+from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
@@ -211,6 +208,6 @@ BENCHMARK = Benchmark(
     item=describe_extracted_answer,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -8,39 +8,37 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import (
-        TEXT_VALUE,
-        find_field_fault,
-        matching_text,
-        read_predictions,
-        row_key,
-    )
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        LoadedProblems,
-        Prediction,
-        PublishedFigures,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
-    from adora_vl.evals.scoring.score import (
-        correct_by_problem,
-        describe_extracted_answer,
-        describe_rule_set,
-        grade_rows,
-        verdict_of,
-    )
-    from adora_vl.evals.scoring.statistics import bootstrap_interval
-    from adora_vl.evals.scoring.table import percent_with_interval
-    from adora_vl.utils.cli import optional, path
-    from adora_vl.utils.errors import UserError
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import (
+    TEXT_VALUE,
+    find_field_fault,
+    matching_text,
+    read_predictions,
+    row_key,
+)
+from adora_vl.evals.inference.views import without_images
+from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    PublishedFigures,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.score import (
+    correct_by_problem,
+    describe_extracted_answer,
+    describe_rule_set,
+    grade_rows,
+    verdict_of,
+)
+from adora_vl.evals.scoring.statistics import bootstrap_interval
+from adora_vl.evals.scoring.table import percent_with_interval
+from adora_vl.utils.cli import optional, path
+from adora_vl.utils.errors import UserError
 
 RULE_SETS = ("official", "letter")
 # The columns that each row has, and what their values have to be.
@@ -249,7 +247,7 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
 
     The question is asked as it is, since it lists its options.
     """
-    return load_problems(
+    loaded = load_problems(
         options,
         needed=("index", *REQUIRED_COLUMNS),
         image_columns=("image",),
@@ -257,8 +255,10 @@ def load(options: MMStarDataOptions) -> LoadedProblems:
         check=check_row,
         id_column="index",
         stored_columns=("index", *REQUIRED_COLUMNS, "meta_info"),
-        without_images=options.no_image,
     )
+    if options.no_image:
+        return loaded._replace(problems=[without_images(problem) for problem in loaded.problems])
+    return loaded
 
 
 _PUBLISHED = PublishedFigures(
@@ -287,6 +287,6 @@ BENCHMARK = Benchmark(
     published=_PUBLISHED,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

@@ -1,16 +1,213 @@
-"""`python -m eval.problems run ...`: problems of your own, drawn ones and mixtures, graded as in
-training.
+"""`python -m eval.problems`: problems of your own, drawn ones and mixtures, graded as in training.
+
+`eval.geometry3k` is another name of this benchmark.
 """
 
-from adora_vl.utils.cli import interruptible_imports
+from __future__ import annotations
 
-with interruptible_imports():
-    from adora_vl.evals.prepared_benchmark import prepared_benchmark
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-# `eval.geometry3k` reads the same folders by the same rules. What others have published of
-# Geometry3K says nothing of other problems, so they have a name of their own.
-BENCHMARK = prepared_benchmark("problems")
+from adora_vl.data.prompts import DEFAULT_PROMPT, NAMES_OF_CHOICES
+from adora_vl.evals.options import PROMPT_OF_TRAINING, DataOptions, option
+from adora_vl.evals.prepared import GraderOptions, answer_form
+from adora_vl.evals.prepared import load as load_prepared
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    LoadedProblems,
+    Prediction,
+    PublishedFigures,
+    RowGrade,
+)
+from adora_vl.evals.scoring.score import metadata_groups
+from adora_vl.evals.variants import add_variants, variant_lines
+from adora_vl.rewards import grade as graded_as_in_training
+from adora_vl.utils.cli import amount, optional, text, whole
+
+# The fields of `meta` by which answers are grouped; only a drawn problem has a `family`.
+_METADATA_GROUPS = ("goal", "shapes", "family")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedDataOptions(DataOptions):
+    """Which problems are asked, and in which words."""
+
+    prompt: str | None = option(
+        DEFAULT_PROMPT,
+        help="the problem's text from its columns, or none for the problem alone; default: that "
+        "of the model's own training, else with the choices listed",
+        parser_default=PROMPT_OF_TRAINING,
+        type=optional(text),
+        metavar="TEMPLATE",
+    )
+    variants: int = option(
+        0,
+        help="ask so many variants of each problem too, from the folder <dataset>-variants, and "
+        "compare (data_prep variants --for-evaluation makes them)",
+        type=whole(0),
+        metavar="N",
+    )
+
+
+def load(options: PreparedDataOptions) -> LoadedProblems:
+    """Load the problems of a prepared dataset folder, with variants of them if these are wanted."""
+    loaded = load_prepared(options, options.prompt)
+    if not options.variants:
+        return loaded
+    return add_variants(
+        loaded, options=options, prompt=options.prompt, n_per_problem=options.variants
+    )
+
+
+def grade(row: Prediction, options: GraderOptions) -> RowGrade:
+    """Grade one answer as the accuracy reward of a training does.
+
+    `options.rounding` also accepts a decimal that is the reference answer rounded, and
+    `options.answer_tags` an answer in `<answer> </answer>` without a box.
+    """
+    result = graded_as_in_training(
+        row["response"],
+        row["answer"],
+        choices=row.get("choices"),
+        rounding=options.rounding,
+        answer_tags=options.answer_tags,
+    )
+    return RowGrade(
+        verdict=result.verdict,
+        extracted=result.extracted,
+        reason=result.reason,
+        groups=_find_groups(row),
+    )
+
+
+def _rules(options: GraderOptions) -> dict[str, Any]:
+    """Describe the rules of a score; `answer_tags` is there only where it is on."""
+    rules = {"rounding": options.rounding}
+    if options.answer_tags:
+        rules["answer_tags"] = True
+    return rules
+
+
+def _summary(
+    rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: GraderOptions
+) -> BenchmarkFigures:
+    """Describe the rules and the data of a score, and compare problems with their variants.
+
+    A warning counts the reference answers that the grader cannot read, which no answer can meet.
+    """
+    rules = "rounded decimals accepted" if options.rounding else "exact answers"
+    if options.answer_tags:
+        rules += ", in <answer> tags too"
+    # The grader's reason begins with `gold_` where the reference answer is at fault.
+    n_unreadable = sum(item.grade.reason.startswith("gold_") for item in graded)
+    warnings: list[str] = []
+    if n_unreadable:
+        references = amount(n_unreadable, "reference answer")
+        warnings.append(f"{references} cannot be graded against; see the items with a gold_ reason")
+    return BenchmarkFigures(
+        notes={"unusable_golds": n_unreadable, "data_set": _describe_data(rows)},
+        warnings=warnings,
+        by=rules,
+        lines=variant_lines(graded),
+    )
+
+
+def _describe_data(rows: Sequence[Prediction]) -> dict[str, Any]:
+    """Describe the data of a score: its sources, its splits, and the number of its problems.
+
+    Published figures are quoted only beside a score of a whole split.
+    """
+    metadata_of_rows = [row.get("metadata") or {} for row in rows]
+    return {
+        "sources": sorted({str(metadata.get("source")) for metadata in metadata_of_rows}),
+        "splits": sorted({str(metadata.get("split")) for metadata in metadata_of_rows}),
+        "problems": len({row["pid"] for row in rows}),
+    }
+
+
+def _find_groups(row: Prediction) -> dict[str, list[str]]:
+    """Return the groups in which a row is counted.
+
+    They are its goal, its shapes, its family and kind if it is a drawn problem, and the form of its
+    reference answer.
+    """
+    metadata = row.get("metadata") or {}
+    groups = metadata_groups(row, _METADATA_GROUPS)
+    family = metadata.get("family")
+    # The kind of a variant is the id of its original, of which there are too many for groups.
+    if metadata.get("kind") and family != "variant":
+        groups["kind"] = [f"{family}, {metadata['kind']}"]  # such as `crossing, vertical`
+    return {**groups, "answer_form": [answer_form(row["answer"], row.get("choices"))]}
+
+
+def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
+    """Say why a score cannot be compared with the published figures; None where it can.
+
+    The published figures are of open questions. A prompt whose template has a placeholder for the
+    choices shows them to the model.
+    """
+    fingerprint = score.get("fingerprint") or {}
+    prompt = (fingerprint.get("fields") or {}).get("prompt") or ""
+    shows_choices = any(f"{{{name}}}" in prompt for name in NAMES_OF_CHOICES)
+    if not shows_choices:
+        return None
+    return (
+        "the quoted rows are of open questions, and here choices were shown; --prompt none asks so"
+    )
+
+
+_TEST_PROBLEM_COUNT = 601  # in Geometry3K's test split
+# A score over this share of them counts as one of the whole split. Preparing the data leaves out
+# problems whose reference answers cannot be read.
+_WHOLE_SPLIT_SHARE = 0.95
+
+
+def _is_the_test_split(score: Mapping[str, Any]) -> bool:
+    """Return whether a score is of Geometry3K's whole test split, asked with its pictures.
+
+    Only such a score is shown beside the published figures. `view` is what the model was shown: the
+    picture, its facts in words, both, or a grey picture.
+    """
+    data_set = score.get("data_set") or {}
+    fingerprint = score.get("fingerprint") or {}
+    view = (fingerprint.get("fields") or {}).get("view", "image")
+    return (
+        data_set.get("sources") == ["geometry3k"]
+        and data_set.get("splits") == ["test"]
+        and data_set.get("problems", 0) >= _WHOLE_SPLIT_SHARE * _TEST_PROBLEM_COUNT
+        and view == "image"
+    )
+
+
+_PUBLISHED = PublishedFigures(
+    source="EasyR1's reports, Geometry3K test",
+    rows={
+        "7B before GRPO": {"all": 37.0},
+        "7B GRPO": {"all": 48.0},
+        "7B DAPO": {"all": 50.0},
+        "7B SAPO": {"all": 54.0},
+        "3B before GRPO": {"all": 24.0},
+        "3B GRPO": {"all": 38.0},
+    },
+    caution=_describe_incomparability,
+    applies=_is_the_test_split,
+)
+BENCHMARK = Benchmark(
+    name="problems",
+    split="test",
+    load=load,
+    grade=grade,
+    rules=_rules,
+    score_options=GraderOptions,
+    data_options=PreparedDataOptions,
+    fingerprint=("prompt",),
+    summary=_summary,
+    published=_PUBLISHED,
+)
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

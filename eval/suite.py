@@ -10,30 +10,28 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.asking import (
-        AskOptions,
-        answer_problems,
-        check_options,
-        check_output,
-        load_asked_problems,
-    )
-    from adora_vl.evals.benchmark import find_benchmark
-    from adora_vl.evals.inference.engines import build_engine
-    from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
-    from adora_vl.evals.inference.ranks import join_ranks
-    from adora_vl.evals.inference.runner import with_engine_bounds
-    from adora_vl.evals.options import ScoreOptions
-    from adora_vl.evals.records import Benchmark
-    from adora_vl.evals.score_differences import Difference, difference_between
-    from adora_vl.evals.score_files import ScoreFile, read_run
-    from adora_vl.evals.scoring.coverage import describe_scored_part
-    from adora_vl.evals.scoring.files import write_score
-    from adora_vl.utils.cli import Parser, exit_code_of, optional, path
-    from adora_vl.utils.errors import UserError
-    from eval.command import parse_command
+from adora_vl.evals.asking import (
+    AskOptions,
+    answer_problems,
+    check_options,
+    check_output,
+    load_asked_problems,
+)
+from adora_vl.evals.benchmark import find_benchmark
+from adora_vl.evals.inference.engines import build_engine
+from adora_vl.evals.inference.predictions import PREDICTIONS_FILE
+from adora_vl.evals.inference.ranks import join_ranks
+from adora_vl.evals.inference.runner import with_engine_bounds
+from adora_vl.evals.options import ScoreOptions
+from adora_vl.evals.records import Benchmark
+from adora_vl.evals.score_differences import Difference, difference_between
+from adora_vl.evals.score_files import ScoreFile, read_run
+from adora_vl.evals.scoring.coverage import describe_scored_part
+from adora_vl.evals.scoring.files import write_score
+from adora_vl.evals.scoring.table import accuracy_text, align_columns
+from adora_vl.utils.cli import Parser, exit_code_of, optional, path
+from adora_vl.utils.errors import UserError
+from eval.command import parse_command
 
 # The benchmarks of each suite, in the order of its columns, with the hub id of their data. They are
 # those of the tables of autumn 2026.
@@ -216,29 +214,22 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
             a row of the paired differences between the models.
     """
     # Each row is its name, and a cell for each benchmark.
-    rows: list[tuple[str, list[str]]] = [("", [run.score["benchmark"] for run in runs])]
+    rows: list[list[str]] = [["", *(run.score["benchmark"] for run in runs)]]
     for model_runs in (beside_runs, runs):
         if model_runs:
-            rows.append((model_runs[0].name, [_quoted_accuracy(run) for run in model_runs]))
+            rows.append([model_runs[0].name, *(_quoted_accuracy(run) for run in model_runs)])
     if beside_runs:
         differences = [
             _difference_text(difference_between([beside_run], [run]))
             for beside_run, run in zip(beside_runs, runs, strict=True)
         ]
-        rows.append(("difference of accuracy", differences))
-    # All cells are as wide as the widest, so that the columns stand below each other.
-    name_width = max(len(name) for name, _ in rows)
-    cell_width = max(len(cell) for _, cells in rows for cell in cells)
-    lines: list[str] = []
-    for name, cells in rows:
-        padded_cells = [f"{cell:>{cell_width}}" for cell in cells]
-        lines.append(" ".join([f"{name:<{name_width}}", *padded_cells]))
+        rows.append(["difference of accuracy", *differences])
     caption = "in %, with 95 % intervals; mathverse over its five versions, wemath its strict score"
     if any(describe_scored_part(run.score) for run in (*runs, *beside_runs)):
         caption += "; (n of N): over a part of the problems"
     if beside_runs:
         caption += "; differences by paired bootstrap over the problems"
-    return [*lines, caption]
+    return [*align_columns(rows), caption]
 
 
 def _difference_text(difference: Difference | None) -> str:
@@ -256,17 +247,12 @@ def _difference_text(difference: Difference | None) -> str:
 def _quoted_accuracy(run: ScoreFile) -> str:
     """Format the figure of a run that papers quote, such as `61.2 [57.9, 64.4] (60 of 512)`.
 
-    The interval is left out for a figure that has none, and the last part for a score of all the
-    data. A figure that is missing is `nan`.
+    The last part is left out for a score of all the data.
     """
     figure_name = _QUOTED_FIGURE_BY_BENCHMARK.get(run.score["benchmark"], "all")
-    figure = run.cells.get(figure_name) or {"accuracy": float("nan")}
-    text = f"{100 * figure['accuracy']:.1f}"
-    if "wilson_95" in figure:
-        low, high = figure["wilson_95"]
-        text += f" [{100 * low:.1f}, {100 * high:.1f}]"
+    accuracy = accuracy_text(run.cells.get(figure_name))
     scored_part = describe_scored_part(run.score)
-    return f"{text} ({scored_part})" if scored_part else text
+    return f"{accuracy} ({scored_part})" if scored_part else accuracy
 
 
 if __name__ == "__main__":

@@ -10,29 +10,26 @@ from functools import partial
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
-from adora_vl.utils.cli import interruptible_imports
-
-with interruptible_imports():
-    from adora_vl.evals.inference.dataset import load_problems
-    from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
-    from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
-    from adora_vl.evals.records import (
-        Benchmark,
-        BenchmarkFigures,
-        GradedAnswer,
-        Prediction,
-        RowGrade,
-    )
-    from adora_vl.evals.scoring.choice import extract_choice, lettered_options
-    from adora_vl.evals.scoring.score import (
-        cell_from_counts,
-        correct_by_problem,
-        describe_rule_set,
-        mean_with_interval,
-        verdict_of,
-    )
-    from adora_vl.evals.scoring.table import percent_with_interval
-    from adora_vl.utils.cli import amount
+from adora_vl.evals.inference.dataset import load_problems
+from adora_vl.evals.inference.predictions import TEXT_VALUE, find_field_fault, matching_text
+from adora_vl.evals.options import HubDataOptions, ScoreOptions, option
+from adora_vl.evals.records import (
+    Benchmark,
+    BenchmarkFigures,
+    GradedAnswer,
+    Prediction,
+    RowGrade,
+)
+from adora_vl.evals.scoring.choice import extract_choice, lettered_options
+from adora_vl.evals.scoring.score import (
+    answers_per_problem,
+    cell_from_counts,
+    describe_rule_set,
+    mean_with_interval,
+    verdict_of,
+)
+from adora_vl.evals.scoring.table import percent_with_interval
+from adora_vl.utils.cli import amount
 
 RULE_SETS = ("official", "letter")
 _PROMPT_TEMPLATE = """\
@@ -178,7 +175,7 @@ def _summary(
     if not complete_answers:
         no_score: dict[str, Any] = {"strict": None, "loose": None, "definition": _SCORE_DEFINITION}
         return BenchmarkFigures(figures={"score": no_score}, warnings=warnings)
-    samples_per_problem = max(len(verdicts) for verdicts in correct_by_problem(graded).values())
+    n_answers = answers_per_problem(graded)
     cells: dict[str, Any] = {}
     scores: dict[str, Any] = {"definition": _SCORE_DEFINITION}
     lines: list[str] = []
@@ -187,12 +184,10 @@ def _summary(
         counts = Counter(diagnoses)
         if name == "strict":  # IK and IG are the same for both
             for kind in ("IK", "IG"):
-                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), samples_per_problem)
-        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), samples_per_problem)
+                cells[kind] = cell_from_counts(counts[kind], len(diagnoses), n_answers)
+        cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_answers)
         # RM is a share of the problems whose whole is right.
-        cells[f"RM_{name}"] = cell_from_counts(
-            counts["RM"], counts["CM"] + counts["RM"], samples_per_problem
-        )
+        cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
         figure = mean_with_interval(_points_of_problems(complete_answers, diagnoses))
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
@@ -292,6 +287,6 @@ BENCHMARK = Benchmark(
     summary=_summary,
 )
 if __name__ == "__main__":
-    with interruptible_imports():
-        from eval.command import main
+    from eval.command import main
+
     raise SystemExit(main(BENCHMARK))

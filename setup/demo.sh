@@ -30,7 +30,7 @@ evaluate "$out/grpo" "$out/after-grpo"
 echo "== 4/5 Training: GRPO with ADORA attenuation, from the same start on the same problems"
 train "$out/adora"
 evaluate "$out/adora" "$out/after-adora"
-echo "== 5/5 What was learned with ADORA, and beside it with GRPO"
-$py -m adora_vl.report.compare "$out/before/score.json" "$out/after-adora/score.json" \
-  --beside "GRPO=$out/after-grpo/score.json"
+echo "== 5/5 What was learned with GRPO and with ADORA, and whether the two differ"
+$py -m eval.compare "$out/before" "$out/after-grpo" "$out/after-adora" --by family --by kind
+$py -m eval.compare "$out/after-grpo" "$out/after-adora"
 $py -m adora_vl.report "$out/grpo" "$out/adora" --output "$out/report.html" # both curves and every rollout

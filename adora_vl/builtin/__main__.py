@@ -19,11 +19,9 @@ from adora_vl.builtin import (
     ModelSize,
     WarmStart,
 )
-from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, interruptible_imports, path, whole
+from adora_vl.models.load import TINY_MODEL, TINY_MODELS
+from adora_vl.utils.cli import MAX_SEED, Parser, exit_code_of, path, whole
 from adora_vl.utils.errors import UserError
-
-with interruptible_imports():
-    from adora_vl.models.load import TINY_MODEL, TINY_MODELS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -214,6 +214,23 @@ def batch_plan(config: AdoraGRPOConfig, processes: int) -> BatchLayout:
     return layout
 
 
+def total_optimizer_steps(
+    config: AdoraGRPOConfig, layout: BatchLayout, rows: int | None
+) -> int | None:
+    """Return the number of optimizer steps of a whole run, as Transformers counts them.
+
+    `rows`: the rows to train on; None for a stream, or where they are not known. Only `max_steps`
+    can say the number then, and without it the number is None.
+    """
+    # -1: the number of epochs decides
+    if config.max_steps > 0:
+        return int(config.max_steps)
+    if rows is None:
+        return None
+    epochs = float(config.num_train_epochs)
+    return math.ceil(epochs * layout.optimizer_steps_per_epoch(rows))
+
+
 def check_row_count(plan: BatchLayout, rows: int) -> None:
     """Raise `UserError` if a data set of `rows` rows does not fill one generation.
 

@@ -28,6 +28,10 @@ _PIXEL_CHUNKS = (
     b"sBIT",
     b"bKGD",
 )
+# The chunks of a PNG that have texts, and the beginnings of the texts that may say, as EXIF data do,
+# how the picture is turned: ImageMagick writes the first, and Adobe's programs the second.
+_TEXT_CHUNKS = (b"tEXt", b"zTXt", b"iTXt")
+_TURNING_TEXTS = (b"Raw profile type exif", b"XML:com.adobe.xmp")
 # The application segments of a JPEG that its pixels need, JFIF's and Adobe's. A camera's data,
 # profiles and comments have other markers.
 _PIXEL_SEGMENT_MARKERS = (0xE0, 0xEE)
@@ -76,7 +80,9 @@ def _png_without_metadata(
         return None
     chunks = list(_png_chunks(encoded))
     chunk_names = {chunk.name for chunk in chunks}
-    if b"tRNS" in chunk_names or b"eXIf" in chunk_names:  # it was flattened, or may be turned
+    if b"tRNS" in chunk_names:  # it was flattened
+        return None
+    if b"eXIf" in chunk_names or any(_has_turning_text(chunk) for chunk in chunks):
         return None
     signature = encoded[:_PNG_SIGNATURE_BYTES]
     pixel_chunks = [chunk.encoded for chunk in chunks if chunk.name in _PIXEL_CHUNKS]
@@ -137,6 +143,12 @@ class _PngChunk(NamedTuple):
 
     name: bytes
     encoded: bytes
+
+
+def _has_turning_text(chunk: _PngChunk) -> bool:
+    """Return whether a chunk of a PNG is a text that may say how the picture is turned."""
+    text = chunk.encoded[8:]  # behind length and name
+    return chunk.name in _TEXT_CHUNKS and text.startswith(_TURNING_TEXTS)
 
 
 def _png_chunks(encoded: bytes) -> Iterator[_PngChunk]:

@@ -7,18 +7,20 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from packaging.requirements import Requirement
 
 from adora_vl.rewards import steps
 from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
-from adora_vl.utils.versions import VLLM_DISTRIBUTIONS, installed_version
+from adora_vl.utils.versions import (
+    installed_version,
+    installed_vllm,
+    is_tested,
+    tested_versions,
+)
 
 WRONG_ANSWER = "918273.645"  # no problem's answer
 Row = Mapping[str, Any]
@@ -26,10 +28,9 @@ Row = Mapping[str, Any]
 # The oldest major version of NVIDIA's driver, by the major version of CUDA:
 # https://docs.nvidia.com/deploy/cuda-compatibility
 OLDEST_DRIVER_BY_CUDA = {"13": 580}
-# Returns where a program is, or the version of a distribution; None if it is not installed.
-FindInstalled = Callable[[str], str | None]
+# Returns where a program is; None if it is not on PATH.
+FindProgram = Callable[[str], str | None]
 FOUR_BIT_CHECK = "4 bits compute"  # the name of a check
-OUR_DISTRIBUTION = "adora-vl"  # this project's distribution
 SHOWN_LIBRARIES = ("torch", "torchvision", "transformers", "trl", "accelerate", "datasets")
 
 
@@ -145,7 +146,7 @@ def check_compilers(
     *,
     deepspeed: bool,
     triton: bool,
-    find: FindInstalled = shutil.which,
+    find: FindProgram = shutil.which,
     include: str = sysconfig.get_paths()["include"],
 ) -> Check:
     """Check for the compilers and headers that a run needs while it starts.
@@ -198,7 +199,7 @@ def check_compilers(
     return passed(title, ", ".join(paths))
 
 
-def _c_compiler(find: FindInstalled) -> str | None:
+def _c_compiler(find: FindProgram) -> str | None:
     """Return the path of the C compiler that Triton would choose; None if there is none.
 
     That is the one that `CC` names, else gcc or clang.
@@ -297,47 +298,21 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
     return passed(title, facts)
 
 
-def requirements_by_name() -> dict[str, Requirement]:
-    """Return the version requirements of this package and its extras, by distribution.
+def check_version(name: str, *, needed: bool) -> Check:
+    """Check that the installed version of a library is one that was tested.
 
-    Empty in a checkout that is not installed.
-    """
-    if not installed_version(OUR_DISTRIBUTION):
-        return {}
-    requirements = [Requirement(text) for text in requires(OUR_DISTRIBUTION) or []]
-    return {requirement.name: requirement for requirement in requirements}
-
-
-def check_version(
-    name: str, requirements: Mapping[str, Requirement], find: FindInstalled, *, needed: bool
-) -> Check:
-    """Check that the installed version of a distribution is one that this package asks for.
-
-    Args:
-        name: The distribution.
-        requirements: The package's requirements by distribution.
-        find: Returns the installed version; None if there is none.
-        needed: Whether the run needs the distribution. If not, a missing one is no failure.
+    `needed`: whether the run needs the library. If not, a missing one is no failure.
     """
     title = f"version of {name}"
-    version = find(name)
-    requirement = requirements.get(name)
-    if requirement is None:
-        return skipped(
-            title,
-            f"{version or 'not installed'}; {OUR_DISTRIBUTION} is not installed, or asks for no "
-            "version of it",
-        )
-    supported = requirement.specifier
+    supported = tested_versions()[name]
+    version = installed_version(name)
     if version is None:
         if not needed:
             return skipped(title, "not installed, and this run does not use it")
         return failed(
             title, "not installed", f"run `make setup`, or pip install '{name}{supported}'"
         )
-    # A local part such as +cu130 is the build, and says nothing about the version.
-    public_version = version.split("+")[0]
-    if not supported.contains(public_version, prereleases=True):
+    if not is_tested(name, version):
         return failed(
             title,
             f"{version} is outside {supported}",
@@ -348,44 +323,24 @@ def check_version(
 
 def check_libraries() -> list[Check]:
     """Check the versions of the libraries that every run needs."""
-    requirements = requirements_by_name()
-    return [
-        check_version(name, requirements=requirements, find=installed_version, needed=True)
-        for name in SHOWN_LIBRARIES
-    ]
+    return [check_version(name, needed=True) for name in SHOWN_LIBRARIES]
 
 
 def check_parts(
-    *,
-    use_vllm: bool,
-    use_peft: bool,
-    use_deepspeed: bool,
-    four_bit: bool = False,
-    find: FindInstalled | None = None,
+    *, use_vllm: bool, use_peft: bool, use_deepspeed: bool, four_bit: bool = False
 ) -> list[Check]:
     """Check the versions of the libraries that only some runs need.
 
     These are vLLM (in its build for GPUs or for CPUs), DeepSpeed, PEFT, and with `four_bit` those
     that load a base model in 4 bits.
-
-    `find`: returns the installed version of a distribution; by default that of this environment.
     """
-    find = find or installed_version
-    requirements = requirements_by_name()
-    # The build of vLLM that is installed, or else the one to install.
-    vllm = VLLM_DISTRIBUTIONS[0]
-    for name in VLLM_DISTRIBUTIONS:
-        if find(name) is not None:
-            vllm = name
-            break
+    # the build that is installed, or else the one to install
+    vllm = installed_vllm() or "vllm"
     is_needed = {vllm: use_vllm, "deepspeed": use_deepspeed, "peft": use_peft}
     if four_bit:
         is_needed["bitsandbytes"] = True
         is_needed["vllm-bnb-plugin"] = use_vllm
-    return [
-        check_version(name, requirements=requirements, find=find, needed=needed)
-        for name, needed in is_needed.items()
-    ]
+    return [check_version(name, needed=needed) for name, needed in is_needed.items()]
 
 
 def check_four_bit() -> Check:

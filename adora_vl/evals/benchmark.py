@@ -33,8 +33,8 @@ BENCHMARK_NAMES = (
 BENCHMARK_FOLDER = Path(__file__).resolve().parents[2] / "eval"
 # The name under which `eval/` is imported as a package; no folder has it.
 _BENCHMARK_PACKAGE = "adora_vl_benchmarks"
-# The benchmark of a prepared data set, by the source that its manifest names.
-_BENCHMARK_BY_SOURCE = {"knights": "knights", "geometry3k": "geometry3k"}
+# The sources of prepared data sets whose benchmark has the same name.
+_SOURCES_WITH_BENCHMARK = ("knights", "geometry3k")
 
 
 def find_benchmark(name: str, key: str = "benchmark", extra_names: Sequence[str] = ()) -> Benchmark:
@@ -130,4 +130,4 @@ def benchmark_name_for(folder: Path) -> str:
     if not manifest:
         return "problems"
     source, _, _ = str(manifest["source"]).partition("/")
-    return _BENCHMARK_BY_SOURCE.get(source, "problems")
+    return source if source in _SOURCES_WITH_BENCHMARK else "problems"

@@ -6,8 +6,7 @@ module too.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark
 from adora_vl.evals.compare_views import (
@@ -18,12 +17,20 @@ from adora_vl.evals.compare_views import (
     tool_lines,
     view_lines,
 )
-from adora_vl.evals.records import PublishedFigures
+from adora_vl.evals.records import AccuracyCell, PublishedFigures
 from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
-from adora_vl.evals.scoring.coverage import describe_scored_part, partial_score_notes
-from adora_vl.evals.scoring.steps import step_lines
-from adora_vl.evals.scoring.table import name_of_data
+from adora_vl.evals.scoring.coverage import (
+    describe_scored_part,
+    noun_of_counts,
+    partial_score_notes,
+)
+from adora_vl.evals.scoring.table import (
+    accuracy_text,
+    align_columns,
+    name_of_data,
+    step_lines,
+)
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
@@ -130,39 +137,30 @@ def compare_runs(runs: Sequence[ScoreFile], by: Sequence[str], *, published: boo
     """Compare runs of one benchmark: a table of their accuracies, tests, and notes, in lines.
 
     Args:
-        runs: The runs; each is tested against the first.
-        by: The kinds of groups, such as `image_size`, that get a table of their own.
+        runs: The runs; each is tested against the first, and has its gain over it in points.
+        by: The kinds of groups, such as `image_size`, that get rows of their own.
         published: Whether to quote figures that others have published.
 
     Raises `UserError` if the runs are of different benchmarks, or have no such groups.
     """
     check_one_benchmark(runs)
     quoted_figures = _published_figures(runs) if published else None
-    quoted_rows = quoted_figures.rows if quoted_figures else {}
-    row_names = [run.name for run in runs] + [f"{name} (quoted)" for name in quoted_rows]
-    name_width = max(len(name) for name in row_names)
-    columns = list(dict.fromkeys(name for run in runs for name in run.cells))
-    lines = [
-        f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], problems",
-        _table_line("", name_width, columns),
-    ]
-    for run in runs:
-        cells = [_cell_text(run.cells.get(column)) for column in columns]
-        lines.append(_table_line(run.name, name_width, cells))
-    for name, figures in quoted_rows.items():
-        cells = [f"{figures[column]:5.1f}" if column in figures else "-" for column in columns]
-        lines.append(_table_line(f"{name} (quoted)", name_width, cells))
+    view_groups = group_runs_by_view(runs)
+    # Beside views of ours, MathVerse's own versions of each problem are of interest too.
+    if not by and view_groups and runs[0].benchmark == "mathverse":
+        by = ["version"]
+    counted = noun_of_counts([run.score for run in runs])
+    caption = f"{name_of_data(runs[0].score)}: accuracy in %, [95 % interval], {counted}"
+    if len(runs) > 1:
+        caption += f"; gain in points over {runs[0].name}"
+    lines = [caption, *align_columns(_table_rows(runs, quoted_figures))]
     if quoted_figures:
         lines.append(f"quoted: {quoted_figures.source}; not measured here")
     for run in runs:
         if run.score.get("steps"):
             lines += [f"{run.name}: {line}" for line in step_lines(run.score["steps"])]
-    view_groups = group_runs_by_view(runs)
-    # Beside views of ours, MathVerse's own versions of each problem are of interest too.
-    if not by and view_groups and runs[0].score["benchmark"] == "mathverse":
-        by = ["version"]
     for kind in by:
-        lines += ["", *_group_lines(runs, kind, name_width)]
+        lines += align_columns(_group_rows(runs, kind))
     if len(runs) > 1:
         lines.append("")
         for run in runs[1:]:
@@ -177,11 +175,10 @@ def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
 
     They belong beside scores of all the problems that they are of, and of a benchmark of ours.
     """
-    names = {str(run.score["benchmark"]) for run in runs}
-    benchmark_name = names.pop()
-    if names or benchmark_name not in BENCHMARK_NAMES:
+    benchmark = runs[0].benchmark
+    if benchmark not in BENCHMARK_NAMES:
         return None
-    published = find_benchmark(benchmark_name).published
+    published = find_benchmark(benchmark).published
     if published is None or any(describe_scored_part(run.score) for run in runs):
         return None
     applies = published.applies
@@ -190,44 +187,89 @@ def _published_figures(runs: Sequence[ScoreFile]) -> PublishedFigures | None:
     return published
 
 
-def _table_line(name: str, name_width: int, cells: Sequence[str]) -> str:
-    """Format a row of the table: its name, padded to `name_width`, and its cells."""
-    padded_cells = [f"{cell:<28}" for cell in cells]
-    return " ".join([f"{name:<{name_width}}", *padded_cells]).rstrip()
+def _table_rows(
+    runs: Sequence[ScoreFile], quoted_figures: PublishedFigures | None
+) -> list[list[str]]:
+    """Build the rows of the table: its head, the runs, and the quoted figures.
+
+    Each figure of a benchmark, such as `all`, has a column. Behind it is the gain of each run over
+    the first, where there are several.
+    """
+    columns = list(dict.fromkeys(name for run in runs for name in run.cells))
+    head = [""]
+    for column in columns:
+        head.append(column)
+        if len(runs) > 1:
+            head.append("gain")
+    rows = [head]
+    cells_by_column = [[run.cells.get(column) for run in runs] for column in columns]
+    rows += _run_rows(runs, cells_by_column)
+    if quoted_figures is not None:
+        for name, figures in quoted_figures.rows.items():
+            row = [f"{name} (quoted)"]
+            for column in columns:
+                row.append(f"{figures[column]:5.1f}" if column in figures else "-")
+                if len(runs) > 1:
+                    row.append("")
+            rows.append(row)
+    return rows
 
 
-def _cell_text(cell: Mapping[str, Any] | None) -> str:
+def _run_rows(
+    runs: Sequence[ScoreFile],
+    cells_by_column: Sequence[Sequence[AccuracyCell | None]],
+    *,
+    indent: str = "",
+) -> list[list[str]]:
+    """Build the row of each run: its name, and for each column its accuracy and its gain.
+
+    Args:
+        runs: The runs.
+        cells_by_column: For each column the accuracy of each run; None where a run has none.
+        indent: What stands before the names.
+    """
+    rows: list[list[str]] = []
+    for number, run in enumerate(runs):
+        row = [f"{indent}{run.name}"]
+        for cells in cells_by_column:
+            first_cell = cells[0]
+            cell = cells[number]
+            row.append(_cell_text(cell))
+            if number and first_cell is not None and cell is not None:
+                row.append(f"{100 * (cell['accuracy'] - first_cell['accuracy']):+6.1f}")
+            elif len(runs) > 1:
+                row.append("")
+        rows.append(row)
+    return rows
+
+
+def _cell_text(cell: AccuracyCell | None) -> str:
     """Format an accuracy, its interval and its number of answers: `61.2 [57.9, 64.4] of 850`.
 
-    A figure that is no count has the accuracy alone. A missing figure, None, is `-`.
+    A figure that is no count has no number. A missing figure, None, is `-`.
     """
-    if cell is None:
-        return "-"
-    if "wilson_95" not in cell:
-        return f"{100 * cell['accuracy']:5.1f}"
-    low, high = cell["wilson_95"]
+    if cell is None or "total" not in cell:
+        return accuracy_text(cell)
     # The cell over all answers is the score itself, which knows if it is over a part of the data.
     count = describe_scored_part(cell) or str(cell["total"])
-    return f"{100 * cell['accuracy']:5.1f} [{100 * low:.1f}, {100 * high:.1f}] of {count}"
+    return f"{accuracy_text(cell)} of {count}"
 
 
-def _group_lines(runs: Sequence[ScoreFile], kind: str, name_width: int) -> list[str]:
-    """Format the accuracies by one kind of group: for each group a heading and a line per run.
+def _group_rows(runs: Sequence[ScoreFile], kind: str) -> list[list[str]]:
+    """Build the rows of one kind of group: for each group a heading and a row per run.
 
     Raises `UserError` if no run has that kind of group.
     """
     kinds = list(dict.fromkeys(name for run in runs for name in run.score["groups"]))
     if kind not in kinds:
         raise UserError(f"by: no run has the group {kind!r}; they have {', '.join(kinds)}")
-    cells_of_runs = [(run.name, run.score["groups"].get(kind, {})) for run in runs]
-    groups = dict.fromkeys(group for _, cell_by_group in cells_of_runs for group in cell_by_group)
-    lines: list[str] = []
-    for group in groups:
-        lines.append(f"{kind} = {group}")
-        for name, cell_by_group in cells_of_runs:
-            cell_text = _cell_text(cell_by_group.get(group))
-            lines.append(_table_line(f"  {name}", name_width + 2, [cell_text]))
-    return lines
+    groups_of_runs = [run.score["groups"].get(kind, {}) for run in runs]
+    names = dict.fromkeys(name for cell_by_group in groups_of_runs for name in cell_by_group)
+    rows: list[list[str]] = []
+    for name in names:
+        cells = [cell_by_group.get(name) for cell_by_group in groups_of_runs]
+        rows += [[""], [f"{kind} = {name}"], *_run_rows(runs, [cells], indent="  ")]
+    return rows
 
 
 def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
-from adora_vl.evals.records import Score
+from adora_vl.evals.records import BENCHMARK_BY_ALIAS, Score
 from adora_vl.evals.scoring.score import find_benchmark_cells
 from adora_vl.utils.errors import UserError
 
@@ -39,6 +39,12 @@ class ScoreFile:
             pid: sum(are_right) / len(are_right) for pid, are_right in verdicts_by_pid.items()
         }
         return cls(name=name, score=score, shares=shares)
+
+    @property
+    def benchmark(self) -> str:
+        """The name of the benchmark itself, whatever name of it the score has."""
+        name = str(self.score["benchmark"])
+        return BENCHMARK_BY_ALIAS.get(name, name)
 
     @property
     def cells(self) -> dict[str, Any]:
@@ -94,17 +100,11 @@ def check_one_benchmark(runs: Sequence[ScoreFile]) -> None:
     """Raise `UserError` if the runs are of different benchmarks."""
     first = runs[0]
     for run in runs:
-        if _name_of_rules(run) != _name_of_rules(first):
+        if run.benchmark != first.benchmark:
             raise UserError(
                 f"run: {run.name!r} is of {run.score['benchmark']} and {first.name!r} of "
                 f"{first.score['benchmark']}; compare runs of one benchmark"
             )
-
-
-def _name_of_rules(run: ScoreFile) -> str:
-    """Name the rules of a score; `geometry3k` and `problems` are two names of one benchmark."""
-    name = str(run.score["benchmark"])
-    return "geometry3k" if name == "problems" else name
 
 
 def fingerprint_part(score: Score, name: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class CheckedFigure:
         Raises `ValueError` where the figure's form cannot be read.
         """
         self.figure = figure
-        self.reading = read_facts(figure.form, without_words=figure.left_out)
+        self.reading = read_facts(figure.form)
         problem = FigureProblem(self.reading)
         self.system = problem.system
         self.state = state_of_figure(figure, problem)

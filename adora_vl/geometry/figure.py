@@ -24,15 +24,13 @@ class Figure:
     """A figure that fulfils the facts of a form.
 
     `coordinates`: places to scale, y upwards. `values`: letters, radii (`radius O`) and numbered angles
-    (`angle 1`). `assumed`: what only the picture shows, in words. `left_out`: the facts that
-    conflict with the others.
+    (`angle 1`). `assumed`: what only the picture shows, in words.
     """
 
     coordinates: Mapping[str, Point]
     values: Mapping[str, float]
     form: LogicForm
     assumed: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,6 @@ def figure_of_solution(
     solution: Solution,
     form: LogicForm,
     assumed: tuple[str, ...] = (),
-    left_out: tuple[str, ...] = (),
 ) -> Figure:
     """Return the figure that a search has found, turned as the picture lies.
 
@@ -87,9 +84,7 @@ def figure_of_solution(
         name: float(state[first + number]) for number, name in enumerate(problem.system.unknowns)
     }
     rounded = {name: float(f"{value:.12g}") for name, value in values.items()}
-    return Figure(
-        coordinates=coordinates, values=rounded, form=form, assumed=assumed, left_out=left_out
-    )
+    return Figure(coordinates=coordinates, values=rounded, form=form, assumed=assumed)
 
 
 def _turn_to_picture(problem: FigureProblem, places: Mapping[str, complex]) -> complex:
@@ -115,7 +110,6 @@ def figure_as_json(figure: Figure) -> str:
         "values": dict(figure.values),
         "form": form_as_record(figure.form),
         "assumed": list(figure.assumed),
-        "left_out": list(figure.left_out),
     }
     return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
 
@@ -132,7 +126,6 @@ def figure_from_json(text: str) -> Figure:
             values={str(name): float(value) for name, value in record["values"].items()},
             form=read_form_from_record(record["form"]),
             assumed=tuple(map(str, record["assumed"])),
-            left_out=tuple(map(str, record["left_out"])),
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"a figure lacks something ({type(error).__name__}: {error})") from error
@@ -149,7 +142,7 @@ def largest_residual_of(figure: Figure) -> float:
 
     Lengths are in shares of the figure's size, angles in radians.
     """
-    reading = read_facts(figure.form, without_words=figure.left_out)
+    reading = read_facts(figure.form)
     problem = FigureProblem(reading)
     state = state_of_figure(figure, problem)
     residuals, _ = problem.system.residuals(state, slopes=False)

@@ -29,7 +29,6 @@ from adora_vl.geometry.relations import (
 )
 from adora_vl.geometry.shapes import UnreadError
 from adora_vl.geometry.vectors import cosine
-from adora_vl.geometry.words import term_in_words
 
 # of a drawn radius; a point farther from the centre is seen to lie outside
 _MIN_RADII_OUTSIDE = 1.1
@@ -101,10 +100,9 @@ def read_facts(
     form: LogicForm,
     *,
     without: Iterable[int] = (),
-    without_words: Iterable[str] = (),
     looks: int = 0,
 ) -> Reading:
-    """Read a form, without the facts of these numbers, or whose words are these.
+    """Read a form, without the facts of these numbers.
 
     `looks`: 1 takes in which lines look tangent, 2 also right angles, parallels and centres on
     chords, where the picture shows them and no fact says so.
@@ -115,11 +113,7 @@ def read_facts(
     for middle, first, last in drawing.collinear_as_drawn:
         reading.relations.append(collinear(middle, first, last))
         reading.fact_numbers.append(None)
-    words = set(without_words)
-    skipped = {
-        *without,
-        *(number for number, term in enumerate(drawing.terms) if term_in_words(term) in words),
-    }
+    skipped = set(without)
     for number, term in enumerate(drawing.terms):
         if number not in skipped and term.head != "Find":
             reading.add(term, number)

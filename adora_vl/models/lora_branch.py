@@ -7,21 +7,32 @@ the last operation, and is left out: a quarter of a recomputed layer's work.
 """
 
 from functools import partial
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from packaging.specifiers import SpecifierSet
 from torch import Tensor, nn
 
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
 from adora_vl.utils import compat
+from adora_vl.utils.versions import installed_version, is_tested, tested_versions
 
 if TYPE_CHECKING:
     from peft.tuners.lora.layer import Linear
 
-# `forward_branch_first` repeats what this version of PEFT does; another one keeps its own order.
-REPEATED_PEFT_VERSIONS = SpecifierSet(">=0.21,<0.22")
 _LAST_PRODUCT_NAME = "down_proj"  # of a decoder layer, in every family
+
+
+def untested_peft_notes() -> list[str]:
+    """Return a note on an installed PEFT that keeps its own order: at most one line.
+
+    `forward_branch_first` repeats what the tested versions do, and another one may do more.
+    """
+    peft_version = installed_version("peft")
+    if peft_version is None or is_tested("peft", peft_version):
+        return []
+    return [
+        f"peft {peft_version} is installed, and its order of an adapter's products is left as it is: "
+        f"each layer that is recomputed takes longer; pip install 'peft{tested_versions()['peft']}'"
+    ]
 
 
 def compute_branches_first(model: nn.Module) -> int:
@@ -29,9 +40,9 @@ def compute_branches_first(model: nn.Module) -> int:
 
     Gradient checkpointing then need not compute that base product again. The layers are those of
     the language model that have a plain adapter on a weight that is not quantised. Returns how many
-    were changed: none, unless the installed PEFT is a version that `forward_branch_first` repeats.
+    were changed: none with a PEFT that was not tested, of which `untested_peft_notes` tell.
     """
-    if not REPEATED_PEFT_VERSIONS.contains(version("peft"), prereleases=True):
+    if untested_peft_notes():
         return 0
     from peft.tuners.lora.layer import Linear
 

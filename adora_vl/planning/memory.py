@@ -24,77 +24,14 @@ from adora_vl.models.activations import (
 from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
+from adora_vl.planning.engine_memory import (
+    SLEEPING_ENGINE_BYTES,
+    Engine,
+    EngineMemory,
+    engine_memory,
+)
 from adora_vl.training.model_states import ModelStateBytes, dtypes_of, predict_state_bytes
 from adora_vl.utils.files import GIB
-
-# assumed: activations of a prefill step, CUDA graphs, the encoder cache; vLLM measures it itself
-ENGINE_WORKSPACE_BYTES = 2 * GIB
-CPU_ENGINE_WORKSPACE_BYTES = 2**29  # assumed likewise for vLLM's CPU build
-SLEEPING_ENGINE_BYTES = (
-    3 * 2**29
-)  # assumed: what sleep level 2 leaves behind (CUDA graphs, buffers)
-
-
-@dataclass(frozen=True)
-class Engine:
-    """Settings of a colocated vLLM engine that its memory depends on."""
-
-    utilization: float  # share of the GPU's memory: vllm_gpu_memory_utilization
-    dtype_bytes: int  # bytes per number
-    max_length: int  # tokens of prompt and completion: vllm_max_model_length
-    max_sequences: int  # rollouts that it samples at once at most
-    tensor_parallel: int = 1  # GPUs over which one engine is divided
-    sleep: bool = False  # whether it frees its memory while the policy learns
-    # bytes of keys and values on a CPU (VLLM_CPU_KVCACHE_SPACE); None on a GPU
-    cpu_cache: int | None = None
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """How an engine that is awake divides its share of one GPU's memory, in bytes."""
-
-    weights: int
-    workspace: int
-    cache: int  # keys and values; negative where the weights alone exceed the engine's share
-    # rollouts of full length that fit into the cache together, at most `max_sequences`
-    concurrent_rollouts: int
-
-
-def cache_bytes_per_token(shape: ModelShape, dtype_bytes: int, tensor_parallel: int = 1) -> int:
-    """Return the bytes of one token's keys and values in all layers, on one GPU.
-
-    The heads are divided over the GPUs of a tensor-parallel engine, but each has at least one.
-    `dtype_bytes`: bytes per number in the engine.
-    """
-    text = shape.text
-    kv_heads_per_card = max(1, text.kv_heads // tensor_parallel)
-    values_per_layer = 2 * kv_heads_per_card * text.head_size  # a key and a value
-    return text.layers * values_per_layer * dtype_bytes
-
-
-def engine_memory(shape: ModelShape, engine: Engine, card_bytes: int) -> EngineMemory:
-    """Predict how vLLM divides its share of a GPU with `card_bytes` of memory."""
-    weights = shape.base_bytes(engine.dtype_bytes) // engine.tensor_parallel
-    if shape.four_bit_parameters:
-        # The adapter cannot be merged into a base in 4 bits, so the engine holds it beside.
-        weights += shape.trained_parameters * engine.dtype_bytes
-    if engine.cpu_cache is None:
-        # On a GPU the cache gets what is left of the engine's share.
-        workspace = ENGINE_WORKSPACE_BYTES
-        cache = int(engine.utilization * card_bytes) - weights - workspace
-    else:
-        workspace = CPU_ENGINE_WORKSPACE_BYTES
-        cache = engine.cpu_cache
-    bytes_per_token = cache_bytes_per_token(shape, engine.dtype_bytes, engine.tensor_parallel)
-    cached_tokens = max(cache, 0) // bytes_per_token
-    cached_rollouts = cached_tokens // max(engine.max_length, 1)
-    return EngineMemory(
-        weights=weights,
-        workspace=workspace,
-        cache=cache,
-        concurrent_rollouts=min(cached_rollouts, engine.max_sequences),
-    )
-
 
 CUDA_CONTEXT_BYTES = 3 * GIB // 2  # assumed: CUDA context, cuBLAS and NCCL buffers
 FRAGMENTED_SHARE = 0.05  # assumed: share of all else that the allocator cannot use
@@ -223,6 +160,14 @@ class Prediction:
     def peak(self) -> int:
         """The bytes of the phase that takes the most memory."""
         return sum(self.phases[self.peak_phase].values())
+
+    def fits_into(self, card_bytes: int) -> bool:
+        """Return whether every phase fits into a GPU with so much memory.
+
+        The engine must also have room for at least one rollout of full length.
+        """
+        engine_has_room = self.engine is None or self.engine.concurrent_rollouts >= 1
+        return self.peak <= card_bytes and engine_has_room
 
 
 def predict_memory(setup: Setup, card_bytes: int) -> Prediction:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
 from adora_vl.models.check import LOST_UPDATES_WARNING
-from adora_vl.planning.memory import Sharing, cache_bytes_per_token, predict_memory
+from adora_vl.planning.engine_memory import cache_bytes_per_token
+from adora_vl.planning.memory import Sharing, predict_memory
 from adora_vl.planning.what_fits import (
-    fits_into_gpu,
     largest_batch,
     largest_image_tokens,
     proposed_utilization,
@@ -43,7 +43,7 @@ def _parameter_count(count: int) -> str:
 def memory_lines(plan: Plan) -> list[str]:
     """Return the report's section on memory: by component and phase, and whether the run fits."""
     setup = plan.setup
-    prediction = predict_memory(setup, plan.card_bytes)
+    prediction = plan.prediction
     title = f"Memory, predicted, on {plan.card_name}"
     lines = [
         f"{_parameter_count(setup.shape.total_parameters)} parameters, "
@@ -102,7 +102,6 @@ def recomputed_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     if not setup.checkpointing:
         return []
-    number = predict_memory(setup, plan.card_bytes).recomputed
     if setup.recompute != "auto":
         reason = "so set"
     elif setup.on_gpu:
@@ -110,7 +109,7 @@ def recomputed_lines(plan: Plan) -> list[str]:
     else:
         reason = "auto needs a GPU"
     return [
-        f"Layers recomputed in its backward pass: {number} of {setup.shape.text.layers} "
+        f"Layers recomputed in its backward pass: {plan.prediction.recomputed} of {setup.shape.text.layers} "
         f"(adora_recompute: {setup.recompute}; {reason})."
     ]
 
@@ -175,7 +174,7 @@ def engine_lines(plan: Plan) -> list[str]:
 
     There are none without an engine that shares the GPU with the trainer.
     """
-    memory = predict_memory(plan.setup, plan.card_bytes).engine
+    memory = plan.prediction.engine
     engine = plan.setup.engine
     if memory is None or engine is None or not plan.setup.on_gpu:
         return []
@@ -203,7 +202,7 @@ def utilization_lines(plan: Plan, concurrent_rollouts: int) -> list[str]:
     proposed_setup = replace(plan.setup, engine=replace(engine, utilization=utilization))
     prediction = predict_memory(proposed_setup, plan.card_bytes)
     proposed_rollouts = prediction.engine.concurrent_rollouts if prediction.engine else 0
-    if proposed_rollouts <= concurrent_rollouts and fits_into_gpu(plan.setup, plan.card_bytes):
+    if proposed_rollouts <= concurrent_rollouts and plan.fits:
         return []
     free_share = 1 - prediction.peak / plan.card_bytes
     return [
@@ -242,10 +241,10 @@ def verdict_lines(plan: Plan) -> list[str]:
 
 def _verdict_line(plan: Plan) -> str:
     """Return a line on whether the run fits into its GPUs, or what to change if it does not."""
-    prediction = predict_memory(plan.setup, plan.card_bytes)
+    prediction = plan.prediction
     peak_gib = prediction.peak / GIB
     card_gib = plan.card_bytes / GIB
-    if fits_into_gpu(plan.setup, plan.card_bytes):
+    if plan.fits:
         used_share = prediction.peak / plan.card_bytes
         return (
             f"It fits: {peak_gib:.3g} GiB at most ({prediction.peak_phase}), {used_share:.0%} of "
@@ -310,6 +309,6 @@ def memory_remedy(plan: Plan) -> str:
         changes.append("a lower vllm_gpu_memory_utilization")
     if sharding.stage == 3:
         changes.append("more machines (--machines N; docs/hardware.md)")
-    if predict_memory(setup, plan.card_bytes).peak_phase == "forward and backward":
+    if plan.prediction.peak_phase == "forward and backward":
         changes.append("a smaller per_device_train_batch_size or max_pixels")
     return f"Try, in this order: {'; '.join(changes)}."

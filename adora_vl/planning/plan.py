@@ -2,13 +2,14 @@
 
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
 from trl import ModelConfig
 
 from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
-from adora_vl.config.batch_plan import regroup_obstacle
+from adora_vl.config.batch_plan import regroup_obstacle, total_optimizer_steps
 from adora_vl.config.command import CliArgs
 from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.sharding import Sharding
@@ -19,7 +20,14 @@ from adora_vl.data.prompt_lengths import PromptLengths, sizes_in
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.families import family_of, sees_images
 from adora_vl.models.shape import ModelShape
-from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Engine, Setup, Sharing
+from adora_vl.planning.engine_memory import Engine
+from adora_vl.planning.memory import (
+    MAX_IMAGE_TOKENS,
+    Prediction,
+    Setup,
+    Sharing,
+    predict_memory,
+)
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.prepare import prepare_on_paper
 from adora_vl.rollout.engine_settings import engine_dtype
@@ -49,6 +57,35 @@ class Plan:
     """The GPU, or this machine's memory, in words."""
     notes: list[str]
     """Lines about the run for the user."""
+
+    @property
+    def command(self) -> CliArgs:
+        """The command that is planned."""
+        cli_args = self.run.request.cli_args
+        assert cli_args is not None, "a dry run is of a command"
+        return cli_args
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What the GPU holds in each phase of a training step."""
+        return predict_memory(self.setup, self.card_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run fits into its GPUs."""
+        return self.prediction.fits_into(self.card_bytes)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The optimizer steps of an epoch; None where the data set is not on this machine."""
+        if self.rows is None:
+            return None
+        return self.run.layout.optimizer_steps_per_epoch(self.rows)
+
+    @property
+    def total_steps(self) -> int | None:
+        """The optimizer steps of the run; None where only the missing data set says it."""
+        return total_optimizer_steps(self.run.config, self.run.layout, self.rows)
 
     @property
     def limit(self) -> ContextLimit | None:

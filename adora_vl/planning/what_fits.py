@@ -11,13 +11,8 @@ from adora_vl.planning.memory import MAX_IMAGE_TOKENS, Setup, predict_memory
 
 
 def fits_into_gpu(setup: Setup, card_bytes: int) -> bool:
-    """Return whether every phase of a training step fits into a GPU's memory.
-
-    The engine must also have room for at least one rollout of full length.
-    """
-    prediction = predict_memory(setup, card_bytes)
-    engine_has_room = prediction.engine is None or prediction.engine.concurrent_rollouts >= 1
-    return prediction.peak <= card_bytes and engine_has_room
+    """Return whether a run fits into a GPU with so much memory."""
+    return predict_memory(setup, card_bytes).fits_into(card_bytes)
 
 
 # Share of the GPU's memory that a proposed utilization leaves free, since no GPU has confirmed the

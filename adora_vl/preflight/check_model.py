@@ -12,7 +12,9 @@ from adora_vl.models import check as fits
 from adora_vl.models import reference
 from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
 from adora_vl.models.four_bit import check_four_bit
+from adora_vl.models.generation_config import check_generation_config
 from adora_vl.models.load import check_weights, load_config
+from adora_vl.models.lora_branch import untested_peft_notes
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
 from adora_vl.preflight.facts import ModelFacts
 from adora_vl.rollout.engine_settings import refuse_on_cpu, refuse_taken_card
@@ -222,6 +224,8 @@ def check_parts(
         trl_evaluates=request.trl_evaluates,
     )
     messages.notes.extend(unused_keys(settings))
+    if context.on_this_machine and trains_adapter and config.gradient_checkpointing:
+        messages.notes.extend(untested_peft_notes())
     checkpoint = config.resume_from_checkpoint
     if request.script is None and checkpoint is not None:
         messages.notes.append(
@@ -267,9 +271,10 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
 
 
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
-    """Raise `UserError` for weights that are not complete, and for a GPU that is in use.
+    """Raise `UserError` for files of which no run could go on, and for a GPU that is in use.
 
-    The weights are those of the model and of its adapters.
+    The weights of the model and of its adapters have to be complete, and its generation config one
+    that a checkpoint can have.
     """
     if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
@@ -277,6 +282,7 @@ def check_model_files(request: RunRequest, model: ModelFacts, context: RunContex
         return
     for folder_or_hub_id in model.sources:
         check_weights("model_name_or_path", folder_or_hub_id)
+    check_generation_config(model.name, model.revision)
 
 
 def check_tensor_parallel(

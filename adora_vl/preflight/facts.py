@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.store import manifest_of
+from adora_vl.config.batch_plan import total_optimizer_steps
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
 from adora_vl.models.four_bit import (
@@ -272,24 +272,9 @@ class ResolvedRun:
         if self.output.start.checkpoint is None:
             return None
         checkpoint = Path(self.output.start.checkpoint)
-        total_steps = self._total_steps
+        total_steps = total_optimizer_steps(self.config, self.layout, self.data.rows)
         is_last = total_steps is not None and manifest_of(checkpoint)["step"] >= total_steps
         return checkpoint if is_last else None
-
-    @property
-    def _total_steps(self) -> int | None:
-        """The optimizer steps of the whole run, as Transformers counts them.
-
-        None for a stream without `max_steps`, which Transformers refuses.
-        """
-        config = self.config
-        if config.max_steps > 0:
-            return int(config.max_steps)
-        # -1: the number of epochs decides.
-        if self.data.rows is None:
-            return None
-        steps_per_epoch = self.layout.optimizer_steps_per_epoch(self.data.rows)
-        return math.ceil(float(config.num_train_epochs) * steps_per_epoch)
 
     def first_lines(self) -> list[str]:
         """Return the lines that describe the run before it starts."""

@@ -33,10 +33,13 @@ class StepClocks:
         return partial(self.memory.phase, clock=self.seconds.phase)
 
 
-def start_clocks(config: AdoraGRPOConfig, log: LogFigure) -> StepClocks:
+def start_clocks(config: AdoraGRPOConfig, log: LogFigure, *, evaluates: bool) -> StepClocks:
     """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
 
-    `log` takes the name and the value of a figure of the present step.
+    Args:
+        config: the training arguments.
+        log: takes the name and the value of a figure of the present step.
+        evaluates: whether the run is evaluated on its way, which is a phase of its own.
     """
 
     def largest_of_ranks(value: float) -> float:
@@ -52,4 +55,6 @@ def start_clocks(config: AdoraGRPOConfig, log: LogFigure) -> StepClocks:
             device=config.device,
             sleep_mode=engine_sleeps,
         )
-    return StepClocks(seconds=PhaseClock(log, sleep_mode=engine_sleeps), memory=card_memory)
+    return StepClocks(
+        seconds=PhaseClock(log, sleep_mode=engine_sleeps, evaluates=evaluates), memory=card_memory
+    )

@@ -12,6 +12,8 @@ from typing import Any, Literal
 PASS_RATE_KEY = "adora/pass_rate"  # noqa: S105  # no password
 # Share of rollouts whose answer is right
 ACCURACY_KEY = "grading/correct"
+# Share of groups that the run's methods can learn from, of those that have a reward
+SIGNAL_SHARE_KEY = "adora/signal_share"
 # Share of rollouts without a reward
 MISSING_REWARD_KEY = "rewards/missing"
 

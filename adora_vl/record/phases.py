@@ -14,9 +14,13 @@ if TYPE_CHECKING:
     from transformers import TrainerControl, TrainerState, TrainingArguments
 
 
-PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
+# The phase between two steps in which a run is evaluated
+EVALUATION_PHASE = "evaluation"
 # Phases that only an engine in sleep mode has
 _SLEEP_MODE_PHASES = {"wake", "sleep"}
+# The phases of which training consists
+TRAINING_PHASES = ("rollout", "grading", "policy", "sync", "wake", "sleep", "other")
+PHASES = (*TRAINING_PHASES, EVALUATION_PHASE)
 # Phases of the host: no long GPU work is started in them, so that nobody waits for it
 _HOST_PHASES = {"grading", "other"}
 
@@ -34,8 +38,8 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     """Divides the time among phases, and puts the seconds of each phase into the log of a step.
 
     A phase inside another one pauses it. Inside a step, time that is in no other phase counts as
-    `policy`. The time between two steps (loading data, saving, evaluating) counts as `other` in the
-    later step.
+    `policy`. The time between two steps (loading data, saving) counts as `other` in the later step,
+    and an evaluation there as `evaluation`.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         wait: Callable[[], None] = wait_for_gpu,
         *,
         sleep_mode: bool = False,
+        evaluates: bool = False,
     ) -> None:
         """Start the clock.
 
@@ -54,11 +59,18 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
             wait: waits for the GPU to finish what it was given; tests do not wait.
             sleep_mode: whether the engine sleeps between generations; otherwise there are no phases
                 `wake` and `sleep`.
+            evaluates: whether the run is evaluated on its way; otherwise there is no phase
+                `evaluation`.
         """
         self._log = log
         self._now = now
         self._wait = wait
-        self._phases = [phase for phase in PHASES if sleep_mode or phase not in _SLEEP_MODE_PHASES]
+        absent_phases: set[str] = set()
+        if not sleep_mode:
+            absent_phases |= _SLEEP_MODE_PHASES
+        if not evaluates:
+            absent_phases.add(EVALUATION_PHASE)
+        self._phases = [phase for phase in PHASES if phase not in absent_phases]
         # the phases that were entered and not left, the innermost last; empty outside of steps
         self._open_phases: list[str] = []
         self._seconds_by_phase = dict.fromkeys(self._phases, 0.0)
@@ -80,13 +92,23 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
     def phase(self, name: str) -> Iterator[None]:
         """Charge the time inside a `with` to a phase.
 
-        Outside of steps it is charged to `other`, since an evaluation also syncs and samples.
+        An evaluation also syncs and samples, so inside of one the time stays that of `evaluation`.
+        Outside of steps it stays that of `other`.
         """
         is_outside_of_steps = not self._open_phases
-        if is_outside_of_steps or self._open_phases[-1] == name:
+        if is_outside_of_steps or self._open_phases[-1] in (name, EVALUATION_PHASE):
             yield
             return
         self.enter_phase(name)
+        try:
+            yield
+        finally:
+            self.leave_phase()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Charge the time inside a `with`, which stands between two steps, to `evaluation`."""
+        self.enter_phase(EVALUATION_PHASE)
         try:
             yield
         finally:
@@ -139,7 +161,7 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Log the seconds of each phase in the step, and of `other` since the step before."""
+        """Log the seconds of each phase in the step, and since the step before it."""
         self.leave_phase()
         for phase, seconds in self.take_seconds().items():
             self._log(f"seconds/{phase}", seconds)

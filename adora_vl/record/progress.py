@@ -18,6 +18,7 @@ from adora_vl.record.figures import (
     MISSING_REWARD_KEY,
     PASS_RATE_KEY,
     PROGRESS_LINE_KEYS,
+    SIGNAL_SHARE_KEY,
 )
 from adora_vl.record.metrics import kind_of_entry
 from adora_vl.record.phases import PHASES
@@ -229,8 +230,9 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     """Return a warning if a run has learned nothing in its last steps; None otherwise.
 
     Nothing is learned in a step where in every group all rewards are equal, so that all advantages
-    are 0: it is a step without signal. After at least `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning
-    says how many they are, the likeliest reason, and what to look at.
+    are 0: it is a step without signal, unless a method learns from such groups too. After at least
+    `SILENT_STEPS_BEFORE_WARNING` such steps in a row the warning says how many they are, the
+    likeliest reason, and what to look at.
 
     `history`: the trainer's log history, or the lines of `metrics.jsonl`.
     """
@@ -240,7 +242,9 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
         equal_reward_share = entry.get("frac_reward_zero_std")
         if kind_of_entry(entry) != "train" or equal_reward_share is None:
             continue
-        if equal_reward_share < 1:
+        # Runs of older versions have not logged it.
+        signal_share = entry.get(SIGNAL_SHARE_KEY) or 0.0
+        if equal_reward_share < 1 or signal_share > 0:
             last_step_with_signal = int(entry["step"])
             break
         silent_entries.append(entry)

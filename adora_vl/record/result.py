@@ -15,7 +15,7 @@ import pyarrow as pa
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_differences import Difference, difference_between
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.evals.scoring.coverage import describe_scored_part
+from adora_vl.evals.scoring.coverage import describe_scored_part, noun_of_counts
 from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS_RATE_KEY
@@ -84,7 +84,14 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
     change = Difference(
         first=fmean(step_samples.first), second=fmean(step_samples.last), over="no interval"
     )
-    group_samples = _recorded_groups(folder, first_lines, last_lines, key)
+    # A line has the figures of all steps since the line before it.
+    line_before_last_fifth = lines[-fifth - 1]
+    group_samples = _recorded_groups(
+        folder,
+        end_of_first_fifth=first_lines[-1].get("step", 0),
+        begin_of_last_fifth=line_before_last_fifth.get("step", 0) + 1,
+        key=key,
+    )
     samples = group_samples or step_samples
     first_count = len(samples.first)
     last_count = len(samples.last)
@@ -118,7 +125,7 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _recorded_groups(
-    folder: Path, first_lines: LogEntries, last_lines: LogEntries, key: str
+    folder: Path, *, end_of_first_fifth: int, begin_of_last_fifth: int, key: str
 ) -> _FigureSamples | None:
     """Return a figure of each recorded group in the first and in the last fifth of the steps.
 
@@ -126,8 +133,8 @@ def _recorded_groups(
 
     Args:
         folder: the output_dir of the run.
-        first_lines: the log's lines in the first fifth of the steps.
-        last_lines: those in the last fifth.
+        end_of_first_fifth: the last step of the first fifth.
+        begin_of_last_fifth: the first step of the last one.
         key: `adora/pass_rate` or `reward`.
     """
     column = "pass_rate" if key == PASS_RATE_KEY else REWARD_KEY
@@ -137,8 +144,6 @@ def _recorded_groups(
     # has just merged into another.
     except (UserError, OSError, pa.ArrowException):
         return None
-    end_of_first_fifth = first_lines[-1].get("step", 0)
-    begin_of_last_fifth = last_lines[0].get("step", 0)
     samples = _FigureSamples(
         first=[group.mean for group in groups if group.step <= end_of_first_fifth],
         last=[group.mean for group in groups if group.step >= begin_of_last_fifth],
@@ -177,7 +182,8 @@ def _held_out_result(folder: Path) -> str | None:
     if score_after is None:
         return None
     score = score_after.score
-    problems = f"{describe_scored_part(score) or score['total']} problems"
+    counted = noun_of_counts([score])
+    count = f"{describe_scored_part(score) or score['total']} {counted}"
     title = f"held-out accuracy, {name_of_data(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None
@@ -185,8 +191,8 @@ def _held_out_result(folder: Path) -> str | None:
         change = difference_between([score_before], [score_after])
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])
-        return f"{title} {accuracy} of {problems} ({SCORE_FILE_AFTER})"
-    basis = f"{change.over}, of {problems}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
+        return f"{title} {accuracy} of {count} ({SCORE_FILE_AFTER})"
+    basis = f"{change.over}, of {count}; {SCORE_FILE_BEFORE}, {SCORE_FILE_AFTER}"
     return f"{title} {_share_change_text(change)} ({basis})"
 
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from adora_vl.advantage import Adora, AdoraWeighting
 from adora_vl.advantage.grpo import nan_standard_deviation
+from adora_vl.record.figures import SIGNAL_SHARE_KEY
 from adora_vl.training.advantages import Advantages, GroupAssessment
 from adora_vl.training.rollout_facts import RolloutFacts
 
@@ -154,6 +155,9 @@ def assessment_figures(
         assessment.groups.rewards_PG.flatten(), mean_name="reward", deviation_name="reward_std"
     )
     figures["frac_reward_zero_std"] = assessment.equal_reward_share
+    figures[SIGNAL_SHARE_KEY] = _mean_where(
+        assessment.has_signal_P.float(), assessment.groups.has_reward_PG.any(dim=1)
+    )
     return {**figures, **facts.logged_metrics}
 
 

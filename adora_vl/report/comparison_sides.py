@@ -210,28 +210,46 @@ def _curves(lines: Sequence[dict[str, Any]], step_rollouts: float) -> dict[str, 
     Returns:
         the points by the name of the figure: `PASS_RATE`, or the name of an evaluation.
     """
-    from adora_vl.record.phases import PHASES
-
     curves: dict[str, list[Point]] = {PASS_RATE: []}
-    last_step = 0
-    seconds = 0.0
-    for line in lines:
-        step = line["step"]
-        rollouts = step * step_rollouts
-        if line["kind"] == "train":
-            # The seconds of a line are means per step since the line before it.
-            mean_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in PHASES)
-            seconds += (step - last_step) * mean_seconds
-            last_step = step
-            if line.get(PASS_RATE) is not None:
-                point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
-                curves[PASS_RATE].append(point)
+    seconds_of_lines = _seconds_of_training(lines)
+    for line, seconds in zip(lines, seconds_of_lines, strict=True):
+        rollouts = line["step"] * step_rollouts
+        if line["kind"] != "eval" and line.get(PASS_RATE) is not None:
+            point = Point(rollouts=rollouts, seconds=seconds, value=line[PASS_RATE])
+            curves[PASS_RATE].append(point)
         for key, value in line.items():
             if key.startswith("eval_") and key.endswith("_accuracy") and value is not None:
                 name = key.removeprefix("eval_").removesuffix("_accuracy")
                 point = Point(rollouts=rollouts, seconds=seconds, value=value)
                 curves.setdefault(name, []).append(point)
     return curves
+
+
+def _seconds_of_training(lines: Sequence[dict[str, Any]]) -> list[float]:
+    """Return the seconds of all training steps up to the step of each line, without evaluations.
+
+    A line of training has the mean seconds of the steps since such a line before it. An evaluation
+    is logged before the line of its own step, or between two lines: its seconds are in proportion
+    to the steps.
+
+    `lines`: the lines of the run's `metrics.jsonl`.
+    """
+    import numpy as np
+
+    from adora_vl.record.phases import TRAINING_PHASES
+
+    known_steps = [0]
+    known_seconds = [0.0]
+    for line in lines:
+        if line["kind"] == "eval":
+            continue
+        mean_seconds = sum(line.get(f"seconds/{phase}") or 0.0 for phase in TRAINING_PHASES)
+        new_steps = line["step"] - known_steps[-1]
+        known_steps.append(line["step"])
+        known_seconds.append(known_seconds[-1] + new_steps * mean_seconds)
+    line_steps = [line["step"] for line in lines]
+    seconds: list[float] = np.interp(line_steps, known_steps, known_seconds).tolist()
+    return seconds
 
 
 class _NewestScores(NamedTuple):

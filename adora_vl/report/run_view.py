@@ -34,7 +34,7 @@ from adora_vl.record.rollouts import (
     read_part,
 )
 from adora_vl.report.conversation import TurnReader
-from adora_vl.report.story import story_of
+from adora_vl.report.story import advantages_differ, story_of
 from adora_vl.rewards.grade import comparison
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
@@ -53,8 +53,9 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
 
     Args:
         group: `step` (from 1 on), `weight`, `tds`, `pass_rate`, `longest_right` and `mean_wrong` as
-            recorded; `equal`: whether all rewards are the same; `left`: how many of its `size`
-            rollouts have left the group, since they have no reward.
+            recorded; `equal`: whether all rewards are the same; `learned`: whether its rollouts
+            have different advantages all the same; `left`: how many of its `size` rollouts have
+            left the group, since they have no reward.
         settings: the keys of the run, as its record has them.
     """
     if group["left"] == group["size"]:
@@ -68,9 +69,12 @@ def weight_reason(group: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
             f" {group['left']} of {group['size']} rollouts have no reward, and count nowhere."
         )
     if group["equal"] and group["weight"] is not None:
-        sentences += (
-            " All rewards are equal, so every advantage is 0 and nothing is learned from it."
+        consequence = (
+            "but the run's method learns from it too"
+            if group["learned"]
+            else "so every advantage is 0 and nothing is learned from it"
         )
+        sentences += f" All rewards are equal, {consequence}."
     return sentences
 
 
@@ -442,16 +446,18 @@ def _group_json(rows: list[Json], settings: Json) -> Json:
         settings: the keys of the run, as its record has them.
     """
     first_row = rows[0]
-    rewards = [row["reward"] for row in rows if row["reward"] is not None]
+    rewarded_rows = [row for row in rows if row["reward"] is not None]
+    rewards = {row["reward"] for row in rewarded_rows}
     group = {name: first_row[name] for name in _GROUP_COLUMNS}
     group["id"] = str(first_row["id"])
-    group["equal"] = len(set(rewards)) <= 1
+    group["equal"] = len(rewards) <= 1
     group |= {name: first_row.get(name) for name in _WORK_COLUMNS}
-    group["left"] = len(rows) - len(rewards)
+    group["left"] = len(rows) - len(rewarded_rows)
     group["size"] = len(rows)
+    learned = {"learned": advantages_differ(rewarded_rows)}
     return {
         **{name: _rounded(value) for name, value in group.items()},
-        "why": weight_reason(group, settings),
+        "why": weight_reason(group | learned, settings),
         "rollouts": [_rollout_values(row) for row in rows],
     }
 

@@ -35,14 +35,34 @@ class GroupFacts:
     """ADORA's weight of the group; None where the run gives none."""
     tds: bool
     """Whether ADORA's criteria call the group temporarily disadvantageous (TDS)."""
-    has_signal: bool
-    """Whether the rewards differ, so that there is something to learn."""
+    rewards_differ: bool
+    """Whether the rewards of its rollouts differ."""
+    advantages_differ: bool
+    """Whether the advantages differ with which the loss gets its rollouts."""
     advantage_before: float
     """The sum of |advantage| before the weight."""
     advantage_after: float
     """The sum of |advantage| as the loss gets it."""
     length_by_kind: Mapping[str, float]
     """The mean length in tokens by kind of answer, for those kinds that the group has."""
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether there is something to learn.
+
+        Most methods learn from rewards that differ alone. Some also learn from equal ones, as DAPO
+        does with its penalty for long answers.
+        """
+        return self.rewards_differ or self.advantages_differ
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether the loss did not get the group, though it has signal.
+
+        So it is with groups that `refill` has sampled beyond those that it needed. A weight of 0
+        makes all advantages 0 too, but of a group that the loss did get.
+        """
+        return self.has_signal and self.advantage_after == 0 and self.weight != 0
 
     @property
     def is_attenuated(self) -> bool:
@@ -82,7 +102,8 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
     # step, weight and `tds` are the same in all rows of a group
     first_row = rows[0]
     # A rollout whose reward is missing says nothing of whether the rewards differ.
-    rewards = {row["reward"] for row in rows if row["reward"] is not None}
+    rewarded_rows = [row for row in rows if row["reward"] is not None]
+    rewards = {row["reward"] for row in rewarded_rows}
     lengths_by_kind: dict[str, list[float]] = {}
     for row in rows:
         kind = _KIND_BY_VERDICT.get(row["verdict"], "answers")
@@ -91,36 +112,57 @@ def _group_facts(rows: Sequence[Mapping[str, Any]]) -> GroupFacts:
         step=first_row["step"],
         weight=first_row["weight"],
         tds=bool(first_row["tds"]),
-        has_signal=len(rewards) > 1,
+        rewards_differ=len(rewards) > 1,
+        advantages_differ=advantages_differ(rewarded_rows),
         advantage_before=sum(abs(row["advantage_raw"] or 0) for row in rows),
         advantage_after=sum(abs(row["advantage"] or 0) for row in rows),
         length_by_kind={kind: fmean(lengths) for kind, lengths in lengths_by_kind.items()},
     )
 
 
+def advantages_differ(rewarded_rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the loss gets the rollouts of a group with different advantages.
+
+    Equal rewards may leave advantages of up to 6e-4 in TRL's float32, which are equal too.
+
+    `rewarded_rows`: the recorded rows of those rollouts of a group that have a reward.
+    """
+    return len({row["advantage"] for row in rewarded_rows}) > 1
+
+
 def _signal_sentence(groups: Sequence[GroupFacts]) -> str:
     """Return the sentence that says how many groups have rewards that differ.
 
-    Only such a group has a signal: with equal rewards all its advantages are 0.
+    With equal rewards all advantages of a group are 0, so that nothing is learned from it, unless
+    the run has a method that learns from such groups too.
     """
-    signal_count = sum(group.has_signal for group in groups)
+    differing_count = sum(group.rewards_differ for group in groups)
+    learned_though_equal = sum(group.has_signal and not group.rewards_differ for group in groups)
     total = amount(len(groups), "recorded group")
-    if signal_count == 0:
+    share = _percent(differing_count / len(groups))
+    if learned_though_equal > 0:
+        return (
+            f"Signal: {differing_count:,} of {total} ({share}) have rewards that differ. The run's "
+            f"method learned from {learned_though_equal:,} of the others too."
+        )
+    if differing_count == 0:
         return f"Signal: none of {total} has rewards that differ, so nothing was learned from them."
-    share = _percent(signal_count / len(groups))
+    left_out_count = sum(group.is_left_out for group in groups)
+    exception = f", but for {left_out_count:,} that were left out" if left_out_count > 0 else ""
     return (
-        f"Signal: {signal_count:,} of {total} ({share}) have rewards that differ, "
-        "and only these are learned from."
+        f"Signal: {differing_count:,} of {total} ({share}) have rewards that differ, "
+        f"and only these are learned from{exception}."
     )
 
 
 def _weights_sentences(groups: Sequence[GroupFacts]) -> str | None:
-    """Say how many of the groups with rewards that differ were attenuated, and how many amplified.
+    """Say how many of the groups that were learned from were attenuated, and how many amplified.
 
     A weight below 1 attenuates what is learned from a group, one above 1 amplifies it. None where
     no such group has a recorded weight.
     """
-    weighted_groups = [group for group in groups if group.has_signal and group.weight is not None]
+    learned_groups = [group for group in groups if group.has_signal and not group.is_left_out]
+    weighted_groups = [group for group in learned_groups if group.weight is not None]
     if not weighted_groups:
         return None
     attenuated_groups = [group for group in weighted_groups if group.is_attenuated]
@@ -145,7 +187,7 @@ def _weight_sentence(
     Args:
         participle: `attenuated` or `amplified`, what was done to the groups.
         reweighted_groups: the groups to which it was done.
-        all_groups: all groups with rewards that differ and a weight.
+        all_groups: all groups that were learned from and have a weight.
     """
     share = _percent(len(reweighted_groups) / len(all_groups))
     before = _share_of_sum(

@@ -7,17 +7,17 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+import yaml
+
 from adora_vl.utils.errors import UserError
+from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.secrets import masked_text
 
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 MAX_SEED = 2**32 - 1  # what NumPy, torch and vLLM all take
 # the seconds that the imports of a training take, of an idle machine with a disk
@@ -151,16 +151,6 @@ def announce_imports(seconds: int) -> None:
     if "torch" in sys.modules or os.environ.get("RANK", "0") != "0":
         return
     print(f"Reading config and libraries, about {seconds} s", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def interruptible_imports() -> Iterator[None]:
-    """End the program in one line if Ctrl-C interrupts the imports of a command in the block."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("interrupted; nothing was begun", file=sys.stderr)
-        raise SystemExit(EXIT_INTERRUPTED) from None
 
 
 class Parser(argparse.ArgumentParser):
@@ -309,6 +299,54 @@ def split_list(words: Sequence[Any]) -> list[Any]:
     return entries
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """Loads YAML as PyYAML's `SafeLoader`, but refuses two mistakes.
+
+    One is a key that stands twice in a mapping: PyYAML takes the last value without a word. (A key
+    that is merged with `<<` may stand there again.) The other is aliases of aliases: a few lines of
+    them stand for more values than any memory holds.
+    """
+
+    def get_single_node(self) -> yaml.Node | None:
+        """Read the whole document, and refuse one that aliases make too large."""
+        root = super().get_single_node()
+        visit_count = 0
+
+        def visit(node: yaml.Node) -> None:
+            """Count a node and all below it; a node behind an alias counts each time."""
+            nonlocal visit_count
+            visit_count += 1
+            if visit_count > _MAX_YAML_NODES:
+                raise yaml.constructor.ConstructorError(
+                    None, None, "its aliases make it larger than any config"
+                )
+            if not isinstance(node, yaml.CollectionNode):
+                return
+            for entry in node.value:
+                # an entry of a mapping is a pair of key and value, one of a sequence is a node
+                children = entry if isinstance(entry, tuple) else (entry,)
+                for child in children:
+                    visit(child)
+
+        # None for an empty document
+        if root is not None:
+            visit(root)
+        return root
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Read a mapping, and refuse one that has a key twice."""
+        key_texts: set[str] = set()
+        for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
+            if key_node.value in key_texts:
+                line_number = key_node.start_mark.line + 1
+                problem = f"line {line_number} gives {key_node.value!r} a second time"
+                raise yaml.constructor.ConstructorError(None, None, problem)
+            key_texts.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
 def _load_yaml(text: str) -> Any:
     """Read a text as YAML.
 
@@ -316,67 +354,10 @@ def _load_yaml(text: str) -> Any:
         ValueError: it is no YAML.
         RecursionError: it is nested too deeply.
     """
-    # Imported here, as all that takes time is: `interruptible_imports` handles Ctrl-C while that is
-    # going on.
-    import yaml
-
     try:
-        return yaml.load(text, _strict_yaml_loader())  # noqa: S506  # a subclass of SafeLoader
+        return yaml.load(text, _StrictLoader)  # noqa: S506  # a subclass of SafeLoader
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
-
-
-@cache
-def _strict_yaml_loader() -> Any:
-    """Return a class that loads YAML as PyYAML's `SafeLoader`, but refuses two mistakes.
-
-    One is a key that stands twice in a mapping: PyYAML takes the last value without a word. (A key
-    that is merged with `<<` may stand there again.) The other is aliases of aliases: a few lines of
-    them stand for more values than any memory holds.
-    """
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        def get_single_node(self) -> Any:
-            """Read the whole document, and refuse one that aliases make too large."""
-            root = super().get_single_node()
-            visit_count = 0
-
-            def visit(node: Any) -> None:
-                """Count a node and all below it; a node behind an alias counts each time."""
-                nonlocal visit_count
-                visit_count += 1
-                if visit_count > _MAX_YAML_NODES:
-                    raise yaml.constructor.ConstructorError(
-                        None, None, "its aliases make it larger than any config"
-                    )
-                if not isinstance(node, yaml.CollectionNode):
-                    return
-                for entry in node.value:
-                    # an entry of a mapping is a pair of key and value, one of a sequence is a node
-                    children = entry if isinstance(entry, tuple) else (entry,)
-                    for child in children:
-                        visit(child)
-
-            # None for an empty document
-            if root is not None:
-                visit(root)
-            return root
-
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            """Read a mapping, and refuse one that has a key twice."""
-            key_texts: set[str] = set()
-            for key_node, _ in node.value:
-                if not isinstance(key_node, yaml.ScalarNode):
-                    continue
-                if key_node.value in key_texts:
-                    line_number = key_node.start_mark.line + 1
-                    problem = f"line {line_number} gives {key_node.value!r} a second time"
-                    raise yaml.constructor.ConstructorError(None, None, problem)
-                key_texts.add(key_node.value)
-            return super().construct_mapping(node, deep)
-
-    return Loader
 
 
 def read_json(text: str | bytes) -> Any:
@@ -421,8 +402,6 @@ def yaml_value(text: str) -> Any:
 
 def yaml_line(value: object) -> str:
     """Return a value as one writes it behind `key:` in a YAML file, in one line."""
-    import yaml
-
     document = yaml.safe_dump(value, default_flow_style=True, width=math.inf, sort_keys=False)
     # PyYAML ends a document that is a single word with a line of dots
     return document.removesuffix("\n").removesuffix("\n...")

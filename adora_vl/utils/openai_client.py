@@ -18,20 +18,25 @@ import time
 import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
+from adora_vl.utils.daemon_threads import run_on_daemon_threads
 from adora_vl.utils.errors import SpokenError, UserError
 from adora_vl.utils.files import KeptAnswers, naming_write_errors
-from adora_vl.utils.http_client import MAX_ERROR_BYTES, HttpClient, ReplyTooLargeError
+from adora_vl.utils.http_client import (
+    MAX_ERROR_BYTES,
+    HttpClient,
+    ReplyTooLargeError,
+    fetch_reply,
+)
 from adora_vl.utils.secrets import masked_text, note_secret
 
-# HTTP status codes after which another attempt may succeed, and those for a key that is not accepted
+# HTTP status codes after which another attempt may succeed
 _RETRIED_CODES = (408, 409, 425, 429, 500, 502, 503, 504)
-_REFUSED_CODES = (401, 403)
 # What servers say of a prompt that has no room in the model's context, and of an answer for which
 # there is none left.
 _PROMPT_TOO_LONG_PATTERN = re.compile(
@@ -39,8 +44,26 @@ _PROMPT_TOO_LONG_PATTERN = re.compile(
 )
 _ANSWER_TOO_LONG_PATTERN = re.compile(r"max_(completion_)?tokens|in the completion", re.IGNORECASE)
 _MAX_WAIT_S = 60.0
+_MAX_LIST_WAIT_S = 10.0  # for a server's list of its models
+# So many calls in a row that the server forbids mean that the key has ended, and not that its
+# moderation dislikes their prompts: a prompt may be sent once for each rollout of its group.
+_MAX_FORBIDDEN_CALLS = 32
 _MAX_SHOWN_CHARACTERS = 200  # of what a server says about a refused call
+# What asking a server for the list of its models raises: there is no connection, no list, or a list
+# in another form.
+_NO_LIST_ERRORS = (
+    OSError,
+    httpx.HTTPError,
+    httpx.InvalidURL,
+    SpokenError,
+    ValueError,
+    LookupError,
+    TypeError,
+    RecursionError,
+)
 Messages = Sequence[Mapping[str, Any]]
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -184,6 +207,8 @@ class ChatClient:
         self.calls = 0
         self._lock = threading.Lock()
         self._has_answered = False
+        # how many calls the server has forbidden (HTTP 403) since its last answer
+        self._forbidden_calls = 0
         # The error of a call after which the server would answer no other.
         self._refusal: EndpointError | None = None
         self._cache_file = cache
@@ -205,6 +230,21 @@ class ChatClient:
         """
         request = [self._fields, list(messages)]
         return hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
+
+    def name_server_program(self) -> str:
+        """Return the program that serves the model, such as `vllm`, by its own list of models.
+
+        The text is empty where the server has no list, does not name the model in it, or cannot be
+        asked now.
+        """
+        try:
+            timeout_s = min(self.endpoint.timeout_s, _MAX_LIST_WAIT_S)
+            reply = fetch_reply(f"{self.endpoint.url}/models", timeout_s, self._key_header())
+            models = json.loads(reply.body)["data"]
+            owners = [model["owned_by"] for model in models if model["id"] == self.endpoint.model]
+        except _NO_LIST_ERRORS:
+            return ""
+        return str(owners[0]) if owners else ""
 
     def check_server(self, option: str) -> None:
         """Raise `UserError` where `ask` makes no more calls, since the server takes none.
@@ -281,20 +321,19 @@ class ChatClient:
         reply: Reply = self._with_attempts(lambda: self._call(messages, body))
         return reply
 
-    def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
+    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
         """Call a function for each item in several threads, and return its results in order.
 
         As many calls run at once as there are workers. Their threads are daemons, so that after
         Ctrl-C nobody waits for the calls under way: with their further attempts they may take many
         minutes.
         """
-
-        def name_thread() -> None:
-            """Give a thread the name by which tests and debuggers know it."""
-            threading.current_thread().name = "endpoint"
-
-        with ThreadPool(self.endpoint.workers, initializer=name_thread) as threads:
-            return threads.map(function, items, chunksize=1)
+        futures = run_on_daemon_threads(
+            [partial(function, item) for item in items],
+            max_threads=self.endpoint.workers,
+            thread_name="endpoint",
+        )
+        return [future.result() for future in futures]
 
     def _with_attempts(self, call: Callable[[], Any]) -> Any:
         """Make a call until it succeeds, at most `attempts` times, and return its result.
@@ -365,10 +404,7 @@ class ChatClient:
             EndpointError: the call failed. The error says whether another attempt may help, how long
                 to wait for it, whether the key was refused, and whether the prompt is too long.
         """
-        headers = {"Content-Type": "application/json"}
-        key = self._api_key()
-        if key:
-            headers["Authorization"] = f"Bearer {key}"
+        headers = {"Content-Type": "application/json", **self._key_header()}
         try:
             reply = self._http.send(self.endpoint.timeout_s, content, headers)
         except ReplyTooLargeError as error:
@@ -381,10 +417,11 @@ class ChatClient:
             ) from error
         if httpx.codes.is_success(reply.status):
             self._has_answered = True
+            self._forbidden_calls = 0
             return reply.body
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
-        server_words = "" if may_succeed_later else _error_words(reply.body, key)
+        server_words = "" if may_succeed_later else _error_words(reply.body, self._api_key())
         is_unknown = reply.status == httpx.codes.NOT_FOUND
         if is_unknown:
             # the user may have named an address that goes on too far, or not far enough
@@ -396,10 +433,27 @@ class ChatClient:
             f"HTTP {reply.status}{server_words}",
             again=may_succeed_later,
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
-            refused=reply.status in _REFUSED_CODES,
+            refused=self._refuses_key(reply.status),
             too_long=names_prompt and not names_answer,
             unknown=is_unknown,
         )
+
+    def _refuses_key(self, status: int) -> bool:
+        """Tell whether a reply with this HTTP status means that no call with the key succeeds.
+
+        Some servers answer 403 for a single prompt that their moderation does not like. So between
+        calls that succeed, 403 is a failure of its own call alone.
+        """
+        if status == httpx.codes.FORBIDDEN:
+            self._forbidden_calls += 1
+            is_of_this_prompt = self._has_answered and self._forbidden_calls < _MAX_FORBIDDEN_CALLS
+            return not is_of_this_prompt
+        return status == httpx.codes.UNAUTHORIZED
+
+    def _key_header(self) -> dict[str, str]:
+        """Return the header with the key of the environment; empty where it is not set."""
+        key = self._api_key()
+        return {"Authorization": f"Bearer {key}"} if key else {}
 
     def _api_key(self) -> str:
         """Return the key from the environment; empty where it is not set.

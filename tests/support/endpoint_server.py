@@ -21,9 +21,12 @@ def completion_reply(text: str, **fields: Any) -> Reply:
 class Server:
     """A loopback endpoint that answers with `answer(request, number of the call)`; None: it never
     does.
+
+    It lists `models`, the program by the name of the model that it serves, if there are any.
     """
 
     def __init__(self, answer: Answer) -> None:
+        self.models: dict[str, str] = {}
         self.requests: list[dict[str, Any]] = []
         self.connections = 0
         self._gone = threading.Event()
@@ -35,6 +38,17 @@ class Server:
             def setup(self) -> None:
                 super().setup()
                 outer.connections += 1
+
+            def do_GET(self) -> None:
+                if self.path != "/v1/models" or not outer.models:
+                    self.send_error(404)
+                    return
+                cards = [{"id": name, "owned_by": owner} for name, owner in outer.models.items()]
+                body = json.dumps({"data": cards}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -104,6 +104,7 @@ class ChatProcessor:
         # Tokens that an answer cannot have, such as the placeholder of an image.
         self.banned_ids: list[int] = never_sampled_ids(self._tokenizer)
         self.pad_id: int = self._tokenizer.pad_token_id
+        self.eos_id: int = self._tokenizer.eos_token_id
         self.context: int = self.config.get_text_config().max_position_embeddings
         self.image_id: int | None = getattr(self.processor, "image_token_id", None)
 

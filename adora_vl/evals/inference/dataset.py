@@ -92,9 +92,7 @@ def load_problems(
     stored_columns: Sequence[str] = (),
     check: Callable[[Row], str | None] = lambda row: None,
     id_column: str = "pid",
-    split: str | None = None,
     config: str | None = None,
-    without_images: bool = False,
     image_folder: str = "",
     our_names: Mapping[str, str] | None = None,
 ) -> LoadedProblems:
@@ -114,9 +112,7 @@ def load_problems(
         check: Returns what is wrong with a row, which has the fields of a prediction with an empty
             response; None where nothing is.
         id_column: The column with the id.
-        split: The split, in place of that of the options.
         config: The part of a dataset on the hub that has several.
-        without_images: Whether to ask the text alone.
         image_folder: A folder beside a file of rows, in which their images are.
         our_names: The names of columns here by those in the data, where they differ.
 
@@ -124,18 +120,12 @@ def load_problems(
         UserError: Rows lack a column, `check` finds a fault in them, or they cannot be asked. It has
             a line for each such row, before any answer is paid for.
     """
-    loaded = _load_split(
-        options,
-        split=split or options.split,
-        image_columns=image_columns,
-        id_column=id_column,
-        config=config,
-    )
+    loaded = _load_split(options, image_columns=image_columns, id_column=id_column, config=config)
     if loaded.folder and image_folder and (loaded.folder / image_folder).is_dir():
         loaded = replace(loaded, folder=loaded.folder / image_folder)
     if our_names:
         loaded = replace(loaded, rows=[_rename_columns(row, our_names) for row in loaded.rows])
-    has_image = bool(image_columns) and not without_images
+    has_image = bool(image_columns)
 
     def fault_of(row: Row) -> str | None:
         """Return the first thing that is wrong with a row; None where nothing is."""
@@ -197,12 +187,7 @@ def _as_prediction(row: Row, id_column: str) -> Row:
 
 
 def _load_split(
-    options: DataOptions,
-    *,
-    split: str,
-    image_columns: Sequence[str],
-    id_column: str,
-    config: str | None,
+    options: DataOptions, *, image_columns: Sequence[str], id_column: str, config: str | None
 ) -> _LoadedRows:
     """Load the rows of a split from the file, the folder or the hub id in `options.data`.
 
@@ -211,12 +196,18 @@ def _load_split(
     """
     path = Path(options.data)
     if path.exists():
-        return _load_local_rows(path, split=split, image_columns=image_columns, id_column=id_column)
+        return _load_local_rows(
+            path, split=options.split, image_columns=image_columns, id_column=id_column
+        )
     # A path with a slip has the form of a hub id too, if it has one slash.
     if HUB_ID_PATTERN.fullmatch(options.data) and not path.parent.is_dir():
         revision = options.data_revision if isinstance(options, HubDataOptions) else None
         return _load_hub_rows(
-            options.data, split=split, revision=revision, image_columns=image_columns, config=config
+            options.data,
+            split=options.split,
+            revision=revision,
+            image_columns=image_columns,
+            config=config,
         )
     raise UserError(
         f"data: {options.data!r} is neither a file or folder here nor a hub id of the form "

@@ -29,6 +29,16 @@ from adora_vl.utils.openai_client import (
 )
 
 _DEFAULT_BATCH_SIZE = 64  # answers that are written at once
+# These servers take what a request does not say from the model's own generation config: a penalty
+# of 1.05 of Qwen2.5-VL, a `top_k` of 1 of Qwen2-VL. They are told to change and filter nothing, as
+# the engines in this process do. Other servers may refuse fields that OpenAI does not have.
+_SERVERS_WITH_MODEL_DEFAULTS = ("vllm", "sglang")
+_PLAIN_SAMPLING = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 # The options that only an engine in this process obeys.
 _LOCAL_OPTIONS = ("min_pixels", "max_pixels", "revision", "dtype")
 
@@ -81,6 +91,8 @@ class EndpointEngine:
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
+        if self._client.name_server_program() in _SERVERS_WITH_MODEL_DEFAULTS:
+            self._body |= _PLAIN_SAMPLING
         if settings.template:
             self._body["chat_template_kwargs"] = dict(settings.template)
 

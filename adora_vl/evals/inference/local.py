@@ -321,12 +321,13 @@ class TransformersEngine(LocalEngine):
             trust_remote_code=False,
         )
         self._model = model.to(self._device).eval()
-        eos = model.generation_config.eos_token_id  # one, several or none
-        self._eos_ids: list[int] = []
-        if isinstance(eos, int):
-            self._eos_ids = [eos]
-        elif eos is not None:
-            self._eos_ids = list(eos)
+        # As in a training and in vLLM: also the tokenizer's, which the config may lack.
+        self._eos_ids = [chat.eos_id]
+        config_eos = model.generation_config.eos_token_id  # one, several or none
+        if isinstance(config_eos, int):
+            self._eos_ids.append(config_eos)
+        elif config_eos is not None:
+            self._eos_ids += config_eos
         decoding: dict[str, Any] = {"do_sample": False}
         if settings.temperature > 0:
             decoding = {

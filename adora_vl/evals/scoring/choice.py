@@ -23,7 +23,6 @@ from adora_vl.evals.scoring.response_text import (
     without_markup,
 )
 from adora_vl.rewards.completion import answer_block, last_boxed
-from adora_vl.rewards.thinking import final_part
 
 # Words behind which a sentence says its answer, such as `the answer to this is`.
 _ANSWER_WORDS_PATTERN = re.compile(
@@ -93,10 +92,9 @@ def extract_choice(response: str, choices: Sequence[str]) -> Extraction:
     a refusal, or where several letters are stated. No response raises an error.
 
     Args:
-        response: The response of the model. A block of thinking is left out.
+        response: The response of the model, without a block of thinking.
         choices: The texts of 1 to 26 choices, empty where only their number is known.
     """
-    response = final_part(response)
     response = (answer_block(response) or response)[-MAX_RESPONSE_CHARS:].strip()
     response = find_answer_in_json(response) or response
     if not response:

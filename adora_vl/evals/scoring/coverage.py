@@ -4,7 +4,7 @@ The `coverage` of a score file has the numbers of answers that are scored, that 
 and that there would be to all the data.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -56,3 +56,12 @@ def describe_scored_part(score: Mapping[str, Any]) -> str | None:
     if not n_answers or n_answers >= n_in_data:
         return None
     return f"{n_answers} of {n_in_data}"
+
+
+def noun_of_counts(scores: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the counts of scores are of: `problems`, or `answers` where one has several of each.
+
+    `scores`: the contents of score files.
+    """
+    has_samples = any(score.get("samples") for score in scores)
+    return "answers" if has_samples else "problems"

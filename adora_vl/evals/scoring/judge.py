@@ -75,7 +75,7 @@ class Question(NamedTuple):
     choices: Sequence[str]
     """The options, for the kind `choice` alone."""
     response: str
-    """The response of the model."""
+    """The response of the model, without a block of thinking."""
 
 
 def extract_answers(
@@ -132,11 +132,10 @@ def describe_extraction(options: ExtractionOptions) -> dict[str, Any]:
 def extract_by_rules(question: Question) -> Extraction:
     """Extract the answer of a response by rules of our own, by the kind of the question.
 
-    A block of thinking is left out, and of the rest only the `<answer>` block is read if there is
-    one. The answer to a question that asks for a text is its last box, or else all of it.
+    Only the `<answer>` block is read if there is one. The answer to a question that asks for a text
+    is its last box, or else all of it.
     """
-    final_text = final_part(question.response)
-    response = answer_block(final_text) or final_text
+    response = answer_block(question.response) or question.response
     question = question._replace(response=response)
     exact_extraction = extract_exactly(question)
     if exact_extraction is not None:
@@ -307,7 +306,7 @@ def build_extraction_messages(question: Question) -> list[dict[str, str]]:
     lines = [f"<question>\n{question.text}"]
     if question.kind == "choice":
         lines += with_letters(question.choices)
-    reply = final_part(question.response)[-MAX_RESPONSE_CHARS:]
+    reply = question.response[-MAX_RESPONSE_CHARS:]
     lines.append(f"</question>\n<reply>\n{reply}\n</reply>")
     return [
         {"role": "system", "content": _JUDGE_INSTRUCTION.format(form=form)},

@@ -15,7 +15,6 @@ from adora_vl.evals.scoring.response_text import (
 )
 from adora_vl.rewards.answer import amount_of_money, read_value
 from adora_vl.rewards.completion import last_boxed
-from adora_vl.rewards.thinking import final_part
 
 # A heading that says no more than that the answer follows.
 _ANSWER_HEADING_PATTERN = re.compile(
@@ -140,10 +139,10 @@ def extract_number(response: str, question: str = "") -> Extraction:
     like (`_find_candidates`), and the last sentence with a number.
 
     Args:
-        response: The response of the model. A block of thinking is left out.
+        response: The response of the model, without a block of thinking.
         question: The question. Its numbers count only where a sentence has no other.
     """
-    response = final_part(response)[-MAX_RESPONSE_CHARS:].strip()
+    response = response[-MAX_RESPONSE_CHARS:].strip()
     response = find_answer_in_json(response) or response
     if not response:
         return Extraction("", "empty")
@@ -380,10 +379,9 @@ def _write_as_decimals(text: str) -> str:
 def extract_list(response: str) -> Extraction:
     """Extract the last list in brackets of a response, with the spaces that Python prints.
 
-    A list in the last box counts before one in JSON, and that before any other. A block of thinking
-    is left out.
+    A list in the last box counts before one in JSON, and that before any other.
     """
-    response = final_part(response)[-MAX_RESPONSE_CHARS:]
+    response = response[-MAX_RESPONSE_CHARS:]
     lists = (
         _find_lists(last_boxed(response) or "")
         or _find_lists(find_answer_in_json(response) or "")

@@ -438,16 +438,21 @@ def correct_by_problem(items: Iterable[GradedAnswer]) -> dict[str, list[bool]]:
     return correct
 
 
+def answers_per_problem(graded: Iterable[GradedAnswer]) -> int:
+    """Return the largest number of answers to a problem."""
+    return max(len(answers) for answers in correct_by_problem(graded).values())
+
+
 def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     """Compute avg@k and pass@j for j = 1, 2, 4, ... k, with intervals over the problems.
 
     k is the largest number of answers to a problem. Problems with fewer answers are counted as
     incomplete and left out. There are no figures if each problem has one answer.
     """
-    answers_of_problems = list(correct_by_problem(graded).values())
-    k = max(len(answers) for answers in answers_of_problems)
+    k = answers_per_problem(graded)
     if k == 1:
         return {}
+    answers_of_problems = list(correct_by_problem(graded).values())
     complete = [answers for answers in answers_of_problems if len(answers) == k]
     figures: dict[str, Any] = {
         "k": k,

@@ -7,7 +7,7 @@ The claims are those that the reward `steps` counts (`adora_vl.rewards.steps`), 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from adora_vl.evals.records import GradedAnswer, Prediction
@@ -68,26 +68,3 @@ def _mean_over_problems(
         counts_by_problem[item.pid].append(float(getattr(work, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
     return {"value": sum(means) / len(means), "interval_95": list(bootstrap_interval(means))}
-
-
-def step_lines(figures: Mapping[str, Any]) -> list[str]:
-    """Format the figures of `step_figures` as lines for the screen."""
-    lines = [
-        f"true claims of an answer: {_number_with_interval(figures['true'])}",
-        f"false claims of an answer: {_number_with_interval(figures['false'])}",
-    ]
-    lucky_figure = figures["lucky"]
-    if lucky_figure is None:
-        return [*lines, "right by luck: no answer is right"]
-    low, high = lucky_figure["interval_95"]
-    lines.append(
-        f"right by luck: {100 * lucky_figure['value']:.1f} % (95 %: {100 * low:.1f} to {100 * high:.1f}) "
-        f"of {lucky_figure['total']} right answers have a false claim, or none that is new"
-    )
-    return lines
-
-
-def _number_with_interval(figure: Mapping[str, Any]) -> str:
-    """Format a mean with its interval."""
-    low, high = figure["interval_95"]
-    return f"{figure['value']:.2f} (95 %: {low:.2f} to {high:.2f})"

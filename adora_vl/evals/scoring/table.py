@@ -1,27 +1,16 @@
 """Formats a score for the screen."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import zip_longest
+from typing import Any
 
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW
-from adora_vl.evals.records import AccuracyCell, BenchmarkFigures, Score, Scored
+from adora_vl.evals.records import BENCHMARK_BY_ALIAS, AccuracyCell, BenchmarkFigures, Score, Scored
 from adora_vl.evals.scoring.coverage import partial_score_notes
 from adora_vl.evals.scoring.score import find_benchmark_cells
-from adora_vl.evals.scoring.steps import step_lines
 from adora_vl.utils.cli import amount
 
 _MOST_GROUPS = 16  # of one kind in the table; the score file has all
-
-
-class _TableRow(NamedTuple):
-    """One row of the table of a score."""
-
-    kind: str
-    """The kind of group, such as `image_size`; only the first row of a kind has it."""
-    group: str
-    """The group, such as `to 256x256`."""
-    cell: AccuracyCell
-    """The accuracy in that group."""
 
 
 def format_score(scored: Scored) -> str:
@@ -32,7 +21,8 @@ def format_score(scored: Scored) -> str:
     """
     score, summary = scored
     overall: Any = score  # a score has the keys of a cell itself
-    rows = [_TableRow("all", "", overall)]
+    rows = [["", "", "right", "accuracy in %, [95 % interval]"]]
+    rows += _table_rows("all", {"": overall})
     shortened_kinds: list[str] = []
     for kind, cell_by_group in score["groups"].items():
         if _repeats_overall(cell_by_group, overall):
@@ -43,7 +33,7 @@ def format_score(scored: Scored) -> str:
             shortened_kinds.append(f"{kind} ({len(cell_by_group) - _MOST_GROUPS} more)")
     for key, cells in find_benchmark_cells(score).items():
         rows += _table_rows(key, cells)
-    lines = [describe_scored_run(score, summary), "", *_aligned_rows(rows)]
+    lines = [describe_scored_run(score, summary), "", *align_columns(rows)]
     if shortened_kinds:
         lines.append(f"in the score file only: {', '.join(shortened_kinds)}")
     lines.append("")
@@ -54,14 +44,18 @@ def format_score(scored: Scored) -> str:
     return "\n".join(lines)
 
 
-def _aligned_rows(rows: Sequence[_TableRow]) -> list[str]:
-    """Format the rows of the table, with their columns below each other."""
-    kind_width = max(len(row.kind) for row in rows)
-    group_width = max(len(row.group) for row in rows)
-    return [
-        f"{row.kind:<{kind_width}}  {row.group:<{group_width}}  {_cell_text(row.cell)}"
-        for row in rows
-    ]
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format the rows of a table, with their columns below each other.
+
+    A row may have fewer cells than others.
+    """
+    columns = list(zip_longest(*rows, fillvalue=""))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    lines: list[str] = []
+    for row in rows:
+        padded_cells = [f"{cell:<{width}}" for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join(padded_cells).rstrip())
+    return lines
 
 
 def _repeats_overall(cell_by_group: Mapping[str, AccuracyCell], overall: AccuracyCell) -> bool:
@@ -96,48 +90,49 @@ def describe_scored_run(score: Score, summary: BenchmarkFigures) -> str:
     )
 
 
-# The benchmarks that score any prepared folder. Its rows have ids such as `mine/train/5`.
-_BENCHMARKS_OF_FOLDERS = ("geometry3k", "problems")
-
-
 def name_of_data(score: Score) -> str:
     """Return the name of the scored data set.
 
-    It is the name of the benchmark, or for one that scores any prepared folder the name before the
-    first `/` of all ids.
+    It is the name of the benchmark, but `problems` scores any prepared folder. Its rows have ids such
+    as `mine/test/5`, and the name is what stands before the first `/` of all of them.
     """
     benchmark = str(score["benchmark"])
-    if benchmark not in _BENCHMARKS_OF_FOLDERS:
+    if BENCHMARK_BY_ALIAS.get(benchmark, benchmark) != "problems":
         return benchmark
     pids = [str(item["pid"]) for item in score["items"]]
     names = {pid.partition("/")[0] for pid in pids if "/" in pid}
     return names.pop() if len(names) == 1 else benchmark
 
 
-def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[_TableRow]:
-    """Build the rows of one kind of group, of which only the first has the name of the kind."""
-    rows: list[_TableRow] = []
+def _table_rows(kind: str, cell_by_group: Mapping[str, AccuracyCell]) -> list[list[str]]:
+    """Build the rows of one kind of group, of which only the first has the name of the kind.
+
+    A row has the kind, the group, the count such as `520/850`, and the accuracy.
+    """
+    rows: list[list[str]] = []
     for group, cell in cell_by_group.items():
         shown_kind = "" if rows else kind
-        rows.append(_TableRow(shown_kind, group, cell))
+        count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
+        rows.append([shown_kind, group, count, accuracy_text(cell)])
     return rows
 
 
-def _cell_text(cell: AccuracyCell) -> str:
-    """Format a count, a share and its interval: `520/850   61.2 %  (95 %: 57.9 to 64.4)`.
+def accuracy_text(cell: AccuracyCell | None) -> str:
+    """Format an accuracy with its interval for a table, in percent: `61.2 [57.9, 64.4]`.
 
-    A figure that is no count has the share alone.
+    A figure that is no count has the share alone. A missing figure, None, is `-`.
     """
-    count = f"{cell['correct']}/{cell['total']}" if "total" in cell else ""
-    text = f"{count:>11}  {100 * cell['accuracy']:5.1f} %"
+    if cell is None:
+        return "-"
+    share = f"{100 * cell['accuracy']:5.1f}"
     if "wilson_95" not in cell:
-        return text
+        return share
     low, high = cell["wilson_95"]
-    return f"{text}  (95 %: {100 * low:.1f} to {100 * high:.1f})"
+    return f"{share} [{100 * low:.1f}, {100 * high:.1f}]"
 
 
 def percent_with_interval(share: float, interval: Sequence[float]) -> str:
-    """Format a share with its interval in percent, such as `61.2 % (95 %: 57.9 to 64.4)`."""
+    """Format a share with its interval for a sentence, such as `61.2 % (95 %: 57.9 to 64.4)`."""
     low, high = interval
     return f"{100 * share:.1f} % (95 %: {100 * low:.1f} to {100 * high:.1f})"
 
@@ -173,6 +168,29 @@ def _answer_lines(score: Score) -> list[str]:
     if reflection:
         lines.append(f"reflective words: in {100 * reflection['share']:.1f} % of the answers")
     return lines
+
+
+def step_lines(figures: Mapping[str, Any]) -> list[str]:
+    """Format the figures on claims (see `step_figures`) as lines for the screen."""
+    lines = [
+        f"true claims of an answer: {_number_with_interval(figures['true'])}",
+        f"false claims of an answer: {_number_with_interval(figures['false'])}",
+    ]
+    lucky_figure = figures["lucky"]
+    if lucky_figure is None:
+        return [*lines, "right by luck: no answer is right"]
+    lucky_share = percent_with_interval(lucky_figure["value"], lucky_figure["interval_95"])
+    lines.append(
+        f"right by luck: {lucky_share} of {lucky_figure['total']} right answers have a false claim, "
+        "or none that is new"
+    )
+    return lines
+
+
+def _number_with_interval(figure: Mapping[str, Any]) -> str:
+    """Format a mean with its interval."""
+    low, high = figure["interval_95"]
+    return f"{figure['value']:.2f} (95 %: {low:.2f} to {high:.2f})"
 
 
 def _warning_lines(score: Score, summary: BenchmarkFigures) -> list[str]:

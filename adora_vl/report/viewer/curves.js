@@ -23,7 +23,7 @@ const HOW = {
 };
 const HOW_PHASES = "Where the time of a step goes: rollout is sampling, policy is the update.";
 const HOW_EVALUATION = "Problems that are not trained on. Judge the run by this curve.";
-const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other"];
+const PHASES = ["rollout", "grading", "policy", "sync", "wake", "sleep", "other", "evaluation"];
 
 function pointsOf(run, key) {
   return run.metrics.filter((line) => isNumber(line[key])).map((line) => [line.step, line[key]]);

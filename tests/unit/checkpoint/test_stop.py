@@ -21,8 +21,8 @@ from transformers import TrainerControl
 from adora_vl import train
 from adora_vl.checkpoint.stop import REPEATED_SIGNAL_S, StopOnSignal
 from adora_vl.utils import launch as launcher
-from adora_vl.utils.cli import EXIT_INTERRUPTED
 from adora_vl.utils.errors import RunError
+from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from tests.support.stand_ins import state_of
 
 ROOT = Path(__file__).parents[3]
@@ -294,7 +294,6 @@ WORDS = {
     "adora_vl.export": ["RUN", "OUT"],
     "adora_vl.migrate": ["easyr1", "a.json"],
     "adora_vl.report": ["."],
-    "adora_vl.report.compare": ["a.json", "b.json"],
     "eval.compare": ["a.json", "b.json"],
     "eval": ["geometry3k", "score"],
     "adora_vl": ["train", "--config", str(ROOT / "configs/train/smoke_cpu.yaml")],
@@ -303,9 +302,9 @@ NO_COMMAND = {
     "adora_vl": "lists the commands, and answers at once",
     "adora_vl.rewards.explain": "imports nothing that takes long, and answers at once",
 }
-PRESS = f"""
-import os, runpy, signal, sys
-module, sys.argv[1:] = sys.argv[1], sys.argv[2:]
+# The file that Python runs at its start, before the command
+SITE_CUSTOMIZE = f"""
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test runner in the background passes on that it is ignored
 pressed = []
 def hook(event, values):
@@ -314,8 +313,6 @@ def hook(event, values):
         os.kill(os.getpid(), signal.SIGINT)
 sys.addaudithook(hook)
 """
-AS_MODULE = PRESS + "runpy.run_module(module, run_name='__main__', alter_sys=True)"
-AS_SCRIPT = PRESS + "from importlib import import_module; sys.exit(import_module(module).main())"
 
 
 def commands() -> list[str]:
@@ -335,35 +332,53 @@ def scripts() -> list[str]:
     return [target.removesuffix(":main") for target in declared.values()]
 
 
-def press_ctrl_c(code: str, module: str, folder: Path) -> tuple[int, str]:
-    """Run a command that is interrupted while it imports; return its exit code and stderr.
+def press_ctrl_c(command: list[str], folder: Path) -> tuple[int, str]:
+    """Run Python with a command that is interrupted while it imports; return exit code and stderr.
 
-    `code`: `AS_MODULE` or `AS_SCRIPT`, which runs the module and sends the signal.
+    The command's folder is below `folder`, and holds the one file `a.json`.
     """
-    (folder / "a.json").write_text("{}")
-    words = WORDS.get(
-        module.removesuffix(".__main__"), ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")]
-    )
+    start_files = folder / "start"
+    start_files.mkdir()
+    (start_files / "sitecustomize.py").write_text(SITE_CUSTOMIZE)
+    working_folder = folder / "work"
+    working_folder.mkdir()
+    (working_folder / "a.json").write_text("{}")
     process = subprocess.run(
-        [sys.executable, "-c", code, module, *words],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        [sys.executable, *command],
+        cwd=working_folder,
+        env={"PYTHONPATH": f"{start_files}:{ROOT}", "PATH": "", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
+    assert [path.name for path in working_folder.iterdir()] == ["a.json"]
     return process.returncode, process.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("module", [*commands(), *(f"{name}:main" for name in scripts())])
-def test_a_module_that_is_interrupted_says_so_in_one_line(module, tmp_path):
-    """A command by `python -m`, and an installed one by its entry point (`:main`)."""
-    name = module.removesuffix(":main")
-    code, output = press_ctrl_c(AS_MODULE if name == module else AS_SCRIPT, name, tmp_path)
+@pytest.mark.parametrize("module", commands())
+def test_a_command_that_is_interrupted_says_so_in_one_line(module, tmp_path):
+    words = WORDS.get(module, ["--config", str(ROOT / "configs/train/smoke_cpu.yaml")])
+    code, output = press_ctrl_c(["-m", module, *words], tmp_path)
     assert code == EXIT_INTERRUPTED, output
     assert output.startswith("interrupted"), output
     assert output.count("\n") == 1, output
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_the_installed_command_is_interrupted_in_one_line(tmp_path):
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for name, entry_point in entry_points.items():
+        module, _, function = entry_point.partition(":")
+        script = tmp_path / name
+        script.write_text(f"import sys; from {module} import {function}; sys.exit({function}())")
+        code, output = press_ctrl_c([str(script), "eval", "geometry3k", "score"], tmp_path)
+        assert (code, output) == (EXIT_INTERRUPTED, "interrupted\n")
+
+
+def test_a_script_of_the_users_keeps_its_traceback(tmp_path):
+    """It imports the trainer, and Ctrl-C is its own affair."""
+    _, output = press_ctrl_c(["-c", "import adora_vl.evals.prepared"], tmp_path)
+    assert output.startswith("Traceback"), output
+    assert output.endswith("KeyboardInterrupt\n"), output
 
 
 def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, capsys):

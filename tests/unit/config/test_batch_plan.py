@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from transformers import Trainer
 from trl.trainer.utils import RepeatSampler
 
-from adora_vl.config.batch_plan import BatchLayout
-from adora_vl.planning.dry_run import optimizer_steps_of
+from adora_vl.config.batch_plan import BatchLayout, total_optimizer_steps
 from adora_vl.preflight.facts import ResolvedRun
 
 COUNTS = st.integers(min_value=1, max_value=6)
@@ -53,8 +52,11 @@ def test_a_dry_run_counts_the_steps_that_transformers_takes(layout, rows, epochs
     assume(layout.generation_batch % layout.num_generations == 0)
     assume(rows >= layout.prompts_per_generation)
     keys = Mock(max_steps=-1, num_train_epochs=epochs)
-    plan = Mock(run=Mock(layout=layout, config=keys), rows=rows)
-    assert optimizer_steps_of(plan) == transformers_steps(layout, rows, epochs)
+    steps = (
+        layout.optimizer_steps_per_epoch(rows),
+        total_optimizer_steps(keys, layout, rows),
+    )
+    assert steps == transformers_steps(layout, rows, epochs)
 
 
 @pytest.mark.parametrize("epochs", [0.5, 1, 1.5, 2])

@@ -15,7 +15,6 @@ COMMANDS = (
     "adora_vl.train",
     "adora_vl.doctor",
     "adora_vl.report",
-    "adora_vl.report.compare",
     "adora_vl.export",
     "adora_vl.builtin",
     "adora_vl.rewards.explain",

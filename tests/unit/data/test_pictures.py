@@ -440,6 +440,22 @@ def camera_tags(orientation: int | None = None) -> Image.Exif:
     return tags
 
 
+def turned_png_cases() -> list[StoredCase]:
+    """Return PNGs that say in a text how they are turned, and keep their size when it is done."""
+    gradient = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
+    tags = camera_tags(orientation=3).tobytes().hex()
+    profile = PngInfo()
+    profile.add_text("Raw profile type exif", f"\nexif\n{len(tags) // 2:8d}\n{tags}\n", zip=True)
+    xmp = PngInfo()
+    xmp.add_itxt("XML:com.adobe.xmp", '<rdf:Description tiff:Orientation="3"/>')
+    return [
+        StoredCase(
+            "ImageMagick's PNG", gradient, "PNG", {"pnginfo": profile}, is_stored_as_it_is=False
+        ),
+        StoredCase("Adobe's PNG", gradient, "PNG", {"pnginfo": xmp}, is_stored_as_it_is=False),
+    ]
+
+
 def stored_cases() -> list[StoredCase]:
     """Return files that show their pixels alone, and files that tell or show something else."""
     gradient = Image.linear_gradient("L").resize((40, 30)).convert("RGB")
@@ -468,6 +484,7 @@ def stored_cases() -> list[StoredCase]:
         ),
         StoredCase("text", gradient, "PNG", {"pnginfo": text}, is_stored_as_it_is=False),
         StoredCase("camera's PNG", gradient, "PNG", {"exif": tags}, is_stored_as_it_is=False),
+        *turned_png_cases(),
         StoredCase("grey", grey, "PNG", {}, is_stored_as_it_is=False),
         StoredCase("palette", palette, "PNG", {}, is_stored_as_it_is=False),
         StoredCase("see-through", see_through, "PNG", {}, is_stored_as_it_is=False),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from adora_vl.evals.compare import caution_lines
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.score_files import read_run
 from adora_vl.evals.scoring.score import summarise_grades, verdict_of
-from adora_vl.report.compare import main as gain
 from eval.compare import main
 from eval.suite import table_lines
 
@@ -61,6 +61,36 @@ def test_the_difference_its_tests_and_the_groups(tmp_path, capsys):
     assert "no run has the group 'tsk'; they have task" in capsys.readouterr().err
 
 
+def test_every_run_has_its_gain_over_the_first_one_also_by_group(tmp_path, capsys):
+    """A gain is in points, and stands behind each figure of a run that the first one has too."""
+    before = write_score_file(tmp_path / "before.json", "0" * 20)
+    after = write_score_file(tmp_path / "after.json", "10" * 10)  # the group `a` gained alone
+    grpo = write_score_file(tmp_path / "grpo.json", "11" * 9 + "00")
+    lines = print_comparison(
+        capsys, before, after, grpo, "--by", "task", "--no-published"
+    ).splitlines()
+    assert lines[0].endswith(f"gain in points over {before}")
+    assert lines[1].split() == ["all", "gain"]
+    gain_by_heading: dict[str, dict[str, list[str]]] = {}
+    heading = "all"
+    for line in lines[2:]:
+        words = line.split()
+        if line.startswith("task = "):
+            heading = line
+        elif words and words[0] in (before, after, grpo) and " of " in line:
+            words_behind_count = words[words.index("of") + 2 :]
+            gain_by_heading.setdefault(heading, {})[words[0]] = words_behind_count
+    assert gain_by_heading == {
+        "all": {before: [], after: ["+50.0"], grpo: ["+90.0"]},
+        "task = a": {before: [], after: ["+100.0"], grpo: ["+90.0"]},
+        "task = b": {before: [], after: ["+0.0"], grpo: ["+90.0"]},
+    }
+    # The cells of a column begin below each other.
+    assert len({line.index("[") for line in lines[2:5]}) == 1
+    loss_lines = print_comparison(capsys, grpo, after).splitlines()
+    assert loss_lines[3].endswith("-40.0")
+
+
 def test_published_rows_are_there_and_marked_as_quoted(tmp_path, capsys):
     """Published figures stand below the measured ones, with the word `quoted`."""
     path = write_score_file(tmp_path / "one.json", "01")
@@ -88,6 +118,10 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 601)
     assert "7B GRPO (quoted)" in shown_for(["geometry3k"], 598), "some references are unreadable"
+    # The command of this benchmark has two names.
+    data_set = {"sources": ["geometry3k"], "splits": ["test"], "problems": 601}
+    path = write_score_file(tmp_path / "same.json", "01", "problems", data_set=data_set)
+    assert "7B GRPO (quoted)" in print_comparison(capsys, path)
     limited = {"answers": 598, "asked": 598, "in_data": 601}
     blank = {"fields": {"view": "blank"}}
     texts_without = [
@@ -126,11 +160,7 @@ def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):
     assert "warning: the runs do not have the same problems" in text
     coverage = {"answers": 7, "asked": 40, "in_data": 40}
     part = write_score_file(tmp_path / "part.json", "0110", coverage=coverage)
-    texts = [
-        print_comparison(capsys, part),
-        print_comparison(capsys, part, score_path),
-        print_training_comparison(capsys, part, score_path),
-    ]
+    texts = [print_comparison(capsys, part), print_comparison(capsys, part, score_path)]
     for text in texts:
         assert "the score of a part: 7 of 40 answers are there" in text
     assert "of 7 of 40" in print_comparison(capsys, part)
@@ -142,11 +172,7 @@ def test_a_score_of_a_part_says_so_wherever_it_is_shown(tmp_path, capsys):
     part = write_score_file(tmp_path / "part.json", "0110", coverage=limited)
     coverage = {"answers": 4, "asked": 4, "in_data": 4}
     whole_score = write_score_file(tmp_path / "one.json", "0110", coverage=coverage)
-    texts = [
-        print_comparison(capsys, part),
-        print_comparison(capsys, whole_score, part),
-        print_training_comparison(capsys, whole_score, part),
-    ]
+    texts = [print_comparison(capsys, part), print_comparison(capsys, whole_score, part)]
     for text in texts:
         assert "4 of the 512 answers to all the data (--limit)" in text
     lines = print_comparison(capsys, whole_score, part).splitlines()
@@ -178,7 +204,8 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
     assert "no McNemar" in text
     samples = {"k": 4, "avg@4": {"value": 0.5}, "pass@1": {"value": 0.5}, "pass@4": {"value": 0.75}}
     sampled_score = write_score_file(tmp_path / "a.json", "01", samples=samples)
-    _, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    caption, head, line = print_comparison(capsys, sampled_score).splitlines()[:3]
+    assert caption == "mathvista: accuracy in %, [95 % interval], answers"
     assert head.split() == ["all", "avg@4", "pass@4"]
     assert line.split()[-2:] == ["50.0", "75.0"]
 
@@ -246,12 +273,13 @@ def test_every_setting_that_differs_is_a_warning_here_and_in_the_gained(case, ca
                 folder / "same.json", "0111", **fingerprint_with(model="another", seed=3)
             )
             changed = write_score_file(folder / "other.json", "0111", **fingerprint)
-            for compare in (print_comparison, print_training_comparison):
-                assert "warning" not in compare(capsys, first, same)
-                lines = compare(capsys, first, changed).splitlines()
-                (warning,) = [line for line in lines if line.startswith("warning")]
-                assert f"differ in {name}" in warning
-                assert '"different"' in warning
+            assert "warning" not in print_comparison(capsys, first, same)
+            assert caution_lines([read_run(first), read_run(same)]) == []
+            lines = print_comparison(capsys, first, changed).splitlines()
+            (warning,) = [line for line in lines if line.startswith("warning")]
+            assert f"differ in {name}" in warning
+            assert '"different"' in warning
+            assert caution_lines([read_run(first), read_run(changed)]) == [warning]
 
 
 # Which of ten problems are solved: many.
@@ -379,8 +407,8 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         assert f"having zoom {gain}" in text
         assert "warning" not in text
     # The comparison of trainings does not say what tools gain.
-    warning = "warning: the runs differ in tools"
-    assert warning in print_training_comparison(capsys, without_tools, with_tools)
+    cautions = caution_lines([read_run(without_tools), read_run(with_tools)])
+    assert any("the runs differ in tools" in line for line in cautions)
     # Another model is no comparison of tools, and another setting is one with a warning.
     other_model = fingerprint_with(model_hash="n", **TOOL_FIELDS)
     other_limit = fingerprint_with(model_hash="m", max_tokens=9, **TOOL_FIELDS)
@@ -393,9 +421,3 @@ def test_a_run_with_tools_and_one_without_say_what_the_tools_gain_and_harm(
         warnings = [line for line in text.splitlines() if "warning" in line]
         assert [warning.split()[5].strip(":") for warning in warnings] == warned_fields
         assert (f"having zoom {gain}" in text) is is_about_tools
-
-
-def print_training_comparison(capsys: pytest.CaptureFixture[str], *files: str) -> str:
-    """Run the comparison of trainings on these scores, and return what it prints."""
-    assert gain(list(files)) == 0
-    return capsys.readouterr().out

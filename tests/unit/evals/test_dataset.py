@@ -11,6 +11,7 @@ import pytest
 from PIL import ExifTags, Image
 
 from adora_vl.data.images import UnreadableImageError
+from adora_vl.evals.benchmark import load_checked_problems
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.records import Problem
 from adora_vl.utils.errors import UserError
@@ -226,8 +227,8 @@ def test_a_question_may_stand_in_its_picture(tmp_path):
     folder = write_mmstar(tmp_path, rows)
     problems = mmstar.load(mmstar_options(folder, no_image=False)).problems
     assert [problem.prompt for problem in problems] == [rows[0]["question"], ""]
-    with pytest.raises(UserError, match="row 2 problem: '' is not a text"):
-        mmstar.load(mmstar_options(folder, no_image=True))
+    with pytest.raises(UserError, match="the problem '1' problem: '' is not a text"):
+        load_checked_problems(mmstar.BENCHMARK, mmstar_options(folder, no_image=True))
 
 
 def test_a_split_is_not_taken_from_the_file_of_another(tmp_path):

@@ -209,12 +209,11 @@ def test_a_failed_judge_is_a_recorded_failure_and_never_an_answer(case, serve, c
             assert score_with_judge(folder, serve(judge_reply).url, rows=rows)["correct"] == 1
 
 
-@pytest.mark.parametrize("code", [401, 403])
 def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_one(
-    tmp_path, serve, capsys, code
+    tmp_path, serve, capsys
 ):
     """The key ends after the first answers; 17 of 20 rows would have counted as failed."""
-    server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (code, b"ended"))
+    server = serve(lambda body, call: judge_reply(body, call) if call <= 3 else (401, b"ended"))
     rows = [prediction(str(number), "I count five.") for number in range(20)]
     score_file = tmp_path / "s.json"
     benchmark_data.score_predictions(BENCHMARK, tmp_path, rows)  # by rules
@@ -223,7 +222,7 @@ def test_a_refused_key_ends_the_score_and_the_same_command_goes_on_with_a_right_
     assert main(BENCHMARK, benchmark_data.score_command(tmp_path, rows, *judge)) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: judge_url: {server.url} refuses the key in {KEY_VARIABLE} for the model 'j' "
-        f"(HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+        f"(HTTP 401: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
     )
     assert len(server.requests) <= 3 + 8, "none but the calls under way"
     assert score_file.read_bytes() == earlier_score

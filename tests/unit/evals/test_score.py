@@ -18,7 +18,6 @@ from adora_vl.evals.inference.requests import AnswerRequest
 from adora_vl.evals.inference.runner import AnswerSample, answer_batch
 from adora_vl.evals.options import HubDataOptions
 from adora_vl.evals.prepared import GraderOptions, answer_form
-from adora_vl.evals.prepared_benchmark import PreparedDataOptions
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.files import figures_in_training as figures
 from adora_vl.evals.scoring.files import score_predictions_file
@@ -43,6 +42,7 @@ from eval import command
 from eval.geometry3k import BENCHMARK
 from eval.geometry3k import BENCHMARK as GEOMETRY3K
 from eval.mathvista import BENCHMARK as MATHVISTA
+from eval.problems import PreparedDataOptions
 from tests.support.benchmark_data import (
     mathvista_rows,
     write_geometry3k,

@@ -19,7 +19,7 @@ def test_no_benchmark_needs_the_names_eval_and_data_prep(tmp_path: Path) -> None
         (tmp_path / name).write_text("raise SystemExit('a file of the user was run')\n")
     script = (
         "import sys\n"
-        "import adora_vl.evaluation, adora_vl.record.summary, adora_vl.report.compare\n"
+        "import adora_vl.evaluation, adora_vl.record.summary, adora_vl.report.compare_runs\n"
         "from adora_vl.evals.benchmark import BENCHMARK_NAMES, find_benchmark\n"
         "print(*(find_benchmark(name).name for name in BENCHMARK_NAMES))\n"
         "print(*{'eval', 'data_prep'} & sys.modules.keys())\n"

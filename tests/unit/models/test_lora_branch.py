@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.models import lora_branch
-from adora_vl.models.lora_branch import compute_branches_first
+from adora_vl.models.lora_branch import compute_branches_first, untested_peft_notes
 from tests.support.small_models import TEXT_CONFIG
 
 TOKEN_IDS = torch.arange(34).view(2, 17) % TEXT_CONFIG["vocab_size"]
@@ -124,5 +124,9 @@ def test_a_copy_computes_with_its_own_weights():
 
 @pytest.mark.parametrize("number", ["0.20.1", "0.22.0", "1.0"])
 def test_another_version_of_peft_keeps_its_order(number, monkeypatch):
-    monkeypatch.setattr(lora_branch, "version", lambda name: number)
+    assert untested_peft_notes() == []
+    monkeypatch.setattr(lora_branch, "installed_version", lambda name: number)
     assert compute_branches_first(adapted_policy()) == 0
+    (note,) = untested_peft_notes()
+    assert note.startswith(f"peft {number} is installed")
+    assert note.endswith("pip install 'peft<0.22,>=0.21'")

@@ -22,13 +22,8 @@ from adora_vl.data.prompt_lengths import PromptLengths, resize_limits_of
 from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.data.token_counters import tokenizer_counter
 from adora_vl.models.load import PRETRAINED_FOLDER, limit_pixels, load_processor
-from adora_vl.planning.dry_run import (
-    batch_lines,
-    learning_rate_line,
-    length_lines,
-    optimizer_steps_of,
-)
 from adora_vl.planning.plan import make_plan
+from adora_vl.planning.report import batch_lines, learning_rate_line, length_lines
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main as data_prep
@@ -140,7 +135,8 @@ def _check_recipe(processes, generation, update):
     another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
     assert another in text
     assert f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
-    assert optimizer_steps_of(plan) == ((128, 1920) if processes == 8 else (256, 3840))
+    steps = (plan.steps_per_epoch, plan.total_steps)
+    assert steps == ((128, 1920) if processes == 8 else (256, 3840))
     assert (
         "cosine_with_min_lr, 1e-06 at the first update, 5.5e-07 half-way, 1e-07 at the last."
         in text
@@ -383,3 +379,17 @@ def test_a_tiny_model_with_rows_of_ones_own_is_named_at_the_start(data_folder, t
     (own_rows / "manifest.json").write_text(json.dumps({**manifest, "source": "own/file"}))
     assert main([*words, "--dataset_name", str(own_rows)]) == 0
     assert "tiny knows the drawn problems alone" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_peft_that_switches_an_optimisation_off_is_named(
+    data_folder, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr("adora_vl.models.lora_branch.installed_version", lambda name: "0.99.0")
+    note = "peft 0.99.0 is installed, and its order"
+    words = ["--config", str(CONFIGS / "train" / "smoke_cpu.yaml"), "--dry-run"]
+    words += ["--dataset_name", str(data_folder), "--output_dir", str(tmp_path / "run")]
+    words += ["--use_vllm", "false", "--use_peft", "true"]
+    assert main([*words, "--gradient_checkpointing", "true"]) == 0
+    assert note in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "--gradient_checkpointing", "false"]) == 0
+    assert note not in " ".join(capsys.readouterr().out.split())

@@ -23,15 +23,8 @@ from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
 from adora_vl.planning.disk import checkpoint_bytes, checkpoint_of, run_bytes
-from adora_vl.planning.memory import (
-    Engine,
-    Setup,
-    Sharing,
-    cache_bytes_per_token,
-    engine_memory,
-    frozen_tower_memory,
-    predict_memory,
-)
+from adora_vl.planning.engine_memory import Engine, cache_bytes_per_token, engine_memory
+from adora_vl.planning.memory import Setup, Sharing, frozen_tower_memory, predict_memory
 from adora_vl.planning.what_fits import (
     batch_sizes,
     fits_into_gpu,

@@ -209,6 +209,26 @@ def test_a_run_from_python_is_another_one_with_any_other_reward():
     assert texts[-1] == json.dumps(of_python(rewards=Brevity(6)), sort_keys=True)
 
 
+def reward_that_counts(start: int) -> Callable[..., list[float]]:
+    """Return a reward function that counts the rollouts that it has scored, beginning at `start`."""
+    count = start
+
+    def counting(completions: list[object], **columns: object) -> list[float]:
+        nonlocal count
+        count += len(completions)
+        return [1.0 for _ in completions]
+
+    return counting
+
+
+def test_a_run_from_python_is_the_same_one_when_its_reward_has_counted_on():
+    """A second trainer in one notebook would be refused, as one with another reward."""
+    texts = {
+        json.dumps(of_python(rewards=reward_that_counts(start)), sort_keys=True) for start in (0, 9)
+    }
+    assert len(texts) == 1
+
+
 def test_a_run_from_python_is_the_same_one_with_its_judge_at_another_address():
     texts = {
         rewards_text([{"judge": {"model": "m", "base_url": f"http://{host}:8000/v1"}}, "accuracy"])

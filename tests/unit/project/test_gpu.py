@@ -1,6 +1,4 @@
-"""The command that accepts a GPU: every check at the small size on a CPU, and what becomes of one
-that goes wrong.
-"""
+"""The command that accepts a GPU: what becomes of a check that goes wrong, and of figures."""
 
 import json
 import math
@@ -31,7 +29,7 @@ from benchmarks.gpu import (
     vision,
 )
 from benchmarks.gpu.__main__ import main, warning_of_limits
-from benchmarks.gpu.checks import CHECKS, GPUCheck
+from benchmarks.gpu.checks import GPUCheck
 from benchmarks.gpu.setting import Setting
 from benchmarks.gpu.table import (
     CheckLine,
@@ -44,74 +42,16 @@ from benchmarks.gpu.table import (
     table,
     verdict_line,
 )
+from tests.support.gpu_checks import (
+    CHECKS_FOR_A_GPU_ENGINE,
+    SMALL_ON_CPU,
+    failed_lines,
+    run_check_on_cpu,
+)
 
 slow = pytest.mark.slow  # starts processes, or computes: `make test` has what judges their figures
 
-SMALL_ON_CPU = Setting(full=False, device=torch.device("cpu"))
-# In a process of its own: what needs a process group or an engine.
-CHECKS_IN_OWN_PROCESS = [
-    "cards",
-    "zero3",
-    "offload",
-    "engine",
-    "recipe",
-    "drift",
-    "server",
-    "step",
-    "tools",
-]
-CHECKS_FOR_A_GPU_ENGINE = ["recipe_v1", "four_bit"]
-CHECKS_IN_THIS_PROCESS = [
-    check.name
-    for check in CHECKS
-    if check.name not in {*CHECKS_IN_OWN_PROCESS, *CHECKS_FOR_A_GPU_ENGINE, "deepspeed"}
-]
-BROKEN_CHECKS_MODULE = "tests.unit.project.gpu_checks"
-
-
-def check_named(name: str) -> GPUCheck:
-    (check,) = [check for check in CHECKS if check.name == name]
-    return check
-
-
-def run_check_on_cpu(name: str) -> list[CheckLine]:
-    return list(checks.lines_until_error(check_named(name), SMALL_ON_CPU))
-
-
-def failed_lines(lines: list[CheckLine]) -> list[CheckLine]:
-    return [line for line in lines if line.verdict is CheckResult.FAIL]
-
-
-def assert_no_failure(lines: list[CheckLine]) -> None:
-    print(table(lines))
-    assert failed_lines(lines) == []
-    assert any(line.verdict is CheckResult.OK for line in lines)
-
-
-@slow
-@pytest.mark.parametrize("name", CHECKS_IN_THIS_PROCESS)
-def test_a_check_runs_on_a_cpu_and_finds_nothing_wrong(name):
-    lines = run_check_on_cpu(name)
-    if name == "attention":  # its one line has seconds, and nothing else
-        assert [(line.verdict, line.note) for line in lines] == [
-            (CheckResult.SKIPPED, "seconds are judged on a GPU only")
-        ]
-    else:
-        assert_no_failure(lines)
-    assert all(line.note for line in lines), (
-        "each line says where its bound comes from, or why it was skipped"
-    )
-
-
-@slow
-@pytest.mark.parametrize("name", CHECKS_IN_OWN_PROCESS)
-def test_a_check_runs_in_its_own_process_and_finds_nothing_wrong(name):
-    """What DeepSpeed has compiled for other tests is used, which would take most of a minute."""
-    assert_no_failure(
-        checks.run(
-            replace(check_named(name), limit=580), "small", Path(os.environ["TORCH_EXTENSIONS_DIR"])
-        )
-    )
+BROKEN_CHECKS_MODULE = "tests.unit.project.broken_gpu_checks"
 
 
 @pytest.mark.parametrize("name", CHECKS_FOR_A_GPU_ENGINE)

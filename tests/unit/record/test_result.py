@@ -145,6 +145,17 @@ def test_a_run_without_a_record_has_an_interval_over_its_steps(tmp_path: Path) -
     assert describe_result(tmp_path, []) is None
 
 
+def test_the_last_fifth_begins_with_the_first_step_of_its_first_line(tmp_path):
+    """A line has the figures of all steps since the line before, here of ten."""
+    early_steps = [[0.0, 1.0]] * 10
+    later_steps = [[1.0, 1.0]] * 40
+    run = write_run(tmp_path, early_steps + later_steps)
+    log = [{"step": step, PASS_RATE_KEY: 0.5 if step == 10 else 1.0} for step in range(10, 51, 10)]
+    change = training_change(run, log, PASS_RATE_KEY)
+    assert change is not None
+    assert change.over == "20 and 20 groups"
+
+
 def test_a_record_that_has_lost_its_beginning_does_not_speak_for_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", RATES_WITH_NOISE)
     log = read_metrics(run / "metrics.jsonl")
@@ -165,6 +176,11 @@ def test_the_score_in_the_runs_folder_comes_first(tmp_path: Path) -> None:
     result = describe_result(run, log)
     assert result is not None
     assert result.startswith("held-out accuracy, mine 50.0 % (95 %: 35.2 to 64.8) of 40 of 512 ")
+    write_score(run / SCORE_FILE_AFTER, "01" * 20, samples={"k": 4})
+    result = describe_result(run, log)
+    assert result is not None
+    assert " of 40 answers (" in result
+    write_score(run / SCORE_FILE_AFTER, "01" * 20, coverage=coverage)
     write_score(run / SCORE_FILE_BEFORE, "01" * 19 + "00")
     result = describe_result(run, log)
     assert result is not None

@@ -74,7 +74,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         spend(16)
     spend(32)
     phases.leave_phase()
-    with phases.phase("rollout"):  # an evaluation between two steps
+    with phases.phase("rollout"):  # between two steps
         spend(64)
     assert phases.take_seconds() == {
         "rollout": 10,
@@ -87,7 +87,7 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
         ("rollout", "grading", "policy", "sync", "other"), 0
     ), "none of sleep mode"
     assert PhaseClock(
-        print, clock, wait=lambda: None, sleep_mode=True
+        print, clock, wait=lambda: None, sleep_mode=True, evaluates=True
     ).take_seconds() == dict.fromkeys(PHASES, 0)
 
     phases.enter_phase("policy")
@@ -98,6 +98,20 @@ def test_every_second_belongs_to_one_phase_also_where_one_fails():
     phases.leave_phase()
     assert phases.take_seconds()["grading"] == 1
     assert phases.take_seconds()["policy"] == 0
+
+
+def test_an_evaluation_is_a_phase_of_its_own_with_all_that_it_samples():
+    clock = Clock()
+    phases = PhaseClock(print, clock, wait=lambda: None, evaluates=True)
+    clock.now += 1  # saving a checkpoint
+    with phases.evaluation():
+        clock.now += 2
+        with phases.phase("sync"):
+            clock.now += 4
+    seconds = phases.take_seconds()
+    assert seconds["evaluation"] == 6
+    assert seconds["other"] == 1
+    assert seconds["sync"] == 0
 
 
 LOG_ENTRY = {
@@ -151,6 +165,9 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     )  # logged every fifth step
     assert no_signal_warning(history[:-2]) is None  # four steps may be chance
     assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
+    # a method that learns from equal rewards, as DAPO's penalty for long answers
+    learned = {"adora/signal_share": 0.25}
+    assert no_signal_warning([*history, _log_entry(8, **learned)]) is None
     assert no_signal_warning([]) is None
 
 

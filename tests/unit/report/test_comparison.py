@@ -1,4 +1,4 @@
-"""Did it help? Training runs against each other, and scores before and after a training."""
+"""Did it help? Training runs against each other."""
 
 import json
 from pathlib import Path
@@ -9,17 +9,13 @@ import pytest
 from adora_vl.evals.records import GradedAnswer, RowGrade
 from adora_vl.evals.scoring.score import summarise_grades, verdict_of
 from adora_vl.evals.scoring.statistics import (
-    bootstrap_interval,
     paired_t_interval,
     student_quantile,
     welch_interval,
-    wilson_interval,
 )
 from adora_vl.report.__main__ import main
-from adora_vl.report.compare import main as gain
 from adora_vl.report.compare_runs import at_budget, between_seeds
 from adora_vl.report.comparison_sides import PASS_RATE, read_compared, rollouts_per_step
-from eval.geometry3k import BENCHMARK
 
 RUN_CONFIG = {
     "seed": 0,
@@ -164,6 +160,21 @@ def test_a_line_of_several_steps_stands_for_the_seconds_of_all_of_them(tmp_path)
     assert [(point.rollouts, point.seconds) for point in points] == [(80, 15), (160, 30)]
 
 
+def test_seconds_of_an_evaluation_are_those_of_the_steps_before_it(tmp_path):
+    """It is logged before the line of its step, and its own seconds are none of training."""
+    folder = Path(write_run(tmp_path / "a", [0.1]))
+    lines = [
+        {"step": 0, "kind": "eval", "eval_drawn_accuracy": 0.1},
+        {"step": 4, "kind": "eval", "eval_drawn_accuracy": 0.2},
+        {"step": 5, "kind": "train", "seconds/rollout": 2.0, "seconds/evaluation": 30.0},
+        {"step": 8, "kind": "eval", "eval_drawn_accuracy": 0.3},
+        {"step": 8, "kind": "end", "seconds/rollout": 4.0, "seconds/evaluation": 30.0},
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    points = read_compared(folder).curves["drawn"]
+    assert [point.seconds for point in points] == [0, 8, 5 * 2 + 3 * 4]
+
+
 def test_two_runs_with_one_seed_are_judged_over_the_problems(tmp_path, capsys):
     a = write_run(tmp_path / "a", [0.1] * 10, 5)
     b = write_run(
@@ -295,118 +306,3 @@ def test_what_makes_no_two_sides_is_one_line(tmp_path, capsys):
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1
-
-
-def write_score(path: Path, right: str, **fields: Any) -> str:
-    """Problems of the kinds vertical and supplementary in turn; `right` has a 1 for each right
-    answer.
-    """
-    graded = [
-        GradedAnswer(
-            str(number),
-            RowGrade(
-                verdict_of(hit == "1"),
-                None,
-                "r",
-                {
-                    "family": ["crossing"],
-                    "kind": [f"crossing, {('supplementary', 'vertical')[number % 2]}"],
-                },
-            ),
-        )
-        for number, hit in enumerate(right)
-    ]
-    items = [{"pid": item.pid, "verdict": item.grade.verdict} for item in graded]
-    path.write_text(
-        json.dumps(
-            summarise_grades(graded)
-            | {"benchmark": BENCHMARK.name, "rules": {}, "items": items}
-            | fields
-        )
-    )
-    return str(path)
-
-
-def interval(correct: int, total: int) -> str:
-    low, high = wilson_interval(correct, total)
-    return f"{100 * correct / total:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
-
-
-def test_what_stands_beside_gets_a_column_a_paired_difference_and_its_origin(tmp_path, capsys):
-    before = write_score(tmp_path / "before.json", "0" * 20)
-    after = write_score(tmp_path / "after.json", "10" * 10)  # supplementary kept, vertical lost
-    grpo = write_score(tmp_path / "grpo.json", "11" * 9 + "00")
-    assert gain([before, after, "--beside", f"GRPO={grpo}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("GRPO [95 %]")
-    rows = {line.split("%")[0].split()[0]: line for line in lines[1:5]}
-    assert list(rows) == ["all", "crossing", "supplementary", "vertical"]
-    for name, figures in {
-        "all": (0, 10, 18, 20),
-        "crossing": (0, 10, 18, 20),
-        "supplementary": (0, 10, 9, 10),
-        "vertical": (0, 0, 9, 10),
-    }.items():
-        columns = [
-            rows[name].index(interval(correct, figures[-1])) for correct in figures[:3] if correct
-        ]
-        assert columns == sorted(columns), name
-    low, high = bootstrap_interval([0.0, -1.0] * 9 + [1.0, 0.0])
-    assert f"after - GRPO: -40.0 points, 95 % [{100 * low:+.1f}, {100 * high:+.1f}]" in "\n".join(
-        lines
-    )
-
-
-def test_the_gain_says_whether_the_intervals_overlap(tmp_path, capsys):
-    before = write_score(tmp_path / "b", "1" * 30 + "0" * 70)
-    after = write_score(tmp_path / "a", "1" * 60 + "0" * 40)
-    assert gain([before, after]) == 0
-    printed = capsys.readouterr().out
-    assert interval(30, 100) in printed
-    assert interval(60, 100) in printed
-    assert "+30.0" in printed
-    assert "do not overlap" in printed
-    assert gain([after, before]) == 0  # a loss, just as clear
-    assert "do not overlap" in capsys.readouterr().out
-    assert gain([before, before]) == 0
-    assert "intervals overlap" in capsys.readouterr().out
-
-
-def test_a_score_of_other_problems_has_no_difference(tmp_path, capsys):
-    before = write_score(tmp_path / "b", "0011")
-    after = write_score(tmp_path / "a", "0111")
-    assert gain([before, after, "--beside", f"GRPO={write_score(tmp_path / 'g', '1111')}"]) == 0
-    printed = capsys.readouterr().out
-    assert "after - GRPO: -25.0 points" in printed
-    items = [{"pid": f"other/{number}", "verdict": "correct"} for number in range(4)]
-    assert (
-        gain(
-            [before, after, "--beside", f"GRPO={write_score(tmp_path / 'g', '1111', items=items)}"]
-        )
-        == 0
-    )
-    printed = capsys.readouterr().out
-    assert "after - GRPO" not in printed
-    assert "100.0 %" in printed
-    assert "before and GRPO do not have the same problems" in printed
-
-
-def test_what_cannot_be_compared_is_the_users_mistake(tmp_path, capsys):
-    before = write_score(tmp_path / "b", "0011")
-    short = write_score(tmp_path / "s", "01")
-    mmstar_score = write_score(tmp_path / "o", "0011", benchmark="mmstar")
-    mistakes = [
-        ("score.json", "is not NAME=FILE, such as GRPO=score.json"),
-        ("=score.json", "is not NAME=FILE"),
-        ("GRPO=nowhere.json", "'nowhere.json' is not a readable score file"),
-        (f"GRPO={short}", "before has 4 answers and GRPO 2"),
-        (f"GRPO={mmstar_score}", "'GRPO' is of mmstar and 'before' of geometry3k"),
-    ]
-    cases = [([before, before, "--beside", beside], message) for beside, message in mistakes]
-    cases += [([], ""), (["nowhere.json", "nowhere.json"], "nowhere.json"), ([before, short], "")]
-    for words, message in cases:
-        assert gain(words) == 2, words
-        error = capsys.readouterr().err
-        assert error.startswith("error: "), words
-        assert error.count("\n") == 1, words
-        assert message in error, words

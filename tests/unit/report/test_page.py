@@ -36,6 +36,7 @@ ATTENUATED_GROUP = {
     "longest_right": 18.0,
     "mean_wrong": 21.25,
     "equal": False,
+    "learned": False,
     "left": 0,
     "size": 4,
 }
@@ -150,6 +151,12 @@ CHANGED_GROUP_AND_REASON: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {},
         "No rollout of the group has a reward to compare with another, so nothing is "
         "learned from it.",
+    ),
+    (
+        {"equal": True, "learned": True, "weight": 1.0, "tds": False, "longest_right": 30.0},
+        {},
+        "Kept at weight 1: TAS, the longest right rollout is longer than the mean of the finished "
+        "wrong ones. All rewards are equal, but the run's method learns from it too.",
     ),
     (
         {},

@@ -39,7 +39,7 @@ def rollout_row(group: dict[str, Any], position: int, step: int) -> dict[str, An
     }
     for name, values in group.items():
         row[name] = values[position]
-    row["advantage"] = row["advantage_raw"] * row["weight"]
+    row.setdefault("advantage", row["advantage_raw"] * row["weight"])
     return row
 
 
@@ -73,6 +73,34 @@ def test_signal_and_weights_are_those_of_the_groups_whose_rewards_differ(tmp_pat
     assert weights == (
         "Weights: 1 of these groups (33 %) were attenuated. They held 33 % of all |advantage| "
         "before the weights and 5 % after."
+    )
+
+
+def test_a_group_that_the_loss_did_not_get_has_no_part_in_the_weights(tmp_path: Path) -> None:
+    """`refill` samples more groups with signal than it needs, and records those too."""
+    learned = rollout_pair(rewards=(1.0, 0.0))
+    attenuated = rollout_pair(rewards=(1.0, 0.0), weight=0.5)
+    not_needed = {**attenuated, "advantage": (0.0, 0.0)}
+    signal, weights = story_from(tmp_path, [[learned, attenuated, not_needed, not_needed]])
+    assert signal == (
+        "Signal: 4 of 4 recorded groups (100 %) have rewards that differ, and only these are "
+        "learned from, but for 2 that were left out."
+    )
+    assert weights == (
+        "Weights: 1 of these groups (50 %) were attenuated. They held 50 % of all |advantage| "
+        "before the weights and 33 % after."
+    )
+
+
+def test_a_method_that_learns_from_equal_rewards_is_believed(tmp_path: Path) -> None:
+    """DAPO's penalty for long answers gives such a group advantages, and so may a user's method."""
+    equal = rollout_pair(rewards=(1.0, 1.0))
+    penalized = {**equal, "advantage": (0.7, -0.7)}
+    rounding_error = {**equal, "advantage": (5e-4, 5e-4)}
+    signal, _ = story_from(tmp_path, [[penalized, rounding_error, equal]])
+    assert signal == (
+        "Signal: 0 of 3 recorded groups (0 %) have rewards that differ. The run's method learned "
+        "from 1 of the others too."
     )
 
 

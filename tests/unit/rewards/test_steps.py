@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from adora_vl.advantage.adora import Adora
 from adora_vl.evals.records import GradedAnswer, RowGrade
-from adora_vl.evals.scoring.steps import step_figures, step_lines
+from adora_vl.evals.scoring.steps import step_figures
+from adora_vl.evals.scoring.table import step_lines
 from adora_vl.geometry.figure import figure_as_json
 from adora_vl.geometry.text import read_form_from_text
 from adora_vl.geometry.verdict import solve_form

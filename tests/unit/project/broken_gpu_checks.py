@@ -1,4 +1,4 @@
-"""Checks that go wrong in one way each, for `test_gpu.py`."""
+"""Checks that go wrong in one way each, for `tests/unit/project/test_gpu.py`."""
 
 import os
 import signal

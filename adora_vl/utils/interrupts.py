@@ -1,0 +1,42 @@
+"""What Ctrl-C ends a command with where its `main` does not catch it, as while it is imported."""
+
+import sys
+from pathlib import Path
+from types import TracebackType
+
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
+_PACKAGES_WITH_COMMANDS = ("adora_vl", "data_prep", "eval")
+_INSTALLED_COMMAND = "adora-vl"
+
+
+def _runs_command_of_ours() -> bool:
+    """Return whether this process runs a command of this project, and not a script of the user's.
+
+    That is `adora-vl`, or `python -m` with one of our modules.
+    """
+    main_module = sys.modules["__main__"]
+    # None for a script
+    spec = getattr(main_module, "__spec__", None)
+    if spec is None:
+        return Path(getattr(main_module, "__file__", "")).name == _INSTALLED_COMMAND
+    return spec.name.partition(".")[0] in _PACKAGES_WITH_COMMANDS
+
+
+def end_commands_in_one_line() -> None:
+    """Let Ctrl-C end a command of this project in one line, and not in a traceback.
+
+    Each command catches Ctrl-C in its `main`. This is for the seconds before that, in which Python
+    imports the command. A process that runs anything else keeps its `sys.excepthook`.
+    """
+    earlier_hook = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print one line for Ctrl-C in a command of ours; call the earlier hook for all else."""
+        if not issubclass(kind, KeyboardInterrupt) or not _runs_command_of_ours():
+            earlier_hook(kind, error, trace)
+            return
+        print("interrupted", file=sys.stderr)
+        # Python ends with the exit code of a SystemExit that its hook raises
+        raise SystemExit(EXIT_INTERRUPTED)
+
+    sys.excepthook = hook

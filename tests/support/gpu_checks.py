@@ -1,0 +1,30 @@
+"""The checks of the command that accepts a GPU, at the small size on a CPU."""
+
+import torch
+
+from benchmarks.gpu import checks
+from benchmarks.gpu.checks import CHECKS, GPUCheck
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.table import CheckLine, CheckResult, table
+
+SMALL_ON_CPU = Setting(full=False, device=torch.device("cpu"))
+CHECKS_FOR_A_GPU_ENGINE = ["recipe_v1", "four_bit"]
+
+
+def check_named(name: str) -> GPUCheck:
+    (check,) = [check for check in CHECKS if check.name == name]
+    return check
+
+
+def run_check_on_cpu(name: str) -> list[CheckLine]:
+    return list(checks.lines_until_error(check_named(name), SMALL_ON_CPU))
+
+
+def failed_lines(lines: list[CheckLine]) -> list[CheckLine]:
+    return [line for line in lines if line.verdict is CheckResult.FAIL]
+
+
+def assert_no_failure(lines: list[CheckLine]) -> None:
+    print(table(lines))
+    assert failed_lines(lines) == []
+    assert any(line.verdict is CheckResult.OK for line in lines)

@@ -1,0 +1,40 @@
+"""What a server is asked by `--engine openai`."""
+
+import pytest
+
+from adora_vl.evals.inference.endpoint import EndpointEngine
+from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
+from adora_vl.utils.openai_client import Endpoint
+from tests.support.endpoint_server import completion_reply
+
+PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+@pytest.mark.parametrize(
+    "models, sampling",
+    [
+        # Their defaults are those of the model's generation config, such as a penalty of 1.05.
+        ({"qwen": "vllm"}, PLAIN_SAMPLING),
+        ({"other": "someone", "qwen": "sglang"}, PLAIN_SAMPLING),
+        # OpenAI itself refuses fields that it does not have.
+        ({"qwen": "openai"}, {}),
+        ({"other": "vllm"}, {}),
+        ({}, {}),
+    ],
+)
+def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
+    serve, models, sampling
+) -> None:
+    server = serve(lambda body, call: completion_reply("5"))
+    server.models = models
+    settings = AnswerEngineSettings(
+        "qwen", "openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
+    )
+    engine = EndpointEngine(settings)
+
+    (reply,) = engine.generate([AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])])
+
+    assert reply.text == "5"
+    (request,) = server.requests
+    sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
+    assert sampling_fields == sampling
