@@ -36,9 +36,10 @@ from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
+from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
-from adora_vl.checkpoint.writer import recording_saved_files, set_run_aside
+from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
 from adora_vl.config.run_context import RunContext

@@ -11,9 +11,9 @@ from transformers import Trainer, get_scheduler
 
 from adora_vl.config.batch_plan import BatchLayout, batch_plan
 from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
-from adora_vl.config.values import check_finite
 from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import spelled_in_config
+from adora_vl.utils.convert import check_finite
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import why_no_hub
 

@@ -203,7 +203,10 @@ def main() -> None:
         ]
     dataset = training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
     trainer = RecordingTrainer(
-        model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset
+        model=options.model,
+        reward_funcs=reward_function("boxed_accuracy"),
+        args=args,
+        train_dataset=dataset,
     )
     vision_at_start = {
         name: parameter.detach().clone()

@@ -194,7 +194,7 @@ def reward_without_signal(ids: set[str]) -> Any:
 
     That is what a boxed and wrong answer gets, so their groups have no signal.
     """
-    preset = reward_function("adora")
+    preset = reward_function("boxed_accuracy")
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
         graded = preset(completions=completions, id=id, **columns)

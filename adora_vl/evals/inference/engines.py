@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, build_endpoint
-from adora_vl.evals.inference.provenance import read_training_config
 from adora_vl.evals.inference.requests import (
     HUB_ID_PATTERN,
     AnswerEngine,
@@ -98,7 +98,7 @@ def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
     Raises `UserError`, also where no tools are named that the limits could be of.
     """
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.config.values import convert
+    from adora_vl.utils.convert import convert
 
     if not tools:
         raise UserError(

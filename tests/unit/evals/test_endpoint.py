@@ -4,7 +4,7 @@ import pytest
 
 from adora_vl.evals.inference.endpoint import EndpointEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
-from adora_vl.utils.openai_client import Endpoint
+from adora_vl.utils.openai_client import Endpoint, Reply
 from tests.support.endpoint_server import completion_reply
 
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -34,6 +34,7 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
 
     (reply,) = engine.generate([AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])])
 
+    assert isinstance(reply, Reply)
     assert reply.text == "5"
     (request,) = server.requests
     sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
