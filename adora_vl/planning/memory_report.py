@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.engine_memory import cache_bytes_per_token
 from adora_vl.planning.memory import Sharing, predict_memory
 from adora_vl.planning.what_fits import (
@@ -215,13 +214,6 @@ def verdict_lines(plan: Plan) -> list[str]:
     """Return lines on whether the run fits into its GPUs, and on the largest batch and image."""
     setup = plan.setup
     lines = [_verdict_line(plan)]
-    # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
-    if (
-        setup.sharding.stage is None
-        and not setup.shape.has_adapters
-        and setup.shape.weight_bytes == 2
-    ):
-        lines.append(LOST_UPDATES_WARNING)
     largest_size = largest_batch(setup, plan.card_bytes)
     if largest_size == 0:
         size_text = "none"
