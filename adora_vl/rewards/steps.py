@@ -9,7 +9,7 @@ score, so a resumed run needs nothing of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
@@ -23,10 +23,9 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from adora_vl.geometry.checked import CheckedClaim
 
-REWARD_NAME = "steps"
+STEPS = "steps"
 FIGURE_COLUMN = "figure"
 REWARD_RANGE = (0.0, 1.0)
-OPTION_NAMES = ("gate",)
 _PRICE_OF_FALSE_CLAIM = 3  # of one false claim, in new ones
 _BOX_COMMAND = "\\boxed"
 _MAX_CHARS = 100_000  # of a response that are read
@@ -154,6 +153,13 @@ def text_up_to_answer(response: str) -> str:
     return text  # the box does not end
 
 
+@dataclass(frozen=True)
+class StepsOptions:
+    """The options of the entry `steps` in `adora_reward`: those of `StepsReward`."""
+
+    gate: bool = False
+
+
 class StepsReward:
     """The reward function `steps` in TRL's form.
 
@@ -162,25 +168,18 @@ class StepsReward:
     """
 
     def __init__(
-        self, options: Mapping[str, object], *, rounding: bool = False, answer_tags: bool = False
+        self, *, gate: bool = False, rounding: bool = False, answer_tags: bool = False
     ) -> None:
-        """Check and store the options of the entry `steps` in `adora_reward`.
+        """Create the reward function.
 
-        `rounding` and `answer_tags` say what counts as a right answer, as in `grade`. Raises
-        `UserError` for an option that it does not have, or whose value is not true or false.
+        Args:
+            gate: whether a wrong answer earns nothing.
+            rounding: what counts as a right answer, as in `grade`.
+            answer_tags: as in `grade`.
         """
-        for option, value in options.items():
-            if option not in OPTION_NAMES:
-                raise UserError(
-                    f"adora_reward.{REWARD_NAME}: unknown option {option!r}, it has {', '.join(OPTION_NAMES)}"
-                )
-            if not isinstance(value, bool):
-                raise UserError(
-                    f"adora_reward.{REWARD_NAME}.{option}: {value!r:.60} is not true or false"
-                )
-        self.gate = bool(options.get("gate", False))
+        self.gate = gate
         self.accepted = {"rounding": rounding, "answer_tags": answer_tags}
-        self.__name__ = f"{REWARD_NAME}_reward"  # TRL logs the reward under it
+        self.__name__ = f"{STEPS}_reward"  # TRL logs the reward under it
 
     def __call__(
         self,
@@ -204,7 +203,7 @@ class StepsReward:
             raise UserError(missing_figure_message())
         if self.gate and answer is None:
             raise UserError(
-                f"adora_reward.{REWARD_NAME}.gate: the data set has no column 'answer'; leave out gate"
+                f"adora_reward.{STEPS}.gate: the data set has no column 'answer'; leave out gate"
             )
         texts = [completion_text(completion) for completion in completions]
         start_time = perf_counter()
@@ -220,8 +219,8 @@ class StepsReward:
             log_extra("steps", [work.verdicts_as_json() if work else None for work in works])
         if log_metric and works:
             for name, value in _batch_metrics(works, are_right).items():
-                log_metric(f"{REWARD_NAME}/{name}", value)
-            log_metric(f"{REWARD_NAME}/ms", elapsed_ms / len(works))
+                log_metric(f"{STEPS}/{name}", value)
+            log_metric(f"{STEPS}/ms", elapsed_ms / len(works))
         return [
             self._score(work, is_right) for work, is_right in zip(works, are_right, strict=True)
         ]
@@ -290,6 +289,6 @@ def _batch_metrics(
 def missing_figure_message() -> str:
     """Return the message for a data set without the column of figures."""
     return (
-        f"adora_reward: '{REWARD_NAME}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
+        f"adora_reward: '{STEPS}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
         "`python -m data_prep geometry3k --source facts` makes such rows"
     )

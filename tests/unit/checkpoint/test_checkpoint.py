@@ -356,6 +356,26 @@ def test_a_judge_that_has_moved_is_the_same_run():
         assert line.startswith("adora_reward: ")
 
 
+def test_a_reward_by_its_older_name_is_the_same_run():
+    """A checkpoint has the name that was current when it was saved."""
+
+    def of(*rewards: str | dict[str, Any]) -> dict[str, str]:
+        keys = AdoraScriptArguments(adora_reward=[*rewards])
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    now = of("boxed_accuracy")
+    assert of("adora") == now
+    saved = {**now, "adora_reward": '["adora"]'}
+    assert differences(saved, now) == []
+    assert differences(saved, of("accuracy")) == [
+        'adora_reward: ["boxed_accuracy"] -> ["accuracy"]'
+    ]
+    rounding = of({"boxed_accuracy": {"rounding": True}})
+    assert differences({**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding) == []
+    from_python = {"reward_funcs": '["adora", "mine"]'}
+    assert differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
+
+
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):
     for step in (5, 10, 15, 20):
         write_checkpoint(tmp_path, step)

@@ -179,7 +179,7 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert (
         progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
     )
-    both = {**LOG_ENTRY, "rewards/adora_reward/mean": 0.4}
+    both = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
     assert "accuracy" not in progress_line(
         {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
     )
@@ -445,7 +445,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
         {"train_runtime": 1.0}
     ]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
-    assert "Trained 9 steps in 1.5 min" in text
+    assert "Trained 9 steps in 1m30s" in text
     assert "reward                     0.050       0.850" in text
     assert "engine drift" in text
     assert "TDS" not in text  # only what was logged
