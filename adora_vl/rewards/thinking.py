@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 THINK_TAGS = ("<think>", "</think>")
 # Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Kimi writes the third,
 # further models the second.
-_THINKING_TAG_PATTERN = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
+_THINKING_TAG_PATTERN = re.compile(r"</?think>|</?thinking>|◁/?think▷", re.IGNORECASE)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
 _OPENING_TAG_AT_THE_END_PATTERN = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
 _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
