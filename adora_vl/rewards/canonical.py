@@ -105,7 +105,8 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # what no unit can end is not searched for one
 _MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
-_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
+_TRIGONOMETRIC_COMMAND = r"\\(?:sin|cos|tan|sec|csc|cot)"
+_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(rf"{_TRIGONOMETRIC_COMMAND}(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.
 SIMPLE_NAME = (
@@ -162,7 +163,7 @@ _COMMAND_SUBSTITUTIONS = [
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.
         ("log", r"(\\log\s*_)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
-        ("^", r"(\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        ("^", rf"({_TRIGONOMETRIC_COMMAND}\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         ("surd", r"\\surd", r"\\sqrt"),
         ("sqrt", r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", r"\\sqrt\1{\2}"),
         ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST_SHORT_ARGUMENT}", r"\\sqrt\1{\2}"),

@@ -18,11 +18,8 @@ _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
 # Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank
 # Braille.
 _BLANK_CHARACTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-_INVISIBLE_CATEGORIES = (
-    "Z",
-    "C",
-    "M",
-)  # first letters of categories: spaces, controls and formats, marks
+# The first letters of Unicode's categories of spaces, of controls and formats, and of marks.
+_INVISIBLE_CATEGORIES = ("Z", "C", "M")
 
 
 def final_part(response: str, thinking_opened: bool = False) -> str:
