@@ -428,7 +428,7 @@ def _name_phases(card: Card, trainer: Any, result: CardRunResult) -> None:
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if result.card_run.way == "ours":
-        around(trainer.policy_pass.packed_forward, "_check", "check")  # once in a run
+        around(trainer.parts.policy_pass.packed_forward, "_check", "check")  # once in a run
     result.trained = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
     )
