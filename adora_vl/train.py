@@ -146,7 +146,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             if is_main:
                 write_card(trainer.manifest, merged_folder, trainer.state)
     except Exception as error:
-        remedy = trainer.checkpoint_writer.where_to_go_on()
+        remedy = trainer.parts.checkpoint_writer.where_to_go_on()
         if disk_is_full(error):
             raise DiskFullError(
                 "the model could not be written (no space left on the disk of "

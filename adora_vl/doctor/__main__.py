@@ -111,11 +111,12 @@ def environment_checks(request: RunRequest) -> list[Check]:
     """Check the libraries that only some runs need, the NVIDIA driver, and the compilers."""
     import torch
 
+    from adora_vl.config.sharding import sharding_from_environment
     from adora_vl.doctor import checks
 
     config = request.config
     model = request.model.keys
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    uses_deepspeed = sharding_from_environment().stage is not None
     libraries = checks.check_parts(
         use_vllm=config.use_vllm,
         use_peft=model.use_peft,
@@ -222,7 +223,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
             )
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(
-            trainer.engine_pair, trainer.models_by_role(), rows=CHECKED_ROWS
+            trainer.parts.engine_pair, trainer.models_by_role(), rows=CHECKED_ROWS
         )
         # First, before the callbacks that check or evaluate when a training begins.
         trainer.callback_handler.callbacks.insert(0, examination)

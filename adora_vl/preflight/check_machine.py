@@ -166,8 +166,7 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
         )
     local_processes = processes // machines
     engine_processes = config.vllm_tensor_parallel_size
-    is_colocated = config.use_vllm and config.vllm_mode == "colocate"
-    if is_colocated and local_processes % engine_processes != 0:
+    if config.has_colocated_engine and local_processes % engine_processes != 0:
         raise UserError(
             f"vllm_tensor_parallel_size: {engine_processes} does not divide the {local_processes} "
             "processes of one machine; an engine lies on one machine"

@@ -209,7 +209,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         revisions.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.check_prompts.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
@@ -244,7 +244,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
         trainer = build_trainer(run)
         assert trainer.model.config._name_or_path == cached_model
         assert os.environ["HF_HUB_OFFLINE"] == "1"
-        build_engine(AnswerEngineSettings(cached_model, "transformers"))
+        build_engine(AnswerEngineSettings(model=cached_model, engine="transformers"))
         assert len(connections) <= 1
 
 
