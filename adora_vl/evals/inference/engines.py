@@ -50,7 +50,8 @@ def check_model(model: str) -> str:
     # path with a slip.
     if not HUB_ID_PATTERN.fullmatch(model) or folder.parent.is_dir():
         raise UserError(
-            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
+            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name; a "
+            "training writes its model into output_dir"
         )
     return model
 

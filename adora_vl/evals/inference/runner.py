@@ -326,7 +326,8 @@ def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) 
     size = amount(n_problems, "problem")
     if samples > 1:
         size += f" x {samples} answers"
-    print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
+    resumed_text = f"{resumed} there already, " if resumed else ""
+    print(f"{size}: {resumed_text}{pending} to do", file=sys.stderr)
 
 
 def _refuse_predictions_of_more(
