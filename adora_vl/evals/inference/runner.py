@@ -198,12 +198,13 @@ def infer(
     )
     if ranks.rank:
         return _answer_beside_rank_0(answerer, answer_samples)
+    n_problems_in_data = problems_in_data or len(problems)
     return _answer_as_rank_0(
         answerer,
         answer_samples,
         fingerprint,
         samples=samples,
-        answers_to_all_data=samples * (problems_in_data or len(problems)),
+        answers_to_all_data=samples * n_problems_in_data,
     )
 
 
