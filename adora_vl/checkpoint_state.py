@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference, RestoreLossSums
 from adora_vl.record import trackers
@@ -32,15 +33,15 @@ class CheckpointState:
     table: dict[str, Any]
     """TRL's table of completions."""
 
-    def facts(self, run_facts: dict[str, Any], loss_sums: LossSums | None) -> dict[str, Any]:
+    def facts(self, fingerprint: Fingerprint, loss_sums: LossSums | None) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
 
         Args:
-            run_facts: what it says at any time, such as the run's fingerprint.
+            fingerprint: everything that influences the steps of the run.
             loss_sums: this rank's sums of losses; None before the training begins.
         """
         return {
-            **run_facts,
+            "fingerprint": fingerprint,
             **({} if loss_sums is None else loss_sums.facts()),
             "methods": self.methods.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},
