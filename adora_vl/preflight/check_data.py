@@ -285,7 +285,7 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     if all_built_in or model_name not in STARTS:
         return []
     return [
-        f"{model_name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        f"{model_name} knows the drawn problems alone: on others expect no right answer. `python -m eval "
         "problems run --engine openai --base-url URL` shows what a served model does with them, "
         "and docs/hardware.md which recipe fits your GPU"
     ]

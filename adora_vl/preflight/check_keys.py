@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.preflight.request import RunRequest
 
+# The default is false, so that leaving the key out is no remedy.
+ENGINE_REMEDY = "set use_vllm: true"
+
 
 def check_keys(request: RunRequest) -> None:
     """Raise `UserError` for the first key that contradicts another, or is not supported.
@@ -130,7 +133,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
         return
     key = "adora_rollouts.old_logps: engine"
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false, where no engine scores")
+        raise conflict_error(key, "use_vllm: false, where no engine scores", ENGINE_REMEDY)
     if config.vllm_importance_sampling_correction:
         raise UserError(
             f"{key} compares the policy with the engine already, and "
@@ -210,7 +213,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
         return
     key = f"adora_rollouts.budget: {budget}"
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false")
+        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     if not config.learns_by_engine:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
     if config.vllm_structured_outputs_regex:
@@ -257,12 +260,12 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
         )
 
 
-def conflict_error(key: str, reason: str) -> UserError:
+def conflict_error(key: str, reason: str, remedy: str = "leave out one of the two") -> UserError:
     """Return the error for a key that does not go with another setting.
 
-    `key`: the key with its value. `reason`: the other setting.
+    `key`: the key with its value. `reason`: the other setting. `remedy`: what to do.
     """
-    return UserError(f"{key} does not go with {reason}; leave out one of the two")
+    return UserError(f"{key} does not go with {reason}; {remedy}")
 
 
 def check_async(config: AdoraGRPOConfig) -> None:
@@ -300,7 +303,8 @@ def _check_turns(request: RunRequest) -> None:
     if has_environments:
         _check_environments(request)
     if not config.use_vllm:
-        raise conflict_error("tools" if has_tools else "environment_factory", "use_vllm: false")
+        key = "tools" if has_tools else "environment_factory"
+        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     max_tokens = config.max_completion_length
     turn_tokens = config.adora_tool_options.turn_tokens
     if turn_tokens and turn_tokens > max_tokens:

@@ -100,9 +100,11 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # Collective: every rank waits here while the first one of each machine builds the model.
     with request.config.main_process_first(desc="building the tiny model where it is missing"):
         name = resolve_model(name)
+    is_shipped_config = False
     if context.dry_run:
         model_config, note = config_for_planning(name, revision)
         if note:
+            is_shipped_config = True
             messages.unknown.append(note)
     else:
         model_config = load_config(name, revision)
@@ -110,7 +112,8 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # that it writes name the model as the user does.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
-    messages.notes.extend(notes_on_local_copy(name))
+    if not is_shipped_config:
+        messages.notes.extend(notes_on_local_copy(name))
     # The adapter that is trained: one that the user named in place of a model, or a new one.
     continued = None
     if adapters and _continues_adapter(request):

@@ -250,7 +250,9 @@ def _read_response(word: str, *, may_be_file: bool) -> str:
 def _build_parser() -> Parser:
     """Return the parser of the command's arguments."""
     parser = Parser(
-        prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m adora_vl.rewards.explain",
+        description="Say what an answer would score, and why: the answer that was read, its form, and the "
+        "rule that decided.",
     )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument(

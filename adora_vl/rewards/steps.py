@@ -15,7 +15,7 @@ from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from adora_vl.rewards.completion import Completion, completion_text
+from adora_vl.rewards.completion import Completion, completion_text, response_texts
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
@@ -188,6 +188,7 @@ class StepsReward:
         figure: Sequence[str | None] | None = None,
         answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
+        thinking_opened: Sequence[bool] | None = None,
         log_extra: Callable[[str, list[object]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: object,
@@ -212,7 +213,8 @@ class StepsReward:
             for text, row_figure in zip(texts, figure, strict=True)
         ]
         elapsed_ms = 1000 * (perf_counter() - start_time)
-        are_right = self._are_right(texts, works=works, answer=answer, choices=choices)
+        responses = response_texts(completions, thinking_opened)
+        are_right = self._are_right(responses, works=works, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [work.new if work else None for work in works])
             log_extra("false", [work.false if work else None for work in works])
@@ -227,23 +229,23 @@ class StepsReward:
 
     def _are_right(
         self,
-        texts: Sequence[str],
+        responses: Sequence[str],
         works: Sequence[ResponseWork | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
         """Return whether each answer is right; None without a figure or a reference answer."""
         if answer is None:
-            return [None] * len(texts)
-        choices_of_rows = choices or [None] * len(texts)
+            return [None] * len(responses)
+        choices_of_rows = choices or [None] * len(responses)
         are_right: list[bool | None] = []
-        for text, work, reference, row_choices in zip(
-            texts, works, answer, choices_of_rows, strict=True
+        for response, work, reference, row_choices in zip(
+            responses, works, answer, choices_of_rows, strict=True
         ):
             if work is None:
                 are_right.append(None)
                 continue
-            result = grade(final_part(text), reference, choices=row_choices, **self.accepted)
+            result = grade(final_part(response), reference, choices=row_choices, **self.accepted)
             are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 

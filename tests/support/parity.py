@@ -107,7 +107,7 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     ]
     longest = trainer.args.max_completion_length
     transformers = TransformersEngine(
-        AnswerEngineSettings(folder, "transformers", max_tokens=longest)
+        AnswerEngineSettings(model=folder, engine="transformers", max_tokens=longest)
     )
     engine = SamplerEngine(
         trainer.parts.engine_pair,

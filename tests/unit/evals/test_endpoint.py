@@ -28,7 +28,7 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     server = serve(lambda body, call: completion_reply("5"))
     server.models = models
     settings = AnswerEngineSettings(
-        "qwen", "openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
+        model="qwen", engine="openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
     )
     engine = EndpointEngine(settings)
 

@@ -27,7 +27,7 @@ def test_an_answer_ends_at_the_end_token_of_the_tokenizer_as_in_a_training(tmp_p
 
     replies = []
     for model in (PRETRAINED_FOLDER, folder):
-        settings = AnswerEngineSettings(str(model), "transformers", max_tokens=64)
+        settings = AnswerEngineSettings(model=str(model), engine="transformers", max_tokens=64)
         replies += TransformersEngine(settings).generate([request])
 
     assert isinstance(replies[0], Reply)

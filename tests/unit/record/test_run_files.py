@@ -445,7 +445,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
         {"train_runtime": 1.0}
     ]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
-    assert "Trained 9 steps in 1.5 min" in text
+    assert "Trained 9 steps in 1m30s" in text
     assert "reward                     0.050       0.850" in text
     assert "engine drift" in text
     assert "TDS" not in text  # only what was logged

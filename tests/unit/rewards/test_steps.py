@@ -185,6 +185,27 @@ def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
     assert check_claims(f"{text}. {text}", stored_figure).share == work.share
 
 
+def test_the_gate_pays_no_box_of_a_draft(stored_figure: str) -> None:
+    """The template has opened the block of thinking, and the response is cut off inside."""
+    draft = rf"{TRUE_WORKING} \boxed{{60}}? Let me check."
+    figure = [stored_figure]
+    metrics: dict[str, float] = {}
+    rewards = call_reward(
+        StepsReward(gate=True),
+        [draft],
+        figure,
+        answer=["60"],
+        thinking_opened=[True],
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [0.0]
+    assert "steps/lucky" not in metrics, "no answer is right"
+    closed = rf"{draft}</think> \boxed{{60}}"
+    assert call_reward(
+        StepsReward(gate=True), [closed], figure, answer=["60"], thinking_opened=[True]
+    ) == [1.0]
+
+
 def test_mistakes_are_refused_with_a_remedy(stored_figure: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
         StepsReward()(["AB = 13"], answer=["60"])
