@@ -6,8 +6,9 @@ can be trusted.
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
 The objects that work in a step are `self.parts`, which `build_parts` in `parts.py` makes; this file
-has the order in which they work. Where a method of stock TRL is overridden, the docstring says what
-TRL does there and why that is not enough.
+has the order in which they work. Behind the step stand the whole run, its data and log, and
+checkpoints. Where a method of stock TRL is overridden, the docstring says what TRL does there and why
+that is not enough.
 """
 
 import time
@@ -46,7 +47,6 @@ from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.model_setup import prepare_models, use_own_classes_in_trl
 from adora_vl.models.adapter import without_reference_adapter
-from adora_vl.models.families import sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
@@ -199,108 +199,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def models_by_role(self) -> dict[str, Any]:
         """Return the present policy, and the reference model; None in a run without one."""
         return {"policy": self.model, "reference": self.ref_model}
-
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: object = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train, from the beginning or from a checkpoint.
-
-        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
-        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
-        alone, goes on from its own checkpoints with all that they have, and notes in
-        `manifest.json` how it ends.
-
-        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
-        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
-        `UserError` for a folder of another run, and `RunError` where a step fails.
-        """
-        if self.run.request.cli_args is not None:
-            return self._train_in_folder(trial, ignore_keys_for_eval)
-        # Lock the folder for this run, and choose the checkpoint to go on from.
-        run = self.run.claimed(resume_from_checkpoint)
-        self.run = run
-        is_main = self.accelerator.is_main_process
-        try:
-            if is_main:
-                print("\n".join(run.first_lines()), flush=True)
-            if run.finished is not None:
-                return self._load_finished_run(run.finished)
-            output = self._train_in_folder(trial, ignore_keys_for_eval)
-            if is_main:
-                end_manifest(
-                    self.manifest,
-                    output_dir=Path(self.args.output_dir),
-                    status="finished",
-                    steps=self.state.global_step,
-                )
-            return output
-        finally:
-            run.folder.release()
-
-    def _train_in_folder(
-        self, trial: object, ignore_keys_for_eval: list[str] | None
-    ) -> TrainOutput:
-        """Train in the folder that the run has claimed, and note in its manifest if that fails.
-
-        An older run in the folder that this one replaces is set aside before. The arguments are
-        those of `train`.
-        """
-        run = self.run
-        output_dir = Path(self.args.output_dir)
-        is_main = self.accelerator.is_main_process
-        checkpoint = run.output.start.checkpoint
-        self.manifest = self._run_manifest()
-        if is_main:
-            # Not earlier: until here the new run could still have failed.
-            if run.output.start.replaces:
-                set_run_aside(output_dir)
-            write_manifest(self.manifest, output_dir)
-        self.accelerator.wait_for_everyone()
-
-        def steps_done() -> int:
-            return int(self.state.global_step)
-
-        with noting_failure(
-            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
-        ):
-            if checkpoint:
-                self.restore(checkpoint)
-                if is_universal(Path(checkpoint)):
-                    expect_universal_checkpoint(self)
-            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
-                output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if self.parts.skip_bad_steps.reason:
-                raise RunError(f"step {steps_done()}: {self.parts.skip_bad_steps.reason}")
-        return output
-
-    def _run_manifest(self) -> dict[str, Any]:
-        """Return what `manifest.json` says of the run at its beginning."""
-        run = self.run
-        manifest = run.manifest()
-        manifest["model"]["sees_images"] = sees_images(self.model.config)
-        if run.model.adapters:
-            manifest["model"]["base"] = run.model.name
-        engine_runner = self.vllm_generation.model_runner if self.use_vllm else None
-        manifest["vllm_model_runner"] = engine_runner
-        return manifest
-
-    def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
-        """Load weights and state of a finished run's last checkpoint, in place of training.
-
-        This is for a run from Python, whose caller goes on with the model.
-        """
-        if self.is_deepspeed_enabled:
-            raise UserError(
-                f"{checkpoint} is the last step: nothing left to train; `python -m "
-                "adora_vl.export` loads it"
-            )
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        print(f"{checkpoint} is the last step: nothing left to train")
-        return TrainOutput(self.state.global_step, 0.0, {})
 
     # ------------------------------------------------------------------------------ 1. a generation
 
@@ -580,6 +478,100 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             rows_per_pass=self.args.per_device_train_batch_size,
             pixels=pixels,
         )
+
+    # ------------------------------------------------------------------------------- the whole run
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from the beginning or from a checkpoint.
+
+        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
+        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
+        alone, goes on from its own checkpoints with all that they have, and notes in
+        `manifest.json` how it ends.
+
+        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
+        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
+        `UserError` for a folder of another run, and `RunError` where a step fails.
+        """
+        if self.run.request.cli_args is not None:
+            return self._train_in_folder(trial, ignore_keys_for_eval)
+        # Lock the folder for this run, and choose the checkpoint to go on from.
+        run = self.run.claimed(resume_from_checkpoint)
+        self.run = run
+        is_main = self.accelerator.is_main_process
+        try:
+            if is_main:
+                print("\n".join(run.first_lines()), flush=True)
+            if run.finished is not None:
+                return self._load_finished_run(run.finished)
+            output = self._train_in_folder(trial, ignore_keys_for_eval)
+            if is_main:
+                end_manifest(
+                    self.manifest,
+                    output_dir=Path(self.args.output_dir),
+                    status="finished",
+                    steps=self.state.global_step,
+                )
+            return output
+        finally:
+            run.folder.release()
+
+    def _train_in_folder(
+        self, trial: object, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        """Train in the folder that the run has claimed, and note in its manifest if that fails.
+
+        An older run in the folder that this one replaces is set aside before. The arguments are
+        those of `train`.
+        """
+        run = self.run
+        output_dir = Path(self.args.output_dir)
+        is_main = self.accelerator.is_main_process
+        checkpoint = run.output.start.checkpoint
+        model_runner = self.vllm_generation.model_runner if self.use_vllm else None
+        self.manifest = {**run.manifest(), "vllm_model_runner": model_runner}
+        if is_main:
+            # Not earlier: until here the new run could still have failed.
+            if run.output.start.replaces:
+                set_run_aside(output_dir)
+            write_manifest(self.manifest, output_dir)
+        self.accelerator.wait_for_everyone()
+
+        def steps_done() -> int:
+            return int(self.state.global_step)
+
+        with noting_failure(
+            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
+        ):
+            if checkpoint:
+                self.restore(checkpoint)
+                if is_universal(Path(checkpoint)):
+                    expect_universal_checkpoint(self)
+            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
+                output = super().train(checkpoint, trial, ignore_keys_for_eval)
+            if self.parts.skip_bad_steps.reason:
+                raise RunError(f"step {steps_done()}: {self.parts.skip_bad_steps.reason}")
+        return output
+
+    def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
+        """Load weights and state of a finished run's last checkpoint, in place of training.
+
+        This is for a run from Python, whose caller goes on with the model.
+        """
+        if self.is_deepspeed_enabled:
+            raise UserError(
+                f"{checkpoint} is the last step: nothing left to train; `python -m "
+                "adora_vl.export` loads it"
+            )
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        print(f"{checkpoint} is the last step: nothing left to train")
+        return TrainOutput(self.state.global_step, 0.0, {})
 
     # -------------------------------------------------------------- data, log, and the engine's end
 
