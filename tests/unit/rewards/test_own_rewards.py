@@ -156,6 +156,11 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
             "'completions' is given by the trainer",
         ),
         (
+            ["FILE:brevity"],
+            {"brevity": {"targt": 3}},  # which **kwargs would take, and nobody would read
+            "adora_reward.brevity: unknown option 'targt', it has target; did you mean 'target'",
+        ),
+        (
             ["FILE:closed"],
             {"closed": {"target": 3}},
             "adora_reward.closed: unknown option 'target', it has none",
@@ -697,9 +702,9 @@ def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
     code = """
 import time
 from adora_vl.rewards import safe_call
-from adora_vl.utils import own_files
+from adora_vl.utils import call_guards
 import asyncio
-own_files.GRACE_S = 0.5
+call_guards.GRACE_S = 0.5
 async def blocks(**kwargs):
     time.sleep(60)
 asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))
