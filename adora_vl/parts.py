@@ -289,6 +289,7 @@ class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
             tie_notice=rollout_figures.TieNotice(
                 self.advantage_methods.adora_options, speaks=self.accelerator.is_main_process
             ),
+            assess=self.advantage_computer.assess,
             synced_bytes=synced_bytes,
         )
 

@@ -528,6 +528,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         if max_rounds:
             groups_of_all_ranks = len(scored_groups.groups) * self.accelerator.num_processes
             self.log_figure("adora/refilled_groups", replaced_count / groups_of_all_ranks)
+            self.log_figure("adora/further_batches", self.generation_sampler.take_further_batches())
         pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
 
@@ -580,7 +581,7 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             for extension in self.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with self.phase_clock.phase("other"):
-            self.metrics_logger.log_learned(batch, advantages)
+            self.metrics_logger.log_learned(generation, batch, advantages)
         return batch
 
     def _rows_on_device(self, values_PG: Tensor) -> Tensor:

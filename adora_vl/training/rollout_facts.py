@@ -181,6 +181,19 @@ class RolloutFacts:
             missing_reasons=(*self.missing_reasons, *appended.missing_reasons),
         )
 
+    def append_graded(self, appended: RolloutFacts) -> RolloutFacts:
+        """Return the facts of these rollouts followed by those of the appended ones, with metrics.
+
+        A metric that reward functions have logged becomes the mean over both, weighted by rollouts.
+        The extra columns are left out.
+        """
+        metrics: dict[str, float] = {**appended.logged_metrics, **self.logged_metrics}
+        for name in self.logged_metrics.keys() & appended.logged_metrics.keys():
+            own_sum = self.logged_metrics[name] * len(self.length_N)
+            appended_sum = appended.logged_metrics[name] * len(appended.length_N)
+            metrics[name] = (own_sum + appended_sum) / (len(self.length_N) + len(appended.length_N))
+        return replace(self.append(appended), extra_columns={}, logged_metrics=metrics)
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors by the names of their fields."""
         names = [spec.name for spec in fields(self) if spec.name.endswith(("_N", "_NF"))]

@@ -467,6 +467,25 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert (images_folder / image_name).is_file()
 
 
+def test_figures_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
+    """The further batches have fewer groups than the first."""
+    run = train(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
+    table = read_record(run / "rollouts").to_pandas()
+    group_counts = set()
+    for line in read_metrics(run / "metrics.jsonl"):
+        if line["kind"] != "train":
+            continue
+        of_step = table[table["step"] == line["step"]]
+        group_counts.add(of_step["group"].nunique())
+        rewards = of_step["reward"]
+        assert line["reward"] == pytest.approx(rewards.mean(), abs=1e-6)
+        assert line["reward_std"] == pytest.approx(rewards.std(), abs=1e-6)
+        assert line["grading/correct"] == pytest.approx((of_step["verdict"] == "correct").mean())
+        assert line["completions/max_length"] == of_step["length"].max()
+        assert (line["adora/further_batches"] > 0) == (len(of_step) > 16)
+    assert max(group_counts) > 4, "no step was refilled"
+
+
 def check_step(rollouts_of_step: pd.DataFrame, line: MetricsLine) -> None:
     """Compare the rollouts of one step with its line in the metrics."""
     groups = rollouts_of_step.groupby("group")
