@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adora_vl.checkpoint.run_files import recording_saved_files, run_has_begun
 from adora_vl.checkpoint.store import (
     COMPLETE_FILE,
     newest_valid_checkpoint,
     problem_with_checkpoint,
 )
-from adora_vl.checkpoint.writer import recording_saved_files, run_has_begun
+from adora_vl.checkpoint.training_prompts import write_training_prompts
 from adora_vl.models.adapter import (
     find_processor_folder,
     load_merged,
@@ -109,6 +110,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
         else:
             _gather_sharded_weights(source, staged)
         _copy_files(source, staged, _PROCESSOR_FILE_PATTERNS)
+        write_training_prompts(source, staged)
         # Again: merging takes long, and somebody may have made the folder meanwhile.
         _refuse_existing(output)
     return source

@@ -1,43 +1,55 @@
-"""Makes the parts of a training step: the objects of a trainer, and its callbacks in their order."""
+"""Makes the objects that a training step consists of, before and after TRL's own constructor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums
+from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums, SavedLossSums
 from adora_vl.checkpoint.writer import CheckpointWriter
-from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout
+from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
-from adora_vl.data.dataloader import NoPrefetch
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
 from adora_vl.packing.images import DistinctImages
-from adora_vl.packing.pass_differences import computing_dtype, has_dropout, rounding_bound
+from adora_vl.packing.pass_differences import (
+    computing_dtype,
+    evaluation_mode,
+    has_dropout,
+    rounding_bound,
+)
 from adora_vl.packing.policy_pass import PolicyPass
+from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
-from adora_vl.record import metrics, phases, progress, rollout_figures, trackers
-from adora_vl.record.card_memory import CardMemory
+from adora_vl.record import metrics, progress
+from adora_vl.record.clocks import StepClocks
 from adora_vl.record.recorder import MetricsLogger, Recorder
+from adora_vl.record.rollout_figures import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
-from adora_vl.rollout.engine_pair import EnginePair
+from adora_vl.rollout.engine_pair import Collate, EnginePair
 from adora_vl.rollout.importance import ImportanceRatio
-from adora_vl.rollout.prompt_tokens import never_sample, never_sampled_ids
+from adora_vl.rollout.prompt_tokens import (
+    ignoring_generation_config,
+    never_sample,
+    never_sampled_ids,
+)
 from adora_vl.rollout.samplers import AsyncServerSampler, Sampler, TransformersSampler, VLLMSampler
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.rollout.turns import ToolLoop, Tools
+from adora_vl.rollout.turns import ToolLoop
+from adora_vl.tools.run import Toolbox
 from adora_vl.training.advantages import AdvantageComputer
 from adora_vl.training.batch_builder import BatchBuilder
 from adora_vl.training.entropy_bonus import EntropyBonus
+from adora_vl.training.extensions import Extension
 from adora_vl.training.first_answers import FirstAnswers
-from adora_vl.training.generation import PresentGeneration
+from adora_vl.training.generation_logps import GenerationLogps
 from adora_vl.training.generation_sampler import GenerationSampler, LateDriftCheck, UpcomingRows
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.guards import (
@@ -52,325 +64,457 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import activation_memory_of, recomputed_layers
+from adora_vl.training.recompute import RecomputedLayers, activation_memory_of, recomputed_layers
+from adora_vl.training.refill import Refill
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
 from adora_vl.types import StepContext
 
 
-class TrainerParts(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
-    """Makes the parts of a trainer; `AdoraGRPOTrainer` has the order in which they work."""
+@dataclass(frozen=True, kw_only=True)
+class StepParts:
+    """The objects that a training step consists of, about in the order in which it uses them."""
 
-    reward_funcs: list[Any]
-    toolbox: Tools | None = None  # what the policy may call
-    run: ResolvedRun
-    phase_clock: phases.PhaseClock
-    card_memory: CardMemory | None = None  # on a card
-    _step: int  # TRL's count of micro-batches
+    context: StepContext
+    """What every one of them is built from."""
+    clocks: StepClocks
+    images: DistinctImages
+    """Processes each distinct image once, and has the patches of the present generation."""
+    upcoming_rows: UpcomingRows
+    """The rows that the data loader will draw, once the trainer has made it."""
+    pool: Pool
+    """The groups that have begun, and the rules by which they fill a generation."""
+    sampler: Sampler
+    """Samples rollouts: Transformers, vLLM, or servers that sample ahead."""
+    generation_sampler: GenerationSampler
+    """Stages 1 to 3: draws, schedules and samples the groups of a generation."""
+    prompt_reader: PromptReader
+    """Tokenizes prompts and processes their images."""
+    batch_builder: BatchBuilder
+    """Stage 5: makes complete groups into a batch."""
+    generation_logps: GenerationLogps
+    """Old and reference log-probabilities of a generation, and how far the engine's are off."""
+    reward_functions: RewardFunctions
+    """Stage 6: calls the reward functions on this rank's rollouts."""
+    scorer: Scorer
+    """Gathers rewards and other facts of all ranks' rollouts."""
+    first_answers: FirstAnswers
+    """Warns where not one of a run's first rollouts is right."""
+    advantage_computer: AdvantageComputer
+    """Computes the advantages of all ranks' groups by the methods of the run."""
+    refill: Refill
+    """Stage 7: replaces groups without signal."""
+    extensions: list[Extension]
+    """Methods of the user's that reach into the step (`adora_extensions`)."""
+    recorder: Recorder
+    """Records rollouts."""
+    metrics_logger: MetricsLogger
+    """Logs and records what is scored and learned."""
+    micro_batcher: MicroBatcher
+    """Stage 9: divides a generation into micro-batches, and weighs the loss of each."""
+    policy_pass: PolicyPass
+    """The policy's forward pass, with shared prompts."""
+    recomputed_layers: RecomputedLayers
+    """Decides how many layers the backward pass computes again."""
+    ratio_guard: RatioGuard
+    """Skips a step whose ratio of new to old policy explodes."""
+    entropy_bonus: EntropyBonus
+    """What TRL's entropy bonus lacks."""
+    skip_bad_steps: SkipBadSteps
+    """Skips a step whose gradients are not finite."""
+    checkpoint_writer: CheckpointWriter
+    """Writes checkpoints that are complete or absent."""
+    checkpoint_state: CheckpointState
+    """What a checkpoint has beside TRL's own state."""
+    engine_pair: EnginePair
+    """Engine and policy, for checks that compare them, and for evaluations."""
 
-    def _build_collaborators(self, args: AdoraGRPOConfig, models: list[Any]) -> None:
-        """Make the objects that a training step consists of, once TRL has loaded the models.
 
-        The order matters: a part may be built from earlier ones.
+def build_parts(
+    trainer: GRPOTrainer,
+    run: ResolvedRun,
+    context: StepContext,
+    *,
+    clocks: StepClocks,
+    models: list[PreTrainedModel],
+    put_loss_sums: Callable[[SavedLossSums], None],
+) -> StepParts:
+    """Make the objects that a training step consists of, once TRL has loaded the models.
 
-        Args:
-            args: the training arguments.
-            models: the policy, and the reference model where there is one.
-        """
-        context = StepContext(
-            accelerator=self.accelerator,
-            config=args,
-            log=self.log_figure,
-            pad_id=self._tokenizer.pad_token_id,
-            state=lambda: self.state,
-            policy_logps=self._policy_logps,
-            save_now=self.save_here,
-        )
-        self.context = context
-        self.layout = BatchLayout.of(args)
-        self._make_models_parts(context, models)
-        self._make_guards(context)
-        # Transformers' own method, which moves a batch to the device: TRL overrides it.
-        to_device = super(GRPOTrainer, self)._prepare_inputs
-        reward_guard = RewardGuard(context)
-        self.reward_functions = self._reward_functions(reward_guard, to_device)
-        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        stop_criteria = StopCriteria.of(
-            {*self.eos_token_ids, context.pad_id}, args.generation_kwargs or {}, decode
-        )
-        self.scorer = Scorer(
-            context=context,
+    Args:
+        trainer: TRL's part of the trainer, of which each object gets what it needs.
+        run: the checked run.
+        context: accelerator, config, log and state, which every part of a training step gets.
+        clocks: what measures the phases of a step.
+        models: the policy, and the reference model where there is one.
+        put_loss_sums: lets Transformers go on from the sums of losses of a checkpoint.
+    """
+    config = context.config
+    accelerator = context.accelerator
+    toolbox = run.prompts.toolbox
+    has_tools = toolbox is not None
+    images = DistinctImages(
+        models=models,
+        processor=trainer.processing_class,
+        device=accelerator.device,
+        config=config,
+        dataset=trainer.train_dataset,
+        tools_show_images=has_tools,
+    )
+    methods = build_pipeline(config)
+    advantage_computer = AdvantageComputer(
+        context, methods=methods, reward_weights_F=trainer.reward_weights, tools=has_tools
+    )
+    recomputed = recomputed_layers(
+        context, model=trainer.model, shape=lambda: run.shape, sharding=run.context.sharding
+    )
+    policy_pass = PolicyPass(
+        accelerator,
+        config,
+        may_have_images=images.shown,
+        checkpointing_context=recomputed.switched,
+    )
+    micro_batcher = _micro_batcher(trainer, run, context, images=images, policy_pass=policy_pass)
+    extensions = [*run.extensions.values()]
+    for extension in extensions:
+        extension.start(context, images)
+    recorder = _recorder(trainer, context, toolbox)
+    logps = _generation_logps(trainer, context, policy_pass=policy_pass, recorder=recorder)
+    pool = Pool(context, trainer.train_dataset, has_tools=has_tools)
+    sampler = _sampler(trainer, context, images)
+    stop_criteria = StopCriteria.of(
+        {*trainer.eos_token_ids, context.pad_id}, config.generation_kwargs or {}, _decode(trainer)
+    )
+    batch_builder = BatchBuilder(
+        context=context,
+        images=images,
+        processor=trainer.processing_class,
+        stop_criteria=stop_criteria,
+        to_device=_to_device(trainer),
+        has_engine_logps=sampler.scores,
+        pad_to_multiple_of=trainer.pad_to_multiple_of,
+        has_tools=has_tools,
+        allows_stale_rollouts=pool.allows_stale_rollouts,
+        shows_other_images=any(extension.changes_images for extension in extensions),
+    )
+    engine_pair = _engine_pair(
+        trainer, context, images=images, sampler=sampler, collate=batch_builder.collated
+    )
+    upcoming_rows = UpcomingRows()
+    prompt_reader = PromptReader(images)
+    group_sampler = GroupSampler(
+        context,
+        prompt_reader=prompt_reader,
+        sampler=sampler,
+        stop_criteria=stop_criteria,
+        extensions=extensions,
+        tool_loop=_tool_loop(trainer, context, toolbox=toolbox, images=images),
+    )
+    generation_sampler = GenerationSampler(
+        context,
+        pool=pool,
+        group_sampler=group_sampler,
+        guard=GenerationGuard(context, control_tokens(trainer.processing_class)),
+        phase=clocks.seconds.phase,
+        environments=run.tools.environments,
+        upcoming_rows=upcoming_rows.rows_after,
+        drift_check=LateDriftCheck(engine_pair, logps.drift_guard.check),
+    )
+    reward_guard = RewardGuard(context)
+    ratio_guard = RatioGuard(context)
+    return StepParts(
+        context=context,
+        clocks=clocks,
+        images=images,
+        upcoming_rows=upcoming_rows,
+        pool=pool,
+        sampler=sampler,
+        generation_sampler=generation_sampler,
+        prompt_reader=prompt_reader,
+        batch_builder=batch_builder,
+        generation_logps=logps,
+        reward_functions=_reward_functions(trainer, reward_guard),
+        scorer=Scorer(
+            context,
             guard=reward_guard,
-            weights_F=self.reward_weights,
-            names=self.reward_func_names,
-        )
-        self._make_learning_parts(context)
-        self.extensions = [*self.run.extensions.values()]
-        for extension in self.extensions:
-            extension.start(context, self.images)
-        self.sampler = self._sampler(context)
-        self.importance_ratio = ImportanceRatio(context)
-        toolbox = self.run.prompts.toolbox
-        self.recorder = Recorder(
+            weights_F=trainer.reward_weights,
+            names=trainer.reward_func_names,
+        ),
+        first_answers=FirstAnswers(),
+        advantage_computer=advantage_computer,
+        refill=Refill(
             context=context,
-            decode=decode if self.toolbox else None,
-            view=toolbox.view if toolbox is not None else None,
-        )
-        self.pool = Pool(context, self.train_dataset, has_tools=self.toolbox is not None)
-        self.prompt_reader = PromptReader(self.images)
-        self.upcoming_rows = UpcomingRows()
-        self.batch_builder = self._batch_builder(context, stop_criteria, to_device)
-        self.engine_pair = self._engine_pair(context)
-        self.generation_sampler = self._generation_sampler(context, stop_criteria)
-        self.metrics_logger = self._metrics_logger(context)
-        self.first_answers = FirstAnswers()
-        # The generation that is learned from; the trainer fills it when it samples the first one.
-        self._present_generation: PresentGeneration | None = None
-        self.log_multimodal = trackers.logs_images(args)
-        if not self.use_vllm:
-            never_sample(
-                never_sampled_ids(self._tokenizer), self.generation_kwargs, self.generation_config
+            pool=pool,
+            generation_sampler=generation_sampler,
+            advantage_computer=advantage_computer,
+        ),
+        extensions=extensions,
+        recorder=recorder,
+        metrics_logger=_metrics_logger(
+            trainer, context, recorder=recorder, advantage_computer=advantage_computer
+        ),
+        micro_batcher=micro_batcher,
+        policy_pass=policy_pass,
+        recomputed_layers=recomputed,
+        ratio_guard=ratio_guard,
+        entropy_bonus=EntropyBonus(config, micro_batcher),
+        skip_bad_steps=_skip_bad_steps(trainer, context, ratio_guard),
+        checkpoint_writer=CheckpointWriter(
+            Path(config.output_dir), config.save_total_limit, accelerator
+        ),
+        checkpoint_state=CheckpointState(
+            methods=methods,
+            pool=pool,
+            unfinished_generation=UnfinishedGeneration(context, images.banks),
+            moving_reference=_moving_reference(trainer, context),
+            loss_sums=RestoreLossSums(put_loss_sums),
+            metrics=trainer._metrics["train"],
+            table=trainer._logs,
+        ),
+        engine_pair=engine_pair,
+    )
+
+
+def callbacks_of_run(
+    parts: StepParts,
+    run: ResolvedRun,
+    *,
+    models_by_role: Mapping[str, Any],
+    end_tokens: Iterable[int],
+    log_evaluation: Callable[[dict[str, float]], None],
+) -> list[TrainerCallback]:
+    """Return this package's callbacks, in the order in which Transformers calls them at a step.
+
+    Args:
+        parts: the objects of the training step, some of which are callbacks.
+        run: the checked run.
+        models_by_role: the policy and its reference.
+        end_tokens: the tokens that end an answer.
+        log_evaluation: logs the figures of an evaluation by their names.
+    """
+    callbacks: list[TrainerCallback] = [
+        parts.checkpoint_state.loss_sums,
+        ScaledRate(lambda: parts.advantage_computer.methods.learning_rate_factor),
+        parts.clocks.seconds,
+        parts.recorder,
+        progress.ProgressLine(),
+        metrics.MetricsFile(),
+        parts.skip_bad_steps,
+        RefuseWrongBuffers(models_by_role),
+    ]
+    if parts.clocks.memory is not None:
+        callbacks.append(parts.clocks.memory)
+    if run.config.adora_self_check:
+        callbacks.append(SelfCheck(parts.engine_pair))
+    if run.evaluations is not None:
+        callbacks.append(
+            EvaluateOnTheWay(
+                pair=parts.engine_pair,
+                generation_sampler=parts.generation_sampler,
+                plan=run.evaluations,
+                end_tokens=end_tokens,
+                log_evaluation=log_evaluation,
+                timed_evaluation=parts.clocks.seconds.evaluation,
+                system_prompt=run.system_prompt,
+                revision=run.model.revision,
             )
-        self._add_callbacks(context, args)
+        )
+    return callbacks
 
-    def _batch_builder(
-        self, context: StepContext, stop_criteria: StopCriteria, to_device: Callable[[Any], Any]
-    ) -> BatchBuilder:
-        """Return what makes the rollouts of complete groups into a batch.
 
-        `to_device`: moves a batch to the device as Transformers does.
-        """
-        return BatchBuilder(
-            context=context,
-            images=self.images,
-            processor=self.processing_class,
-            stop_criteria=stop_criteria,
-            to_device=to_device,
-            has_engine_logps=self.sampler.scores,
-            pad_to_multiple_of=self.pad_to_multiple_of,
-            has_tools=self.toolbox is not None,
-            allows_stale_rollouts=self.pool.allows_stale_rollouts,
-            shows_other_images=any(extension.changes_images for extension in self.extensions),
-        )
+def _decode(trainer: GRPOTrainer) -> Callable[[Sequence[int]], str]:
+    """Return what makes token ids a text, without special tokens."""
+    return partial(trainer._tokenizer.decode, skip_special_tokens=True)
 
-    def _make_models_parts(self, context: StepContext, models: list[Any]) -> None:
-        """Make what processes images, computes advantages and writes checkpoints.
 
-        `models`: the policy, and the reference model where there is one.
-        """
-        args = context.config
-        has_tools = self.toolbox is not None
-        self.images = DistinctImages(
-            models=models,
-            processor=self.processing_class,
-            device=self.accelerator.device,
-            config=args,
-            dataset=self.train_dataset,
-            tools_show_images=has_tools,
-        )
-        self.advantage_methods = build_pipeline(args)
-        self.advantage_computer = AdvantageComputer(
-            context=context,
-            methods=self.advantage_methods,
-            reward_weights_F=self.reward_weights,
-            tools=has_tools,
-        )
-        self.checkpoint_writer = CheckpointWriter(
-            Path(args.output_dir), args.save_total_limit, self.accelerator
-        )
-        reference = None
-        if self.ref_model is not None:
-            reference = self.accelerator.unwrap_model(self.ref_model)
-        self.moving_reference = MovingReference(
-            reference,
-            moves=args.sync_ref_model,
-            is_main=self.accelerator.is_main_process,
-            zero3=self._dist.is_zero3,
-        )
-        self.loss_sums = RestoreLossSums(self._put_loss_sums)
+def _to_device(trainer: GRPOTrainer) -> Callable[[Any], Any]:
+    """Return Transformers' own method that moves a batch to the device: TRL overrides it."""
+    to_device: Callable[[Any], Any] = super(GRPOTrainer, trainer)._prepare_inputs
+    return to_device
 
-    def _make_guards(self, context: StepContext) -> None:
-        """Make what ends the run, or skips a step, where log-probabilities are not as they must be."""
-        self.drift_guard = DriftGuard(context)
-        self.ratio_guard = RatioGuard(context)
-        self.reference_guard = ReferenceGuard(
-            context, rounding_bound(computing_dtype(self.accelerator, self.model))
-        )
 
-    def _reward_functions(
-        self, guard: RewardGuard, to_device: Callable[[Any], Any]
-    ) -> RewardFunctions:
-        """Return what calls the run's reward functions; the guard notes their failures."""
-        return RewardFunctions(
-            functions=guard.wrap_functions(self.reward_funcs, self.reward_func_names),
-            tokenizers=self.reward_processing_classes,
-            template=self.chat_template_kwargs,
-            to_device=to_device,
-            loop=lambda: self.async_loop,
-        )
+def _micro_batcher(
+    trainer: GRPOTrainer,
+    run: ResolvedRun,
+    context: StepContext,
+    *,
+    images: DistinctImages,
+    policy_pass: PolicyPass,
+) -> MicroBatcher:
+    """Return what cuts a generation into micro-batches."""
+    config = context.config
+    # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss even
+    # if its advantage is 0.
+    has_kl_term = config.beta != 0.0
+    every_row_counts = bool(
+        has_kl_term or trainer._entropy_bonus_enabled or trainer.aux_loss_enabled
+    )
+    attention = configured_attention(trainer.model.config)
+    micro_batch_room = MicroBatchRoom(
+        activation_memory=lambda: activation_memory_of(
+            config,
+            shape=run.shape,
+            sharding=run.context.sharding,
+            on_gpu=context.accelerator.device.type == "cuda",
+        ),
+        longest_completion=config.max_completion_length,
+        shares_prompts=lambda: policy_pass.shares_prompts and not trainer.aux_loss_enabled,
+        masked=not is_flash_attention_requested(requested_attention_implementation=attention),
+    )
+    return MicroBatcher(
+        context,
+        images.banks,
+        every_row_counts=every_row_counts,
+        micro_batch_room=micro_batch_room,
+    )
 
-    def _make_learning_parts(self, context: StepContext) -> None:
-        """Make what cuts a generation into micro-batches, and computes the policy's pass and loss."""
-        args = context.config
-        # With a KL term, an entropy bonus or an auxiliary loss of experts a row adds to the loss even
-        # if its advantage is 0.
-        has_kl_term = self.beta != 0.0
-        every_row_counts = bool(has_kl_term or self._entropy_bonus_enabled or self.aux_loss_enabled)
-        self.prefetch = NoPrefetch()  # until the trainer makes the data loader
-        self.unfinished_generation = UnfinishedGeneration(context, self.images.banks)
-        self.recomputed_layers = recomputed_layers(
-            context,
-            model=self.model,
-            shape=lambda: self.run.shape,
-            sharding=self.run.context.sharding,
-        )
-        self.policy_pass = PolicyPass(
-            self.accelerator,
-            args,
-            may_have_images=self.images.shown,
-            checkpointing_context=self.recomputed_layers.switched,
-        )
-        attention = configured_attention(self.model.config)
-        micro_batch_room = MicroBatchRoom(
-            activation_memory=lambda: activation_memory_of(
-                args,
-                shape=self.run.shape,
-                sharding=self.run.context.sharding,
-                on_gpu=self.accelerator.device.type == "cuda",
-            ),
-            longest_completion=args.max_completion_length,
-            shares_prompts=lambda: self.policy_pass.shares_prompts and not self.aux_loss_enabled,
-            masked=not is_flash_attention_requested(requested_attention_implementation=attention),
-        )
-        self.micro_batcher = MicroBatcher(
-            context,
-            self.images.banks,
-            every_row_counts=every_row_counts,
-            micro_batch_room=micro_batch_room,
-        )
-        self.entropy_bonus = EntropyBonus(args, self.micro_batcher)
-        self.old_logps = OldLogps(context, has_dropout=has_dropout(self.model))
 
-    def _sampler(self, context: StepContext) -> Sampler:
-        """Return the sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
-        if not self.use_vllm:
-            return TransformersSampler(self._sample_turn)
+def _recorder(trainer: GRPOTrainer, context: StepContext, toolbox: Toolbox | None) -> Recorder:
+    """Return what records rollouts, with the texts of all turns in a run with tools."""
+    if toolbox is None:
+        return Recorder(context)
+    return Recorder(context, decode=_decode(trainer), view=toolbox.view)
+
+
+def _generation_logps(
+    trainer: GRPOTrainer, context: StepContext, *, policy_pass: PolicyPass, recorder: Recorder
+) -> GenerationLogps:
+    """Return what computes the old log-probabilities of a generation, and those of the reference."""
+    rounding = rounding_bound(computing_dtype(context.accelerator, trainer.model))
+    return GenerationLogps(
+        context=context,
+        policy=trainer.model,
+        reference=trainer.ref_model,
+        # Looked up at each call: benchmarks wrap it.
+        model_pass=lambda *args, **kwargs: trainer._get_per_token_logps_and_entropies(
+            *args, **kwargs
+        ),
+        policy_pass=policy_pass,
+        old_logps=OldLogps(context, has_dropout=has_dropout(trainer.model)),
+        importance_ratio=ImportanceRatio(context),
+        drift_guard=DriftGuard(context),
+        reference_guard=ReferenceGuard(context, rounding),
+        record_drift=recorder.add_measured_drift,
+        metrics_by_mode=trainer._metrics,
+    )
+
+
+def _sampler(trainer: GRPOTrainer, context: StepContext, images: DistinctImages) -> Sampler:
+    """Return the sampler of the rollouts: Transformers, vLLM, or servers that sample ahead."""
+    if trainer.use_vllm:
         samples_ahead = context.config.adora_rollouts.ahead
         sampler_class = AsyncServerSampler if samples_ahead else VLLMSampler
-        return sampler_class(context, self.images, self.vllm_generation)
+        return sampler_class(context, images, trainer.vllm_generation)
+    never_sample(
+        never_sampled_ids(trainer._tokenizer), trainer.generation_kwargs, trainer.generation_config
+    )
 
-    def _engine_pair(self, context: StepContext) -> EnginePair:
-        """Return the engine and the policy as a pair, for checks that compare them, and evaluations."""
-        return EnginePair(
-            context=context,
-            policy=self.model,
-            dataset=self.train_dataset,
-            images=self.images,
-            processor=self.processing_class,
-            tokenizer=self._tokenizer,
-            sampler=self.sampler,
-            engine=self.vllm_generation if self.use_vllm else None,
-            collate=self.batch_builder.collated,
-        )
+    def sample_turn(prompts: PromptBatch) -> list[list[int]]:
+        """Sample one turn from the policy itself: token ids, (B,).
 
-    def models_by_role(self) -> dict[str, Any]:
-        """Return the present policy, and the reference model; None in a run without one."""
-        return {"policy": self.model, "reference": self.ref_model}
-
-    def _metrics_logger(self, context: StepContext) -> MetricsLogger:
-        """Return what logs the metrics of a generation, and records its rollouts."""
-        synced_bytes = (lambda: self.vllm_generation.bytes_sent) if self.use_vllm else None
-        return MetricsLogger(
-            context=context,
-            recorder=self.recorder,
-            metrics_by_mode=self._metrics,
-            table=self._logs,
-            function_names=self.reward_func_names,
-            tie_notice=rollout_figures.TieNotice(
-                self.advantage_methods.adora_options, speaks=self.accelerator.is_main_process
-            ),
-            assess=self.advantage_computer.assess,
-            synced_bytes=synced_bytes,
-        )
-
-    def _generation_sampler(
-        self, context: StepContext, stop_criteria: StopCriteria
-    ) -> GenerationSampler:
-        """Return what draws, schedules and samples the groups of each generation."""
-        group_sampler = GroupSampler(
-            context=context,
-            prompt_reader=self.prompt_reader,
-            sampler=self.sampler,
-            stop_criteria=stop_criteria,
-            extensions=self.extensions,
-            tool_loop=self._tool_loop(),
-        )
-        return GenerationSampler(
-            context=context,
-            pool=self.pool,
-            group_sampler=group_sampler,
-            guard=GenerationGuard(context, control_tokens(self.processing_class)),
-            phase=self.phase_clock.phase,
-            environments=self.run.tools.environments,
-            upcoming_rows=self.upcoming_rows.rows_after,
-            drift_check=LateDriftCheck(self.engine_pair, self.drift_guard.check),
-        )
-
-    def _tool_loop(self) -> ToolLoop | None:
-        """Return what runs the tools that the policy calls; None in a run without tools."""
-        options = self.args.adora_tool_options
-        toolbox = self.toolbox
-        if toolbox is None:
-            return None
-        decode = partial(self._tokenizer.decode, skip_special_tokens=True)
-        return ToolLoop(
-            tools=toolbox,
-            processor=self.processing_class,
-            template=self.args.chat_template_kwargs or {},
-            tokens_of=self.images.tokens_of,
-            max_answers=self.args.max_tool_calling_iterations,
-            decode=decode,
-            turn_tokens=options.turn_tokens,
-            context_length=self.args.vllm_max_model_length,
-        )
-
-    def _add_callbacks(self, context: StepContext, args: AdoraGRPOConfig) -> None:
-        """Add this package's callbacks, in the order in which Transformers calls them at a step.
-
-        The callbacks of Transformers that print are removed.
+        TRL takes settings from the model's folder where no key of the run sets them, and samples
+        with dropout. Log-probabilities are computed without dropout, and would not be those of the
+        samples.
         """
-        for printing_callback in (ProgressCallback, PrinterCallback):
-            self.remove_callback(printing_callback)
-        # A function, since DeepSpeed's engine exists only when the training begins.
-        deepspeed_engine = (lambda: self.model_wrapped) if self.is_deepspeed_enabled else None
-        self.skip_bad_steps = SkipBadSteps(context, self.ratio_guard, deepspeed_engine)
-        callbacks: list[TrainerCallback] = [
-            self.loss_sums,
-            ScaledRate(lambda: self.advantage_methods.learning_rate_factor),
-            self.phase_clock,
-            self.recorder,
-            progress.ProgressLine(),
-            metrics.MetricsFile(),
-            self.skip_bad_steps,
-            RefuseWrongBuffers(self.models_by_role()),
-        ]
-        if self.card_memory is not None:
-            callbacks.append(self.card_memory)
-        if args.adora_self_check:
-            callbacks.append(SelfCheck(self.engine_pair))
-        run = self.run
-        if run.evaluations is not None:
-            callbacks.append(
-                EvaluateOnTheWay(
-                    pair=self.engine_pair,
-                    generation_sampler=self.generation_sampler,
-                    plan=run.evaluations,
-                    end_tokens=self.eos_token_ids,
-                    log_evaluation=self.log_evaluation,
-                    timed_evaluation=self.phase_clock.evaluation,
-                    system_prompt=run.system_prompt,
-                    revision=run.model.revision,
-                )
+        with ignoring_generation_config(trainer.model), evaluation_mode(trainer.model):
+            completion_ids, *_ = trainer._generate_single_turn(
+                prompts.ids, prompts.images, prompts.fields, num_generations=1
             )
-        for callback in callbacks:
-            self.add_callback(callback)
+        return cast("list[list[int]]", completion_ids)
+
+    return TransformersSampler(sample_turn)
+
+
+def _engine_pair(
+    trainer: GRPOTrainer,
+    context: StepContext,
+    *,
+    images: DistinctImages,
+    sampler: Sampler,
+    collate: Collate,
+) -> EnginePair:
+    """Return the engine and the policy as a pair, for checks that compare them, and evaluations."""
+    return EnginePair(
+        context=context,
+        policy=trainer.model,
+        dataset=trainer.train_dataset,
+        images=images,
+        processor=trainer.processing_class,
+        tokenizer=trainer._tokenizer,
+        sampler=sampler,
+        engine=trainer.vllm_generation if trainer.use_vllm else None,
+        collate=collate,
+    )
+
+
+def _tool_loop(
+    trainer: GRPOTrainer, context: StepContext, *, toolbox: Toolbox | None, images: DistinctImages
+) -> ToolLoop | None:
+    """Return what runs the tools that the policy calls; None in a run without tools."""
+    if toolbox is None:
+        return None
+    config = context.config
+    return ToolLoop(
+        tools=toolbox,
+        processor=trainer.processing_class,
+        template=config.chat_template_kwargs or {},
+        tokens_of=images.tokens_of,
+        max_answers=config.max_tool_calling_iterations,
+        decode=_decode(trainer),
+        turn_tokens=config.adora_tool_options.turn_tokens,
+        context_length=config.vllm_max_model_length,
+    )
+
+
+def _reward_functions(trainer: GRPOTrainer, guard: RewardGuard) -> RewardFunctions:
+    """Return what calls the run's reward functions; the guard notes their failures."""
+    return RewardFunctions(
+        functions=guard.wrap_functions(trainer.reward_funcs, trainer.reward_func_names),
+        tokenizers=trainer.reward_processing_classes,
+        template=trainer.chat_template_kwargs,
+        to_device=_to_device(trainer),
+        loop=lambda: trainer.async_loop,
+    )
+
+
+def _metrics_logger(
+    trainer: GRPOTrainer,
+    context: StepContext,
+    *,
+    recorder: Recorder,
+    advantage_computer: AdvantageComputer,
+) -> MetricsLogger:
+    """Return what logs the metrics of a generation, and records its rollouts."""
+    options = advantage_computer.methods.adora_options
+    return MetricsLogger(
+        context=context,
+        recorder=recorder,
+        metrics_by_mode=trainer._metrics,
+        table=trainer._logs,
+        function_names=trainer.reward_func_names,
+        tie_notice=TieNotice(options, speaks=context.accelerator.is_main_process),
+        assess=advantage_computer.assess,
+        synced_bytes=(lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None,
+    )
+
+
+def _skip_bad_steps(
+    trainer: GRPOTrainer, context: StepContext, ratio_guard: RatioGuard
+) -> SkipBadSteps:
+    """Return what skips optimizer steps whose gradients are not finite."""
+    # A function, since DeepSpeed's engine exists only when the training begins.
+    deepspeed_engine = (lambda: trainer.model_wrapped) if trainer.is_deepspeed_enabled else None
+    return SkipBadSteps(context, ratio_guard, deepspeed_engine)
+
+
+def _moving_reference(trainer: GRPOTrainer, context: StepContext) -> MovingReference:
+    """Return what saves and loads the reference model, where TRL moves it."""
+    reference = None
+    if trainer.ref_model is not None:
+        reference = context.accelerator.unwrap_model(trainer.ref_model)
+    return MovingReference(
+        reference,
+        moves=context.config.sync_ref_model,
+        is_main=context.accelerator.is_main_process,
+        zero3=trainer._dist.is_zero3,
+    )

@@ -123,7 +123,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
     Returns:
         The folder of the whole model.
     """
-    from adora_vl.checkpoint.writer import recording_saved_files
+    from adora_vl.checkpoint.run_files import recording_saved_files
     from adora_vl.export import save_merged
     from adora_vl.models.load import MERGED_FOLDER
     from adora_vl.record.card import write_card
@@ -146,7 +146,7 @@ def save_final_model(trainer: AdoraGRPOTrainer, output_dir: Path) -> Path:
             if is_main:
                 write_card(trainer.manifest, merged_folder, trainer.state)
     except Exception as error:
-        remedy = trainer.checkpoint_writer.where_to_go_on()
+        remedy = trainer.parts.checkpoint_writer.where_to_go_on()
         if disk_is_full(error):
             raise DiskFullError(
                 "the model could not be written (no space left on the disk of "
@@ -163,7 +163,7 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
 
     Raises `UserError` where it cannot be written.
     """
-    from adora_vl.checkpoint.writer import recording_saved_files
+    from adora_vl.checkpoint.run_files import recording_saved_files
     from adora_vl.export import copy_model
 
     with (

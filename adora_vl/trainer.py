@@ -5,55 +5,52 @@ can be trusted.
                       and compute the old log-probabilities of those of later updates
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
-The parts of a step are objects that `parts.py` makes; this file has the order in which they work.
-Checkpoints are in `trainer_checkpoints.py`.
-Where a method of stock TRL is overridden, the docstring says what TRL does there and why that is
-not enough.
+The objects that work in a step are `self.parts`, which `build_parts` in `parts.py` makes; this file
+has the order in which they work. Where a method of stock TRL is overridden, the docstring says what
+TRL does there and why that is not enough.
 """
 
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import (
     PreTrainedModel,
+    PrinterCallback,
     ProcessorMixin,
+    ProgressCallback,
     Trainer,
     TrainerCallback,
     TrainerState,
 )
 from transformers import trainer as transformers_trainer
 from transformers.trainer_utils import TrainOutput
-from trl.models.utils import disable_gradient_checkpointing
-from trl.trainer import grpo_trainer
-from trl.trainer.utils import use_adapter
+from trl import GRPOTrainer
 
+from adora_vl.checkpoint.run_files import recording_saved_files
+from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
 from adora_vl.config.run_context import RunContext
-from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler
-from adora_vl.models.adapter import cast_trained_to_float32, load_adapter_weights, record_base
-from adora_vl.models.families import freeze, sees_images
-from adora_vl.models.lora_branch import compute_branches_first
-from adora_vl.models.precision import restore_buffers
-from adora_vl.models.reference import copy_policy
-from adora_vl.packing.pass_differences import evaluation_mode
+from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
+from adora_vl.model_setup import prepare_models, use_own_classes_in_trl
+from adora_vl.models.adapter import without_reference_adapter
+from adora_vl.models.families import sees_images
+from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
-from adora_vl.packing.prompts import PromptBatch
 from adora_vl.packing.split_attention import disable_cudnn_attention
+from adora_vl.parts import StepParts, build_parts, callbacks_of_run
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import (
@@ -64,29 +61,33 @@ from adora_vl.preflight.request import (
     refuse_objects,
 )
 from adora_vl.preflight.run_checks import run_checks
-from adora_vl.record import phases, trackers
-from adora_vl.record.card_memory import CardMemory
+from adora_vl.record import trackers
+from adora_vl.record.card import write_card
+from adora_vl.record.clocks import start_clocks
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
-from adora_vl.rollout.engine import AdoraVLLMGeneration
-from adora_vl.rollout.engine_settings import engine_settings
-from adora_vl.rollout.prompt_tokens import ignoring_generation_config
-from adora_vl.rollout.rollouts import RolloutGroup, StepKey, row_for_rewards
+from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
-from adora_vl.rollout.weight_sync import refuse_unmergeable
-from adora_vl.trainer_checkpoints import CheckpointedTrainer
-from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
-from adora_vl.training.schedule import OVERSAMPLING_FACTOR, count_groups_for_signal
-from adora_vl.types import Batch, Row, loss_mask
+from adora_vl.types import Batch, Row, StepContext, loss_mask
 from adora_vl.utils import compat
 from adora_vl.utils.errors import RunError, UserError
+from adora_vl.utils.files import give_usual_modes
 from adora_vl.utils.seeding import drawing_by_key
 
 
-class AdoraGRPOTrainer(CheckpointedTrainer):
+class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to mypy
     """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`."""
+
+    parts: StepParts
+    # The generation that is learned from; None before the first one.
+    _present_generation: PresentGeneration | None = None
+    # What the manifest of every checkpoint says of the run, such as its fingerprint.
+    run_facts: dict[str, Any]
+    # The manifest of the run, from the beginning of `train` on.
+    manifest: dict[str, Any]
+    _step: int  # TRL's count of micro-batches
 
     def __init__(
         self,
@@ -127,15 +128,11 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             config = config_of(args, model)
             # PEFT writes into it what it was trained on.
             peft_config = deepcopy(peft_config)
+            keys = model_keys(model, config, peft_config=peft_config, quantised=quantization_config)
+            loaded_model = None if isinstance(model, str) else model
             request = RunRequest(
                 config=config,
-                model=_model_source(
-                    model,
-                    config=config,
-                    peft_config=peft_config,
-                    quantization_config=quantization_config,
-                    processor=processing_class,
-                ),
+                model=ModelSource(keys, peft_config, loaded_model, processing_class),
                 rows=Datasets(train_dataset, eval_dataset),
                 rewards=reward_funcs,
                 tools=tools or (),
@@ -145,15 +142,14 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             train_dataset = run.data.train
             eval_dataset = run.data.evaluated
         self.run = run
-        self.toolbox = run.prompts.toolbox or self.toolbox
         self.run_facts = {}  # filled in `train`
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
-        timed_phase = self._start_clock(run)
+        clocks = start_clocks(run.config, self.log_figure, evaluates=run.evaluations is not None)
         compat.SHARD_LOADING.install(load_shards, on=transformers_trainer)
         policy = run.policy() if isinstance(model, str) else model
-        with _use_own_classes_in_trl(run, policy, timed_phase):
+        with use_own_classes_in_trl(run, policy, clocks.engine_phase):
             super().__init__(
                 model=policy,
                 reward_funcs=list(run.rewards.functions),
@@ -166,56 +162,44 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 optimizers=optimizers,
                 peft_config=peft_config,
             )
-        self._build_collaborators(run.config, self._prepare_models(run))
-
-    def _start_clock(self, run: ResolvedRun) -> Callable[[str], AbstractContextManager[None]]:
-        """Begin to measure the seconds of each phase of a step, and on a GPU its memory.
-
-        Returns a function from the name of a phase to the context that measures it. The engine
-        enters such contexts too.
-
-        `run`: the checked run. Only one that is evaluated on its way, or whose engine sleeps, has
-        the phases for that.
-        """
-        args = run.config
-        engine_sleeps = args.use_vllm and args.vllm_enable_sleep_mode
-        self.phase_clock = phases.PhaseClock(
-            self.log_figure, sleep_mode=engine_sleeps, evaluates=run.evaluations is not None
+        context = StepContext(
+            accelerator=self.accelerator,
+            config=run.config,
+            log=self.log_figure,
+            pad_id=self._tokenizer.pad_token_id,
+            state=lambda: self.state,
+            policy_logps=self._policy_logps,
+            save_now=self.save_here,
         )
-        if args.device.type != "cuda":
-            return self.phase_clock.phase
-        self.card_memory = CardMemory(
-            self.log_figure,
-            largest_of_ranks=self._largest_of_ranks,
-            device=args.device,
-            sleep_mode=engine_sleeps,
+        self.prefetch = NoPrefetch()  # until the data loader is made
+        self.parts = build_parts(
+            self,
+            run,
+            context,
+            clocks=clocks,
+            models=prepare_models(self.model, self.ref_model, run, self._dist.gather_params),
+            put_loss_sums=self._put_loss_sums,
         )
-        # Its context measures the seconds of the phase too.
-        return partial(self.card_memory.phase, clock=self.phase_clock.phase)
+        # Transformers' callbacks that print.
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        for callback in callbacks_of_run(
+            self.parts,
+            run,
+            models_by_role=self.models_by_role(),
+            end_tokens=self.eos_token_ids,
+            log_evaluation=self.log_evaluation,
+        ):
+            self.add_callback(callback)
 
-    def _prepare_models(self, run: ResolvedRun) -> list[Any]:
-        """Prepare the loaded policy and the reference model for training, and return them.
+    @property
+    def layout(self) -> BatchLayout:
+        """The sizes of a generation and of its micro-batches."""
+        return self.parts.context.layout
 
-        An adapter that a run continues gets its weights, buffers get their precision back, and
-        parts of the model are frozen (`adora_freeze`).
-        """
-        if run.model.continued is not None:
-            load_adapter_weights(self.model, run.model.continued)
-        elif run.model.four_bit:
-            cast_trained_to_float32(self.model)
-        models = [self.model]
-        if self.ref_model is not None:
-            models.append(self.ref_model)
-        for model in models:
-            restore_buffers(model)
-        if is_peft_model(self.model):
-            record_base(self.model, run.model.merged)
-            if run.config.gradient_checkpointing:
-                compute_branches_first(self.model)
-            if not run.model.four_bit:
-                refuse_unmergeable(self.model, self._dist.gather_params)
-        freeze(self.model, run.config.adora_freeze)
-        return models
+    def models_by_role(self) -> dict[str, Any]:
+        """Return the present policy, and the reference model; None in a run without one."""
+        return {"policy": self.model, "reference": self.ref_model}
 
     def train(
         self,
@@ -234,69 +218,73 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
         `UserError` for a folder of another run, and `RunError` where a step fails.
         """
-        run = self.run
-        output_dir = Path(self.args.output_dir)
+        if self.run.request.cli_args is not None:
+            return self._train_in_folder(trial, ignore_keys_for_eval)
+        # Lock the folder for this run, and choose the checkpoint to go on from.
+        run = self.run.claimed(resume_from_checkpoint)
+        self.run = run
         is_main = self.accelerator.is_main_process
-        is_from_python = run.request.cli_args is None
-        if is_from_python:
-            # Lock the folder for this run, and choose the checkpoint to go on from.
-            run = run.claimed(resume_from_checkpoint)
-            self.run = run
         try:
-            if is_from_python and is_main:
+            if is_main:
                 print("\n".join(run.first_lines()), flush=True)
-            if is_from_python and run.finished is not None:
+            if run.finished is not None:
                 return self._load_finished_run(run.finished)
-            self._begin_run(output_dir)
-            with noting_failure(
-                self.manifest,
-                output_dir=output_dir,
-                steps=lambda: self.state.global_step,
-                is_main=is_main,
-            ):
-                with errors_with_step(
-                    lambda: self.state.global_step, self.checkpoint_writer.where_to_go_on
-                ):
-                    output = super().train(run.output.start.checkpoint, trial, ignore_keys_for_eval)
-                if self.skip_bad_steps.reason:
-                    raise RunError(f"step {self.state.global_step}: {self.skip_bad_steps.reason}")
-            if is_from_python and is_main:
+            output = self._train_in_folder(trial, ignore_keys_for_eval)
+            if is_main:
                 end_manifest(
                     self.manifest,
-                    output_dir=output_dir,
+                    output_dir=Path(self.args.output_dir),
                     status="finished",
                     steps=self.state.global_step,
                 )
             return output
         finally:
-            if is_from_python:
-                run.folder.release()
+            run.folder.release()
 
-    def _begin_run(self, output_dir: Path) -> None:
-        """Write the manifest of the run, and restore what TRL does not from its checkpoint.
+    def _train_in_folder(
+        self, trial: object, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        """Train in the folder that the run has claimed, and note in its manifest if that fails.
 
-        An older run in the folder that this one replaces is set aside before.
+        An older run in the folder that this one replaces is set aside before. The arguments are
+        those of `train`.
         """
         run = self.run
+        output_dir = Path(self.args.output_dir)
+        is_main = self.accelerator.is_main_process
+        checkpoint = run.output.start.checkpoint
         self.run_facts = {"fingerprint": run.fingerprint}
-        self.manifest = run.manifest()
-        self.manifest["model"]["sees_images"] = sees_images(self.model.config)
-        if run.model.adapters:
-            self.manifest["model"]["base"] = run.model.name
-        self.manifest["vllm_model_runner"] = (
-            self.vllm_generation.model_runner if self.use_vllm else None
-        )
-        if self.accelerator.is_main_process:
+        self.manifest = self._run_manifest()
+        if is_main:
             # Not earlier: until here the new run could still have failed.
             if run.output.start.replaces:
                 set_run_aside(output_dir)
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
-        checkpoint = run.output.start.checkpoint
         if checkpoint:
             self.restore(checkpoint)
             if is_universal(Path(checkpoint)):
                 expect_universal_checkpoint(self)
+        steps_done = lambda: self.state.global_step  # noqa: E731
+        with noting_failure(
+            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
+        ):
+            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
+                output = super().train(checkpoint, trial, ignore_keys_for_eval)
+            if self.parts.skip_bad_steps.reason:
+                raise RunError(f"step {self.state.global_step}: {self.parts.skip_bad_steps.reason}")
+        return output
+
+    def _run_manifest(self) -> dict[str, Any]:
+        """Return what `manifest.json` says of the run at its beginning."""
+        run = self.run
+        manifest = run.manifest()
+        manifest["model"]["sees_images"] = sees_images(self.model.config)
+        if run.model.adapters:
+            manifest["model"]["base"] = run.model.name
+        engine_runner = self.vllm_generation.model_runner if self.use_vllm else None
+        manifest["vllm_model_runner"] = engine_runner
+        return manifest
 
     def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
         """Load weights and state of a finished run's last checkpoint, in place of training.
@@ -325,25 +313,17 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         if not self.model.training or not self._cuts_generations:
             micro_batch = super()._prepare_inputs(generation_batch)
         else:
-            if not self._is_in_generation():
-                self._present_generation = self._sample_generation(generation_batch)
-            assert self._present_generation is not None
-            number = self._step % self.layout.steps_per_generation
-            micro_batch = self._present_generation.micro_batches[number]
+            generation = self._present_generation
+            if generation is None or self._step not in generation.micro_steps:
+                generation = self._sample_generation(generation_batch)
+                self._present_generation = generation
+            micro_batch = generation.micro_batches[self._step % self.layout.steps_per_generation]
             if micro_batch:
                 # Due again where a checkpoint had the generation: another process has checked it.
-                self._check_packed_rows(micro_batch)
+                self.parts.generation_logps.check_shared_prompts(micro_batch)
         if self.model.training and self.accelerator.sync_gradients:
-            self.generation_sampler.before_weights_change()
+            self.parts.generation_sampler.before_weights_change()
         return micro_batch
-
-    def _is_in_generation(self) -> bool:
-        """Return whether the next micro-batch belongs to the generation that was sampled last."""
-        if self._present_generation is None:
-            return False
-        first_micro_step = self._present_generation.first_micro_step
-        end_micro_step = first_micro_step + self.layout.micro_batches_per_generation
-        return self._step in range(first_micro_step, end_micro_step)
 
     @property
     def _cuts_generations(self) -> bool:
@@ -356,43 +336,19 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
     def _sample_generation(self, rows: list[Row]) -> PresentGeneration:
         """Sample a generation of rollouts from these rows, and make it ready to be learned from."""
         key = self._step_key
-        with self._keeping_engine_awake():
+        generation_logps = self.parts.generation_logps
+        with self.parts.generation_sampler.keeping_engine_awake(generation_logps.makes_passes):
             # TRL's method, which a subclass may override.
             batch = self._generate_and_score_completions(rows)
-        self._check_packed_rows(batch)
+        generation_logps.check_shared_prompts(batch)
         # 9. Cut into micro-batches; groups without signal are left out.
-        micro_batches = self.micro_batcher.split(batch, key.position)
+        micro_batches = self.parts.micro_batcher.split(batch, key.position)
         # 10. Compute the old log-probabilities of what is learned from after a weight update.
-        self._add_old_logps(micro_batches)
+        generation_logps.add_to_later_updates(micro_batches)
         return PresentGeneration(
-            first_micro_step=self._first_micro_step, micro_batches=micro_batches
+            micro_steps=self.layout.micro_steps_of_generation(self._step),
+            micro_batches=micro_batches,
         )
-
-    def _check_packed_rows(self, batch: Batch) -> None:
-        """Compare the policy's pass with and without shared prompts, once in a run. Collective.
-
-        If they disagree, prompts are not shared from then on. It comes before a generation is cut,
-        since more rows fit into a micro-batch if they share their prompts. As many rows are
-        compared as memory is planned for without.
-        """
-        if not self.policy_pass.check_is_due:
-            return
-        compared_rows = range(min(self.layout.micro_batch_rows, len(batch["completion_ids"])))
-        policy = partial(self._get_per_token_logps_and_entropies, self.model)
-        self.policy_pass.check(RowReader(batch).take(compared_rows), policy)
-
-    def _keeping_engine_awake(self) -> AbstractContextManager[None]:
-        """Return the context in which a generation is sampled.
-
-        With `refill` (dynamic sampling) an engine that sleeps between calls stays awake from the
-        first batch to the last, unless the policy makes a pass after each batch and needs the
-        engine's memory.
-        """
-        has_kl_term = self.beta != 0.0
-        policy_makes_passes = has_kl_term or self.old_logps.needs_pass_over_generation
-        if policy_makes_passes or not self.args.adora_rollouts.refill:
-            return nullcontext()
-        return self.sampler.awake()
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Return the batch of a generation, sampled, graded and weighed.
@@ -403,34 +359,40 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         all, replaces groups without signal, and then weighs all together. Every rank goes through
         the stages together.
         """
+        parts = self.parts
+        pool = parts.pool
+        generation_sampler = parts.generation_sampler
         self.prefetch.finish()
         is_training = self.model.training
         if is_training:
             trackers.empty_table(self._logs)
         if is_training and self._step == self._step_began:
-            self.unfinished_generation.note_step_begin(self._step, self._facts())
+            unfinished = parts.checkpoint_state.unfinished_generation
+            unfinished.note_step_begin(self._step, self._facts())
         group_size = self.num_generations if is_training else self.num_generations_eval
-        generation = self.pool.generation_numbers.generation_at(self._step_key, group_size, inputs)
+        generation = pool.generation_numbers.generation_at(self._step_key, group_size, inputs)
         # 1. Draw: rows become groups; an image that cannot be read ends the run.
-        drawn_groups = self.generation_sampler.draw(generation, inputs)
+        drawn_groups = generation_sampler.draw(generation, inputs)
         if not is_training:
-            with self.generation_sampler.sampling():
-                groups = self.generation_sampler.sample_all(generation, drawn_groups)
-            return self._as_evaluation_batch(self._score(generation, groups))
+            with generation_sampler.sampling():
+                groups = generation_sampler.sample_all(generation, drawn_groups)
+            scored_groups = self._score(generation, groups)
+            trl_advantages_PG = scored_groups.assessment.trl_advantages_PG
+            return self._with_advantages(scored_groups.batch, trl_advantages_PG)
         # A run that dies before it learns from this generation goes on from here.
-        self.pool.begin_step(generation)
-        with self.generation_sampler.sampling():
+        pool.begin_step(generation)
+        with generation_sampler.sampling():
             # 2. Schedule: which groups begin or go on, and for how many tokens.
-            self.generation_sampler.schedule(generation, drawn_groups)
+            generation_sampler.schedule(generation, drawn_groups)
             # 3. Sample their rollouts, with all turns.
-            groups = self.generation_sampler.sample(generation, drawn_groups)
+            groups = generation_sampler.sample(generation, drawn_groups)
         # 4. Select complete groups, equally many on every rank; the others wait.
-        complete_groups = self.pool.select_complete(groups, self.pool.max_groups)
+        complete_groups = pool.select_complete(groups, pool.max_groups)
         assert complete_groups, "stage 3 has completed some on every rank"
         # 5. Build the batch, and 6. score it.
         scored_groups = self._score(generation, complete_groups)
         # 7. Refill: groups of further problems replace those without signal.
-        scored_groups = self._refill(generation, scored_groups)
+        scored_groups = parts.refill.replace_groups(generation, scored_groups, self._score)
         # 8. Weigh the groups, once.
         batch = self._weigh(generation, scored_groups)
         self.prefetch.start()
@@ -450,245 +412,53 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             RunError: a reward function failed, or no rollout has a reward.
             RolloutError: the log-probabilities of engine and policy are too far apart.
         """
+        parts = self.parts
         is_training = generation.key.mode == "train"
         step = generation.key.step
-        prompts = self.prompt_reader.take(groups, generation)
-        built_groups = self.batch_builder.build(generation, groups, prompts)
-        rollouts = built_groups.rollouts
-        self._add_logps(built_groups.batch, generation.key.mode)
-        with self.phase_clock.phase("grading"):
-            rows = [
-                row_for_rewards(row, rollout)
-                for row, rollout in zip(built_groups.rows, rollouts, strict=True)
-            ]
-            function_scores = self.reward_functions(
-                rows,
-                prompts=built_groups.prompts.messages,
-                completions=built_groups.completions,
-                completion_ids=[rollout.policy_tokens for rollout in rollouts],
-                thinking_opened=built_groups.thinking_opened,
-                state=self.state,
-            )
-        facts = self.scorer.score(built_groups, function_scores, generation.group_size, step)
+        prompts = parts.prompt_reader.take(groups, generation)
+        built_groups = parts.batch_builder.build(generation, groups, prompts)
+        parts.generation_logps.add_to_generation(built_groups.batch, generation.key.mode)
+        with parts.clocks.seconds.phase("grading"):
+            scores = parts.reward_functions.score(built_groups, self.state)
+        facts = parts.scorer.score(built_groups, scores, generation.group_size, step)
         if is_training and self.accelerator.is_main_process:
-            self.first_answers.warn_if_none_is_right(built_groups.rows, facts)
+            parts.first_answers.warn_if_none_is_right(built_groups.rows, facts)
         if is_training:
-            self.drift_guard.check_batch(built_groups.batch, step)
+            parts.generation_logps.drift_guard.check_batch(built_groups.batch, step)
         scored_groups = ScoredGroups(
             groups=groups,
             batch=built_groups.batch,
             facts=facts,
-            assessment=self.advantage_computer.assess(facts, generation.group_size, step),
+            assessment=parts.advantage_computer.assess(facts, generation.group_size, step),
         )
-        with self.phase_clock.phase("other"):
-            self.metrics_logger.log_scored(generation, built_groups, scored_groups)
+        with parts.clocks.seconds.phase("other"):
+            parts.metrics_logger.log_scored(generation, built_groups, scored_groups)
         return scored_groups
-
-    def _refill(self, generation: Generation, scored_groups: ScoredGroups) -> ScoredGroups:
-        """Stage 7: replace groups without signal by groups of further problems. Collective.
-
-        A group has signal if its rollouts' rewards differ. While any rank lacks such groups, a
-        further round of problems is sampled, `refill` rounds at most: DAPO's dynamic sampling
-        (arXiv 2503.14476).
-        """
-        pool = self.pool
-        max_rounds = pool.options.refill
-        completion_lengths = scored_groups.facts.length_N.int().tolist()
-        replaced_count = 0
-        signal_share = 0.0  # not used without a round
-        if max_rounds:
-            signal_share = pool.note_signal_share(scored_groups.assessment)
-        for round_number in range(1, max_rounds + 1):
-            missing_groups = pool.most_missing(scored_groups.assessment)
-            if not missing_groups:
-                break
-            refill = self._sample_refill(
-                generation.in_round(round_number), missing_groups, signal_share
-            )
-            if refill is None:
-                continue
-            completion_lengths += refill.facts.length_N.int().tolist()
-            # Where one of the two batches has no images on some rank, their columns differ, and
-            # rows cannot be joined. Collective: then no rank joins any.
-            has_same_columns = refill.batch.keys() == scored_groups.batch.keys()
-            if not all(gather_object([has_same_columns])):
-                continue
-            chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
-            replaced_count += _count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
-            scored_groups = scored_groups.exchange_groups(
-                refill,
-                chosen_by_rank=chosen_by_rank,
-                pad_id=self.context.pad_id,
-                rank=self.accelerator.process_index,
-            )
-            assessment = self.advantage_computer.assess(
-                scored_groups.facts, generation.group_size, generation.key.step
-            )
-            scored_groups = replace(scored_groups, assessment=assessment)
-        if max_rounds:
-            groups_of_all_ranks = len(scored_groups.groups) * self.accelerator.num_processes
-            self.log_figure("adora/refilled_groups", replaced_count / groups_of_all_ranks)
-            self.log_figure("adora/further_batches", self.generation_sampler.take_further_batches())
-        pool.note_learned(scored_groups.batch, completion_lengths)
-        return scored_groups
-
-    def _sample_refill(
-        self, generation: Generation, missing_groups: int, signal_share: float
-    ) -> ScoredGroups | None:
-        """Sample and score groups of further problems. Collective.
-
-        Groups that wait from earlier generations are taken first.
-
-        Args:
-            generation: the present one, in the round of this refill.
-            missing_groups: how many groups with signal are missing on the rank that lacks most.
-            signal_share: the share of groups with signal in this generation.
-
-        Returns:
-            The groups; None on all ranks where none is complete within the token budget.
-        """
-        pool = self.pool
-        max_groups = count_groups_for_signal(
-            OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
-        )
-        # Every rank has this many complete groups that wait.
-        waiting_count = pool.state.min_complete
-        further_groups = self.generation_sampler.sample_further(
-            generation, count=max_groups - waiting_count
-        )
-        complete_groups = pool.select_complete([*pool.state.waiting, *further_groups], max_groups)
-        if not complete_groups:
-            return None
-        return self._score(generation, complete_groups)
-
-    def _as_evaluation_batch(self, scored_groups: ScoredGroups) -> Batch:
-        """Return the batch of an evaluation, with the advantages that TRL would give it."""
-        batch = scored_groups.batch
-        batch["advantages"] = self._rows_on_device(scored_groups.assessment.trl_advantages_PG)
-        batch["num_items_in_batch"] = self._loss_tokens(batch)
-        return batch
 
     def _weigh(self, generation: Generation, scored_groups: ScoredGroups) -> Batch:
         """Stage 8: return the batch with its final advantages. Collective.
 
         They may weigh a group by all others, so this comes when no group is replaced any more.
         """
-        advantages = self.advantage_computer.compute(scored_groups.assessment)
-        batch = scored_groups.batch
-        batch["advantages"] = self._rows_on_device(advantages.final_PG)
-        batch["num_items_in_batch"] = self._loss_tokens(batch)
-        with self.phase_clock.phase("policy"):
-            for extension in self.extensions:
+        parts = self.parts
+        advantages = parts.advantage_computer.compute(scored_groups.assessment)
+        batch = self._with_advantages(scored_groups.batch, advantages.final_PG)
+        with parts.clocks.seconds.phase("policy"):
+            for extension in parts.extensions:
                 extension.after_weighing(generation, batch, advantages)
-        with self.phase_clock.phase("other"):
-            self.metrics_logger.log_learned(generation, batch, advantages)
+        with parts.clocks.seconds.phase("other"):
+            parts.metrics_logger.log_learned(generation, batch, advantages)
         return batch
 
-    def _rows_on_device(self, values_PG: Tensor) -> Tensor:
-        """Return this rank's part, (B,), of values of all ranks' groups, on the device."""
-        values_B = rows_of_rank(values_PG.flatten(), self.accelerator)
-        return values_B.to(self.accelerator.device, non_blocking=True)
+    def _with_advantages(self, batch: Batch, advantages_PG: Tensor) -> Batch:
+        """Add this rank's part of the advantages of all ranks' groups to the batch. Collective.
 
-    def _loss_tokens(self, batch: Batch) -> Tensor:
-        """Return the number of tokens in the loss over all ranks, (). Collective."""
-        tokens: Tensor = self.accelerator.gather(loss_mask(batch).sum()).sum()
-        return tokens
-
-    def _sample_turn(self, prompts: PromptBatch) -> list[list[int]]:
-        """Sample one turn with Transformers, from the policy itself: token ids, (B,).
-
-        Stock TRL takes settings from the model's folder where no key of the run sets them, and
-        samples with dropout. Log-probabilities are computed without dropout, and would not be those
-        of the samples.
+        TRL's losses also get the number of tokens that the loss counts over all ranks.
         """
-        with ignoring_generation_config(self.model), evaluation_mode(self.model):
-            completion_ids, *_ = self._generate_single_turn(
-                prompts.ids, prompts.images, prompts.fields, num_generations=1
-            )
-        return cast("list[list[int]]", completion_ids)
-
-    def _add_logps(self, batch: Batch, mode: str) -> None:
-        """Add the log-probabilities to a batch that the loss compares the new policy's with.
-
-        They are those of the policy that has sampled the batch (old), unless later passes compute
-        them, and with a KL term those of the reference model.
-
-        Args:
-            batch: the generation of this rank.
-            mode: "train" or "eval".
-        """
-        args = self.args
-        is_training = mode == "train"
-        corrects_engine = self.old_logps.corrects_engine
-        has_old_pass = corrects_engine or not self.layout.has_one_step
-        rows_per_pass = args.per_device_eval_batch_size
-        if is_training:
-            has_old_pass = has_old_pass and self.old_logps.needs_pass_over_generation
-            rows_per_pass = args.per_device_train_batch_size
-
-        def compute_logps(model: PreTrainedModel) -> Tensor:
-            """Return the log-probabilities of the batch's completions by a model, (B, C)."""
-            model_pass = partial(self._get_per_token_logps_and_entropies, model)
-            return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
-
-        with disable_gradient_checkpointing(self.model, args.gradient_checkpointing_kwargs):
-            if has_old_pass:
-                old_logps_BC = compute_logps(self.model)
-                batch["old_per_token_logps"] = old_logps_BC
-                if corrects_engine:
-                    for name, value in self.importance_ratio.complete(batch, old_logps_BC).items():
-                        self._metrics[mode][name].append(value)
-            if self.beta != 0.0 and self.ref_model is not None:
-                batch["ref_per_token_logps"] = compute_logps(self.ref_model)
-            elif self.beta != 0.0:
-                # The reference is the adapter as it was at the start, or the base model without.
-                policy = self.accelerator.unwrap_model(self.model)
-                reference_adapter = "ref" if "ref" in policy.peft_config else None
-                with use_adapter(policy, adapter_name=reference_adapter):
-                    batch["ref_per_token_logps"] = compute_logps(self.model)
-                # PEFT has made all of the adapter trainable again.
-                freeze(policy, args.adora_freeze)
-            if is_training and self.reference_guard.is_due(self.state.global_step):
-                self.reference_guard.check(batch, self._policy_logps)
-
-    def _add_old_logps(self, micro_batches: Sequence[Batch]) -> None:
-        """Stage 10: compute old log-probabilities for micro-batches that need a pass for them.
-
-        Those are learned from after the first optimizer step on the generation has changed the
-        weights. Groups whose advantages are all 0 need none, even where a KL term learns from them.
-        Collective: every rank makes equally many passes. Raises `RolloutError` where the engine's
-        log-probabilities are too far from the policy's.
-        """
-        policy_forward = partial(self._get_per_token_logps_and_entropies, self.model)
-        without_checkpointing = disable_gradient_checkpointing(
-            self.model, self.args.gradient_checkpointing_kwargs
-        )
-        with without_checkpointing:
-            for old_pass in self.old_logps.passes_due(micro_batches):
-                batch = old_pass.batch()
-                # Tells the pass its micro-batch; nobody has to observe what it computes.
-                with self.policy_pass.watch(observer=None, micro_batch=batch):
-                    logps_BC = generation_logps(
-                        batch, model_pass=policy_forward, rows_per_pass=len(batch["completion_ids"])
-                    )
-                batch["old_per_token_logps"] = logps_BC
-                if self.old_logps.corrects_engine:
-                    self._compare_with_engine(batch, logps_BC)
-                old_pass.store(batch)
-
-    def _compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
-        """Compare policy and engine on the tokens of a micro-batch, and add their ratio. Collective.
-
-        The importance ratio of the policy to the engine is added where it corrects the loss. Raises
-        `RolloutError` where the two are too far apart.
-
-        `logps_BC`: log-probabilities by the weights that have sampled the micro-batch, detached.
-        """
-        self.drift_guard.check_batch(micro, self.state.global_step, logps_BC)
-        self.recorder.add_measured_drift(micro, logps_BC)
-        if self.old_logps.corrects_engine:
-            for name, value in self.importance_ratio.complete(micro, logps_BC).items():
-                self.log_figure(name, value)
+        advantages_B = rows_of_rank(advantages_PG.flatten(), self.accelerator)
+        batch["advantages"] = advantages_B.to(self.accelerator.device, non_blocking=True)
+        batch["num_items_in_batch"] = self.accelerator.gather(loss_mask(batch).sum()).sum()
+        return batch
 
     @property
     def _step_key(self) -> StepKey:
@@ -700,9 +470,12 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         )
 
     @property
-    def _first_micro_step(self) -> int:
-        """TRL's `_step`, its count of micro-batches, where the present generation begins."""
-        return int(self._step - self._step % self.layout.micro_batches_per_generation)
+    def _step_began(self) -> int:
+        """TRL's `_step`, its count of micro-batches, where the present optimizer step began.
+
+        A run that resumes begins an optimizer step at its first micro-batch again.
+        """
+        return int(self._step - self._step % self.args.gradient_accumulation_steps)
 
     # ----------------------------------------------------------------------------- 2. a micro-batch
 
@@ -721,27 +494,13 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         self._current_train_step_time += time.perf_counter() - start_time
         if has_rows:
             trl_step = partial(super().training_step, model, inputs, num_items_in_batch)
-            loss = self.recomputed_layers.run_with_retry(trl_step, self._metrics["train"])
+            loss = self.parts.recomputed_layers.run_with_retry(trl_step, self._metrics["train"])
         else:
             loss = torch.zeros((), device=self.args.device)
             self._step += 1  # TRL counts the others
         if self.accelerator.sync_gradients:
-            self._step += self._missing_micro_batches
+            self._step += self.layout.micro_batches_missing_at(self._step)
         return loss
-
-    @property
-    def _missing_micro_batches(self) -> int:
-        """How many micro-batches TRL's count lacks behind the last optimizer step of an epoch.
-
-        That step may have fewer than the others. The next one begins at a count at which both an
-        optimizer step and a generation begin, as that of a run does which resumes there. 0 behind
-        any other step.
-        """
-        layout = self.layout
-        per_step = layout.gradient_accumulation_steps
-        if self._step % per_step == 0:
-            return 0
-        return -self._step % math.lcm(per_step, layout.micro_batches_per_generation)
 
     def _compute_loss(self, model: PreTrainedModel, inputs: Any) -> Tensor:
         """Return the loss of a micro-batch, (), with its weight among those of the step.
@@ -754,11 +513,16 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         position alone, so that a resumed run draws the same.
         """
         micro = cast("Batch", {**inputs})  # columns are added for this loss alone
-        micro_step = self._step - self._first_micro_step
+        parts = self.parts
+        old_logps = parts.generation_logps.old_logps
+        # How many micro-batches of the generation were learned from before this one.
+        micro_step = self._step % self.layout.micro_batches_per_generation
         if model.training:
-            self.old_logps.prepare_loss(micro, micro_step)
+            old_logps.prepare_loss(micro, micro_step)
         # Read before TRL's loss, which changes an adaptive one at the end of a step.
-        entropy_coefficient = self._entropy_coefficient
+        entropy_coefficient = parts.entropy_bonus.coefficient(
+            self.entropy_coef, last_entropy=self._last_world_entropy
+        )
         # What the policy's pass inside TRL's loss computes, (B, C); filled by `observe`.
         observed_logps: list[Tensor] = []
         observed_entropies: list[Tensor] = []
@@ -770,22 +534,23 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
                 observed_entropies.append(entropies_BC)
             if not model.training:
                 return
-            if self.importance_ratio.is_due(micro) and self.old_logps.compares_engine(micro_step):
-                self._compare_with_engine(micro, logps_BC)
-            self.old_logps.fill_missing(micro, logps_BC)
-            self.old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
+            ratio_is_due = parts.generation_logps.importance_ratio.is_due(micro)
+            if ratio_is_due and old_logps.compares_engine(micro_step):
+                parts.generation_logps.compare_with_engine(micro, logps_BC)
+            old_logps.fill_missing(micro, logps_BC)
+            old_logps.keep_for_next_iteration(inputs, micro, logps_BC, micro_step)
 
         rank = self.accelerator.process_index
         seed = f"micro-batch/{self.args.seed}/{self._step_key.position}/{rank}"
         seeded_draws = drawing_by_key(seed) if model.training else nullcontext()
-        with self.policy_pass.watch(observe, micro), seeded_draws:
+        with parts.policy_pass.watch(observe, micro), seeded_draws:
             loss: Tensor = super()._compute_loss(model, micro)
         if model.training:
             logps_BC = observed_logps[0] if observed_logps else None
-            loss = self.ratio_guard.loss_or_nan(loss, logps_BC, micro)
-        loss = loss * self.micro_batcher.loss_weight(micro)
-        if model.training and self.entropy_bonus.is_on:
-            loss = loss + self.entropy_bonus.missing_bonus(
+            loss = parts.ratio_guard.loss_or_nan(loss, logps_BC, micro)
+        loss = loss * parts.micro_batcher.loss_weight(micro)
+        if model.training and parts.entropy_bonus.is_on:
+            loss = loss + parts.entropy_bonus.missing_bonus(
                 micro,
                 entropies_BC=observed_entropies[0],
                 coefficient=entropy_coefficient,
@@ -793,24 +558,13 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
             )
         return loss
 
-    @property
-    def _entropy_coefficient(self) -> float:
-        """The coefficient of TRL's entropy bonus in this step.
-
-        An adaptive one changes at the end of a step, and is 0 while the entropy is above its target.
-        """
-        is_above_target = self._last_world_entropy > self.args.entropy_target
-        if self.use_adaptive_entropy and is_above_target:
-            return 0.0
-        return float(self.entropy_coef)
-
     def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
         """Return 1 at the tokens of the highest entropy, (B, C).
 
         Stock TRL learns from these tokens alone. Ours also keeps its choice for the entropy bonus.
         """
         chosen_BC: Tensor = super().get_high_entropy_mask(entropies, mask, threshold)
-        self.entropy_bonus.chosen_BC = chosen_BC
+        self.parts.entropy_bonus.chosen_BC = chosen_BC
         return chosen_BC
 
     def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
@@ -820,57 +574,42 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         computes it once per group and without padding where that is less work and the model's
         attention allows it.
         """
-        return self.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
+        return self.parts.policy_pass(super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
     def _policy_logps(self, batch: Batch, pixels: Tensor | None = None) -> Tensor:
         """Return the log-probabilities of a generation's completions by the policy, (B, C).
 
         `pixels`: used in place of the batch's own images, if there are any.
         """
-        policy = partial(self._get_per_token_logps_and_entropies, self.model)
         return generation_logps(
             batch,
-            model_pass=policy,
+            model_pass=partial(self._get_per_token_logps_and_entropies, self.model),
             rows_per_pass=self.args.per_device_train_batch_size,
             pixels=pixels,
         )
 
     # -------------------------------------------------------------- data, log, and the engine's end
 
-    def _get_dataloader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Any = None,
-        is_training: bool = False,
-        dataloader_key: str | None = None,
-    ) -> Any:
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         """Return the data loader of a training or an evaluation.
 
         Stock TRL reads and decodes every copy of a row. Ours reads each row of a training batch
         once, if possible while the policy learns from the batch before.
         """
-        stock_loader = partial(
-            super()._get_dataloader,
-            description=description,
-            batch_size=batch_size,
-            sampler_fn=sampler_fn,
-            is_training=is_training,
-            dataloader_key=dataloader_key,
-        )
+        dataset = kwargs["dataset"]
         options = self.args.adora_rollouts
         shares_rows = self.args.uses("cache_images")
         # Problems that wait for a later generation are read again by their numbers.
         needs_numbers = options.budget is not None or options.ahead > 0
         has_length = hasattr(dataset, "__len__")  # a streamed data set has none
+        is_training = kwargs.get("is_training", False)
         if not is_training or not has_length or not (shares_rows or needs_numbers):
-            return stock_loader(dataset)
+            return super()._get_dataloader(*args, **kwargs)
         rows = DistinctRows(dataset, numbered=needs_numbers, share=shares_rows)
-        loader = stock_loader(rows)
-        self.upcoming_rows.rows = rows
-        self.upcoming_rows.order = self._row_order
-        self.prefetch = self.images.prefetch(rows, self._row_order, dataset)
+        loader = super()._get_dataloader(*args, **{**kwargs, "dataset": rows})
+        self.parts.upcoming_rows.rows = rows
+        self.parts.upcoming_rows.order = self._row_order
+        self.prefetch = self.parts.images.prefetch(rows, self._row_order, dataset)
         return loader
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
@@ -882,11 +621,6 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         trl_sampler = super()._get_train_sampler(dataset)
         self._row_order = EpochRepeatSampler.like(trl_sampler, seed=self.args.seed_of_rows)
         return self._row_order
-
-    def _largest_of_ranks(self, value: float) -> float:
-        """Return the largest value of all ranks. Collective."""
-        values = torch.tensor([value], device=self.accelerator.device)
-        return float(self.accelerator.gather(values).max())
 
     def log_evaluation(self, figures: dict[str, float]) -> None:
         """Log the figures of an evaluation, as an entry of its own.
@@ -914,81 +648,139 @@ class AdoraGRPOTrainer(CheckpointedTrainer):
         """
         self.prefetch.finish()
         self.run.folder.release()
-        if isinstance(self.sampler, AsyncServerSampler):
-            self.sampler.close()
+        if isinstance(self.parts.sampler, AsyncServerSampler):
+            self.parts.sampler.close()
         if self.use_vllm and self.vllm_mode == "colocate":
             self.vllm_generation.shut_down()
 
+    # ---------------------------------------------------------------------------------- checkpoints
 
-def _model_source(
-    model: str | PreTrainedModel,
-    config: AdoraGRPOConfig,
-    *,
-    peft_config: object,
-    quantization_config: object,
-    processor: ProcessorMixin | None,
-) -> ModelSource:
-    """Return the description of the model that the preflight checks look at.
+    def _save_checkpoint(self, model: PreTrainedModel, trial: object) -> None:
+        """Write the checkpoint of the present step.
 
-    The arguments are those of the trainer.
-    """
-    return ModelSource(
-        keys=model_keys(
-            model, config=config, peft_config=peft_config, quantised=quantization_config
-        ),
-        peft_config=peft_config,
-        loaded=None if isinstance(model, str) else model,
-        processor=processor,
-    )
+        Stock TRL writes into `checkpoint-N` itself and deletes older checkpoints on the way, so a
+        crash can leave an incomplete checkpoint, or none. Ours lets it write into another folder,
+        adds what a resumed run needs, renames the folder, and then deletes older checkpoints.
+        """
+        trl_save_checkpoint = super()._save_checkpoint
+        state = self.parts.checkpoint_state
+        facts = state.unfinished_generation.facts_to_save(self._step_began, self._facts())
+        # TRL's buffer, unless this package cuts generations into micro-batches itself.
+        micro_batches: list[Batch] | None = self._buffered_inputs
+        if self._cuts_generations:
+            generation = self._present_generation
+            micro_batches = None if generation is None else generation.micro_batches
 
+        def write_files(folder: Path) -> dict[str, Any]:
+            """Write all files into the folder, and return the facts for its manifest."""
+            trl_save_checkpoint(model, trial)
+            return state.save(folder, facts, self._step_began, micro_batches)
 
-@contextmanager
-def _use_own_classes_in_trl(
-    run: ResolvedRun,
-    policy: str | PreTrainedModel,
-    timed_phase: Callable[[str], AbstractContextManager[None]],
-) -> Iterator[None]:
-    """Let TRL's `__init__`, called inside the block, build our vLLM class and our reference model.
+        self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
-    Beside a model object stock TRL loads the reference from the folder that the object's config
-    names, whatever has become of the weights since, and fails where there is no folder. Ours is a
-    copy of the object.
+    def save_here(self) -> Path:
+        """Return the checkpoint of the present step, and write it unless it is there already.
 
-    Args:
-        run: the checked run.
-        policy: a name, or a model object.
-        timed_phase: makes the context in which the seconds of a phase are measured.
-    """
-    engine_class = partial(
-        AdoraVLLMGeneration,
-        settings=engine_settings(run.config, run.model.revision),
-        timed=timed_phase,
-    )
-    with ExitStack() as replacements:
-        replacements.enter_context(
-            compat.GENERATION_CLASS.replaced_by(engine_class, on=grpo_trainer)
+        All ranks call this together.
+        """
+        return self.parts.checkpoint_writer.at(
+            self.state.global_step, lambda: self._save_checkpoint(self.model, trial=None)
         )
-        if not isinstance(policy, str):
-            copy_of_policy = partial(copy_policy, policy)
-            replacements.enter_context(
-                compat.REFERENCE_MODEL.replaced_by(copy_of_policy, on=grpo_trainer)
+
+    def _get_output_dir(self, trial: object) -> str:
+        """Return the folder that Transformers writes into.
+
+        Stock TRL returns `output_dir`. Ours returns another folder while a checkpoint is written,
+        which is renamed when it is complete.
+        """
+        staging = self.parts.checkpoint_writer.staging
+        return str(staging) if staging is not None else str(super()._get_output_dir(trial))
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of the run at this moment."""
+        loss_sums = None
+        if hasattr(self, "_tr_loss"):  # the training has begun
+            loss_sums = LossSums(
+                logged_sum=self._total_loss_scalar,
+                last_log_step=self._globalstep_last_logged,
+                # A tensor until it is written: its value as a number would wait for the device.
+                unlogged_sum=self._tr_loss.detach().clone(),
             )
-        yield
+        return self.parts.checkpoint_state.facts(self.run_facts, loss_sums)
 
+    def _put_loss_sums(self, sums: SavedLossSums) -> None:
+        """Let Transformers go on from the sums of losses of a checkpoint."""
+        rank = self.accelerator.process_index
+        self._tr_loss += sums.unlogged_sum_of(rank, ranks=self.accelerator.num_processes)
+        self._total_loss_scalar = sums.logged_sum
+        self._globalstep_last_logged = sums.last_log_step
 
-def _count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
-    """Return how many groups of all ranks a refill has replaced.
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+    ) -> None:
+        """Load the weights of a checkpoint.
 
-    Slots that were free before do not count.
+        Stock TRL leaves this to Transformers 5.17, which loads weights by their names in the
+        file. Qwen2.5-VL's modules have other names, so a resumed run would only print a warning and
+        start from the untrained weights. Of several adapters it reads those in folders alone, and
+        not the one that is trained.
+        """
+        model = self.model if model is None else model
+        folder = Path(resume_from_checkpoint)
+        has_whole_weights = any(folder.glob("*.safetensors"))
+        if has_whole_weights:
+            restore_weights(model, folder)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    Args:
-        chosen_by_rank: for each rank the number of the group in each slot: its own number where
-            the group stays.
-        groups_per_rank: groups that each rank had before.
-    """
-    replaced_count = 0
-    for chosen_groups in chosen_by_rank:
-        for slot, group in enumerate(chosen_groups[:groups_per_rank]):
-            if group != slot:
-                replaced_count += 1
-    return replaced_count
+    def restore(self, checkpoint: str) -> None:
+        """Restore what a checkpoint has beside TRL's own state, which `train` restores."""
+        self.parts.checkpoint_writer.began_at = checkpoint
+        unfinished = self.parts.checkpoint_state.restore(Path(checkpoint))
+        if unfinished is not None:
+            self._step = unfinished.micro_step
+            self._buffered_inputs = unfinished.micro_batches
+            self._present_generation = PresentGeneration(
+                micro_steps=self.layout.micro_steps_of_generation(unfinished.micro_step),
+                micro_batches=unfinished.micro_batches,
+            )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save weights, processor and model card.
+
+        Stock TRL saves weights and processor. Ours also writes the card, in checkpoints too, and
+        gives the files the permissions that the umask allows.
+        """
+        folder = Path(output_dir or self.args.output_dir)
+        is_final_model = folder == Path(self.args.output_dir)
+        # The weights that ZeRO-3 gathers lack the reference adapter, which PEFT would save too.
+        lacks_reference = self._dist.is_zero3 and is_peft_model(self.model)
+        notes_files: AbstractContextManager[None] = nullcontext()
+        if is_final_model:
+            notes_files = recording_saved_files(folder, self.args.should_save)
+        with notes_files:
+            with without_reference_adapter(self.model) if lacks_reference else nullcontext():
+                super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                give_usual_modes(folder)
+                write_card(self.manifest, folder, self.state)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Push the model of a checkpoint to the hub.
+
+        Stock TRL copies the model into `output_dir` to push it. Ours also notes that this run wrote
+        these files.
+        """
+        with recording_saved_files(Path(self.args.output_dir), self.accelerator.is_main_process):
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | list[str] | None = None,
+        tags: str | list[str] | None = None,
+    ) -> None:
+        """Write nothing.
+
+        Stock TRL writes a card at every save, which would replace ours.
+        """

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import TrainerState
 
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.batch_plan import BatchLayout
 
 
 class Row(TypedDict, total=False):
@@ -275,6 +276,11 @@ class StepContext:
     state: Callable[[], TrainerState]  # the trainer's, which is made anew when the training begins
     policy_logps: PolicyLogps
     save_now: SaveNow
+
+    @property
+    def layout(self) -> BatchLayout:
+        """The sizes of a generation and of its micro-batches."""
+        return BatchLayout.of(self.config)
 
 
 def loss_mask(batch: Batch) -> Tensor:

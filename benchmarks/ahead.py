@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
+from adora_vl.utils.cli import whole
 from benchmarks.stand_in_server import StandIn
 
 # Of an answer, and its limit, by which the server waits: the 8 tokens that measure the drift take
@@ -108,7 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--seconds", type=float, default=3.0, help="that the server waits for a generation"
     )
-    parser.add_argument("--steps", type=int, default=12)
+    # The first two steps and the last two are no part of the means.
+    parser.add_argument("--steps", type=whole(5), default=12, help="of each run; 5 or more")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as name:
         even = options.seconds, options.steps

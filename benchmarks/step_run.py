@@ -11,7 +11,6 @@ import json
 import math
 import os
 import time
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,14 +39,14 @@ from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
 from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.models.shape import SHAPES_FOLDER  # noqa: E402
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult  # noqa: E402
+from adora_vl.preflight import check_model  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
+from benchmarks.recorded_answers import RecordedAnswers  # noqa: E402
 from benchmarks.step import answer_lengths, mrope_sections  # noqa: E402
 
 PATCH_PIXELS = 28  # pixels of an image token's side
-ORDINARY_TOKENS = 20  # token ids from here on are no special tokens
 SHORT_TOKENS = 8  # tokens of the answers that are not counted
 
 
@@ -94,41 +93,6 @@ def config(
         "pad_token_id": tokenizer.pad_token_id,
     }
     return Qwen2_5_VLConfig(**published, vision_config=vision)
-
-
-class ReplayedRollouts:
-    """Takes the place of the generation class, and replays rollouts that were recorded before."""
-
-    lengths: list[int]
-    vocabulary: int
-    calls = 0
-    bytes_sent = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.stop = kwargs["processing_class"].tokenizer.eos_token_id
-
-    def take_images_from(self, cache: Any) -> None:
-        pass
-
-    def staying_awake(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def sync_weights(self) -> None:
-        pass
-
-    def sample(self, asks: list[SamplingRequest], _: Any = None) -> list[SamplingResult]:
-        """Return answers of the recorded lengths, with the log-probabilities of an untrained model."""
-        generator = torch.Generator().manual_seed(17)
-        answers = []
-        for index in range(len(asks)):
-            length = (
-                self.lengths[index % len(self.lengths)] if ReplayedRollouts.calls else SHORT_TOKENS
-            )
-            ids = torch.randint(ORDINARY_TOKENS, 600, (length,), generator=generator)
-            likely = [-math.log(self.vocabulary)] * length  # what an untrained model gives
-            answers.append(SamplingResult(tokens=[*ids[:-1].tolist(), self.stop], logps=[*likely]))
-        ReplayedRollouts.calls += 1
-        return answers
 
 
 def reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -195,12 +159,22 @@ def build(options: argparse.Namespace) -> Any:
     data = problems(2 * options.groups, image_size(options.image))
     arguments: dict[str, Any] = {"reward_funcs": reward, "train_dataset": data}
     if options.way == "ours":
-        args = AdoraGRPOConfig(**{**both, **pixels}, adora_method="grpo", adora_max_drift=None)
-        with mock.patch.object(our_module, "AdoraVLLMGeneration", ReplayedRollouts):
+        # The answers are no engine's, so nothing is compared with one.
+        ours: dict[str, Any] = {
+            "adora_method": "grpo",
+            "adora_self_check": False,
+            "adora_max_drift": None,
+        }
+        args = AdoraGRPOConfig(**both, **pixels, **ours)
+        with (
+            mock.patch.object(our_module, "AdoraVLLMGeneration", RecordedAnswers),
+            # 3B has tied embeddings, which an engine on a CPU does not refresh; here is no engine.
+            mock.patch.object(check_model, "refuse_on_cpu"),
+        ):
             return our_module.AdoraGRPOTrainer(
                 model=model, args=args, processing_class=processor, **arguments
             )
-    stock_module.VLLMGeneration = ReplayedRollouts
+    stock_module.VLLMGeneration = RecordedAnswers
     if options.way == "stock, as on a card":
         # chooses the positions that are scored, not the kernel
         trl_utils._use_triton = lambda device: True
@@ -297,15 +271,15 @@ def main() -> None:
     options = parse()
     if threads := os.environ.get("OMP_NUM_THREADS"):
         torch.set_num_threads(int(threads))
-    ReplayedRollouts.lengths = answer_lengths(
+    RecordedAnswers.first_length = SHORT_TOKENS
+    RecordedAnswers.lengths = answer_lengths(
         options.completion, limit=options.limit, rollouts=options.generations, equal=options.equal
     )
-    ReplayedRollouts.vocabulary = options.vocabulary
     trainer = build(options)
     watch = Watch(timed(trainer), options.updates)
     trainer.add_callback(watch)
     trainer.train()
-    tokens = ReplayedRollouts.lengths
+    tokens = RecordedAnswers.lengths
     log = [entry for entry in trainer.state.log_history if "loss" in entry]
     tokens_per_group = trainer.state.num_input_tokens_seen / options.groups  # of both generations
     prompt = round(

@@ -24,7 +24,7 @@ from adora_vl.data.dataset import (
     stored_rows,
 )
 from adora_vl.data.output import complete_or_absent, refuse_foreign
-from adora_vl.data.prompts import SYSTEM_PROMPT, asks_for_answer_tags
+from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.evals.benchmark import find_benchmark
 from adora_vl.evals.inference.engines import build_engine
 from adora_vl.evals.inference.predictions import PREDICTIONS_FILE, read_predictions
@@ -110,7 +110,6 @@ def sample_answers(
     settings: AnswerEngineSettings,
     *,
     samples: int,
-    system_prompt: str | None = SYSTEM_PROMPT,
     prompt: str | None = None,
     build: Callable[[AnswerEngineSettings], AnswerEngine] = build_engine,
 ) -> Path:
@@ -120,9 +119,8 @@ def sample_answers(
         data: the folder of the data set.
         split: its split.
         folder: where the answers are stored. Answers that it has already are not sampled again.
-        settings: the model, and how it samples.
+        settings: the model, how it samples, and its system prompt.
         samples: how many answers to each problem.
-        system_prompt: the system message of each prompt.
         prompt: the template of the user's message, as the key `adora_prompt` of a config.
         build: makes the engine that samples; tests pass a stand-in.
 
@@ -141,7 +139,7 @@ def sample_answers(
         "model_hash": model_hash(settings.model, settings.revision),
         "data_hash": loaded.data_hash,
         "split": split,
-        "system_prompt": system_prompt,
+        "system_prompt": settings.system_prompt,
         "prompt": None if "prompt" in loaded.unused_options else prompt,
     }
     names_of_settings = (
@@ -161,7 +159,6 @@ def sample_answers(
         output=folder,
         settings=settings,
         fingerprint=fingerprint,
-        system_prompt=system_prompt,
         build=build,
         samples=samples,
     )

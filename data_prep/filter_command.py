@@ -186,17 +186,21 @@ def _sample_answers(arguments: argparse.Namespace) -> _Answers:
     from adora_vl.evals.inference.engines import build_settings
     from data_prep import filter as filtering
 
-    engine = arguments.engine or default_engine()
-    settings = build_settings(options_from(EngineOptions, arguments, engine=engine))
     prompt_options = {name: getattr(arguments, name) for name in KEY_AND_DEFAULT_BY_PROMPT}
     prompts = resolve_prompts(arguments.model, prompt_options)
+    options = options_from(
+        EngineOptions,
+        arguments,
+        engine=arguments.engine or default_engine(),
+        system_prompt=prompts["system_prompt"],
+    )
+    settings = build_settings(options)
     file = filtering.sample_answers(
         arguments.input,
         split=arguments.split,
         folder=filtering.samples_folder(arguments.output),
         settings=settings,
         samples=arguments.samples,
-        system_prompt=prompts["system_prompt"],
         prompt=prompts["prompt"],
     )
     description = {

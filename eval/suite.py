@@ -137,10 +137,9 @@ def _run_suite(suite_options: Namespace, benchmark_words: Sequence[str]) -> None
     settings = check_options(first_options)
     selections = [load_asked_problems(task.benchmark, task.ask_options) for task in tasks]
     all_problems = [problem for selection in selections for problem in selection.problems]
-    system_prompt = settings.with_tool_prompt(first_options.system_prompt)
     # The engine has to fit the longest text and the most images of all benchmarks. It is built at
     # the first answer that is missing, and kept from then on.
-    engine_settings = with_engine_bounds(settings, all_problems, system_prompt)
+    engine_settings = with_engine_bounds(settings, all_problems)
     shared_engine = cache(lambda: build_engine(engine_settings))
     processes = join_ranks()
     for task, selection in zip(tasks, selections, strict=True):

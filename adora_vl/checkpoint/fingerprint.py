@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from adora_vl.data.dataset import data_hash
 from adora_vl.models.load import model_hash
-from adora_vl.rewards.judge import without_address
+from adora_vl.rewards.entries import comparable_entries
 from adora_vl.utils.cli import plain_value, spelled_in_config, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import NFS_DELAY_S, appears_in_time
@@ -163,7 +163,7 @@ def _values_by_dotted_key(settings: Sequence[Any]) -> dict[str, Any]:
             values |= with_dotted_keys(field.name, value)
     rewards = values.get("adora_reward")
     if isinstance(rewards, list):
-        values["adora_reward"] = [without_address(entry) for entry in rewards]
+        values["adora_reward"] = comparable_entries(rewards)
     return values
 
 
@@ -202,6 +202,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
 
     The keys of this project come first, as the user has more likely set one of these.
     """
+    before = _with_comparable_rewards(before)
+    now = _with_comparable_rewards(now)
     all_keys = before.keys() | now.keys()
     different_keys = [key for key in all_keys if before.get(key) != now.get(key)]
     # False comes before True, so the keys of this project come first.
@@ -210,6 +212,18 @@ def differences(before: Fingerprint, now: Fingerprint) -> list[str]:
     for key in different_keys:
         lines.append(f"{key}: {before.get(key, 'not set')} -> {now.get(key, 'not set')}")
     return lines
+
+
+def _with_comparable_rewards(fingerprint: Fingerprint) -> Fingerprint:
+    """Return a fingerprint in which the rewards have their present names.
+
+    A checkpoint may have been saved when one of them had another name.
+    """
+    comparable = {**fingerprint}
+    for key in ("adora_reward", "reward_funcs"):
+        if key in fingerprint:
+            comparable[key] = json.dumps(comparable_entries(json.loads(fingerprint[key])))
+    return comparable
 
 
 # The beginning of the name of an empty file by which the ranks recognise a shared folder.

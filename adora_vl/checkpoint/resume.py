@@ -9,6 +9,13 @@ from typing import NamedTuple
 from filelock import FileLock, Timeout
 
 from adora_vl.checkpoint.fingerprint import Fingerprint, differences
+from adora_vl.checkpoint.run_files import (
+    SET_ASIDE_FOLDER,
+    first_names_in_words,
+    holds_a_run,
+    list_users_files,
+    run_entries,
+)
 from adora_vl.checkpoint.store import (
     STAGING_FOLDER,
     clear_staging,
@@ -17,13 +24,6 @@ from adora_vl.checkpoint.store import (
     problem_with_checkpoint,
 )
 from adora_vl.checkpoint.universal import shard_folder_of
-from adora_vl.checkpoint.writer import (
-    SET_ASIDE_FOLDER,
-    first_names_in_words,
-    holds_a_run,
-    list_users_files,
-    run_entries,
-)
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import naming_write_errors, refuse_dangling
 

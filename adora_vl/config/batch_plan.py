@@ -66,6 +66,29 @@ class BatchLayout:
         """The number of micro-batches that learn from one generation."""
         return self.steps_per_generation * self.num_iterations
 
+    def micro_steps_of_generation(self, micro_step: int) -> range:
+        """Return the micro-batches of a run that learn from one generation.
+
+        `micro_step`: the number in the run of one of them, TRL's `_step`.
+        """
+        first = micro_step - micro_step % self.micro_batches_per_generation
+        return range(first, first + self.micro_batches_per_generation)
+
+    def micro_batches_missing_at(self, micro_step: int) -> int:
+        """Return how many micro-batches TRL's count lacks behind the last optimizer step of an epoch.
+
+        That step may have fewer than the others. The next one begins at a count at which both an
+        optimizer step and a generation begin, as that of a run does which resumes there. 0 behind
+        any other step.
+
+        `micro_step`: TRL's count, `_step`, behind an optimizer step.
+        """
+        if micro_step % self.gradient_accumulation_steps == 0:
+            return 0
+        return -micro_step % math.lcm(
+            self.gradient_accumulation_steps, self.micro_batches_per_generation
+        )
+
     @property
     def optimizer_steps_per_generation(self) -> int:
         """The number of optimizer steps that learn from one generation.

@@ -17,8 +17,9 @@ from typing import Any
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.config.trl_keys import Key, read_keys
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
-from adora_vl.config.values import allows_type, annotations_of_keys, convert
+from adora_vl.config.values import annotations_of_keys, convert_key
 from adora_vl.utils.cli import is_null, read_mapping, yaml_line, yaml_value
+from adora_vl.utils.convert import allows_type
 from adora_vl.utils.errors import UserError, nearest_choice
 from adora_vl.utils.own_files import search_files_beside
 
@@ -113,7 +114,7 @@ def read_value(key: str, value: object, hint: Any) -> Any:
     """
     if isinstance(value, CliWords):
         value = _join_words(key, value, hint)
-    return convert(key, value, hint)
+    return convert_key(key, value, hint)
 
 
 def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:

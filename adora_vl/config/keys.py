@@ -11,9 +11,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
-from adora_vl.config.trl_ranges import Name
 from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, read_template
+from adora_vl.rewards.entries import with_present_names
+from adora_vl.utils.convert import Name
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
 
@@ -84,9 +85,9 @@ class AdoraScriptArguments:
         "(the row is left out).",
     )
     adora_reward: list[Name | dict[str, Any]] = key(
-        lambda: ["adora"],
-        "Reward preset: adora (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy (1 / 0), "
-        "format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
+        lambda: ["boxed_accuracy"],
+        "Reward preset: boxed_accuracy (1.0 / 0.1 / 0.0), easyr1 (0.9 + 0.1 format), accuracy "
+        "(1 / 0), format (1 for a box), think_format, think_answer_format (1 for that form), knights (1.0 "
         "/ 0.1 / 0.0 on puzzles) or knights_logic_rl (3 / -0.5 / -1 / -3); steps (true and new "
         "claims on the row's figure); judge (a served model); or a function of your own, "
         "FILE.py:FUNCTION. One with options is {judge: {model: m}} or {accuracy: {rounding: "
@@ -102,6 +103,7 @@ class AdoraScriptArguments:
         `converted`: the keys whose values a command has converted already. Raises `UserError`.
         """
         convert_fields(self, converted=converted)
+        self.adora_reward = with_present_names(self.adora_reward)
         if self.adora_columns == {}:
             raise UserError(
                 "adora_columns: {} is empty; write such as {problem: question, answer: label}"

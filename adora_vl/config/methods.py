@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
-from adora_vl.config.values import convert
 from adora_vl.utils import own_files
 from adora_vl.utils.cli import plain_value
+from adora_vl.utils.convert import convert, mapping_of_options, refuse_unknown_options
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
     FromFile,
@@ -237,16 +237,13 @@ def _options_of_methods(
         if len(set(names)) < len(names):
             raise UserError(f"adora_method: {value} names a method twice")
         value = dict.fromkeys(names)
+    options_by_name: dict[str, dict[str, Any]] = {}
     for name, options in value.items():
         if not (name in METHODS or name in functions or is_users_file(str(name))):
             raise _unknown_method(str(name))
-        if options is not None and not isinstance(options, Mapping):
-            raise UserError(
-                f"adora_method.{name_in_users_file(str(name))}: {options!r:.60} is not a mapping "
-                "of its "
-                "options"
-            )
-    return {name: dict(options or {}) for name, options in value.items()}
+        key = f"adora_method.{name_in_users_file(name)}"
+        options_by_name[name] = mapping_of_options(key, options)
+    return options_by_name
 
 
 def _unknown_method(name: str) -> UserError:
@@ -311,12 +308,7 @@ def _build_method(
         method: Method = convert(key, options, hint=class_or_function)
         return method
     parameters = [*inspect.signature(class_or_function).parameters][2:]
-    for option in options:
-        if option not in parameters:
-            raise UserError(
-                f"{key}: unknown option {option!r}, it has {', '.join(parameters) or 'none'}"
-                f"{did_you_mean(str(option), parameters)}"
-            )
+    refuse_unknown_options(key, options, parameters)
     function = partial(class_or_function, **options) if options else class_or_function
     return OwnFunction(function)
 

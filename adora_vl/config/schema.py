@@ -207,6 +207,30 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         return length_or_eos
 
     @property
+    def uses_servers(self) -> bool:
+        """Whether vLLM servers sample, which the user starts and ends."""
+        return bool(self.use_vllm) and self.vllm_mode == "server"
+
+    @property
+    def has_colocated_engine(self) -> bool:
+        """Whether vLLM samples inside of each training process."""
+        return bool(self.use_vllm) and self.vllm_mode == "colocate"
+
+    @property
+    def corrects_by_sequence(self) -> bool:
+        """Whether the correction for vLLM has one importance ratio for a whole answer.
+
+        Otherwise it has one for each token, or there is none.
+        """
+        corrects = self.use_vllm and self.vllm_importance_sampling_correction
+        return bool(corrects) and self.vllm_importance_sampling_mode.startswith("sequence")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether something is evaluated during training."""
+        return spelled_in_config(self.eval_strategy) != "no"
+
+    @property
     def learns_by_engine(self) -> bool:
         """Whether the loss depends on the log-probabilities that vLLM returns with its samples.
 

@@ -9,9 +9,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from adora_vl.utils.cli import read_mapping
+from adora_vl.utils.convert import convert, mapping_of_options
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.launch import SEVERAL_PROCESSES_HINT
 
@@ -19,6 +22,9 @@ FSDP_IS_UNSUPPORTED = (
     "is not supported, as neither its memory nor its checkpoints nor its weights in the engine were "
     "tested; use DeepSpeed (configs/accelerate/zero3.yaml)"
 )
+
+_Count = Annotated[int, Field(ge=1)]
+_CountOrZero = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -83,14 +89,10 @@ def sharding_from_file(
     where = f"--accelerate-config: {str(path)!r}"
     if "num_processes" not in content:
         raise UserError(f"{where} is no accelerate config (no num_processes)")
-    file_machines = _whole_number(
-        content.get("num_machines") or 1, key="num_machines", minimum=1, path=path
-    )
+    file_machines = convert(f"{where}: num_machines", content.get("num_machines") or 1, _Count)
     machines = machines or file_machines
     if not processes:
-        file_processes = _whole_number(
-            content["num_processes"], key="num_processes", minimum=1, path=path
-        )
+        file_processes = convert(f"{where}: num_processes", content["num_processes"], _Count)
         processes = file_processes // file_machines * machines
     check_spread(processes, machines)
     distributed_type = str(content.get("distributed_type", "NO")).upper()
@@ -101,12 +103,7 @@ def sharding_from_file(
             f"{where} has distributed_type: 'NO', with which accelerate starts one process, "
             f"and not {processes}; {SEVERAL_PROCESSES_HINT}"
         )
-    deepspeed = content.get("deepspeed_config") or {}
-    if not isinstance(deepspeed, dict):
-        raise UserError(
-            f"--accelerate-config: deepspeed_config: {deepspeed!r:.60} in {str(path)!r} is not a "
-            "mapping"
-        )
+    deepspeed = mapping_of_options(f"{where}: deepspeed_config", content.get("deepspeed_config"))
     if file_machines > 1:
         _check_several_machines(content, deepspeed, where=where)
     if distributed_type != "DEEPSPEED":
@@ -116,7 +113,7 @@ def sharding_from_file(
             f"{where} names a DeepSpeed file; write "
             "zero_stage and the offload keys into the accelerate config"
         )
-    stage = _whole_number(deepspeed.get("zero_stage", 2), key="zero_stage", minimum=0, path=path)
+    stage = convert(f"{where}: zero_stage", deepspeed.get("zero_stage", 2), _CountOrZero)
     return _deepspeed_sharding(processes, machines, {**deepspeed, "zero_stage": stage})
 
 
@@ -144,20 +141,6 @@ def _check_several_machines(
             f"{where} would start the machines with DeepSpeed's launcher, which needs pdsh and a "
             f"hostfile; set deepspeed_multinode_launcher: standard, {example}"
         )
-
-
-def _whole_number(value: object, *, key: str, minimum: int, path: str | Path) -> int:
-    """Return the whole number that a key of an accelerate config has, which may be a text.
-
-    Raises `UserError` for anything else, and for a number below `minimum`.
-    """
-    is_whole = not isinstance(value, bool) and str(value).isdecimal()
-    if not is_whole or int(str(value)) < minimum:
-        raise UserError(
-            f"--accelerate-config: {key}: {value!r:.60} in {str(path)!r} is not a whole number of "
-            f"at least {minimum}"
-        )
-    return int(str(value))
 
 
 def sharding_from_environment(environment: Mapping[str, str] = os.environ) -> Sharding:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-Name = Annotated[str, Field(pattern=r"\S", description="a name")]
+from adora_vl.utils.convert import Name
+
 _Kernel = Annotated[str, Field(pattern="/", description="a kernel of the hub, OWNER/NAME")]
 _Count = Annotated[int, Field(ge=1)]
 _Positive = Annotated[float, Field(gt=0)]

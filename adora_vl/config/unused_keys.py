@@ -54,26 +54,9 @@ _OPTIMIZERS_WITHOUT_ADAM = ("adafactor", "adagrad", "galore_adafactor", "rmsprop
 _LOW_RANK_OPTIMIZERS = ("apollo", "galore")
 
 
-def _evaluates_in_training(settings: RunSettings) -> bool:
-    return spelled_in_config(settings.config.eval_strategy) != "no"
-
-
-def _samples_with_engine(settings: RunSettings) -> bool:
-    return bool(settings.config.use_vllm)
-
-
-def _samples_on_server(settings: RunSettings) -> bool:
-    return _samples_with_engine(settings) and settings.config.vllm_mode == "server"
-
-
-def _samples_with_colocated_engine(settings: RunSettings) -> bool:
-    return _samples_with_engine(settings) and settings.config.vllm_mode == "colocate"
-
-
 def _corrects_importance(settings: RunSettings) -> bool:
-    return _samples_with_engine(settings) and bool(
-        settings.config.vllm_importance_sampling_correction
-    )
+    config = settings.config
+    return bool(config.use_vllm and config.vllm_importance_sampling_correction)
 
 
 def _uses_plateau_schedule(settings: RunSettings) -> bool:
@@ -124,12 +107,12 @@ _UNUSED_KEYS = (
             "vllm_structured_outputs_regex",
         ),
         "without use_vllm: true",
-        _samples_with_engine,
+        lambda settings: settings.config.use_vllm,
     ),
     UnusedKeys(
         ("vllm_group_port", "vllm_server_base_url", "vllm_server_port", "vllm_server_timeout"),
         "without use_vllm: true and vllm_mode: server",
-        _samples_on_server,
+        lambda settings: settings.config.uses_servers,
     ),
     UnusedKeys(
         (
@@ -139,7 +122,7 @@ _UNUSED_KEYS = (
             "vllm_tensor_parallel_size",
         ),
         "without use_vllm: true and vllm_mode: colocate; a server is told when it is started",
-        _samples_with_colocated_engine,
+        lambda settings: settings.config.has_colocated_engine,
     ),
     UnusedKeys(
         (
@@ -229,7 +212,7 @@ _UNUSED_KEYS = (
             "eval_steps",
         ),
         "without eval_strategy: steps",
-        _evaluates_in_training,
+        lambda settings: settings.config.evaluates,
     ),
     UnusedKeys(
         ("num_generations_eval", "per_device_eval_batch_size"),
@@ -358,11 +341,7 @@ def refuse_unused(config: AdoraGRPOConfig, *, trl_evaluates: bool = False) -> No
             "lr_scheduler_type: reduce_lr_on_plateau is never told of an evaluation here, so the "
             "rate would stay as it is; choose another one"
         )
-    if (
-        config.eval_on_start
-        and spelled_in_config(config.eval_strategy) == "no"
-        and not trl_evaluates
-    ):
+    if config.eval_on_start and not config.evaluates and not trl_evaluates:
         raise UserError(
             "eval_on_start: true with eval_strategy: no has nothing to evaluate; set "
             "eval_strategy: steps"

@@ -1,132 +1,71 @@
-"""The conversion of what a user wrote to the type of its key.
+"""The conversion of the values of config keys, those of TRL and Transformers among them.
 
-A value that does not fit is refused in one line: `key: VALUE is not WHAT IT SHOULD BE`. A key takes
-what its annotation says. The ranges of our keys stand beside their fields, those of keys of TRL and
-Transformers in `trl_ranges.py`. NaN and infinity are refused everywhere.
+Keys of ours are converted by their annotations (`adora_vl/utils/convert.py`). What keys of the
+libraries take is in `trl_ranges.py`.
 """
 
-import json
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from dataclasses import MISSING, Field, fields, is_dataclass
-from enum import Enum
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
-
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from typing import Any, Literal
 
 from adora_vl.config.trl_ranges import (
     JSON_FILE_KEYS,
     KEYS_WITH_WORD_NONE,
     NULL_VALUE_BY_KEY,
     TYPE_BY_TRL_KEY,
-    Name,
 )
-from adora_vl.utils.cli import (
-    GivenTwiceError,
-    flow_mapping,
-    is_null,
-    read_json,
-    read_truth,
-    shown,
-    split_list,
-    yaml_value,
+from adora_vl.utils.cli import GivenTwiceError, read_json
+from adora_vl.utils.convert import (
+    MAPPING_IN_WORDS,
+    annotation_by_field,
+    check_finite,
+    convert,
+    means_null,
+    value_in_words,
 )
-from adora_vl.utils.errors import UserError, did_you_mean
-
-_literal: Any = Literal  # mypy takes a Literal only of names that are written out
-_WORDS_FOR_OFF = ("off", "no", "none")  # a bare `off` or `no` in YAML is false
-# The bounds of annotated-types by their attribute, and the words for them in an error line.
-_WORDS_BY_BOUND = {"gt": "above", "ge": "of at least", "lt": "below", "le": "at most"}
-_WORDS_BY_TYPE = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "a text",
-    list: "a list",
-    dict: "a mapping",
-    NoneType: "null",
-}
-_MAX_LISTED_WORDS = 12  # the most words of a `Literal` that an error line lists
-_MAX_SHOWN_CHARACTERS = 80  # the most characters of a value in an error line
+from adora_vl.utils.errors import UserError
 
 
-def convert(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value from the command line or a YAML file to the type of its config key.
+def convert_key(key: str, value: object, hint: object) -> Any:
+    """Convert the value of a config key as `convert` does, and as a few keys of TRL need it.
 
-    Args:
-        key: Name of the config key, for the errors.
-        value: What the user wrote. On the command line it is a text, or a list of texts.
-        hint: Annotation of the key, such as `list[str] | None`. A dataclass in it means a mapping
-            of options.
+    One of them takes the word none as a path, some the path of a JSON file in place of a mapping,
+    and one has a list in place of null.
 
-    Raises `UserError` for a value that the annotation does not allow.
+    `hint`: the annotation of the key. Raises `UserError` for a value that it does not allow.
     """
-    types = _member_types(hint)
-    # A word of the command line may come as a list with this one text.
-    single_value = value
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
-        single_value = value[0]
-    if _means_null(key, single_value, hint):
-        if NoneType not in types:
-            _refuse_value(key, None, hint)
-        # None, except for a key where Transformers fails on None.
-        return NULL_VALUE_BY_KEY.get(key)
-    options_class = next((member for member in types if is_dataclass(member)), None)
-    if options_class is not None:
-        return _convert_options(key, single_value, options_class)
-    if tuple in types:
-        return _convert_tuple(key, value, hint)
-    # A key may take either true/false or a list: `adora_stock_step: true` is not the list [true].
-    if bool in types and list in types:
-        truth_value = read_truth(single_value)
-        if truth_value is not None:
-            return truth_value
-    # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
-    stays_text = str in types and isinstance(value, str)
-    if list in types and not stays_text:
-        entry_hint = _entry_hint(hint)
-        entries = _list_entries(key, value, entry_hint)
-        return [convert(key, entry, entry_hint) for entry in entries]
-    return _convert_single(key, value, hint)
+    if isinstance(value, str):
+        if key in KEYS_WITH_WORD_NONE and value.strip().lower() == "none":
+            return value
+        is_path = not value.lstrip().startswith("{") and not means_null(value, hint)
+        if key in JSON_FILE_KEYS and is_path:
+            _check_json_file(key, value)
+            return value
+    converted = convert(key, value, hint)
+    return NULL_VALUE_BY_KEY.get(key) if converted is None else converted
 
 
-def _convert_single(key: str, value: Any, hint: Any) -> Any:
-    """Convert a value that is neither a list nor a dataclass of options, and validate it.
-
-    A text is parsed first, and pydantic validates the result against the annotation `hint`. Raises
-    `UserError`.
-    """
-    plain_value = value.value if isinstance(value, Enum) else value
-    parsed = _parse_text(key, plain_value, hint)
+def _check_json_file(key: str, path: str) -> None:
+    """Raise `UserError` where the value of a key is not the path of a JSON file with a mapping."""
+    content = None
     try:
-        converted = _validator(hint).validate_python(parsed, strict=True)
-    except ValidationError:
-        _refuse_value(key, value, hint)
-    # pydantic lets NaN and infinity pass, also inside of a mapping
-    check_finite(key, converted)
-    return converted
-
-
-def _means_null(key: str, value: object, hint: object) -> bool:
-    """Return whether a value that a user wrote means null.
-
-    The words `null` and `~` always do. The word `none` does for a key that may be null, unless
-    `none` is one of the words that the key takes.
-    """
-    if is_null(value):
-        return True
-    none_is_a_word = "none" in _literal_words(hint) or key in KEYS_WITH_WORD_NONE
-    may_be_null = NoneType in _member_types(hint)
-    if none_is_a_word or not may_be_null:
-        return False
-    return isinstance(value, str) and value.strip().lower() == "none"
+        content = read_json(Path(path.strip()).read_bytes())
+    except GivenTwiceError as error:
+        raise UserError(f"{key}: {error}; keep the right one") from None
+    except (OSError, ValueError, RecursionError):
+        pass  # refused below
+    if not isinstance(content, dict):
+        raise UserError(
+            f"{key}: {value_in_words(path)} is not a JSON file with a mapping in it, nor "
+            f"{MAPPING_IN_WORDS}"
+        )
+    check_finite(key, content)
 
 
 def convert_fields(
-    config: Any, *, converted: Collection[str] = (), library_class: Any = None
+    config: Any, *, converted: Collection[str] = (), library_class: type[Any] | None = None
 ) -> None:
     """Convert the values of a config dataclass in place; the fields that have their default stay.
 
@@ -153,7 +92,7 @@ def convert_fields(
         if is_of_library and _type_of_library_key(key.name) is None:
             check_finite(key.name, value)
         else:
-            setattr(config, key.name, convert(key.name, value, hints[key.name]))
+            setattr(config, key.name, convert_key(key.name, value, hints[key.name]))
 
 
 def _is_default(key: Field[Any], value: object) -> bool:
@@ -170,99 +109,6 @@ def _is_default(key: Field[Any], value: object) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _convert_options(key: str, value: object, options_class: Any) -> Any:
-    """Build the dataclass of a key that takes a mapping of options, with each option converted.
-
-    `value`: the mapping, or what may be written for it. Raises `UserError` for an unknown option, a
-    missing one, and a wrong value.
-    """
-    hints = _annotation_by_field(options_class)
-    options = _option_values(key, value, options_class)
-    for name in options:
-        if name not in hints:
-            listed = f"{', '.join(hints) or 'none'}{did_you_mean(str(name), hints)}"
-            raise UserError(f"{key}: unknown option {name!r}, it has {listed}")
-    missing = [name for name in _options_without_default(options_class) if name not in options]
-    if missing:
-        raise UserError(f"{key}: {_value_in_words(options)} lacks {', '.join(missing)}")
-    # The option whose value may be written in the place of the mapping, if the class has one. An
-    # error in it names the key alone, since the user may not have written the option's name.
-    shorthand = getattr(options_class, "shorthand", None)
-    is_shorthand = list(options) == [shorthand]
-    kwargs: dict[str, Any] = {}
-    for name, option in options.items():
-        option_key = key if is_shorthand else f"{key}.{name}"
-        kwargs[name] = convert(option_key, option, hints[name])
-    try:
-        return options_class(**kwargs)
-    except ValueError as error:
-        # The class checks its options, and begins the text of its error with the option's name.
-        raise UserError(f"{key}.{error}") from error
-
-
-def _option_values(key: str, value: object, options_class: Any) -> Mapping[str, Any]:
-    """Return the options that a value stands for, by their names, not yet converted.
-
-    The value may be an instance of `options_class`, a mapping, the text of one, or the value of the
-    class's `shorthand` alone, which is the name of one of its options. Raises `UserError` for
-    anything else.
-    """
-    hints = _annotation_by_field(options_class)
-    shorthand = getattr(options_class, "shorthand", None)
-    options: object = value
-    if isinstance(value, options_class):
-        options = {name: getattr(value, name) for name in hints}
-    elif isinstance(value, str) and value.strip().startswith("{"):
-        options = _read_mapping(key, value)
-    elif shorthand is not None and not isinstance(value, Mapping):
-        options = {shorthand: value}
-    if not isinstance(options, Mapping):
-        raise UserError(
-            f"{key}: {_value_in_words(value)} is not a mapping of options, which are "
-            f"{', '.join(hints)}"
-        )
-    return options
-
-
-def _options_without_default(options_class: Any) -> list[str]:
-    """Return the names of the fields of a dataclass that have no default."""
-    names: list[str] = []
-    for option in fields(options_class):
-        if option.default is MISSING and option.default_factory is MISSING:
-            names.append(option.name)
-    return names
-
-
-def _convert_tuple(key: str, value: Any, hint: Any) -> Any:
-    """Convert a list that a user wrote to a tuple, as the key's annotation asks.
-
-    `hint`: an annotation with `tuple[X, X]` for a fixed length, or `tuple[X, ...]` for any. All
-    entries have one type. Raises `UserError` for another length.
-    """
-    tuple_hint = next(member for member in _union_members(hint) if _plain_type(member) is tuple)
-    arguments = get_args(tuple_hint)
-    entry_hint = arguments[0]
-    takes_any_length = arguments[-1] is ...
-    entries = _list_entries(key, value, entry_hint)
-    if not takes_any_length and len(entries) != len(arguments):
-        raise UserError(f"{key}: {_value_in_words(value)} is not a list of {len(arguments)}")
-    return tuple(convert(key, entry, entry_hint) for entry in entries)
-
-
-@cache
-def _annotation_by_field(dataclass: Any) -> dict[str, Any]:
-    """Return the annotation of every field of a dataclass, with its words as a `Literal`.
-
-    Dataclasses of this project have a `Literal` already. Transformers lists the words that a field
-    takes as an `Enum`, or as `choices` in the metadata.
-    """
-    hints = get_type_hints(dataclass, include_extras=True)
-    return {
-        key.name: _as_literal(hints[key.name], key.metadata.get("choices", ()))
-        for key in fields(dataclass)
-    }
-
-
 @cache
 def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
     """Return the annotation of every key that the constructor of a config dataclass takes.
@@ -273,7 +119,7 @@ def annotations_of_keys(dataclass: Any) -> dict[str, Any]:
     parameters = {key.name for key in fields(dataclass) if key.init}
     return {
         key: _type_of_library_key(key) or hint
-        for key, hint in _annotation_by_field(dataclass).items()
+        for key, hint in annotation_by_field(dataclass).items()
         if key in parameters
     }
 
@@ -288,257 +134,7 @@ def _type_of_library_key(key: str) -> Any:
     if key == "report_to":
         from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-        tracker: Any = _literal[("none", "all", *INTEGRATION_TO_CALLBACK)]
+        literal: Any = Literal  # mypy takes a Literal only of names that are written out
+        tracker: Any = literal[("none", "all", *INTEGRATION_TO_CALLBACK)]
         return list[tracker] | None
     return TYPE_BY_TRL_KEY.get(key)
-
-
-@cache
-def _validator(hint: Any) -> TypeAdapter[Any]:
-    """Return pydantic's validator for an annotation."""
-    return TypeAdapter(hint, config=ConfigDict(arbitrary_types_allowed=True))
-
-
-def check_finite(key: str, value: object) -> None:
-    """Raise `UserError` if a value is NaN or infinity, or contains one in a mapping or list.
-
-    JSON and YAML can contain both. `key`: where the value stands, for the error.
-    """
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            check_finite(f"{key}: {name}", item)
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            check_finite(f"{key}: {index}", item)
-    elif isinstance(value, float | int):
-        # False for NaN too. `math.isfinite` would fail on an integer that is no float.
-        is_finite = abs(value) <= sys.float_info.max
-        if not is_finite:
-            raise UserError(f"{key}: {_value_in_words(value)} is not a finite number")
-
-
-def _as_literal(hint: Any, choices: Sequence[str] = ()) -> Any:
-    """Return a `Literal` of the words that an annotation allows, or `hint` where it lists none.
-
-    The words are `choices`, or else the values of an `Enum` in the annotation.
-    """
-    members = _union_members(hint)
-    enums = [member for member in members if isinstance(member, type) and issubclass(member, Enum)]
-    words = tuple(choices) or tuple(word.value for enum in enums for word in enum)
-    if not words:
-        return hint
-    literal: Any = _literal[words]
-    return literal | None if NoneType in members else literal
-
-
-def _union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or `hint` alone where it is none."""
-    if get_origin(hint) in (Union, UnionType):
-        return get_args(hint)
-    return (hint,)
-
-
-def allows_type(hint: Any, value_type: type) -> bool:
-    """Return whether a key with this annotation takes values of this type."""
-    return value_type in _member_types(hint)
-
-
-def _member_types(hint: object) -> set[Any]:
-    """Return the types of an annotation's union members, without their bounds and arguments."""
-    return {_plain_type(member) for member in _union_members(hint)}
-
-
-def _plain_type(hint: Any) -> Any:
-    """Return the type of an annotation without its bounds and arguments: `list` of `list[str]`."""
-    unbounded = get_args(hint)[0] if get_origin(hint) is Annotated else hint
-    return get_origin(unbounded) or unbounded
-
-
-def _literal_words(hint: Any) -> list[str]:
-    """Return the words of the `Literal` in an annotation, without its true, false and numbers."""
-    words: list[str] = []
-    for member in _union_members(hint):
-        if get_origin(member) is Literal:
-            words += [word for word in get_args(member) if isinstance(word, str)]
-    return words
-
-
-def _entry_hint(hint: Any) -> Any:
-    """Return the annotation of the entries of the list in an annotation."""
-    list_hint = next(member for member in _union_members(hint) if _plain_type(member) is list)
-    return _as_literal(get_args(list_hint)[0])
-
-
-def _parse_text(key: str, value: object, hint: object) -> Any:
-    """Parse a text into the type that the annotation of its key asks for, if it has that form.
-
-    Every value on the command line is a text, and so are some words in YAML. What does not have
-    the form stays as it is, and the validation that follows refuses it.
-    """
-    types = _member_types(hint)
-    words = _literal_words(hint)
-    if bool in types:
-        truth_value = read_truth(value)
-        if truth_value is not None:
-            return truth_value
-    # YAML reads a bare `off` or `no` as false.
-    if words and str(value).lower() == "false":
-        return next((word for word in _WORDS_FOR_OFF if word in words), value)
-    if types & {int, float} and isinstance(value, int | float | str):
-        return _parse_number(value, whole=float not in types)
-    if dict in types:
-        # A key of this project may take a name or a mapping. Keys of the libraries that take a text
-        # or a mapping want the mapping as a text.
-        takes_name = Name in _union_members(hint)
-        is_mapping_text = isinstance(value, str) and value.lstrip().startswith("{")
-        if takes_name and isinstance(value, str) and not is_mapping_text:
-            return value
-        return _read_mapping(key, value, as_text=str in types and not takes_name)
-    if str in types and not isinstance(value, dict | list | bool):
-        return str(value)
-    return value
-
-
-def _parse_number(value: int | float | str, *, whole: bool) -> Any:
-    """Return the number that a text spells, such as 1e3, which YAML reads as a text.
-
-    A text that spells no number is returned as it is. `whole`: return 3.0 as the integer 3.
-    """
-    number: Any = value
-    if isinstance(value, str):
-        number = _number_or_text(value)
-    if whole and isinstance(number, float) and number.is_integer():
-        return int(number)
-    return number
-
-
-def _number_or_text(text: str) -> int | float | str:
-    """Return the integer that a text spells, or else the float, or else the text."""
-    try:
-        return int(text)
-    except ValueError:
-        pass
-    try:
-        return float(text)
-    except ValueError:
-        return text
-
-
-def _list_entries(key: str, value: object, entry_hint: object) -> list[Any]:
-    """Return the entries of a list that may be written as `a b`, `a,b` or `[a, b]`.
-
-    Where the entries may be mappings, a mapping with several names becomes one entry for each name.
-    The entries are not converted yet. Raises `UserError` for what is no such list.
-    """
-    parts = value if isinstance(value, list | tuple) else [value]
-    try:
-        if allows_type(entry_hint, dict):
-            return [entry for part in parts for entry in _names_and_mappings(key, part)]
-        all_are_texts = all(isinstance(part, str) for part in parts)
-        entries = split_list(parts) if all_are_texts else list(parts)
-    except ValueError as error:
-        raise UserError(f"{key}: {_value_in_words(value)} {error}; write a,b or [a,b]") from None
-    for entry in entries:
-        if isinstance(entry, dict | list) or entry is None or entry == "":
-            raise UserError(
-                f"{key}: {_value_in_words(value)} is not a list of words, such as [a,b]"
-            )
-    return entries
-
-
-def _names_and_mappings(key: str, value: object) -> list[Any]:
-    """Return the list entries that a value stands for: names, and mappings with one name each.
-
-    The text `[a, {b: 1, c: 2}]`, for example, stands for a, {b: 1} and {c: 2}.
-    """
-    if isinstance(value, str):
-        first_character = value.lstrip()[:1]
-        if first_character == "{":
-            value = _read_mapping(key, value)
-        elif first_character == "[":
-            value = yaml_value(value)
-    if isinstance(value, str):
-        # names such as `a,b`
-        value = split_list([value])
-    if isinstance(value, Mapping):
-        return [{name: options} for name, options in value.items()]
-    entries: list[Any] = []
-    items = value if isinstance(value, list) else [value]
-    for item in items:
-        if isinstance(item, Mapping):
-            entries += _names_and_mappings(key, item)
-        else:
-            entries.append(item)
-    return entries
-
-
-def _read_mapping(key: str, value: object, *, as_text: bool = False) -> Any:
-    """Read a mapping from a text: JSON, YAML's `{a: 1}`, or the path of a JSON file.
-
-    A value that is a mapping already is returned as it is.
-
-    `as_text`: whether to return the text after it was checked, as the libraries want it for some
-    keys. A text of YAML becomes one of JSON. Raises `UserError` for a text without a mapping.
-    """
-    if isinstance(value, Mapping):
-        return value
-    text = value.strip() if isinstance(value, str) else ""
-    json_text = value
-    file = None
-    if key in JSON_FILE_KEYS and text and not text.startswith("{"):
-        file = Path(text)
-    try:
-        content = read_json(file.read_bytes() if file else text)
-    except GivenTwiceError as error:
-        raise UserError(f"{key}: {error}; keep the right one") from None
-    except (OSError, ValueError, RecursionError):
-        # The text is no JSON. It may be YAML, where names need no quotes.
-        content = flow_mapping(text) if file is None else None
-        if content is not None:
-            json_text = json.dumps(content)
-    if not isinstance(content, dict):
-        file_or = "a JSON file with a mapping in it, nor " if file else ""
-        mapping = "a mapping, such as '{a: 1}' on the command line"
-        raise UserError(f"{key}: {_value_in_words(value)} is not {file_or}{mapping}")
-    check_finite(key, content)
-    return json_text if as_text else content
-
-
-def _refuse_value(key: str, value: object, hint: object) -> NoReturn:
-    """Raise the `UserError` for a value that the annotation `hint` of its key does not allow."""
-    expected = " or ".join(map(_expected_in_words, _union_members(hint)))
-    suggestion = did_you_mean(str(value), _literal_words(hint))
-    raise UserError(f"{key}: {_value_in_words(value)} is not {expected}{suggestion}")
-
-
-def _expected_in_words(hint: Any) -> str:
-    """Return an annotation in words, such as `a number above 0 and at most 1`.
-
-    `hint`: an annotation that is no union, such as `Annotated[float, Field(gt=0, le=1)]`.
-    """
-    if get_origin(hint) is Literal:
-        words = [str(word) for word in get_args(hint)]
-        if len(words) > _MAX_LISTED_WORDS:
-            return f"one of the {len(words)} names such as {', '.join(words[:3])}"
-        return f"one of {', '.join(words)}" if len(words) > 1 else words[0]
-    if get_origin(hint) is Annotated:
-        bounded_type, field_info = get_args(hint)
-        if field_info.description:
-            return str(field_info.description)
-        bounds: list[str] = []
-        for bound in field_info.metadata:
-            for name, words_before in _WORDS_BY_BOUND.items():
-                if hasattr(bound, name):
-                    bounds.append(f"{words_before} {getattr(bound, name)}")
-        return f"{_WORDS_BY_TYPE[bounded_type]} {' and '.join(bounds)}"
-    return _WORDS_BY_TYPE.get(_plain_type(hint), "an object that only Python can give")
-
-
-def _value_in_words(value: object) -> str:
-    """Return a value for an error line: None as null, numbers without quotes, other texts in them.
-
-    A number may be a text here, as every value of the command line is.
-    """
-    if isinstance(value, str) and not isinstance(_number_or_text(value), str):
-        return shown(value.strip(), _MAX_SHOWN_CHARACTERS).strip("'")
-    return shown(value, _MAX_SHOWN_CHARACTERS)

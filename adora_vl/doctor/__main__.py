@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adora_vl.config.command import read
-from adora_vl.rewards import judge
-from adora_vl.rewards.choose import accepts_rounding
+from adora_vl.rewards.choose import accepts_rounding, read_rewards
+from adora_vl.rewards.entries import JUDGE
 from adora_vl.utils.checks import Check, as_json, failed, is_healthy, is_table, table
 from adora_vl.utils.cli import USUAL_IMPORT_S, Parser, announce_imports, exit_code_of, path
 from adora_vl.utils.errors import UserError
@@ -111,11 +111,12 @@ def environment_checks(request: RunRequest) -> list[Check]:
     """Check the libraries that only some runs need, the NVIDIA driver, and the compilers."""
     import torch
 
+    from adora_vl.config.sharding import sharding_from_environment
     from adora_vl.doctor import checks
 
     config = request.config
     model = request.model.keys
-    uses_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    uses_deepspeed = sharding_from_environment().stage is not None
     libraries = checks.check_parts(
         use_vllm=config.use_vllm,
         use_peft=model.use_peft,
@@ -152,10 +153,10 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
         [name for name in ("images",) if name in train.column_names]
     )
     rows = [text_columns[number] for number in range(min(CHECKED_ROWS, len(train)))]
-    checks = [check_golds(rows, rounding=accepts_rounding(script.adora_reward))]
+    checks = [check_golds(rows, rounding=accepts_rounding(read_rewards(script.adora_reward)))]
     # Functions of the user's were tried already, and their sums may mean something else. What a
     # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
-    has_judge = judge.REWARD_NAME in run.rewards.entries
+    has_judge = JUDGE in run.rewards.entries
     if is_healthy(checks) and not run.rewards.user_functions and not has_judge:
         checks.append(
             check_rewards(
@@ -222,7 +223,7 @@ def engine_checks(run: ResolvedRun) -> list[Check]:
             )
             return [failed("model and engine start", line, remedy)]
         examination = ExamineBeforeStepOne(
-            trainer.engine_pair, trainer.models_by_role(), rows=CHECKED_ROWS
+            trainer.parts.engine_pair, trainer.models_by_role(), rows=CHECKED_ROWS
         )
         # First, before the callbacks that check or evaluate when a training begins.
         trainer.callback_handler.callbacks.insert(0, examination)

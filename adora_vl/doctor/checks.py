@@ -10,8 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from adora_vl.rewards import steps
 from adora_vl.rewards.grade import grade, verify_gold
+from adora_vl.rewards.steps import FIGURE_COLUMN
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
 from adora_vl.utils.files import GIB
@@ -104,8 +104,8 @@ def check_rewards(
         "answer": [row["answer"] for row in rows],
         "choices": [_choices_of_row(row) for row in rows],
     }
-    if rows and steps.FIGURE_COLUMN in rows[0]:
-        columns[steps.FIGURE_COLUMN] = [row[steps.FIGURE_COLUMN] for row in rows]
+    if rows and FIGURE_COLUMN in rows[0]:
+        columns[FIGURE_COLUMN] = [row[FIGURE_COLUMN] for row in rows]
 
     def total_rewards(answers: Sequence[str]) -> list[float]:
         """Return the total reward of an answer to each row."""

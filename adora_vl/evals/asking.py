@@ -170,7 +170,6 @@ def answer_problems(
         output=options.output,
         settings=settings,
         fingerprint=_collect_fingerprint(benchmark, options, settings, selection, weights_hash),
-        system_prompt=settings.with_tool_prompt(options.system_prompt),
         build=build or build_engine,
         samples=options.samples,
         problems_in_data=len(selection.problems),

@@ -4,7 +4,7 @@ Each option stands once, with its default and its help. Code below the commands 
 which a training makes without a command line.
 """
 
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
@@ -66,18 +66,18 @@ def add_options(parser: ArgumentParser, kind: type) -> None:
             parser.add_argument("--" + option_field.name.replace("_", "-"), **arguments)
 
 
-def options_from(kind: type[Options], parsed: Namespace, **overrides: Any) -> Options:
-    """Build an instance of a dataclass of options from what a parser has read.
+def options_from(kind: type[Options], source: object, **overrides: Any) -> Options:
+    """Build an instance of a dataclass of options from what a parser has read, or from others.
 
     Args:
-        kind: The dataclass. A field that the parser does not know keeps its default.
-        parsed: The values by name; names that are no fields are ignored.
-        overrides: Values of fields, in place of those that were parsed.
+        kind: The dataclass. A field that the source does not have keeps its default.
+        source: Has the values as attributes; those that are no fields are ignored.
+        overrides: Values of fields, in place of those of the source.
     """
     values: dict[str, Any] = {}
     for option_field in fields(kind):  # type: ignore[arg-type]  # a dataclass, which no type says
-        if hasattr(parsed, option_field.name):
-            values[option_field.name] = getattr(parsed, option_field.name)
+        if hasattr(source, option_field.name):
+            values[option_field.name] = getattr(source, option_field.name)
     return kind(**{**values, **overrides})
 
 

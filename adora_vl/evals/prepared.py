@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adora_vl.data.dataset import data_hash, load_split
-from adora_vl.data.images import decoded_image
 from adora_vl.data.prompts import Template, read_template
 from adora_vl.data.rows import (
     has_choices,
@@ -131,7 +130,6 @@ def build_problems(dataset: Dataset, prompt_template: Template | None = None) ->
             prompt=prompt,
             n_images=n_images or 0,  # a row without the list has None
             read_images=partial(_read_images, encoded_dataset, index),
-            decode=decoded_image,
         )
         built_problems.append(replace(problem, facts=row.get("facts") or None))
     return built_problems

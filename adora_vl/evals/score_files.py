@@ -74,6 +74,10 @@ def read_run(path: str, name: str | None = None) -> ScoreFile:
     Raises `UserError` if it is no score file.
     """
     file = Path(path) / SCORE_FILE if Path(path).is_dir() else Path(path)
+    if not file.exists():
+        raise UserError(
+            f"run: {str(file)!r} is not there; name the --output of an evaluation, or its score.json"
+        )
     try:
         score = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:

@@ -6,10 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from adora_vl.migrate.source import Source
 from adora_vl.utils.cli import yaml_line
+from adora_vl.utils.convert import convert
 from adora_vl.utils.errors import UserError
 
 # The other trainer's key and its default, by our key. A name in capitals is none of our keys: its
@@ -123,10 +126,10 @@ class Migration:
         Raises:
             UserError: the value is below 1, or no whole number.
         """
-        value = self.get(name, default)
-        if value < 1 or value != int(value):
-            raise UserError(f"CONFIG: {name}: {value} is not a whole number from 1 on")
-        return int(value)
+        count: int = convert(
+            f"CONFIG: {name}", self.get(name, default), Annotated[int, Field(ge=1)]
+        )
+        return count
 
     def put(self, key: str, value: object, *names: str, note: str = "") -> None:
         """Set one of our keys, and remember where its value came from.

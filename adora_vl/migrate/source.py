@@ -112,6 +112,8 @@ def _read_shell(source: Source, config: Path, *, nested: bool) -> None:
     Raises:
         UserError: the script cannot be read, or no command of it has a key.
     """
+    if not config.exists():
+        raise UserError(f"CONFIG: no file {str(config)!r}")
     try:
         text = config.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from safetensors import SafetensorError, safe_open
 
 from adora_vl.models.families import KNOWN_FAMILIES_TEXT, sees_images
+from adora_vl.models.generation_config import repair_generation_config
 from adora_vl.utils.errors import RunError, UserError, in_one_line
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.hub import looks_only_on_this_machine, why_missing
@@ -186,7 +187,9 @@ def load_model(name: str, init: Mapping[str, Any]) -> Any:
     from trl.trainer.utils import create_model_from_path
 
     config = read_config("model", name, init.get("revision"))
-    return create_model_from_path(name, auto_class(config), **init)
+    model = create_model_from_path(name, auto_class(config), **init)
+    repair_generation_config(model)
+    return model
 
 
 def check_weights(key: str, name: str) -> None:

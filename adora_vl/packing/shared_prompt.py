@@ -23,9 +23,6 @@ from torch import Tensor
 
 from adora_vl.types import HostRows
 
-# Rollouts share one attention call, padded to the longest of them, while none is shorter than this
-# fraction of the longest. Padding costs time in attention alone, but each call costs time too.
-SIMILAR_LENGTH_RATIO = 0.75
 # Sharing is worth it up to this share of the tokens of padded separate rows. With 0.88 and 0.95 of
 # the tokens a pass took 0.92 and 0.97 of the time (benchmarks/README.md, prompts of 64 tokens,
 # answers of 400 and 1,024). Above, there is next to nothing to save, and rows that share nothing
@@ -108,20 +105,6 @@ class GroupLayout:
     def later_rollout_lengths(self) -> tuple[int, ...]:
         """Positions of each rollout after the longest one."""
         return self.rollout_lengths[1:]
-
-    @property
-    def rollout_batches(self) -> list[tuple[int, ...]]:
-        """Lengths of the rollouts after the longest one, divided into batches of similar length.
-
-        Attention is one call per batch, padded to the batch's first rollout, which is its longest.
-        No rollout is shorter than `SIMILAR_LENGTH_RATIO` of that.
-        """
-        batches: list[list[int]] = []
-        for length in self.later_rollout_lengths:
-            if not batches or length < SIMILAR_LENGTH_RATIO * batches[-1][0]:
-                batches.append([])
-            batches[-1].append(length)
-        return [tuple(batch) for batch in batches]
 
 
 class SpanBounds(NamedTuple):

@@ -1,9 +1,9 @@
 """Attention over a packed sequence of groups (`adora_vl.packing.shared_prompt`).
 
-Each prompt with its first rollout attends to itself. Every other rollout attends to the prompt and
+Each prompt with its longest rollout attends to itself. Every other rollout attends to the prompt and
 to itself. On a GPU one call computes all of them (`adora_vl.packing.varlen_attention`). Elsewhere
-they are computed in parts, where the other rollouts of a group are batches of similar lengths.
-Nothing grows with the square of a group's tokens.
+each of them is a call (`adora_vl.packing.span_attention`). Nothing grows with the square of a
+group's tokens.
 
 This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
 implementation. It takes part only in a forward that gets the argument `packed_layout`; every other
@@ -19,15 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, PreTrainedConfig
-from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.packing.shared_prompt import PackedLayout
+from adora_vl.packing.span_attention import attend_by_sdpa, attend_each_span, lower_right_mask
 from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, keys_of_spans
 from adora_vl.utils import compat
 
@@ -37,11 +34,6 @@ if TYPE_CHECKING:
 
 LAYOUT_ARGUMENT = "packed_layout"  # of the model's forward, a `PackedLayout`
 _IMPLEMENTATION_PREFIX = "shared_prompt|"  # in the style of Transformers' own `paged|sdpa`
-# Without a kernel for a causal mask that is aligned to the lower right, queries are computed in
-# blocks that share a mask. Half of each block's square is wasted, but each block is a call, which
-# costs time too. So a block has at least this many queries, and for longer rollouts as many as
-# waste a quarter of the work.
-_MIN_BLOCK_QUERIES = 256
 VARLEN_ATTENTION = VarlenAttention()  # of this process: whether torch's varlen kernel works
 
 
@@ -181,39 +173,11 @@ def _packed_or_stock_attention(
     if implementation == "sdpa" and VARLEN_ATTENTION.supports(query, key, dropout):
         return attend_spans(query, key, value, packed_layout, scaling), None
     if implementation == "sdpa":
-        output = attend_in_parts(query, key, value, packed_layout, scaling, dropout)
+        output = attend_by_sdpa(query, key, value, packed_layout, scaling, dropout)
         return output.contiguous(), None
     eager = partial(_eager_attention, partial(attend, module), **options)
-    output = _attend_groups(eager, query=query, key=key, value=value, layout=packed_layout)
+    output = attend_each_span(eager, query=query, key=key, value=value, layout=packed_layout)
     return output.transpose(1, 2).contiguous(), None
-
-
-def attend_in_parts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-    scaling: float,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Compute attention over a packed sequence by several calls of SDPA for each group.
-
-    `attend_spans` computes the same in one call, with a kernel that not every device has.
-
-    Args:
-        query: (1, H, S, D).
-        key: (1, Hk, S, D).
-        value: (1, Hk, S, D).
-        layout: where prompts and rollouts are in the sequence.
-        scaling: factor of the scores.
-        dropout: share of the attention weights that are dropped.
-
-    Returns:
-        (1, S, H, D).
-    """
-    attend = partial(_sdpa_attention, scaling=scaling, dropout=dropout)
-    output = _attend_groups(attend, query=query, key=key, value=value, layout=layout)
-    return output.transpose(1, 2)
 
 
 def _implementation_function(
@@ -233,156 +197,6 @@ def _module_copy_with(module: Any, implementation: str) -> Any:
     module_copy = copy.copy(module)
     module_copy.config = _config_with_attention(module.config, implementation)
     return module_copy
-
-
-def _attend_groups(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layout: PackedLayout,
-) -> Tensor:
-    """Compute attention over a packed sequence group by group: (1, H, S, D).
-
-    A prompt with its longest rollout is one call. The other rollouts of a group are batches of
-    similar lengths, in which each rollout sees the prompt and itself.
-
-    Args:
-        attend: causal attention that is aligned to the lower right, for queries (B, H, L, D) and
-            keys and values (B, Hk, M, D), M >= L.
-        query: (1, H, S, D), the queries of the sequence.
-        key: (1, Hk, S, D).
-        value: (1, Hk, S, D).
-        layout: where prompts and rollouts are in the sequence.
-    """
-    # A span is a prompt with its longest rollout, or one other rollout; each `next` takes a span.
-    query_spans = iter(torch.split(query, layout.span_lengths, dim=2))
-    key_spans = iter(torch.split(key, layout.span_lengths, dim=2))
-    value_spans = iter(torch.split(value, layout.span_lengths, dim=2))
-    outputs = []
-    for group in layout.groups:
-        first_query = next(query_spans)
-        first_key = next(key_spans)
-        first_value = next(value_spans)
-        outputs.append(attend(first_query, first_key, first_value))
-        prompt_query = first_query[:, :, : group.prompt_length]
-        prompt_key = first_key[:, :, : group.prompt_length]
-        prompt_value = first_value[:, :, : group.prompt_length]
-        for batch_lengths in group.rollout_batches:
-            batch_query = _stack_padded([next(query_spans) for _ in batch_lengths])
-            batch_key = _stack_padded([next(key_spans) for _ in batch_lengths])
-            batch_value = _stack_padded([next(value_spans) for _ in batch_lengths])
-            longest_rollout = batch_lengths[0]
-            unused_queries = 0
-            if _prompt_queries_pay(group.prompt_length, longest_rollout, query):
-                batch_query = _with_prompt_before(prompt_query, batch_query)
-                unused_queries = group.prompt_length  # their outputs are thrown away
-            batch_key = _with_prompt_before(prompt_key, batch_key)
-            batch_value = _with_prompt_before(prompt_value, batch_value)
-            output = attend(batch_query, batch_key, batch_value)
-            rollout_output = output[:, :, unused_queries:]
-            for row, length in enumerate(batch_lengths):
-                outputs.append(rollout_output[row : row + 1, :, :length])
-    return torch.cat(outputs, dim=2)
-
-
-def _stack_padded(spans: list[Tensor]) -> Tensor:
-    """Stack queries, keys or values of R rollouts, (1, H, L, D) each, as (R, H, longest L, D).
-
-    The padding comes last, where causal masks hide it.
-    """
-    rows = [span[0].transpose(0, 1) for span in spans]
-    return pad_sequence(rows, batch_first=True).transpose(1, 2)
-
-
-def _with_prompt_before(prompt: Tensor, batch: Tensor) -> Tensor:
-    """Put the prompt, (1, H, P, D), before each row of a batch, (R, H, L, D)."""
-    return torch.cat([prompt.expand(len(batch), -1, -1, -1), batch], dim=2)
-
-
-def _prompt_queries_pay(prompt_length: int, rollout_length: int, query: Tensor) -> bool:
-    """Return whether attention is faster if it also computes the prompt's queries.
-
-    Then there are as many queries as keys, so the mask is plain causal, and kernels skip its upper
-    half. The outputs of the prompt's queries are thrown away. Without them each block of queries
-    needs a mask of its own (see `_query_blocks`).
-
-    Args:
-        prompt_length: tokens of the prompt.
-        rollout_length: tokens of the rollout after it.
-        query: any query of the pass; its device and dtype tell what the kernel supports.
-    """
-    if _supports_lower_right_mask(query):
-        return False
-    keys = prompt_length + rollout_length
-    # Work is counted in pairs of a query and a key.
-    causal_work = keys * keys / 2
-    block_work = 0
-    for start, end in _query_blocks(rollout_length, keys):
-        visible_keys = prompt_length + end
-        block_work += (end - start) * visible_keys
-    return causal_work < block_work
-
-
-def _supports_lower_right_mask(query: Tensor) -> bool:
-    """Return whether the kernel can align a causal mask to the lower right.
-
-    Flash attention can, which SDPA takes on a GPU for half precision.
-    """
-    return query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-
-
-def _query_blocks(queries: int, keys: int) -> list[tuple[int, int]]:
-    """Divide a number of queries into blocks that get a causal mask each; return start and end.
-
-    The last query sees all `keys`. A block computes the keys that its own last query sees, so half
-    of the square of its queries is wasted.
-    """
-    # A query sees (keys - queries / 2) keys on average. Blocks of half as many queries waste a
-    # quarter of the work.
-    mean_visible_keys = keys - queries // 2
-    block_size = max(_MIN_BLOCK_QUERIES, mean_visible_keys // 2)
-    starts = range(0, queries, block_size)
-    return [(start, min(start + block_size, queries)) for start in starts]
-
-
-def _sdpa_attention(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
-) -> Tensor:
-    """Compute causal attention by PyTorch's kernels, with the mask aligned to the lower right.
-
-    So the last query sees all keys. `query` is (B, H, L, D), `key` and `value` are (B, Hk, M, D),
-    M >= L. Returns (B, H, L, D).
-    """
-    options: dict[str, Any] = {
-        "scale": scaling,
-        "dropout_p": dropout,
-        "enable_gqa": query.size(1) != key.size(1),
-    }
-    queries = query.size(2)
-    keys = key.size(2)
-    if queries == keys:
-        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    if _supports_lower_right_mask(query):
-        mask = causal_lower_right(queries, keys)
-        return scaled_dot_product_attention(query, key, value, mask, **options)
-    # Each block of queries gets a mask of its own.
-    if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
-        repeats = query.size(1) // key.size(1)
-        key = repeat_kv(key, repeats)
-        value = repeat_kv(value, repeats)
-    outputs = []
-    for start, end in _query_blocks(queries, keys):
-        visible = keys - queries + end  # the block's last query sees this many keys
-        output = scaled_dot_product_attention(
-            query[:, :, start:end],
-            key[:, :, :visible],
-            value[:, :, :visible],
-            _lower_right_mask(end - start, visible, query.device),
-            **options,
-        )
-        outputs.append(output)
-    return torch.cat(outputs, dim=2)
 
 
 def _eager_attention(
@@ -406,7 +220,7 @@ def _eager_attention(
     Returns:
         (B, H, L, D).
     """
-    allowed = _lower_right_mask(query.size(2), key.size(2), query.device)
+    allowed = lower_right_mask(query.size(2), key.size(2), query.device)
     # The mask is added to the scores, so it is 0 or the smallest number.
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     mask = zero.masked_fill(~allowed, torch.finfo(query.dtype).min)
@@ -415,11 +229,3 @@ def _eager_attention(
         query, key, value, mask[None, None], scaling=scaling, dropout=dropout
     )
     return output.transpose(1, 2)
-
-
-def _lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a causal mask (queries, keys), True where a query may see a key.
-
-    The last query sees all keys, and each query before it one key less.
-    """
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

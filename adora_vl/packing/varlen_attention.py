@@ -3,8 +3,9 @@
 `torch.nn.attention.varlen` is flash attention over rows of different lengths, each with bounds of
 its own for queries and keys. A span of a packed sequence is such a row: its keys are the prompt's
 and its own. The kernel needs a GPU and half precision. Before its first use it is compared with
-plain attention, outputs and gradients, on two rows of a few tokens. Where it refuses or differs,
-attention goes on in parts (`adora_vl.packing.split_attention`), and a warning says so once.
+attention span by span in float32, outputs and gradients, on two rows of a few tokens. Where it
+refuses or differs, each span goes on as a call (`adora_vl.packing.span_attention`), and a warning
+says so once.
 """
 
 import warnings
@@ -13,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from torch.nn.attention import varlen
-from torch.nn.functional import scaled_dot_product_attention
 
 from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
+from adora_vl.packing.span_attention import attend_by_sdpa
 
 _MAX_HEAD_SIZE = 256  # of flash attention's kernels, in multiples of 8
 # The largest error that counts as rounding, as a share of the largest value. Rounding to bfloat16
@@ -196,7 +197,7 @@ def probe_error(query: Tensor, key: Tensor) -> float:
         half_query, half_key, half_value = half_inputs
         kernel_output = attend_spans(half_query, half_key, half_value, layout, scaling)
         full_query, full_key, full_value = full_inputs
-        plain_output = plain_attention(full_query, full_key, full_value, layout, scaling)
+        plain_output = attend_by_sdpa(full_query, full_key, full_value, layout, scaling)
         kernel_gradients = torch.autograd.grad((kernel_output * loss_weights).sum(), half_inputs)
         plain_gradients = torch.autograd.grad((plain_output * loss_weights).sum(), full_inputs)
     kernel_results = (kernel_output, *kernel_gradients)
@@ -217,44 +218,3 @@ def _pseudo_random_values(like: Tensor, length: int, frequency: float) -> Tensor
     head_size = like.size(-1)
     steps = torch.arange(heads * length * head_size, device=like.device, dtype=torch.float32)
     return 2 * (steps * frequency).sin().view(1, heads, length, head_size)
-
-
-def plain_attention(
-    query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout, scaling: float
-) -> Tensor:
-    """Compute the attention of `attend_spans` by its definition, to compare with it.
-
-    A prompt with its longest rollout is a span that attends to itself. Every other rollout is a
-    span that attends to the prompt and to itself. Here each span is a call with a mask, and keys
-    and values are repeated for every head of the queries.
-
-    Args:
-        query: (1, H, S, D).
-        key: (1, Hk, S, D).
-        value: (1, Hk, S, D).
-        layout: where prompts and rollouts are in the sequence.
-        scaling: factor of the scores.
-
-    Returns:
-        (1, S, H, D).
-    """
-    repeats = query.size(1) // key.size(1)
-    outputs = []
-    start = 0
-    for group in layout.groups:
-        prompt_positions = torch.arange(start, start + group.prompt_length, device=query.device)
-        for number, length in enumerate((group.first_span_length, *group.later_rollout_lengths)):
-            positions = torch.arange(start, start + length, device=query.device)
-            is_first_span = number == 0  # it has the prompt inside
-            visible = positions if is_first_span else torch.cat([prompt_positions, positions])
-            causal_mask = visible[None, :] <= positions[:, None]
-            output = scaled_dot_product_attention(
-                query[:, :, positions],
-                key[:, :, visible].repeat_interleave(repeats, dim=1),
-                value[:, :, visible].repeat_interleave(repeats, dim=1),
-                causal_mask,
-                scale=scaling,
-            )
-            outputs.append(output)
-            start += length
-    return torch.cat(outputs, dim=2).transpose(1, 2)

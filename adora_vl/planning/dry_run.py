@@ -45,6 +45,9 @@ def dry_run(command: CliArgs, options: DryRunOptions) -> int:
     print(f"\n{verdict_line(plan)}", flush=True)
     if not plan.fits:
         return 1
+    if plan.rows is None:
+        names = " ".join(plan.script.dataset_name)
+        print(f"First: prepare the data, {names} (python -m data_prep --help)", flush=True)
     print(f"Next: {launch_command(plan, options.accelerate_config)}", flush=True)
     return 0
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adora_vl.config.batch_plan import unit_size
-from adora_vl.models.check import LOST_UPDATES_WARNING
 from adora_vl.planning.engine_memory import cache_bytes_per_token
 from adora_vl.planning.memory import Sharing, predict_memory
 from adora_vl.planning.what_fits import (
@@ -22,6 +21,7 @@ from adora_vl.utils.cli import report_section
 from adora_vl.utils.files import GIB
 
 if TYPE_CHECKING:
+    from adora_vl.planning.memory import Setup
     from adora_vl.planning.plan import Plan
 
 # Share of the GPU below which the report does not list what takes how much (--json has it).
@@ -163,9 +163,8 @@ def sharing_lines(plan: Plan) -> list[str]:
 
 _CPU_ACCURACY_NOTE = "Formulas, within 10 % of torch's own accounting on a CPU: docs/hardware.md."
 _GPU_ACCURACY_NOTE = (
-    "Formulas, checked on a pretended card (python -m benchmarks.fake_card CONFIG) and by no GPU "
-    "yet. CUDA's context, fragmentation and the engine's workspace are assumptions: "
-    "docs/hardware.md."
+    "A prediction, checked on a simulated card and by no GPU yet. CUDA's context, fragmentation and "
+    "the engine's workspace are assumptions: docs/hardware.md."
 )
 
 
@@ -215,25 +214,17 @@ def verdict_lines(plan: Plan) -> list[str]:
     """Return lines on whether the run fits into its GPUs, and on the largest batch and image."""
     setup = plan.setup
     lines = [_verdict_line(plan)]
-    # Without DeepSpeed nothing keeps a float32 copy of weights in 16 bits.
-    if (
-        setup.sharding.stage is None
-        and not setup.shape.has_adapters
-        and setup.shape.weight_bytes == 2
-    ):
-        lines.append(LOST_UPDATES_WARNING)
     largest_size = largest_batch(setup, plan.card_bytes)
     if largest_size == 0:
-        size_text = "none"
-    elif largest_size == setup.sequences_per_generation:
-        size_text = f"{largest_size}, a whole generation"
+        lines.append("No per_device_train_batch_size fits.")
     else:
-        size_text = str(largest_size)
-    lines.append(
-        "Largest per_device_train_batch_size that fits, of those that keep groups of "
-        f"{setup.group_size} whole or split them evenly: {size_text} (keep its product with "
-        "gradient_accumulation_steps and processes)."
-    )
+        is_generation = largest_size == setup.sequences_per_generation
+        size_text = f"{largest_size}, a whole generation" if is_generation else str(largest_size)
+        lines.append(
+            f"Largest per_device_train_batch_size that fits: {size_text}. It divides groups of "
+            f"{setup.group_size} evenly; keep its product with gradient_accumulation_steps and "
+            "processes."
+        )
     if setup.shape.vision is not None:
         lines.append(largest_image_line(plan))
     return lines
@@ -286,8 +277,6 @@ def memory_remedy(plan: Plan) -> str:
     Only changes that the run's settings leave open are named.
     """
     setup = plan.setup
-    sharding = setup.sharding
-    trains_all_weights = not setup.shape.has_adapters
     utilization = proposed_utilization(plan.setup, plan.card_bytes)
     changes: list[str] = []
     if utilization is not None:
@@ -297,6 +286,25 @@ def memory_remedy(plan: Plan) -> str:
         changes.append("vllm_enable_sleep_mode: true")
     if not setup.checkpointing:
         changes.append("gradient_checkpointing: true")
+    changes += _smaller_weights(setup)
+    # The share bounds the engine's cache alone. Without a cache a lower one frees nothing.
+    has_cache = plan.prediction.phases.get("rollouts", {}).get("KV cache", 0) > 0
+    if has_cache and utilization is None:
+        changes.append("a lower vllm_gpu_memory_utilization")
+    if setup.sharding.stage == 3:
+        changes.append("more machines (--machines N; docs/hardware.md)")
+    if plan.prediction.peak_phase == "forward and backward":
+        changes.append("a smaller per_device_train_batch_size or max_pixels")
+    if not changes:
+        return "Choose a smaller model or a larger card."
+    return f"Try, in this order: {'; '.join(changes)}."
+
+
+def _smaller_weights(setup: Setup) -> list[str]:
+    """Return the changes with which weights and optimizer take less of a card."""
+    sharding = setup.sharding
+    trains_all_weights = not setup.shape.has_adapters
+    changes: list[str] = []
     if sharding.processes > 1 and sharding.stage != 3:
         changes.append("ZeRO-3 (configs/accelerate/zero3.yaml)")
     if sharding.stage == 3 and not sharding.offload_optimizer:
@@ -305,10 +313,11 @@ def memory_remedy(plan: Plan) -> str:
         changes.append("beta: 0.0 (no reference model)")
     if trains_all_weights and sharding.stage is None:
         changes.append("use_peft: true")
-    if setup.engine is not None and utilization is None:
-        changes.append("a lower vllm_gpu_memory_utilization")
-    if sharding.stage == 3:
-        changes.append("more machines (--machines N; docs/hardware.md)")
-    if plan.prediction.peak_phase == "forward and backward":
-        changes.append("a smaller per_device_train_batch_size or max_pixels")
-    return f"Try, in this order: {'; '.join(changes)}."
+        if sharding.processes == 1 and setup.on_gpu:
+            changes.append(
+                "several GPUs (--accelerate-config configs/accelerate/zero3.yaml --processes N)"
+            )
+    in_16_bits = setup.shape.has_adapters and not setup.shape.four_bit_parameters
+    if in_16_bits and sharding.stage is None and setup.on_gpu:
+        changes.append("load_in_4bit: true, as in configs/train/adora_3b_12gb.yaml")
+    return changes

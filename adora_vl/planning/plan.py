@@ -305,7 +305,7 @@ def _engine_settings(
         longest_prompt: Tokens of the longest prompt.
         sequences_per_generation: Rollouts that one rank asks for at once.
     """
-    if not config.use_vllm or config.vllm_mode != "colocate":
+    if not config.has_colocated_engine:
         return None
     # None: the engine takes the dtype of the weights.
     dtype = engine_dtype(config)

@@ -121,10 +121,10 @@ def batch_lines(plan: Plan) -> list[str]:
         f"{amount(prompts, 'prompt')} {are} sampled together, "
         f"{config.num_generations} rollouts of each: {batches.generation_batch} rollouts per "
         "generation.",
-        f"They are learned from in micro-batches of {config.per_device_train_batch_size} sequences "
-        f"on each of {processes} {process_noun} ({batches.global_batch} over all).",
-        f"Micro-batches an optimizer step: {config.gradient_accumulation_steps}, which are "
-        f"{batches.optimizer_batch} sequences. Optimizer steps a generation: "
+        f"An optimizer step learns from {batches.optimizer_batch} of them: "
+        f"per_device_train_batch_size: {config.per_device_train_batch_size} x "
+        f"gradient_accumulation_steps: {config.gradient_accumulation_steps} x "
+        f"{processes} {process_noun}. Optimizer steps a generation: "
         f"{batches.updates_per_generation:g}.",
         *_other_process_counts_lines(plan),
         *_epoch_lines(plan),
@@ -152,11 +152,11 @@ def _other_process_counts_lines(plan: Plan) -> list[str]:
             continue
         layout = replace(planned_layout, processes=process_count)
         size_texts.append(
-            f"{layout.processes}: {layout.generation_batch} rollouts and {layout.optimizer_batch}"
+            f"{process_count} processes {layout.generation_batch} and {layout.optimizer_batch}"
         )
     return [
-        "With another --num_processes a generation and an optimizer step would have "
-        f"{'; '.join(size_texts)}."
+        "Rollouts of a generation and of an optimizer step with another --num_processes: "
+        f"{', '.join(size_texts)}."
     ]
 
 
@@ -173,7 +173,7 @@ def _epoch_lines(plan: Plan) -> list[str]:
     assert total is not None, "it is known where the rows are"
     # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    waiting = f"; {remainder} rows wait for another epoch's order" if remainder > 0 else ""
+    waiting = f"; {amount(remainder, 'row')} left out, others each time" if remainder else ""
     make = "makes" if rows == 1 else "make"
     return [
         f"{amount(rows, 'row')} {make} {amount(per_epoch, 'optimizer step')} an epoch{waiting}.",

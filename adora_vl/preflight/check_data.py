@@ -213,10 +213,9 @@ def _context_limit(
     its reply.
     """
     config = request.config
-    uses_server = config.use_vllm and config.vllm_mode == "server"
     # None without a server, and if it does not answer.
     server_tokens = None
-    if uses_server and context.on_this_machine:
+    if config.uses_servers and context.on_this_machine:
         if request.is_main_process:
             server_tokens = served_length(config)
         if config.world_size > 1:
@@ -225,7 +224,7 @@ def _context_limit(
             server_tokens = broadcast_list[0]
     limit = context_limit(config, model.config, server_tokens)
     is_speaking = request.is_main_process and not context.dry_run
-    if uses_server and server_tokens is None and is_speaking:
+    if config.uses_servers and server_tokens is None and is_speaking:
         limit_name = limit.name if limit is not None else None
         print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
     return limit
@@ -286,32 +285,10 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     if all_built_in or model_name not in STARTS:
         return []
     return [
-        f"{model_name} knows the drawn problems alone: on yours expect no right answer. `python -m eval "
+        f"{model_name} knows the drawn problems alone: on others expect no right answer. `python -m eval "
         "problems run --engine openai --base-url URL` shows what a served model does with them, "
         "and docs/hardware.md which recipe fits your GPU"
     ]
-
-
-def _data_facts(
-    train: Dataset | IterableDataset,
-    prompts: PromptFacts,
-    *,
-    folders: tuple[str, ...] = (),
-    evaluated: python_inputs.AnyDatasets | None = None,
-) -> DataFacts:
-    """Return the facts about the rows to train on, after the lengths of their prompts were measured.
-
-    `folders`: the data sets of a command. `evaluated`: the data set of Python code that TRL
-    evaluates.
-    """
-    return DataFacts(
-        folders=folders,
-        train=train,
-        evaluated=evaluated,
-        rows=None if isinstance(train, IterableDataset) else len(train),
-        measured=prompts.lengths.lengths,
-        left_out=tuple(prompts.lengths.left_out),
-    )
 
 
 def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -> DataFacts:
@@ -335,7 +312,7 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
         any_images = python_inputs.check_prompts(train)
         fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
         prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
-    return _data_facts(train, prompts, evaluated=evaluated)
+    return DataFacts(train=train, evaluated=evaluated, measured=prompts.lengths.lengths)
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
@@ -365,14 +342,7 @@ def _assumed_rows(
     messages.unknown.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
     )
-    return DataFacts(
-        folders=folders,
-        train=None,
-        evaluated=None,
-        rows=None,
-        measured=assumed_lengths,
-        left_out=(),
-    )
+    return DataFacts(folders=folders, train=None, measured=assumed_lengths)
 
 
 def _command_rows(
@@ -398,7 +368,12 @@ def _command_rows(
     )
     tokens = control_tokens(prompts.processor)
     python_inputs.refuse_unusable_prompts("dataset", train, tokens)
-    return _data_facts(train, prompts, folders=folders)
+    return DataFacts(
+        folders=folders,
+        train=train,
+        measured=prompts.lengths.lengths,
+        left_out=tuple(prompts.lengths.left_out),
+    )
 
 
 def _rows_with_room(

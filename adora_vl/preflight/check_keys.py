@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from adora_vl.config import AdoraGRPOConfig
     from adora_vl.preflight.request import RunRequest
 
+# The default is false, so that leaving the key out is no remedy.
+ENGINE_REMEDY = "set use_vllm: true"
+
 
 def check_keys(request: RunRequest) -> None:
     """Raise `UserError` for the first key that contradicts another, or is not supported.
@@ -37,10 +40,9 @@ def check_keys(request: RunRequest) -> None:
 
 def _check_unsupported(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys of TRL that a run would ignore, or fail on late."""
-    corrects_engine = config.use_vllm and config.vllm_importance_sampling_correction
-    mode = config.vllm_importance_sampling_mode
     liger = dict(config.liger_kernel_config or {})
-    if config.loss_type == "vespo" and corrects_engine and mode.startswith("sequence"):
+    if config.loss_type == "vespo" and config.corrects_by_sequence:
+        mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"loss_type: vespo does not go with vllm_importance_sampling_mode: {mode}; set it to "
             "token_truncate"
@@ -80,10 +82,10 @@ def _check_evaluation(config: AdoraGRPOConfig) -> None:
 
     It is about this project's evaluation on benchmarks, and not that of TRL.
     """
+    if not config.evaluates:
+        return
     strategy = spelled_in_config(config.eval_strategy)
     steps = config.eval_steps
-    if strategy == "no":
-        return
     if strategy != "steps":
         raise UserError(
             f"eval_strategy: {strategy!r} is not supported; use steps with eval_steps, or no"
@@ -131,7 +133,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
         return
     key = "adora_rollouts.old_logps: engine"
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false, where no engine scores")
+        raise conflict_error(key, "use_vllm: false, where no engine scores", ENGINE_REMEDY)
     if config.vllm_importance_sampling_correction:
         raise UserError(
             f"{key} compares the policy with the engine already, and "
@@ -145,8 +147,7 @@ def check_old_logps(config: AdoraGRPOConfig) -> None:
 
 def check_servers(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` if NCCL cannot bring the weights of a run to its vLLM servers."""
-    uses_server = config.use_vllm and config.vllm_mode == "server"
-    if not uses_server or config.adora_weight_transfer != "nccl":
+    if not config.uses_servers or config.adora_weight_transfer != "nccl":
         return
     if config.use_cpu:
         raise UserError(
@@ -212,7 +213,7 @@ def check_budget(config: AdoraGRPOConfig) -> None:
         return
     key = f"adora_rollouts.budget: {budget}"
     if not config.use_vllm:
-        raise conflict_error(key, "use_vllm: false")
+        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     if not config.learns_by_engine:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
     if config.vllm_structured_outputs_regex:
@@ -232,8 +233,8 @@ def check_budget(config: AdoraGRPOConfig) -> None:
     if rows < 2 * config.num_generations:
         raise conflict_error(key, "one group per process, which has to end in every generation")
     _refuse_steps_across_generations(config, key)
-    mode = config.vllm_importance_sampling_mode
-    if config.vllm_importance_sampling_correction and mode.startswith("sequence"):
+    if config.corrects_by_sequence:
+        mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"{key} learns less from an answer the longer it is where the ratio to the earlier "
             f"weights is one for the whole answer (vllm_importance_sampling_mode: {mode}, TRL's "
@@ -259,12 +260,12 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
         )
 
 
-def conflict_error(key: str, reason: str) -> UserError:
+def conflict_error(key: str, reason: str, remedy: str = "leave out one of the two") -> UserError:
     """Return the error for a key that does not go with another setting.
 
-    `key`: the key with its value. `reason`: the other setting.
+    `key`: the key with its value. `reason`: the other setting. `remedy`: what to do.
     """
-    return UserError(f"{key} does not go with {reason}; leave out one of the two")
+    return UserError(f"{key} does not go with {reason}; {remedy}")
 
 
 def check_async(config: AdoraGRPOConfig) -> None:
@@ -278,8 +279,7 @@ def check_async(config: AdoraGRPOConfig) -> None:
     if ahead == 0:
         return
     key = f"adora_rollouts.ahead: {ahead}"
-    uses_server = config.use_vllm and config.vllm_mode == "server"
-    if not uses_server or config.adora_weight_transfer == "nccl":
+    if not config.uses_servers or config.adora_weight_transfer == "nccl":
         reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
         raise conflict_error(key, reason)
     if not config.learns_by_engine:
@@ -303,7 +303,8 @@ def _check_turns(request: RunRequest) -> None:
     if has_environments:
         _check_environments(request)
     if not config.use_vllm:
-        raise conflict_error("tools" if has_tools else "environment_factory", "use_vllm: false")
+        key = "tools" if has_tools else "environment_factory"
+        raise conflict_error(key, "use_vllm: false", ENGINE_REMEDY)
     max_tokens = config.max_completion_length
     turn_tokens = config.adora_tool_options.turn_tokens
     if turn_tokens and turn_tokens > max_tokens:
@@ -327,5 +328,5 @@ def _check_environments(request: RunRequest) -> None:
         raise conflict_error(key, f"adora_rollouts.budget: {rollouts.budget}, {reason}")
     if rollouts.ahead > 0:
         raise conflict_error(key, f"adora_rollouts.ahead: {rollouts.ahead}, {reason}")
-    if spelled_in_config(config.eval_strategy) != "no" and not request.trl_evaluates:
+    if config.evaluates and not request.trl_evaluates:
         raise conflict_error(key, "eval_strategy: steps, whose evaluators know no environments")

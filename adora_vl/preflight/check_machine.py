@@ -11,9 +11,9 @@ from transformers import Trainer, get_scheduler
 
 from adora_vl.config.batch_plan import BatchLayout, batch_plan
 from adora_vl.config.sharding import FSDP_IS_UNSUPPORTED
-from adora_vl.config.values import check_finite
 from adora_vl.record.trackers import check_trackers
 from adora_vl.utils.cli import spelled_in_config
+from adora_vl.utils.convert import check_finite
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.hub import why_no_hub
 
@@ -166,8 +166,7 @@ def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> No
         )
     local_processes = processes // machines
     engine_processes = config.vllm_tensor_parallel_size
-    is_colocated = config.use_vllm and config.vllm_mode == "colocate"
-    if is_colocated and local_processes % engine_processes != 0:
+    if config.has_colocated_engine and local_processes % engine_processes != 0:
         raise UserError(
             f"vllm_tensor_parallel_size: {engine_processes} does not divide the {local_processes} "
             "processes of one machine; an engine lies on one machine"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from adora_vl.builtin.builtin_data import resolve_model
@@ -12,6 +12,7 @@ from adora_vl.models import check as fits
 from adora_vl.models import reference
 from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
 from adora_vl.models.four_bit import check_four_bit
+from adora_vl.models.generation_config import check_generation_config
 from adora_vl.models.load import check_weights, load_config
 from adora_vl.models.lora_branch import untested_peft_notes
 from adora_vl.models.shape import config_for_planning, refuse_embedding_adapters
@@ -49,64 +50,32 @@ def check_model(
     """
     keys = request.model.keys
     config = request.config
-    source = _find_model(request, context, messages)
-    model_config = source.config
-    messages.notes.extend(fits.check_family(keys, config, model_config))
-    messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model_config))
-    # The adapter that is trained: one that the user named in place of a model, or a new one.
-    continued_adapter = None
-    peft_config = request.model.peft_config
-    if source.adapters and _continues_adapter(request):
-        continued_adapter = source.adapters[0]
-        peft_config = continued_adapter.config
-    four_bit = check_four_bit(
+    model = _find_model(request, context, messages)
+    messages.notes.extend(fits.check_family(keys, config, model.config))
+    messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model.config))
+    is_in_four_bit = check_four_bit(
         keys,
         config,
-        model_config,
-        peft_config,
+        model.config,
+        model.peft_config,
         stage=context.sharding.stage,
         runs_here=context.on_this_machine,
     )
-    model = ModelFacts(
-        name=source.name,
-        revision=source.revision,
-        config=model_config,
-        adapters=source.adapters,
-        continued=continued_adapter,
-        peft_config=peft_config,
-        four_bit=four_bit,
-    )
+    model = replace(model, four_bit=is_in_four_bit)
     _refuse_merge_into_four_bit(model)
-    check_extensions(extensions, model_config)
-    check_tensor_parallel(config, model_config, context.sharding.processes)
-    if context.on_this_machine and config.use_vllm and config.vllm_mode == "colocate":
-        refuse_on_cpu(model_config, config.vllm_enable_sleep_mode)
-    uses_deepspeed = config.deepspeed_plugin is not None
+    check_extensions(extensions, model.config)
+    check_tensor_parallel(config, model.config, context.sharding.processes)
+    if context.on_this_machine and config.has_colocated_engine:
+        refuse_on_cpu(model.config, config.vllm_enable_sleep_mode)
+    # A dry run plans for DeepSpeed without starting it.
+    uses_deepspeed = config.deepspeed_plugin is not None or context.sharding.stage is not None
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
-    loses_updates = continued_adapter is None and fits.loses_updates(
-        keys, model_config, deepspeed=uses_deepspeed
-    )
-    # A dry run says so in its report.
-    if loses_updates and not context.dry_run:
+    if model.continued is None and fits.loses_updates(keys, model.config, deepspeed=uses_deepspeed):
         messages.notes.append(fits.LOST_UPDATES_WARNING)
     return model
 
 
-@dataclass(frozen=True)
-class _ModelSource:
-    """The model that a run begins with.
-
-    `name`, `revision`: of the model, or of the base if the user named an adapter. `adapters`: that
-    adapter, then those that it was trained on top of; empty for any other model.
-    """
-
-    name: str
-    revision: str | None
-    config: PretrainedConfig
-    adapters: tuple[Adapter, ...] = ()
-
-
-def _find_model(request: RunRequest, context: RunContext, messages: Messages) -> _ModelSource:
+def _find_model(request: RunRequest, context: RunContext, messages: Messages) -> ModelFacts:
     """Find the model of a run and read its config; the weights are not loaded.
 
     Python code may have passed a model that is loaded already. Lines for the user are added to
@@ -115,8 +84,14 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     keys = request.model.keys
     name = str(keys.model_name_or_path or "")
     revision = keys.model_revision
+    peft_config = request.model.peft_config
     if request.model.loaded is not None:
-        return _ModelSource(name=name, revision=revision, config=request.model.loaded.config)
+        return ModelFacts(
+            name=name,
+            revision=revision,
+            config=request.model.loaded.config,
+            peft_config=peft_config,
+        )
     adapters = _named_adapters(request, messages)
     if adapters:
         # An adapter may be trained on top of others. The last one has the base model.
@@ -125,9 +100,11 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # Collective: every rank waits here while the first one of each machine builds the model.
     with request.config.main_process_first(desc="building the tiny model where it is missing"):
         name = resolve_model(name)
+    is_shipped_config = False
     if context.dry_run:
         model_config, note = config_for_planning(name, revision)
         if note:
+            is_shipped_config = True
             messages.unknown.append(note)
     else:
         model_config = load_config(name, revision)
@@ -135,8 +112,21 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # that it writes name the model as the user does.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
-    messages.notes.extend(notes_on_local_copy(name))
-    return _ModelSource(name=name, revision=revision, config=model_config, adapters=adapters)
+    if not is_shipped_config:
+        messages.notes.extend(notes_on_local_copy(name))
+    # The adapter that is trained: one that the user named in place of a model, or a new one.
+    continued = None
+    if adapters and _continues_adapter(request):
+        continued = adapters[0]
+        peft_config = continued.config
+    return ModelFacts(
+        name=name,
+        revision=revision,
+        config=model_config,
+        adapters=adapters,
+        continued=continued,
+        peft_config=peft_config,
+    )
 
 
 def _refuse_merge_into_four_bit(model: ModelFacts) -> None:
@@ -270,9 +260,10 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
 
 
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
-    """Raise `UserError` for weights that are not complete, and for a GPU that is in use.
+    """Raise `UserError` for files of which no run could go on, and for a GPU that is in use.
 
-    The weights are those of the model and of its adapters.
+    The weights of the model and of its adapters have to be complete, and its generation config one
+    that a checkpoint can have.
     """
     if context.on_this_machine and not context.dry_run:
         refuse_taken_card(request.config)
@@ -280,6 +271,7 @@ def check_model_files(request: RunRequest, model: ModelFacts, context: RunContex
         return
     for folder_or_hub_id in model.sources:
         check_weights("model_name_or_path", folder_or_hub_id)
+    check_generation_config(model.name, model.revision)
 
 
 def check_tensor_parallel(
@@ -291,7 +283,7 @@ def check_tensor_parallel(
     the run.
     """
     engine_ranks = config.vllm_tensor_parallel_size
-    if not config.use_vllm or config.vllm_mode != "colocate" or engine_ranks == 1:
+    if not config.has_colocated_engine or engine_ranks == 1:
         return
     text_config = model_config.get_text_config()
     vision_config = getattr(model_config, "vision_config", None)

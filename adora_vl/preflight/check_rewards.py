@@ -17,8 +17,9 @@ from adora_vl.data.dataloader import shown_rows
 from adora_vl.data.prompts import asks_for_answer_tags
 from adora_vl.data.rows import images_of
 from adora_vl.preflight import python_inputs
-from adora_vl.rewards import steps, try_rewards
+from adora_vl.rewards import try_rewards
 from adora_vl.rewards.choose import RewardSet, choose_rewards
+from adora_vl.rewards.steps import STEPS
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey, new_groups_of_rows, row_for_rewards
 from adora_vl.tools.environments import build_environments
 from adora_vl.tools.run import Toolbox, ToolSet, choose_tools
@@ -102,7 +103,7 @@ def check_criteria(config: AdoraGRPOConfig, rewards: RewardSet) -> None:
 
     The criterion compares the claims on a figure that the reward `steps` counts in each response.
     """
-    measures_steps = steps.REWARD_NAME in rewards.entries
+    measures_steps = STEPS in rewards.entries
     for name, method in config.methods.chosen.items():
         if isinstance(method, Adora) and "working" in method.criteria and not measures_steps:
             raise UserError(

@@ -76,12 +76,9 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             f"temperature: {config.temperature:g} is below {MIN_TEMPERATURE}: vLLM would sample at "
             f"another one than the trainer computes with; set {MIN_TEMPERATURE} or more"
         )
-    mode = config.vllm_importance_sampling_mode
-    corrects_by_sequence = config.vllm_importance_sampling_correction and mode.startswith(
-        "sequence"
-    )
     overheads = sampling_overheads(config)
-    if overheads and corrects_by_sequence:
+    if overheads and config.corrects_by_sequence:
+        mode = config.vllm_importance_sampling_mode
         raise UserError(
             f"{''.join(overheads)}, and vllm_importance_sampling_mode: {mode} multiplies this over "
             "a whole answer; set it to token_truncate, or sample at temperature: 1.0 without "

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from datasets import Dataset
+
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.config.batch_plan import total_optimizer_steps
 from adora_vl.config.methods import method_overheads
@@ -27,7 +29,7 @@ from adora_vl.utils.cli import amount
 from adora_vl.utils.launch import fewer_than_asked
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import IterableDataset
     from peft import PeftConfig
     from transformers import PretrainedConfig, ProcessorMixin
 
@@ -61,10 +63,10 @@ class ModelFacts:
     name: str
     revision: str | None
     config: PretrainedConfig
-    adapters: tuple[Adapter, ...]
-    continued: Adapter | None
-    peft_config: PeftConfig | None
-    four_bit: bool
+    adapters: tuple[Adapter, ...] = ()
+    continued: Adapter | None = None
+    peft_config: PeftConfig | None = None
+    four_bit: bool = False
 
     @property
     def merged(self) -> tuple[Adapter, ...]:
@@ -106,17 +108,21 @@ class DataFacts:
 
     `folders`: the data sets of a command; empty from Python. `train`: the rows to train on; None
     where a dry run does not have them. `evaluated`: the data set of Python code that TRL evaluates;
-    else None. `rows`: the number of rows to train on; None where `train` is None or a stream.
-    `measured`: the lengths of their prompts; None where nothing limits them. `left_out`: the ids of
-    the rows that are not trained on, since their prompts leave no room for an answer.
+    else None. `measured`: the lengths of the prompts to train on; None where nothing limits them.
+    `left_out`: the ids of the rows that are not trained on, since their prompts leave no room for
+    an answer.
     """
 
-    folders: tuple[str, ...]
+    folders: tuple[str, ...] = ()
     train: Dataset | IterableDataset | None
-    evaluated: AnyDatasets | None
-    rows: int | None
+    evaluated: AnyDatasets | None = None
     measured: PromptLengths | None
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int | None:
+        """The number of rows to train on; None where they are a stream, or not here."""
+        return len(self.train) if isinstance(self.train, Dataset) else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

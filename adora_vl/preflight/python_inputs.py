@@ -26,7 +26,7 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
-from adora_vl.rewards.judge import without_address
+from adora_vl.rewards.entries import comparable_entries
 from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
@@ -112,13 +112,13 @@ def rewards_text(reward_funcs: object) -> str:
     run. A function or a model is there by its name: `RewardSet.hashes` has its content.
     """
     requests = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
-    entries: list[object] = []
+    entries: list[Any] = []
     for request in requests:
         if isinstance(request, Mapping | str) or request is None:
-            entries.append(without_address(without_secrets(plain_value(request))))
+            entries.append(without_secrets(plain_value(request)))
         else:
             entries.append(function_name(request))
-    return json.dumps(entries, default=str)
+    return json.dumps(comparable_entries(entries), default=str)
 
 
 def _is_entry_of_key(request: object) -> bool:

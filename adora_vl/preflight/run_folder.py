@@ -18,9 +18,9 @@ from adora_vl.checkpoint.resume import (
     choose_start,
     lock_output_dir,
 )
+from adora_vl.checkpoint.run_files import holds_a_run, refuse_users_files, run_has_begun
 from adora_vl.checkpoint.stop import STOPPED_FILE
 from adora_vl.checkpoint.store import checkpoints
-from adora_vl.checkpoint.writer import holds_a_run, refuse_users_files, run_has_begun
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import check_folder, naming_write_errors
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adora_vl.advantage import Adora, Schedule
+from adora_vl.checkpoint.run_files import MADE_BY, read_run_manifest
+from adora_vl.checkpoint.store import MANIFEST_FILE
 from adora_vl.utils.cli import amount, plain_value
 from adora_vl.utils.errors import RunError
 from adora_vl.utils.files import read_object, replace_file
@@ -200,7 +202,6 @@ def _describe_additions(config: Mapping[str, Any]) -> list[str]:
     return additions
 
 
-MANIFEST_FILE = "manifest.json"
 _RECORDED_PACKAGES = (
     "adora-vl",
     "torch",
@@ -259,7 +260,7 @@ def run_manifest(
         data_entry["overlong_rows_left_out"] = overlong_rows
     data_entry |= _read_data_sources(data_folders, config.get("adora_mixture"))
     return {
-        "made_by": "adora_vl.train",
+        **MADE_BY,
         "command": launch_command(arguments),
         # values may hold secrets too, such as a token in a URL
         "config": without_secrets(plain_value(public_config)),
@@ -296,7 +297,7 @@ def write_manifest(manifest: Manifest, output_dir: Path) -> None:
         manifest["status"] == "running" and manifest["starts"][-1]["checkpoint"] is not None
     )
     if has_just_resumed:
-        earlier_starts = read_manifest(output_dir).get("starts", [])
+        earlier_starts = read_run_manifest(output_dir).get("starts", [])
         manifest["starts"] = [*earlier_starts, *manifest["starts"]]
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
@@ -346,12 +347,6 @@ def noting_failure(
             with suppress(RunError):
                 end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
         raise
-
-
-def read_manifest(output_dir: Path) -> Manifest:
-    """Return the manifest of a run folder; empty if it has none that a run wrote."""
-    manifest = read_object(output_dir / MANIFEST_FILE)
-    return manifest if manifest.get("made_by") == "adora_vl.train" else {}
 
 
 def time_now() -> str:

@@ -14,7 +14,11 @@ from adora_vl.models.load import ADAPTER_CONFIG_FILE, MERGED_FOLDER
 from adora_vl.record.figures import ACCURACY_KEY, FIGURE_BY_KEY, PASS_RATE_KEY, SUMMARY_KEYS
 from adora_vl.record.manifest import interpreter
 from adora_vl.record.metrics import METRICS_FILE, kind_of_entry
-from adora_vl.record.progress import accuracy_differs_from_pass_rate, no_signal_warning
+from adora_vl.record.progress import (
+    accuracy_differs_from_pass_rate,
+    duration_text,
+    no_signal_warning,
+)
 from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
 from adora_vl.record.rollouts import ROLLOUTS_FOLDER
 from adora_vl.utils.cli import amount, plain_value, spelled_in_config, yaml_line
@@ -155,7 +159,7 @@ def summary_lines(
         command: the command that started the run; empty where it is not known.
     """
     steps_taken = max((entry.get("step", 0) for entry in history), default=0)
-    lines = ["", f"Trained {amount(steps_taken, 'step')} in {seconds / 60:.1f} min."]
+    lines = ["", f"Trained {amount(steps_taken, 'step')} in {duration_text(seconds)}."]
     warning = no_signal_warning(history)
     if warning is not None:
         lines += ["", f"warning: {warning}"]

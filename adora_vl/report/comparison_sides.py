@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from adora_vl.evals.inference.predictions import SCORE_FILE
 from adora_vl.evals.score_files import ScoreFile, read_run
-from adora_vl.rewards.judge import without_address
+from adora_vl.rewards.entries import comparable_entries
 from adora_vl.utils.cli import amount, with_dotted_keys
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
@@ -111,11 +111,13 @@ def read_compared(folder: Path) -> ComparedRun:
     """
     # Imported here, because they bring torch and Transformers along, which scores alone do not
     # need.
-    from adora_vl.record.manifest import MANIFEST_FILE, describe_run, read_manifest
+    from adora_vl.checkpoint.run_files import read_run_manifest
+    from adora_vl.checkpoint.store import MANIFEST_FILE
+    from adora_vl.record.manifest import describe_run
     from adora_vl.record.metrics import METRICS_FILE, read_metrics
 
     refuse_links_out("RUN", folder, folder / METRICS_FILE, folder / MANIFEST_FILE)
-    manifest = read_manifest(folder)
+    manifest = read_run_manifest(folder)
     lines = read_metrics(folder / METRICS_FILE)
     if not manifest or not lines:
         missing = METRICS_FILE if manifest else "manifest.json"
@@ -145,8 +147,7 @@ def _compared_settings(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     config = dict(manifest["config"])
     if isinstance(config.get("adora_reward"), list):
-        # the same judge may be served at another address
-        config["adora_reward"] = [without_address(entry) for entry in config["adora_reward"]]
+        config["adora_reward"] = comparable_entries(config["adora_reward"])
     settings: dict[str, Any] = {}
     for key in config.keys() - _NOT_COMPARED:
         settings |= with_dotted_keys(key, config[key])

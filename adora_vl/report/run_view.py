@@ -13,12 +13,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from adora_vl.advantage.groups import as_schedule
+from adora_vl.checkpoint.run_files import read_run_manifest
+from adora_vl.checkpoint.store import MANIFEST_FILE
 from adora_vl.data.prompts import with_letters
 from adora_vl.record.manifest import (
-    MANIFEST_FILE,
     describe_recipe,
     describe_run,
-    read_manifest,
     recorded_adora_options,
     recorded_methods,
 )
@@ -352,7 +352,7 @@ def _load_once(folder: Path, max_rollouts: int) -> RunView:
     view = RunView(
         name=folder.resolve().name,
         metrics=metrics,
-        facts=describe_run(read_manifest(folder)),
+        facts=describe_run(read_run_manifest(folder)),
         result=describe_result(folder, metrics),
     )
     warning = no_signal_warning(metrics)

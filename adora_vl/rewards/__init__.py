@@ -3,10 +3,10 @@
 The first answer that needs mpmath imports it.
 """
 
-from adora_vl.rewards.choose import RewardSet, choose_rewards, try_rewards
+from adora_vl.rewards.choose import RewardSet, choose_rewards, reward_function, try_rewards
 from adora_vl.rewards.forms import canonical_gold
 from adora_vl.rewards.grade import Grade, grade, grade_batch, verify_gold
-from adora_vl.rewards.presets import PRESETS, reward_function, reward_functions
+from adora_vl.rewards.presets import PRESETS
 
 __all__ = [
     "PRESETS",
@@ -17,7 +17,6 @@ __all__ = [
     "grade",
     "grade_batch",
     "reward_function",
-    "reward_functions",
     "try_rewards",
     "verify_gold",
 ]

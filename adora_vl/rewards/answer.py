@@ -16,12 +16,11 @@ from typing import Literal
 
 from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.canonical import (
-    MAX_CHARS,
     MONEY_PATTERN,
     canonical_value_and_unit,
     canonical_with_names,
 )
-from adora_vl.rewards.grammar import NotReadError, Tree, read_tree
+from adora_vl.rewards.grammar import MAX_CHARS, NotReadError, Tree, read_tree
 from adora_vl.rewards.numeric import evaluate_closed_form
 from adora_vl.rewards.solutions import Solution
 from adora_vl.rewards.units import RADIANS, Unit, parse_unit

@@ -81,6 +81,10 @@ class Ball:
         second = addend.as_mpmath()
         return _rounded_result(first.value + second.value, first.error + second.error)
 
+    def __sub__(self, subtrahend: Ball) -> Ball:
+        """Return the difference; the errors add up."""
+        return self + -subtrahend
+
     def __mul__(self, factor: Ball) -> Ball:
         """Return the product; its error follows from `(a + da)(b + db) - ab`."""
         if self.is_exact and factor.is_exact:
@@ -340,7 +344,7 @@ def _inverse_function_in_radians(name: str, argument: Ball) -> Ball:
             raise NotReadError("undefined")
         error = argument.error / slope_divisor.least_magnitude
         return _rounded_result(_mpmath_context().atan(argument.value), error)
-    squared_slope_divisor = ONE + -squared
+    squared_slope_divisor = ONE - squared
     error = 8 * math.sqrt(argument.error)
     if squared_slope_divisor.least_magnitude > 0:
         error = argument.error / math.sqrt(squared_slope_divisor.least_magnitude)

@@ -25,9 +25,6 @@ from adora_vl.rewards.units import (
 
 _DIGITS_AND_POINT = "0123456789."
 _DOLLAR_SIGN_PATTERN = re.compile(r"(?<!\\)\$")
-# An honest answer has under 60 characters. Every regular expression below runs on at most this
-# many.
-MAX_CHARS = 500
 # Unicode's controls, formats (as zero-width and bidirectional ones), and what is unassigned.
 _HIDDEN_CATEGORIES = frozenset({"Cc", "Cf", "Cn", "Co", "Cs"})
 
@@ -108,7 +105,8 @@ _ENDS_IN_DEGREES_PATTERN = re.compile(
 _BRACKETED_UNIT_PATTERN = re.compile(r"\s*\(\s*([^()\d\s][^()]{0,20}?)\s*\)$")
 # what no unit can end is not searched for one
 _MAY_END_IN_UNIT_PATTERN = re.compile(r"[^\W\d_]\.?$|m[23]\.?$|\^[^^]*$")
-_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(r"\\(?:sin|cos|tan|sec|csc|cot)(?![A-Za-z])")
+_TRIGONOMETRIC_COMMAND = r"\\(?:sin|cos|tan|sec|csc|cot)"
+_TRIGONOMETRIC_FUNCTION_PATTERN = re.compile(rf"{_TRIGONOMETRIC_COMMAND}(?![A-Za-z])")
 # The name of a value: `x`, `AB`, `m \angle A`, `\angle 3`, `r_{1}`, `S_{\triangle ABC}`, `f(2)`,
 # `area of the circle`.
 SIMPLE_NAME = (
@@ -165,7 +163,7 @@ _COMMAND_SUBSTITUTIONS = [
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.
         ("log", r"(\\log\s*_)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
-        ("^", r"(\\(?:sin|cos|tan|sec|csc|cot)\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
+        ("^", rf"({_TRIGONOMETRIC_COMMAND}\s*\^)\s*(\d)(?!\d|\.\d)", r"\1{\2}"),
         ("surd", r"\\surd", r"\\sqrt"),
         ("sqrt", r"\\sqrt\s*(\[[^\[\]]*\])?\s*(\d+(?:\.\d+)?)", r"\\sqrt\1{\2}"),
         ("sqrt", rf"\\sqrt\s*(\[[^\[\]]*\])?\s*{_LAST_SHORT_ARGUMENT}", r"\\sqrt\1{\2}"),
@@ -227,8 +225,8 @@ def canonical_value_and_unit(text: str) -> tuple[str, str]:
     `$2 \sqrt { 221 }\text{ cm}^2$.` gives `2\sqrt{221}` and `cm^2`. A name before the value is
     taken off.
 
-    Raises `NotReadError` for text over `MAX_CHARS` and for control, bidirectional and zero-width
-    characters, which can make an answer look like another one.
+    `text` has at most `MAX_CHARS` characters. Raises `NotReadError` for control, bidirectional and
+    zero-width ones, which can make an answer look like another one.
     """
     text = _unify_spelling(_take_out_formula(text))
     text = _without_leading_name(_without_words_around_value(text))
@@ -311,11 +309,8 @@ def _without_words_around_value(text: str) -> str:
 def _take_out_formula(text: str) -> str:
     r"""Return `text` without the words or the box around a single formula.
 
-    It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`. Raises `NotReadError` for a
-    text over `MAX_CHARS`.
+    It is `9` for `The answer is $9$.`, for `\(9\)` and for `\boxed{9}`.
     """
-    if len(text) > MAX_CHARS:
-        raise NotReadError("too_long")
     if not text.isascii():
         text = spell_in_ascii(text)
     if "\x0c" in text:

@@ -1,4 +1,4 @@
-"""The reward functions of a run: presets, the judge, and functions of the user's.
+"""The reward functions of a run: those of this package, and functions of the user's.
 
 A run names them under `adora_reward`. This module resolves the entries, checks the user's functions
 against the columns of the data set, tries them once before the run, and says which sums the rewards
@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from adora_vl.rewards import judge, steps
+from adora_vl.rewards.entries import JUDGE, RewardEntry, named_rewards
+from adora_vl.rewards.judge import JudgeOptions, JudgeReward
 from adora_vl.rewards.knights import (
     COMPLETE_REWARD,
     LOGIC_RL_REWARD_BY_VERDICT,
@@ -25,10 +26,21 @@ from adora_vl.rewards.other_forms import in_trl_form
 from adora_vl.rewards.presets import (
     PRESETS,
     REWARD_FUNCTION_BY_NAME,
-    RewardFunction,
-    reward_functions,
+    Grader,
+    NoOptions,
+    PresetOptions,
+    preset_function,
 )
 from adora_vl.rewards.safe_call import RewardFailure, is_async, safe_call
+from adora_vl.rewards.steps import (
+    FIGURE_COLUMN,
+    REWARD_RANGE,
+    STEPS,
+    StepsOptions,
+    StepsReward,
+    missing_figure_message,
+)
+from adora_vl.utils.convert import convert, refuse_unknown_options
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import is_users_file, load_from_file, name_in_users_file
 
@@ -57,10 +69,20 @@ _REWARD_RANGE_BY_NAME: dict[str, tuple[float, float]] = {
         min(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
         max(WRONG_FORM_REWARD, *LOGIC_RL_REWARD_BY_VERDICT.values()),
     ),
-    steps.REWARD_NAME: steps.REWARD_RANGE,
+    STEPS: REWARD_RANGE,
     "think_format": (0.0, 1.0),
     "think_answer_format": (0.0, 1.0),
 }
+
+
+RewardOptions = PresetOptions | JudgeOptions | StepsOptions | NoOptions
+_OPTIONS_CLASS_BY_NAME: Mapping[str, type[RewardOptions]] = {
+    **dict.fromkeys(PRESETS, PresetOptions),
+    **dict.fromkeys(REWARD_FUNCTION_BY_NAME, NoOptions),
+    JUDGE: JudgeOptions,
+    STEPS: StepsOptions,
+}
+REWARD_NAMES = tuple(_OPTIONS_CLASS_BY_NAME)
 
 
 def bind_options(
@@ -78,25 +100,19 @@ def bind_options(
     """
     if not options:
         return function
-    parameters = inspect.signature(function).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    parameter_names = [
-        parameter.name
-        for parameter in parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
+    key = f"adora_reward.{name_in_users_file(entry)}"
     for option in options:
         if option in TRAINER_ARGUMENTS:
-            raise UserError(
-                f"adora_reward.{name_in_users_file(entry)}: {option!r} is given by the trainer; "
-                "choose "
-                "another name"
-            )
-        if option not in parameter_names and not takes_any:
-            raise UserError(
-                f"adora_reward.{name_in_users_file(entry)}: no argument "
-                f"{option!r}{did_you_mean(option, parameter_names)}"
-            )
+            raise UserError(f"{key}: {option!r} is given by the trainer; choose another name")
+    parameters = inspect.signature(function).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        option_names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            and parameter.name not in TRAINER_ARGUMENTS
+        ]
+        refuse_unknown_options(key, options, option_names)
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
     function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]
@@ -149,11 +165,6 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         )
 
 
-# Rewards of ours that are no presets, and that an entry's options build.
-_REWARDS_WITH_OPTIONS = (judge.REWARD_NAME, steps.REWARD_NAME)
-REWARD_NAMES = (*PRESETS, *REWARD_FUNCTION_BY_NAME, *_REWARDS_WITH_OPTIONS)
-
-
 @dataclass(frozen=True)
 class RewardSet:
     """The reward functions of a run in the order of `adora_reward`.
@@ -180,56 +191,60 @@ class RewardSet:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Raise `UserError` for a function that needs what the data set does not have."""
-        if steps.REWARD_NAME in self.entries and steps.FIGURE_COLUMN not in columns:
-            raise UserError(steps.missing_figure_message())
+        if STEPS in self.entries and FIGURE_COLUMN not in columns:
+            raise UserError(missing_figure_message())
         for entry, function in self.user_functions:
             check_columns(entry, function, columns)
 
 
-RewardEntry = str | Mapping[str, Any]  # of `adora_reward`: a name, or {name: options}
+class RequestedReward(NamedTuple):
+    """A reward that a run asks for.
+
+    `name`: its name, or FILE.py:FUNCTION. `options`: of a function of the user's the arguments that
+    they bind.
+    """
+
+    name: str
+    options: RewardOptions | Mapping[str, Any]
 
 
-def entry_names(entries: Sequence[RewardEntry]) -> list[str]:
-    """Return the names of the entries, without their options."""
-    return [name for name, _ in _named_options(entries)]
+def read_rewards(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
+    """Return the rewards that the entries of `adora_reward` name, with converted options.
+
+    Raises `UserError` for an unknown name, and for options that the reward does not take.
+    """
+    requested: list[RequestedReward] = []
+    for name, options in named_rewards(entries):
+        if is_users_file(name):
+            requested.append(RequestedReward(name, options))
+            continue
+        if name not in _OPTIONS_CLASS_BY_NAME and ":" in name:
+            raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
+        if name not in _OPTIONS_CLASS_BY_NAME:
+            raise UserError(
+                f"adora_reward: unknown preset {name!r}, use one of "
+                f"{', '.join(REWARD_NAMES)}{did_you_mean(name, REWARD_NAMES)}"
+            )
+        key = f"adora_reward.{name}"
+        converted_options = convert(key, options, _OPTIONS_CLASS_BY_NAME[name])
+        requested.append(RequestedReward(name, converted_options))
+    return requested
 
 
-def accepts_rounding(entries: Sequence[RewardEntry]) -> bool:
+def accepts_rounding(rewards: Sequence[RequestedReward]) -> bool:
     """Return whether one of the presets accepts the reference answer rounded to a decimal."""
     return any(
-        options.get("rounding") is True
-        for name, options in _named_options(entries)
-        if name in PRESETS
+        isinstance(reward.options, PresetOptions) and reward.options.rounding for reward in rewards
     )
-
-
-def _named_options(entries: Sequence[RewardEntry]) -> list[tuple[str, dict[str, Any]]]:
-    """Return the name and the options of each reward in `adora_reward`.
-
-    An entry is a name, or a mapping from one or more names to their options. Raises `UserError` for
-    options that are no mapping.
-    """
-    named_options = []
-    for entry in entries:
-        options_by_name = {entry: {}} if isinstance(entry, str) else entry
-        for name, options in options_by_name.items():
-            options = options or {}  # `{judge: }` in YAML gives None
-            if not isinstance(options, Mapping):
-                raise UserError(
-                    f"adora_reward.{name_in_users_file(name)}: {options!r:.80} is no mapping, such "
-                    "as "
-                    "{target: 50}"
-                )
-            named_options.append(
-                (str(name), {str(option): value for option, value in options.items()})
-            )
-    return named_options
 
 
 def choose_rewards(
     entries: Sequence[RewardEntry], *, answer_tags: bool = False, output_dir: Path | None = None
 ) -> RewardSet:
-    """Return the reward functions of the entries: presets, `judge`, and `FILE.py:FUNCTION`.
+    """Return the reward functions of the entries: those of this package, and `FILE.py:FUNCTION`.
+
+    Presets share their graders, so that each completion is graded once for all of them. The first
+    preset logs the grades.
 
     Args:
         entries: the value of `adora_reward`.
@@ -239,71 +254,55 @@ def choose_rewards(
     Raises `UserError` for an entry that does not exist, a name that occurs twice, and options that
     an entry does not take.
     """
-    named_options = _named_options(entries)
-    names = [name for name, _ in named_options]
-    options_by_preset = {
-        name: options
-        for name, options in named_options
-        if not is_users_file(name) and name not in _REWARDS_WITH_OPTIONS
-    }
-    for name, options in options_by_preset.items():
-        _check_preset(name, options)
-    # Before any function is built: a name that occurs twice is refused by the name of its entry.
-    _refuse_repeated_names(
-        names, [name_in_users_file(name) if is_users_file(name) else name for name in names]
-    )
-    presets_with_rounding = [
-        name for name, options in options_by_preset.items() if options.get("rounding")
-    ]
-    preset_functions: list[RewardFunction] = []
-    # A run without any entry is refused by `reward_functions`, so it is asked then too.
-    if options_by_preset or not names:
-        preset_functions = reward_functions(
-            [*options_by_preset],
-            presets_with_rounding=presets_with_rounding,
-            answer_tags=answer_tags,
+    if not entries:
+        raise UserError(
+            f"adora_reward: [] names no reward, use one or more of {', '.join(REWARD_NAMES)}"
         )
-    function_by_preset = dict(zip(options_by_preset, preset_functions, strict=True))
+    rewards = read_rewards(entries)
+    names = [reward.name for reward in rewards]
+    # Before any function is built: a name that occurs twice is refused by the name of its entry.
+    _refuse_repeated_names(names, [name_in_users_file(name) for name in names])
+    exact_grader = Grader(rounding=False, answer_tags=answer_tags)
+    rounding_grader = Grader(rounding=True, answer_tags=answer_tags)
+    first_preset = next((name for name in names if name in PRESETS), None)
     functions: list[Callable[..., Any]] = []
-    function_names = []
-    hash_by_file = {}
-    for name, options in named_options:
-        if is_users_file(name):
+    function_names: list[str] = []
+    hash_by_file: dict[str, str] = {}
+    function: Callable[..., Any]
+    for name, options in rewards:
+        if isinstance(options, Mapping):
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
-            functions.append(in_trl_form(bind_options(name, user_function.value, options)))
-            function_names.append(name_in_users_file(name))
-            continue
-        function: Callable[..., Any]
-        if name == judge.REWARD_NAME:
-            function = judge.JudgeReward(options, output_dir or Path.cwd())
-        elif name == steps.REWARD_NAME:
-            function = steps.StepsReward(
-                options, rounding=bool(presets_with_rounding), answer_tags=answer_tags
+            function = in_trl_form(bind_options(name, user_function.value, options))
+        elif isinstance(options, PresetOptions):
+            grader = rounding_grader if options.rounding else exact_grader
+            function = preset_function(name, grader, logs=name == first_preset)
+        elif isinstance(options, JudgeOptions):
+            function = JudgeReward(options, output_dir or Path.cwd())
+        elif isinstance(options, StepsOptions):
+            function = StepsReward(
+                gate=options.gate, rounding=accepts_rounding(rewards), answer_tags=answer_tags
             )
         else:
-            function = function_by_preset[name]
+            function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
-        function_names.append(function.__name__)
+        is_own = isinstance(options, Mapping)
+        function_names.append(name_in_users_file(name) if is_own else function.__name__)
     # Once more with the names of the functions, which may be equal where those of the entries are
-    # not: a user may have written a function `adora_reward`, as that of the preset `adora` is named.
+    # not: a user may have written a function `accuracy_reward`, as that of `accuracy` is named.
     _refuse_repeated_names(names, function_names)
     return RewardSet(tuple(names), tuple(functions), hash_by_file)
 
 
-def _check_preset(name: str, options: Mapping[str, Any]) -> None:
-    """Raise `UserError` for an entry that names no file, and for options that it does not take."""
-    if name not in REWARD_NAMES and ":" in name:
-        raise UserError(f"adora_reward: {name!r} is neither a preset nor FILE.py:FUNCTION")
-    allowed_options = ["rounding"] if name in PRESETS else []
-    for option, value in options.items():
-        if option not in allowed_options:
-            raise UserError(
-                f"adora_reward.{name}: unknown option {option!r}, it has "
-                f"{', '.join(allowed_options) or 'none'}"
-            )
-        if not isinstance(value, bool):
-            raise UserError(f"adora_reward.{name}.{option}: {value!r:.60} is not true or false")
+def reward_function(
+    preset: str, rounding: bool = False, answer_tags: bool = False
+) -> Callable[..., Any]:
+    """Return the reward function of one preset, in TRL's form; see `choose_rewards`.
+
+    `rounding` and `answer_tags`: what it accepts as an answer, as in `grade`.
+    """
+    options = {"rounding": True} if rounding else {}
+    return choose_rewards([{preset: options}], answer_tags=answer_tags).functions[0]
 
 
 def try_rewards(
@@ -329,7 +328,7 @@ def try_rewards(
     Raises `UserError` for a function that fails or returns nonsense.
     """
     for function in chosen.functions:
-        if calls_judge and isinstance(function, judge.JudgeReward):
+        if calls_judge and isinstance(function, JudgeReward):
             function.try_once()
     if not rows:
         return

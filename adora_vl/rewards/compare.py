@@ -223,7 +223,7 @@ def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
     """Return one side with its label adapted, where one side defines `y` and the other `f(x)`.
 
     A label is the name of a value: `y` in `y = 2x + 1`. This equation becomes the value `2x + 1` of
-    `f(x)`, and `f(x) = 2x + 1` becomes a value without a label, so that both can be result. Any
+    `f(x)`, and `f(x) = 2x + 1` becomes a value without a label, so that both can be compared. Any
     other answer is returned as it is, as is a function in whose value its `x` does not occur.
     """
     label = undecorated_name(answer.label)

@@ -17,7 +17,7 @@ from adora_vl.rewards.answer import (
     convert_angle,
     convert_to_unit,
 )
-from adora_vl.rewards.ball import Value
+from adora_vl.rewards.ball import Ball, Value
 from adora_vl.rewards.figures import unify_figure_names
 from adora_vl.rewards.grammar import NotReadError, Tree, is_angle_in_radians, read_formula, unknowns
 from adora_vl.rewards.numeric import same_function, same_number
@@ -103,29 +103,29 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     if answer_is_undone and not reference_is_undone:
         return ComparisonResult("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
-        return _compare_numbers(answer, reference, rounding=rounding)
+        return _compare_numbers(
+            answer.number, reference.number, answer_text=answer.text, rounding=rounding
+        )
     return _compare_expressions(answer, reference)
 
 
-def _compare_numbers(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
-    """Return the verdict where both sides have a number.
+def _compare_numbers(
+    answer: Ball, reference: Ball, *, answer_text: str, rounding: bool
+) -> ComparisonResult:
+    """Return the verdict on a number.
 
     With `rounding` a decimal counts too that is the reference answer rounded to its places.
     """
-    assert answer.number is not None
-    assert reference.number is not None
     # None where the errors of both values are too large to tell.
-    is_same = same_number(answer.number, reference.number)
-    may_be_rounded = rounding and "." in answer.text
-    if not is_same and may_be_rounded and is_rounding_of(answer.text, reference.number.value):
+    is_same = same_number(answer, reference)
+    if is_same:
+        return ComparisonResult("correct", "same_number")
+    may_be_rounded = rounding and "." in answer_text
+    if may_be_rounded and is_rounding_of(answer_text, reference.value):
         return ComparisonResult("correct", "rounded")
     if is_same is None:
         return ComparisonResult("unparseable", "undecided")
-    return (
-        ComparisonResult("correct", "same_number")
-        if is_same
-        else ComparisonResult("wrong", "different_number")
-    )
+    return ComparisonResult("wrong", "different_number")
 
 
 def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:

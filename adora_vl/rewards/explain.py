@@ -14,8 +14,9 @@ from string import ascii_uppercase
 from typing import Any
 
 from adora_vl.rewards.answer import Answer, amount_of_money
-from adora_vl.rewards.choose import RewardEntry, call_once, choose_rewards, entry_names
+from adora_vl.rewards.choose import call_once, choose_rewards
 from adora_vl.rewards.completion import last_answer, last_boxed
+from adora_vl.rewards.entries import RewardEntry, named_rewards
 from adora_vl.rewards.explain_steps import read_figure_file, step_lines
 from adora_vl.rewards.forms import read_reference
 from adora_vl.rewards.grade import REMEDY_BY_REASON, comparison, grade, read_answer_for, verify_gold
@@ -249,7 +250,9 @@ def _read_response(word: str, *, may_be_file: bool) -> str:
 def _build_parser() -> Parser:
     """Return the parser of the command's arguments."""
     parser = Parser(
-        prog="python -m adora_vl.rewards.explain", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m adora_vl.rewards.explain",
+        description="Say what an answer would score, and why: the answer that was read, its form, and the "
+        "rule that decided.",
     )
     parser.add_argument("--gold", help="the right answer, as a dataset has it")
     parser.add_argument(
@@ -306,7 +309,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         lines = []
         # Functions of the user's own grade as they like, so that our verdict would mislead.
         only_user_functions = options.reward and all(
-            map(is_users_file, entry_names(options.reward))
+            is_users_file(reward.name) for reward in named_rewards(options.reward)
         )
         if options.gold is not None and not only_user_functions:
             accepted = {

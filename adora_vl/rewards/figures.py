@@ -13,7 +13,6 @@ _ANGLE_NAME_PATTERN = re.compile(r"\\angle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A
 _TRIANGLE_NAME_PATTERN = re.compile(r"\\triangle ?\{?([A-Z]) ?([A-Z]) ?([A-Z])\}?(?![A-Za-z'])")
 _ARC_NAME_PATTERN = re.compile(r"\\widehat\{([A-Z]) ?([A-Z])\}")
 _SEGMENT_NAME_PATTERN = re.compile(r"[A-Z] ?[A-Z]")
-_TWO_CAPITALS_PATTERN = re.compile(r"[A-Z] ?[A-Z]")
 _SYMMETRIC_RELATION_PATTERN = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za-z])|=)")
 
 
@@ -23,7 +22,7 @@ def unify_figure_names(text: str) -> str:
     A relation of two figures has its sides in alphabetical order. A text with several relations
     stays as it is.
     """
-    if not _TWO_CAPITALS_PATTERN.search(text):  # names no figure
+    if not _SEGMENT_NAME_PATTERN.search(text):  # names no figure
         return text
     text_without_bars = _BARRED_SEGMENT_PATTERN.sub(r" \1", text).strip()
     sides_and_signs = _SYMMETRIC_RELATION_PATTERN.split(text_without_bars)
@@ -31,8 +30,7 @@ def unify_figure_names(text: str) -> str:
         return _sort_figure_name(text_without_bars)
     if len(sides_and_signs) > 3:
         return text
-    sides_and_signs = [piece.strip() for piece in sides_and_signs]
-    left_side, sign, right_side = sides_and_signs
+    left_side, sign, right_side = [piece.strip() for piece in sides_and_signs]
     left_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(left_side)
     right_triangle = _TRIANGLE_NAME_PATTERN.fullmatch(right_side)
     if left_triangle and right_triangle:

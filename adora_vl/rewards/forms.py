@@ -13,11 +13,10 @@ from adora_vl.rewards.answer import NO_VALUE_REASONS, Answer, read_single_value,
 from adora_vl.rewards.brackets import MAX_PARTS, bracket_depths, split_outside_brackets
 from adora_vl.rewards.canonical import (
     FIGURE_NAME_PATTERN,
-    MAX_CHARS,
     SIMPLE_NAME,
     VALUE_NAME_PATTERN,
 )
-from adora_vl.rewards.grammar import NotReadError
+from adora_vl.rewards.grammar import MAX_CHARS, NotReadError
 from adora_vl.rewards.numeric import same_number
 from adora_vl.rewards.relations import (
     RELATION_SIGN_BY_SPELLING,

@@ -24,6 +24,8 @@ from typing import Any
 
 Tree = tuple[Any, ...]
 
+# Of an answer; an honest one has under 60. The regular expressions of all readers run on at most so
+# many.
 MAX_CHARS = 500
 MAX_NESTING = 16
 MAX_LITERAL_DIGITS = 40  # of one literal

@@ -4,18 +4,20 @@ A score is from 0 to 1. A call that fails gives no score: its error is returned 
 score, and the log counts it as `judge/failed`.
 """
 
-import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from adora_vl.rewards.completion import completion_text, response_texts
 from adora_vl.rewards.thinking import final_part, is_blank
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.convert import Name
+from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import ChatClient, Endpoint, EndpointError, Messages, check_url
 
-REWARD_NAME = "judge"
 KEY_VARIABLE = "ADORA_VL_JUDGE_KEY"
 DEFAULT_INSTRUCTION = (
     "You are given a problem, its reference answer and a reply to the problem. Say whether the "
@@ -25,36 +27,31 @@ DEFAULT_INSTRUCTION = (
 _SCORE_FORMAT = "Put a number from 0 to 1, and nothing else, between <score> and </score>."
 _MAX_REPLY_CHARS = 16_000  # of a reply: its end has the answer
 _MAX_EXCERPT_CHARS = 80  # of a judge's reply in a message
-# The options in `adora_reward: [{judge: {...}}]` with type and default. An option whose default is
-# None is required.
-_TYPE_AND_DEFAULT_BY_OPTION: dict[str, tuple[type, Any]] = {
-    "base_url": (str, None),
-    "model": (str, None),
-    "instruction": (str, DEFAULT_INSTRUCTION),
-    "cache": (str, "judge_cache.jsonl"),
-    "budget": (int, -1),
-    "concurrency": (int, 16),
-    "timeout": (float, 60.0),
-    "attempts": (int, 4),
-    "wait": (float, 1.0),
-    "max_tokens": (int, 512),
-}
-# The options that say how the judge is reached, on which no score depends.
-_CONNECTION_OPTIONS = ("base_url", "concurrency")
+
+_Count = Annotated[int, Field(ge=1)]
 
 
-def without_address(entry: object) -> object:
-    """Return an entry of `adora_reward` without the options that say where the judge is.
+@dataclass(frozen=True)
+class JudgeOptions:
+    """The options of the entry `judge` in `adora_reward`.
 
-    The same model on another port or node is the same judge, so a run may go on with it. Any entry
-    but that of a judge is returned as it is.
+    `base_url`: the address of the endpoint. `model`: its name for the model. `instruction`: what
+    the judge is asked. `cache`: the file of its scores. `budget`: the calls of one process; None
+    and -1 set no limit. `concurrency`: calls at a time. `timeout`: seconds of a call. `attempts`:
+    how often a call is made. `wait`: seconds before the second attempt, which double each time.
+    `max_tokens`: of a reply.
     """
-    if not isinstance(entry, Mapping) or not isinstance(entry.get(REWARD_NAME), Mapping):
-        return entry
-    options = {
-        key: value for key, value in entry[REWARD_NAME].items() if key not in _CONNECTION_OPTIONS
-    }
-    return {**entry, REWARD_NAME: options}
+
+    base_url: Name
+    model: Name
+    instruction: Annotated[str, Field(pattern=r"\S", description="a text")] = DEFAULT_INSTRUCTION
+    cache: Name = "judge_cache.jsonl"
+    budget: Annotated[int, Field(ge=0)] | Literal[-1] | None = None
+    concurrency: _Count = 16
+    timeout: Annotated[float, Field(ge=0.001)] = 60.0
+    attempts: _Count = 4
+    wait: Annotated[float, Field(ge=0)] = 1.0
+    max_tokens: _Count = 512
 
 
 class JudgeReward:
@@ -65,29 +62,25 @@ class JudgeReward:
 
     __name__ = "judge_reward"  # as TRL's log has it
 
-    def __init__(self, options: Mapping[str, Any], folder: Path) -> None:
-        """Check the options; no call is made.
+    def __init__(self, options: JudgeOptions, folder: Path) -> None:
+        """Prepare the calls; none is made.
 
-        Args:
-            options: the options of the entry `judge` in `adora_reward`.
-            folder: the folder of the cache, unless its option is an absolute path.
-
-        Raises `UserError` for an option that is missing, unknown or of the wrong kind.
+        `folder`: the folder of the cache, unless its option is an absolute path. Raises `UserError`
+        for an address that is none.
         """
-        settings = _read_options(options)
         self._endpoint = Endpoint(
-            url=check_url("adora_reward.judge.base_url", settings["base_url"]),
-            model=settings["model"],
+            url=check_url("adora_reward.judge.base_url", options.base_url),
+            model=options.model,
             key_variable=KEY_VARIABLE,
-            timeout_s=settings["timeout"],
-            attempts=settings["attempts"],
-            wait_s=settings["wait"],
-            workers=settings["concurrency"],
-            body={"temperature": 0, "max_tokens": settings["max_tokens"]},
+            timeout_s=options.timeout,
+            attempts=options.attempts,
+            wait_s=options.wait,
+            workers=options.concurrency,
+            body={"temperature": 0, "max_tokens": options.max_tokens},
         )
-        self._budget = None if settings["budget"] < 0 else settings["budget"]
-        self._cache = folder / Path(settings["cache"]).expanduser()
-        self._instruction = settings["instruction"]
+        self._budget = None if options.budget == -1 else options.budget
+        self._cache = folder / Path(options.cache).expanduser()
+        self._instruction = options.instruction
         self._client: ChatClient | None = None  # created by the property `client`
         self._has_warned = False
 
@@ -264,60 +257,3 @@ def _parse_score(word: str) -> float:
     if not 0 <= number <= 1:
         raise EndpointError(f"the score {word:.40} is not from 0 to 1")
     return number
-
-
-def _read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all options of the judge in their types, with defaults. Raises `UserError`."""
-    where = "adora_reward.judge"
-    for name in options:
-        if name not in _TYPE_AND_DEFAULT_BY_OPTION:
-            raise UserError(
-                f"{where}: unknown option {name!r}{did_you_mean(str(name), _TYPE_AND_DEFAULT_BY_OPTION)}"
-            )
-    settings = {}
-    for name, (kind, default) in _TYPE_AND_DEFAULT_BY_OPTION.items():
-        value = options.get(name)
-        if value is None:  # left out, or null
-            value = default
-        if value is None:
-            raise UserError(
-                f"{where}: no {name}; give base_url and model, as in {{judge: {{base_url: URL, "
-                "...}}"
-            )
-        if kind is str:
-            fits = isinstance(value, str) and value != ""
-            expected = "a text"
-        else:
-            minimum = _minimum_of_option(name, kind)
-            number = _read_number(value)
-            # The default of `budget`, which means no limit, is below its minimum.
-            fits = number == default or number >= minimum
-            if fits and kind is int:
-                fits = number.is_integer()
-            kind_of_number = "whole number" if kind is int else "number"
-            expected = f"a {kind_of_number} of at least {minimum:g}"
-        if not fits:
-            raise UserError(f"{where}.{name}: {value!r:.60} is not {expected}")
-        settings[name] = value if kind is str else kind(number)
-    return settings
-
-
-def _read_number(value: object) -> float:
-    """Return the number that an option says; NaN, which no option takes, for what is none.
-
-    It may be a text: YAML reads `1e-1` as one.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return math.nan
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return math.nan
-    return number if math.isfinite(number) else math.nan
-
-
-def _minimum_of_option(name: str, kind: type) -> float:
-    """Return the smallest value of an option that is a number."""
-    if name in ("budget", "wait"):
-        return 0
-    return 1 if kind is int else 1e-3

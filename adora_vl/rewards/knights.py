@@ -14,10 +14,11 @@ from adora_vl.rewards.completion import (
     last_answer,
     response_texts,
 )
+from adora_vl.rewards.grade import VERDICTS
 from adora_vl.rewards.thinking import THINK_TAGS
 from adora_vl.utils.errors import UserError
 
-# The rewards of the `adora` preset.
+# The rewards of the preset `boxed_accuracy`.
 RIGHT_REWARD = 1.0
 COMPLETE_REWARD = 0.1
 NO_ANSWER_REWARD = 0.0
@@ -161,6 +162,6 @@ def _judge_responses(
         log_extra("verdict", verdicts)
         log_extra("extracted", [extracted for _, extracted in results])
     if log_metric and results:
-        for name in ("correct", "wrong", "unparseable"):
+        for name in VERDICTS:
             log_metric(f"grading/{name}", verdicts.count(name) / len(verdicts))
     return list(zip(texts, verdicts, strict=True))

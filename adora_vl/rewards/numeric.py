@@ -200,7 +200,7 @@ def _last_digit_growth(
     if raised_tree is None:
         return None
     try:
-        return (_evaluate(raised_tree, point) + -ball).value
+        return (_evaluate(raised_tree, point) - ball).value
     except NotReadError:
         return None
 
@@ -352,7 +352,7 @@ def solve_linear(tree: Tree) -> tuple[Ball, int] | None:
     raised_zero_and_slope = _zero_and_slope(raised_tree, name) if raised_tree else None
     if raised_zero_and_slope is not None:
         raised_zero, _ = raised_zero_and_slope
-        zero = replace(zero, last_digit_growth=(raised_zero + -zero).value)
+        zero = replace(zero, last_digit_growth=(raised_zero - zero).value)
     return zero, 1 if slope.value > 0 else -1
 
 
@@ -366,13 +366,13 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
     if not (isinstance(at_0, Ball) and isinstance(at_1, Ball) and at_0.is_real and at_1.is_real):
         return None
     try:
-        slope = at_1 + -at_0
+        slope = at_1 - at_0
         zero = -at_0 / slope
         for x in _UNKNOWN_VALUES:
             at_x = _value_at(tree, {name: x})
             if not isinstance(at_x, Ball):
                 return None
-            rise = at_x + -at_0
+            rise = at_x - at_0
             if not _is_same_product(rise, b=ONE, c=slope, d=Ball(x)):
                 return None
     except NotReadError:
@@ -389,7 +389,7 @@ def _is_same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
     try:
         first = a * b
         second = c * d
-        difference = first + -second
+        difference = first - second
     except NotReadError:
         return False
     if difference.is_exact:

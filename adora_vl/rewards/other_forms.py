@@ -6,10 +6,12 @@ Their sub-scores are logged.
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from statistics import fmean
 from typing import Any
 
 from adora_vl.rewards.completion import completion_text
+from adora_vl.utils.cli import read_json
 
 Score = float | Mapping[str, float]
 RewardInputs = list[dict[str, Any]]  # `response`, `ground_truth` and more, for each completion
@@ -25,7 +27,8 @@ def in_trl_form(function: Callable[..., Any]) -> Callable[..., Any]:
     - verl: `compute_score(data_source, solution_str, ground_truth, extra_info)`. The score is a
       number, or `score` of a mapping.
 
-    The reference answer is the row's `answer`. The adapter has the name of the function.
+    The reference answer is the row's `answer`, and `extra_info` a mapping, also where the data set has
+    it as a text in JSON. The adapter has the name of the function.
     """
     try:
         parameters = set(inspect.signature(function).parameters)
@@ -66,6 +69,20 @@ def _verl_scores(function: Callable[..., Any], reward_inputs: RewardInputs) -> S
     ]
 
 
+def _as_mapping(extra_info: object) -> object:
+    """Return the value of a column `extra_info` as the mapping that functions of verl expect.
+
+    A prepared data set has the mapping as a text in JSON, and None for a row without it. Any other
+    value is returned as it is.
+    """
+    if extra_info is None:
+        return {}
+    if isinstance(extra_info, str) and extra_info.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            return read_json(extra_info)
+    return extra_info
+
+
 def _adapt(
     function: Callable[..., Any],
     total_key: str,
@@ -87,7 +104,7 @@ def _adapt(
         """Return the total of each row, and log the mean of every other number of the scores."""
         count = len(completions)
         data_sources = columns.get("data_source", [""] * count)
-        extra_infos = columns.get("extra_info", [{}] * count)
+        extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
         lengths = [len(ids) for ids in completion_ids] or [0] * count
         reward_inputs = [
             {

@@ -3,7 +3,8 @@
 A completion is graded once, however many presets a run has.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from adora_vl.rewards.grade import VERDICTS, Grade, grade_batch, verify_gold
 from adora_vl.rewards.knights import knights_logic_rl_reward, knights_reward
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.cli import quantile
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError
 
 RewardFunction = Callable[..., list[float]]
 
@@ -30,14 +31,14 @@ class _Reference(NamedTuple):
 
 
 # Rewards for (a correct answer, a complete box that is not correct, no complete box).
-#   adora: the rewards of the paper; source: the grading policy, point 7.
+#   boxed_accuracy: the rewards of the paper; source: the grading policy, point 7.
 #   easyr1: 0.9 x accuracy + 0.1 x format, the weights of EasyR1's examples/reward_function/math.py.
 #     There the format is a <think> block and a box. Here it is a complete box, since our prompt
-#     asks for no block, so the preset equals `adora`.
+#     asks for no block, so the preset equals `boxed_accuracy`.
 #   accuracy: the verdict alone.
 #   format: a complete box alone, to be weighed against another reward.
 PRESETS: Mapping[str, tuple[float, float, float]] = {
-    "adora": (1.0, 0.1, 0.0),
+    "boxed_accuracy": (1.0, 0.1, 0.0),
     "easyr1": (0.9 + 0.1, 0.1, 0.0),
     "accuracy": (1.0, 0.0, 0.0),
     "format": (1.0, 1.0, 0.0),
@@ -52,6 +53,21 @@ REWARD_FUNCTION_BY_NAME: Mapping[
 }
 
 
+@dataclass(frozen=True)
+class PresetOptions:
+    """The options of a preset.
+
+    `rounding`: also accept a decimal that is the reference answer rounded, as `grade` does.
+    """
+
+    rounding: bool = False
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """The options of a reward that has none."""
+
+
 def reward(grade: Grade, preset: str) -> float:
     """Return the reward that a preset gives for a grade."""
     correct, boxed, unboxed = PRESETS[preset]
@@ -60,67 +76,7 @@ def reward(grade: Grade, preset: str) -> float:
     return unboxed if grade.extracted is None else boxed
 
 
-def reward_function(
-    preset: str, rounding: bool = False, answer_tags: bool = False
-) -> RewardFunction:
-    """Return the reward function of one preset, in TRL's form; see `reward_functions`."""
-    (function,) = reward_functions(
-        [preset], presets_with_rounding=[preset] if rounding else [], answer_tags=answer_tags
-    )
-    return function
-
-
-def reward_functions(
-    presets: Sequence[str], presets_with_rounding: Collection[str] = (), answer_tags: bool = False
-) -> list[RewardFunction]:
-    """Return the reward functions of some presets, in TRL's form and named `<preset>_reward`.
-
-    Each reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
-    list of strings or None), and returns one float per completion. The first function adds
-    `verdict`, `extracted` and `reason` to TRL's completions table. For its batch it logs the shares
-    `grading/<verdict>` and `grading/worked`, and the milliseconds per completion
-    `grading/ms_median` and `grading/ms_p99`. TRL's `reward_weights` weigh their sum.
-
-    Args:
-        presets: names in `PRESETS` or `REWARD_FUNCTION_BY_NAME`.
-        presets_with_rounding: those that also accept a rounded decimal (`rounding` of `grade`).
-        answer_tags: whether an `<answer>` block is as good as a box, as in `grade`.
-
-    Raises `UserError` for an unknown preset, no preset, or one that occurs twice. The functions
-    raise it for a missing or unusable reference answer, since a reward of zero for every answer to
-    a problem would never be noticed.
-    """
-    names = [*PRESETS, *REWARD_FUNCTION_BY_NAME]
-    names_in_words = ", ".join(names)
-    if not presets:
-        raise UserError(
-            f"adora_reward: [] names no reward preset, use one or more of {names_in_words}"
-        )
-    for index, preset in enumerate(presets):
-        if preset not in names:
-            raise UserError(
-                f"adora_reward: unknown preset '{preset}', use one of "
-                f"{names_in_words}{did_you_mean(preset, names)}"
-            )
-        if preset in presets[:index]:
-            raise UserError(
-                f"adora_reward: '{preset}' is given twice; weigh it with reward_weights instead"
-            )
-    # Presets share a grader, so that each completion is graded once for all of them.
-    exact_grader = _Grader(rounding=False, answer_tags=answer_tags)
-    rounding_grader = _Grader(rounding=True, answer_tags=answer_tags)
-    functions: list[RewardFunction] = []
-    for preset in presets:
-        if preset in REWARD_FUNCTION_BY_NAME:
-            functions.append(REWARD_FUNCTION_BY_NAME[preset])
-            continue
-        grader = rounding_grader if preset in presets_with_rounding else exact_grader
-        logs = preset == presets[0]  # the grades are the same for all presets
-        functions.append(_reward_function(preset, grader, logs=logs))
-    return functions
-
-
-class _Grader:
+class Grader:
     """Grades a batch of completions and keeps the grades of the last batch.
 
     The functions of several presets are called with the same batch one after another, and only the
@@ -131,12 +87,12 @@ class _Grader:
         self._accepted = {"rounding": rounding, "answer_tags": answer_tags}
         # The batch of the last call, and its grades.
         self._texts: list[str] = []
-        self._read_references: list[_Reference] = []
+        self._references: list[_Reference] = []
         self._grades: list[Grade] = []
 
     def __call__(self, texts: list[str], references: list[_Reference]) -> list[Grade]:
         """Return the grades of a batch, which are kept for the next preset that asks for it."""
-        if texts != self._texts or references != self._read_references:
+        if texts != self._texts or references != self._references:
             self._grades = grade_batch(
                 texts,
                 golds=[reference.answer for reference in references],
@@ -144,14 +100,24 @@ class _Grader:
                 **self._accepted,
             )
             self._texts = texts
-            self._read_references = references
+            self._references = references
         return self._grades
 
 
-def _reward_function(preset: str, grader: _Grader, *, logs: bool) -> RewardFunction:
-    """Return the reward function of one preset.
+def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunction:
+    """Return the reward function of one preset, in TRL's form and named `<preset>_reward`.
 
-    `logs` says whether it logs verdicts and times; with several presets only the first one does.
+    It reads the columns `answer` (the canonical reference answer) and, if it exists, `choices` (a
+    list of strings or None), and returns one float per completion. It raises `UserError` for a
+    missing or unusable reference answer, since a reward of zero for every answer to a problem would
+    never be noticed.
+
+    Args:
+        preset: a name in `PRESETS`.
+        grader: grades the completions; presets that share it grade each completion once.
+        logs: whether the function adds `verdict`, `extracted` and `reason` to TRL's completions
+            table, and logs for its batch the shares `grading/<verdict>` and `grading/worked`, and
+            the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
     """
 
     def function(

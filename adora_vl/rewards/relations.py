@@ -52,7 +52,7 @@ def read_chain(sides: Sequence[str]) -> Answer:
         raise NotReadError("equation")
     values = [read_single_value(side) for side in sides[1:]]
     numbers = [value.lone_number for value in values if value.lone_number]
-    if not values or len(numbers) < len(values):
+    if len(numbers) < len(values):
         raise NotReadError("equation")
     if not all(same_number(number, numbers[-1]) for number in numbers):
         raise NotReadError("chain_differs")

@@ -42,14 +42,12 @@ def solution_without_absolute(comparison: Solution) -> Solution | None:
     return (joint, comparison, ("is", REVERSED_SIGN[sign], -bound))
 
 
-def interval_solution(
-    low: Ball | str | None, high: Ball | str | None, brackets: str
-) -> Solution | None:
+def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solution | None:
     """Return the numbers of an interval as a solution.
 
     Args:
-        low: the lower end, or `-infinity`.
-        high: the upper end, or `infinity`.
+        low: the lower end, as a number, or a text such as `-infinity`.
+        high: the upper end, as a number, or a text such as `infinity`.
         brackets: the opening and the closing bracket; a square one includes its end.
 
     None where the interval is empty or everything, and where an end is neither a number nor an open

@@ -9,13 +9,13 @@ score, so a resumed run needs nothing of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from adora_vl.rewards.completion import Completion, completion_text
+from adora_vl.rewards.completion import Completion, completion_text, response_texts
 from adora_vl.rewards.grade import grade
 from adora_vl.rewards.thinking import final_part
 from adora_vl.utils.errors import UserError
@@ -23,10 +23,9 @@ from adora_vl.utils.errors import UserError
 if TYPE_CHECKING:
     from adora_vl.geometry.checked import CheckedClaim
 
-REWARD_NAME = "steps"
+STEPS = "steps"
 FIGURE_COLUMN = "figure"
 REWARD_RANGE = (0.0, 1.0)
-OPTION_NAMES = ("gate",)
 _PRICE_OF_FALSE_CLAIM = 3  # of one false claim, in new ones
 _BOX_COMMAND = "\\boxed"
 _MAX_CHARS = 100_000  # of a response that are read
@@ -154,6 +153,13 @@ def text_up_to_answer(response: str) -> str:
     return text  # the box does not end
 
 
+@dataclass(frozen=True)
+class StepsOptions:
+    """The options of the entry `steps` in `adora_reward`: those of `StepsReward`."""
+
+    gate: bool = False
+
+
 class StepsReward:
     """The reward function `steps` in TRL's form.
 
@@ -162,25 +168,18 @@ class StepsReward:
     """
 
     def __init__(
-        self, options: Mapping[str, object], *, rounding: bool = False, answer_tags: bool = False
+        self, *, gate: bool = False, rounding: bool = False, answer_tags: bool = False
     ) -> None:
-        """Check and store the options of the entry `steps` in `adora_reward`.
+        """Create the reward function.
 
-        `rounding` and `answer_tags` say what counts as a right answer, as in `grade`. Raises
-        `UserError` for an option that it does not have, or whose value is not true or false.
+        Args:
+            gate: whether a wrong answer earns nothing.
+            rounding: what counts as a right answer, as in `grade`.
+            answer_tags: as in `grade`.
         """
-        for option, value in options.items():
-            if option not in OPTION_NAMES:
-                raise UserError(
-                    f"adora_reward.{REWARD_NAME}: unknown option {option!r}, it has {', '.join(OPTION_NAMES)}"
-                )
-            if not isinstance(value, bool):
-                raise UserError(
-                    f"adora_reward.{REWARD_NAME}.{option}: {value!r:.60} is not true or false"
-                )
-        self.gate = bool(options.get("gate", False))
+        self.gate = gate
         self.accepted = {"rounding": rounding, "answer_tags": answer_tags}
-        self.__name__ = f"{REWARD_NAME}_reward"  # TRL logs the reward under it
+        self.__name__ = f"{STEPS}_reward"  # TRL logs the reward under it
 
     def __call__(
         self,
@@ -189,6 +188,7 @@ class StepsReward:
         figure: Sequence[str | None] | None = None,
         answer: Sequence[str] | None = None,
         choices: Sequence[Sequence[str] | None] | None = None,
+        thinking_opened: Sequence[bool] | None = None,
         log_extra: Callable[[str, list[object]], None] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         **columns: object,
@@ -204,7 +204,7 @@ class StepsReward:
             raise UserError(missing_figure_message())
         if self.gate and answer is None:
             raise UserError(
-                f"adora_reward.{REWARD_NAME}.gate: the data set has no column 'answer'; leave out gate"
+                f"adora_reward.{STEPS}.gate: the data set has no column 'answer'; leave out gate"
             )
         texts = [completion_text(completion) for completion in completions]
         start_time = perf_counter()
@@ -213,38 +213,39 @@ class StepsReward:
             for text, row_figure in zip(texts, figure, strict=True)
         ]
         elapsed_ms = 1000 * (perf_counter() - start_time)
-        are_right = self._are_right(texts, works=works, answer=answer, choices=choices)
+        responses = response_texts(completions, thinking_opened)
+        are_right = self._are_right(responses, works=works, answer=answer, choices=choices)
         if log_extra:
             log_extra("new", [work.new if work else None for work in works])
             log_extra("false", [work.false if work else None for work in works])
             log_extra("steps", [work.verdicts_as_json() if work else None for work in works])
         if log_metric and works:
             for name, value in _batch_metrics(works, are_right).items():
-                log_metric(f"{REWARD_NAME}/{name}", value)
-            log_metric(f"{REWARD_NAME}/ms", elapsed_ms / len(works))
+                log_metric(f"{STEPS}/{name}", value)
+            log_metric(f"{STEPS}/ms", elapsed_ms / len(works))
         return [
             self._score(work, is_right) for work, is_right in zip(works, are_right, strict=True)
         ]
 
     def _are_right(
         self,
-        texts: Sequence[str],
+        responses: Sequence[str],
         works: Sequence[ResponseWork | None],
         answer: Sequence[str] | None,
         choices: Sequence[Sequence[str] | None] | None,
     ) -> list[bool | None]:
         """Return whether each answer is right; None without a figure or a reference answer."""
         if answer is None:
-            return [None] * len(texts)
-        choices_of_rows = choices or [None] * len(texts)
+            return [None] * len(responses)
+        choices_of_rows = choices or [None] * len(responses)
         are_right: list[bool | None] = []
-        for text, work, reference, row_choices in zip(
-            texts, works, answer, choices_of_rows, strict=True
+        for response, work, reference, row_choices in zip(
+            responses, works, answer, choices_of_rows, strict=True
         ):
             if work is None:
                 are_right.append(None)
                 continue
-            result = grade(final_part(text), reference, choices=row_choices, **self.accepted)
+            result = grade(final_part(response), reference, choices=row_choices, **self.accepted)
             are_right.append(result.verdict == _CORRECT_VERDICT)
         return are_right
 
@@ -290,6 +291,6 @@ def _batch_metrics(
 def missing_figure_message() -> str:
     """Return the message for a data set without the column of figures."""
     return (
-        f"adora_reward: '{REWARD_NAME}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
+        f"adora_reward: '{STEPS}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
         "`python -m data_prep geometry3k --source facts` makes such rows"
     )

@@ -11,18 +11,15 @@ from collections.abc import Callable, Sequence
 THINK_TAGS = ("<think>", "</think>")
 # Thinking models differ in spelling: Qwen, GLM and DeepSeek write the first, Kimi writes the third,
 # further models the second.
-_THINKING_TAG_PATTERN = re.compile(r"<(/?)think>|<(/?)thinking>|◁(/?)think▷", re.IGNORECASE)
+_THINKING_TAG_PATTERN = re.compile(r"</?think>|</?thinking>|◁/?think▷", re.IGNORECASE)
 # A template that opens the block ends the prompt with it, and with a line break behind it.
 _OPENING_TAG_AT_THE_END_PATTERN = re.compile(r"(?:<think>|<thinking>|◁think▷)\s*\Z", re.IGNORECASE)
 _TAIL_TOKENS = 16  # a tokenizer without a token for the tag needs some five
 # Characters that show nothing, though Unicode calls them letters or symbols: fillers, blank
 # Braille.
 _BLANK_CHARACTERS = frozenset("\u115f\u1160\u2800\u3164\uffa0")
-_INVISIBLE_CATEGORIES = (
-    "Z",
-    "C",
-    "M",
-)  # first letters of categories: spaces, controls and formats, marks
+# The first letters of Unicode's categories of spaces, of controls and formats, and of marks.
+_INVISIBLE_CATEGORIES = ("Z", "C", "M")
 
 
 def final_part(response: str, thinking_opened: bool = False) -> str:

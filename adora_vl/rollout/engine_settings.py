@@ -216,8 +216,7 @@ def refuse_taken_card(config: AdoraGRPOConfig) -> None:
 
     vLLM refuses that as well, but only after the weights are loaded.
     """
-    is_colocated = config.use_vllm and config.vllm_mode == "colocate"
-    if not is_colocated or config.use_cpu or not torch.cuda.is_available():
+    if not config.has_colocated_engine or config.use_cpu or not torch.cuda.is_available():
         return
     free, total = torch.cuda.mem_get_info(config.device)
     share = config.vllm_gpu_memory_utilization  # of the whole GPU memory

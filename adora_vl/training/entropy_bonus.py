@@ -22,7 +22,23 @@ class EntropyBonus:
         # when TRL chooses the tokens of the highest entropy.
         self.chosen_BC: Tensor | None = None
         self._batcher = batcher
+        self._is_adaptive = config.use_adaptive_entropy
+        self._entropy_target = config.entropy_target
         self._chosen_share = config.top_entropy_quantile  # the share of tokens that TRL chooses
+
+    def coefficient(self, trl_coefficient: float, last_entropy: float) -> float:
+        """Return the coefficient of TRL's entropy bonus in this step.
+
+        An adaptive one is 0 while the entropy is above its target.
+
+        Args:
+            trl_coefficient: TRL's `entropy_coef`, which it changes at the end of a step.
+            last_entropy: the entropy of the last step, over all ranks.
+        """
+        is_above_target = last_entropy > self._entropy_target
+        if self._is_adaptive and is_above_target:
+            return 0.0
+        return float(trl_coefficient)
 
     def missing_bonus(
         self, micro: Batch, entropies_BC: Tensor, coefficient: float, micro_batches_per_step: int

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from adora_vl.config.values import convert
 from adora_vl.rollout.rollouts import RolloutGroup, RolloutKey
+from adora_vl.utils.convert import convert, mapping_of_options
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import FromFile, load_from_file, name_in_users_file
 
@@ -81,15 +81,10 @@ def configured_extensions(config: AdoraGRPOConfig) -> dict[str, dict[str, Any]]:
 
     Raises `UserError` for options that are not a mapping.
     """
-    entries = {}
-    for entry, options in config.adora_extensions.items():
-        if options is not None and not isinstance(options, Mapping):
-            raise UserError(
-                f"{EXTENSIONS_KEY}.{name_in_users_file(entry)}: {options!r:.60} is not a mapping "
-                "of its options"
-            )
-        entries[entry] = dict(options or {})
-    return entries
+    return {
+        entry: mapping_of_options(f"{EXTENSIONS_KEY}.{name_in_users_file(entry)}", options)
+        for entry, options in config.adora_extensions.items()
+    }
 
 
 def _load_extension_class(entry: str) -> FromFile:

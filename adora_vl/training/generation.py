@@ -132,7 +132,7 @@ class PresentGeneration:
     Its rows, rollouts and images are not held while the policy learns.
     """
 
-    first_micro_step: int
-    """TRL's `_step` where it begins."""
+    micro_steps: range
+    """The values of TRL's `_step` at which it is learned from."""
     micro_batches: list[Batch]
-    """An empty one has no work."""
+    """An empty one has no work. With several iterations each of them is learned from again."""

@@ -5,7 +5,6 @@ from collections.abc import Sequence, Sized
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.data.dataloader import ROW_NUMBER_COLUMN
 from adora_vl.rollout.rollouts import StepKey
 from adora_vl.training.generation import Generation
@@ -62,7 +61,7 @@ class GenerationNumbers:
             is_numbered: whether rollouts may be older than the generation that learns from them, so
                 that their ages are counted. Otherwise every generation has the number 0.
         """
-        self._layout = BatchLayout.of(context.config)
+        self._layout = context.layout
         self._num_processes = context.accelerator.num_processes
         self._state = context.state
         self._rows = rows

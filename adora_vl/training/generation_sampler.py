@@ -20,7 +20,7 @@ n + k is requested.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -196,6 +196,20 @@ class GenerationSampler:
         """
         with self.phase("rollout"), self.guard.guarding_servers(), self.sampler.awake():
             yield
+
+    def keeping_engine_awake(self, policy_makes_passes: bool) -> AbstractContextManager[None]:
+        """Return the context in which all batches of a generation are sampled and scored.
+
+        With `refill` (dynamic sampling) an engine that sleeps between calls stays awake from the
+        first batch to the last.
+
+        Args:
+            policy_makes_passes: whether the policy makes a pass after each batch. It needs the
+                engine's memory then, so the engine sleeps between batches.
+        """
+        if policy_makes_passes or not self.config.adora_rollouts.refill:
+            return nullcontext()
+        return self.sampler.awake()
 
     def draw(self, generation: Generation, rows: list[Row]) -> list[RolloutGroup]:
         """Stage 1: make the rows of the data loader groups that are about to begin.

@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.losses import has_entropy_bonus
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import RowReader, used_columns, without_padding
@@ -193,7 +192,7 @@ class MicroBatcher:
         self.micro_batch_room = micro_batch_room
         self.log = context.log
         self.pad_id = context.pad_id
-        self.layout = BatchLayout.of(context.config)
+        self.layout = context.layout
         self.config = context.config
         self.image_banks = image_banks
         self._every_row_counts = every_row_counts

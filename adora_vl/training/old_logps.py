@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.micro_batches import signal_of_units
 from adora_vl.types import Batch, StepContext
@@ -70,7 +70,7 @@ class OldLogps:
         config = context.config
         self.accelerator = context.accelerator
         self.config = config
-        self.layout = BatchLayout.of(config)
+        self.layout = context.layout
         self.has_dropout = has_dropout
         # Whether the engine's log-probabilities are taken for the old ones.
         self.uses_engine_logps = config.adora_rollouts.old_logps == "engine"

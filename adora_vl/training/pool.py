@@ -23,7 +23,6 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup
@@ -56,7 +55,7 @@ class Pool:
         self.log = context.log
         self.rows = DistinctRows(dataset)
         self.options: RolloutOptions = context.config.adora_rollouts
-        self.layout = BatchLayout.of(context.config)
+        self.layout = context.layout
         # How many generations servers sample before the policy learns from the present one.
         self.generations_ahead = self.options.ahead
         # Whether a rollout may stay unfinished and go on in a later generation. Then a generation

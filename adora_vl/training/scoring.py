@@ -16,6 +16,7 @@ from trl.data_utils import apply_chat_template
 
 from adora_vl.rewards.completion import reflective_words
 from adora_vl.rewards.safe_call import is_async
+from adora_vl.rollout.rollouts import row_for_rewards
 from adora_vl.training.generation import BuiltGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts
@@ -48,6 +49,25 @@ class RewardFunctions:
     to_device: Callable[[Any], Any]  # moves the inputs of a reward model
     # returns the event loop in which coroutines run, on a thread of its own
     loop: Callable[[], asyncio.AbstractEventLoop]
+
+    def score(self, built_groups: BuiltGroups, state: TrainerState) -> FunctionScores:
+        """Call every reward function on this rank's rollouts of some groups.
+
+        `state`: the trainer's, which functions get too.
+        """
+        rollouts = built_groups.rollouts
+        rows = [
+            row_for_rewards(row, rollout)
+            for row, rollout in zip(built_groups.rows, rollouts, strict=True)
+        ]
+        return self(
+            rows,
+            prompts=built_groups.prompts.messages,
+            completions=built_groups.completions,
+            completion_ids=[rollout.policy_tokens for rollout in rollouts],
+            thinking_opened=built_groups.thinking_opened,
+            state=state,
+        )
 
     def __call__(
         self,

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, cast
 from accelerate.utils import send_to_device
 
 from adora_vl.checkpoint.store import load_for_rank, manifest_of, save_for_rank
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.training.batch_rows import to_cpu
 from adora_vl.types import Batch, StepContext
@@ -45,7 +44,7 @@ class UnfinishedGeneration:
     def __init__(self, context: StepContext, image_banks: ImageBanks) -> None:
         self.accelerator = context.accelerator
         self.image_banks = image_banks
-        self.layout = BatchLayout.of(context.config)
+        self.layout = context.layout
         self.state = context.state
         self._step_begin: StepBegin | None = None  # of the present optimizer step
 

@@ -7,7 +7,7 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,9 +38,9 @@ from adora_vl.models.shape import SHAPES_FOLDER, model_shape
 from adora_vl.planning.memory import CUDA_CONTEXT_BYTES, Prediction, Setup, predict_memory
 from adora_vl.planning.plan import make_setup
 from adora_vl.preflight import check_model, facts
-from adora_vl.rollout.rollouts import SamplingRequest, SamplingResult
 from adora_vl.synthetic.generate import generate
 from adora_vl.trainer import AdoraGRPOTrainer
+from benchmarks.recorded_answers import RecordedAnswers
 
 Way = Literal["ours", "stock"]
 PHASES = (
@@ -54,7 +54,6 @@ PHASES = (
     "optimizer",
     "checkpoint",
 )
-LOGP = -11.9  # what the engine says of each token: that of a random model of 151,936 words
 
 
 @dataclass(frozen=True)
@@ -158,53 +157,6 @@ _NOT_PRETENDED = (
     "engine workspace",
     "KV cache",
 )
-
-
-class RecordedAnswers:
-    """Takes the place of the generation class: answers of the lengths that were asked for.
-
-    No engine runs here.
-    """
-
-    lengths: Sequence[int] = ()
-    bytes_sent = 0
-    model_runner = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        processing = kwargs["processing_class"]
-        self.stop = getattr(processing, "tokenizer", processing).eos_token_id
-        self.longest_prompt = 0
-
-    def take_images_from(self, cache: Any) -> None:
-        pass
-
-    def staying_awake(self) -> Any:
-        return nullcontext()
-
-    def sync_weights(self) -> None:
-        pass
-
-    def _answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
-        drawn = torch.Generator().manual_seed(17)
-        self.longest_prompt = max(map(len, prompts))
-        lengths = [self.lengths[index % len(self.lengths)] for index in range(len(prompts))]
-        return [
-            [*torch.randint(20, 600, (n - 1,), generator=drawn).tolist(), self.stop]
-            for n in lengths
-        ]
-
-    def sample(self, asks: Sequence[SamplingRequest], _: Any = None) -> list[SamplingResult]:
-        return [
-            SamplingResult(tokens=row, logps=[LOGP] * len(row))
-            for row in self._answers([ask.prompt_ids for ask in asks])
-        ]
-
-    def generate(
-        self, prompts: Any, images: Any, num_generations: int, profiler: Any = None
-    ) -> tuple[Any, ...]:
-        """As stock TRL asks."""
-        rows = self._answers(prompts)
-        return prompts, rows, [[[LOGP]] * len(row) for row in rows], None
 
 
 def reward_of(group_size: int, without_signal: float) -> Callable[..., list[float]]:
@@ -476,7 +428,7 @@ def _name_phases(card: Card, trainer: Any, result: CardRunResult) -> None:
     around(trainer.accelerator, "clip_grad_norm_", "clip")
     around(trainer, "_save_checkpoint", "checkpoint")
     if result.card_run.way == "ours":
-        around(trainer.policy_pass.packed_forward, "_check", "check")  # once in a run
+        around(trainer.parts.policy_pass.packed_forward, "_check", "check")  # once in a run
     result.trained = sum(
         parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad
     )

@@ -223,7 +223,7 @@ def seeded_rollout_lines(setting: Setting, folder: Path) -> Iterator[CheckLine]:
     )
     try:
         rows = [trainer.train_dataset[number] for number in range(8)]
-        pair = trainer.engine_pair
+        pair = trainer.parts.engine_pair
         prompts = pair.read_prompts(rows)
         # The seeds follow from the place where rollouts are drawn.
         first_ids = pair.sample(prompts, max_tokens=32, check_name=_SEED_PLACE).completion_ids

@@ -1,10 +1,10 @@
-"""Attention over all rollouts of a micro-batch in one call, and in parts.
+"""Attention over all rollouts of a micro-batch in one call, and span by span.
 
-The call is that of torch's kernel for rows of different lengths. Both are compared with plain
-attention in float32.
+The call is that of torch's kernel for rows of different lengths. Both are compared with attention
+in float32.
 
 Outputs and gradients of queries, keys and values in bfloat16, and seconds of forward and backward
-for one layer, with heads of the 3B and 7B models. A CPU has the parts alone.
+for one layer, with heads of the 3B and 7B models. A CPU has the calls span by span alone.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
-from adora_vl.packing.split_attention import attend_in_parts
-from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans, plain_attention
+from adora_vl.packing.span_attention import attend_by_sdpa
+from adora_vl.packing.varlen_attention import VarlenAttention, attend_spans
 from benchmarks.gpu.setting import Setting, relative_distance
 from benchmarks.gpu.table import CheckLine, at_most_line, skipped_line, verdict_line
 from benchmarks.measure import fastest_by_turns
@@ -39,7 +39,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def run(setting: Setting) -> Iterator[CheckLine]:
-    """Compare attention of shared prompts in one call with that in parts, at several shapes."""
+    """Compare attention of shared prompts in one call with that span by span, at several shapes."""
     shapes = _FULL_SHAPES if setting.full else _SMALL_SHAPES
     for size, heads in _HEADS_AND_SIZE_BY_MODEL.items():
         for prompt, answers, groups in shapes:
@@ -69,7 +69,7 @@ def _comparison_lines(
     ]
     scaling = size**-0.5
     ways: dict[str, Attend] = {
-        "in parts": partial(attend_in_parts, layout=layout, scaling=scaling),
+        "span by span": partial(attend_by_sdpa, layout=layout, scaling=scaling),
         "one call": partial(attend_spans, layout=layout, scaling=scaling),
     }
     kernel = VarlenAttention()
@@ -84,7 +84,7 @@ def _comparison_lines(
     if not works:
         del ways["one call"]
     wide = [tensor.float() for tensor in inputs]
-    right = _outputs_and_gradients(partial(plain_attention, layout=layout, scaling=scaling), wide)
+    right = _outputs_and_gradients(partial(attend_by_sdpa, layout=layout, scaling=scaling), wide)
     for way, attend in ways.items():
         results = _outputs_and_gradients(attend, inputs)
         names = ("output", "gradient of queries", "of keys", "of values")
@@ -107,8 +107,8 @@ def _comparison_lines(
         5,
     )
     yield at_most_line(
-        f"{name}: one call, of the parts' time",
-        value=times["one call"] / times["in parts"],
+        f"{name}: one call, of the time span by span",
+        value=times["one call"] / times["span by span"],
         bound=1.1,
         unit="",
         source="a tenth is noise; "

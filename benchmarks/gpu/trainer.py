@@ -205,7 +205,8 @@ def _run_turn(
     trainer.add_callback(StepFigures(setting, turn, clock))
     _record_prompt_lengths(trainer, turn)
     clock.around(
-        *((trainer, "_generate") if way == "stock" else (trainer.sampler, "sample")), "rollout"
+        *((trainer, "_generate") if way == "stock" else (trainer.parts.sampler, "sample")),
+        "rollout",
     )
     clock.around(trainer, "_get_per_token_logps_and_entropies", "log-probabilities")
     clock.around(trainer.accelerator, "backward", "backward")

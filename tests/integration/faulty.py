@@ -170,13 +170,14 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer = trainers[0]
         trainer.train_dataset = run.data.train
         trainer.run = run
-        trainer.skip_bad_steps.bad_steps_in_a_row = 0
-        trainer.skip_bad_steps.reason = None
+        trainer.parts.skip_bad_steps.bad_steps_in_a_row = 0
+        trainer.parts.skip_bad_steps.reason = None
         # as in a new process
         trainer._step = 0
         trainer._present_generation = None
-        trainer.sampler.synced_step = -1
-        trainer.checkpoint_writer.saved_at = trainer.checkpoint_writer.began_at = None
+        trainer.parts.sampler.synced_step = -1
+        trainer.parts.checkpoint_writer.saved_at = None
+        trainer.parts.checkpoint_writer.began_at = None
         trainer.callback_handler.callbacks = [  # without those of the command
             callback
             for callback in trainer.callback_handler.callbacks

@@ -95,7 +95,7 @@ LAST_LINE_PATTERNS = [
     r"1e\+06 .*",
     r"error: step 8: the engine failed in generate \(ValueError: the engine core died\); .* from "
     r"checkpoint-7$",
-    r"error: step 8: reward adora_reward: 16 completions together, of row synthetic/0/train/\d+ "
+    r"error: step 8: reward boxed_accuracy_reward: 16 completions together, of row synthetic/0/train/\d+ "
     r"and others: "
     r"ZeroDivisionError: the reward's own mistake. .* go on with --resume_from_checkpoint "
     r".*checkpoint-7$",

@@ -310,7 +310,7 @@ REFUSED_COMMANDS: list[
     ),
     (
         "--adora_rollouts.budget 100",
-        "adora_rollouts.budget: 100 does not go with use_vllm: false; leave out one of the two",
+        "adora_rollouts.budget: 100 does not go with use_vllm: false; set use_vllm: true",
     ),
     (
         "BUDGET --vllm_importance_sampling_correction false --adora_max_drift null",

@@ -21,7 +21,6 @@ from adora_vl.rollout.server import Server
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.synthetic.generate import generate
 from adora_vl.train import main as train_main
-from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.launch import free_port
 from data_prep.cli import main as data_prep
 from eval.command import main
@@ -120,9 +119,10 @@ def test_a_server_learns_with_the_trainer_from_images_of_several_sizes(tmp_path,
 
 def test_a_server_samples_turns_with_the_pictures_of_tools(tmp_path, fresh_server, monkeypatch):
     monkeypatch.setattr(turns, "CALL_TAG", "")
-    monkeypatch.setattr(AdoraGRPOTrainer, "toolbox", draws := DrawnPictureTools())
+    draws = DrawnPictureTools()
     longer = {"max_completion_length": 160, "vllm_max_model_length": 512}
-    out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
+    with draws.in_trainers():
+        out = train(tmp_path / "out", **file_sync_keys(fresh_server, **longer))
     assert len(read_drifts(out)) == 3
     assert max(read_drifts(out)) <= ROUNDING_DRIFT
     assert any(seed.endswith("/1") for seed in draws.seeds), "a second turn was answered"

@@ -67,21 +67,8 @@ class RecordingTrainer(AdoraGRPOTrainer):
         self.first: dict[str, Any] = {}
         self.sent: list[int] = []
         super().__init__(*args, **kwargs)
-
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        output = super()._generate_and_score_completions(inputs)
-        if not self.first:
-            self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}
-            self.logps_first = self.logps_now(self.first)
-        self.last_advantages = output["advantages"]
-        self.own_lengths = loss_mask(cast("Batch", output)).sum(dim=1)
-        if self.use_vllm:
-            self.sent.append(self.vllm_generation.tensors_sent)
-        return output
-
-    def _build_collaborators(self, *args: Any) -> None:
-        super()._build_collaborators(*args)
-        check = self.drift_guard.check_batch
+        drift_guard = self.parts.generation_logps.drift_guard
+        check = drift_guard.check_batch
 
         def check_and_record(batch: Batch, step: int, logps_BC: torch.Tensor | None = None) -> None:
             scored_BC = logps_BC if logps_BC is not None else batch.get("old_per_token_logps")
@@ -97,13 +84,24 @@ class RecordingTrainer(AdoraGRPOTrainer):
                 self.turns.append(later_turns + 1)
             check(batch, step, logps_BC)
 
-        self.drift_guard.check_batch = check_and_record  # type: ignore[method-assign]
+        drift_guard.check_batch = check_and_record  # type: ignore[method-assign]
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
+        if not self.first:
+            self.first = {**output, "pixel_values": self.pixels(output["pixel_values"])}
+            self.logps_first = self.logps_now(self.first)
+        self.last_advantages = output["advantages"]
+        self.own_lengths = loss_mask(cast("Batch", output)).sum(dim=1)
+        if self.use_vllm:
+            self.sent.append(self.vllm_generation.tensors_sent)
+        return output
 
     def pixels(self, references: torch.Tensor) -> torch.Tensor:
         """Return what the references of this batch stand for until the next batch is made."""
         if references.is_floating_point():
             return references
-        bank = self.images.banks.of(int(references[0, 0]))
+        bank = self.parts.images.banks.of(int(references[0, 0]))
         return bank.pixels(bank.starts)[0][references[:, 0] - bank.first]
 
     def logps_now(self, batch: dict[str, Any]) -> torch.Tensor:
@@ -123,7 +121,7 @@ class RecordingTrainer(AdoraGRPOTrainer):
                         "mm_token_type_ids",
                     )
                 },
-                **({"tool_mask": batch["tool_mask"]} if self.toolbox else {}),
+                **({"tool_mask": batch["tool_mask"]} if "tool_mask" in batch else {}),
             )
         return logps
 
@@ -190,7 +188,7 @@ def main() -> None:
         for key, value in (word.split("=", 1) for word in options.settings)
     }
     if options.tools:
-        RecordingTrainer.toolbox = DrawnPictureTools.of_process()
+        DrawnPictureTools.of_process()
         settings = {**KEYS_FOR_DRAWN_TOOLS, **settings}
     args = AdoraGRPOConfig(
         output_dir=str(options.output.parent / "run"), **{**PARITY_KEYS, **settings}
@@ -205,7 +203,10 @@ def main() -> None:
         ]
     dataset = training_data_set(rows, " ".join([SYSTEM_PROMPT] * options.prompt_repeats))
     trainer = RecordingTrainer(
-        model=options.model, reward_funcs=reward_function("adora"), args=args, train_dataset=dataset
+        model=options.model,
+        reward_funcs=reward_function("boxed_accuracy"),
+        args=args,
+        train_dataset=dataset,
     )
     vision_at_start = {
         name: parameter.detach().clone()
@@ -247,8 +248,8 @@ def main() -> None:
             "gaps": gaps.tolist(),
             "means": trainer.means,
             "turns": trainer.turns,
-            "packed": trainer.policy_pass.packed_forward.passes,
-            "refused": trainer.policy_pass.packed_forward.refusal,
+            "packed": trainer.parts.policy_pass.packed_forward.passes,
+            "refused": trainer.parts.policy_pass.packed_forward.refusal,
             "moved": largest_move.item(),
             "vision_moved": vision_moved,
             "advantages": advantages,

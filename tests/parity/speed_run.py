@@ -123,22 +123,24 @@ class TrainerThatSamplesAgain(AdoraGRPOTrainer):
         return StepKey(mode="train", step=0, micro=0)
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        self.processed_before = self.images._cache.processed
-        self.image_passes_before = self.images.vision.image_passes
+        images = self.parts.images
+        self.processed_before = images._cache.processed
+        self.image_passes_before = images.vision.image_passes
         return super()._generate_and_score_completions(inputs)
 
-    def _build_collaborators(self, *args: Any) -> None:
-        super()._build_collaborators(*args)
-        log_scored = self.metrics_logger.log_scored
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        log_scored = self.parts.metrics_logger.log_scored
 
         def log_and_note(generation: Generation, built_groups: Any, scored_groups: Any) -> None:
             log_scored(generation, built_groups, scored_groups)
             if not generation.key.attempt:  # a batch that refills the pool is a later attempt
-                self.images_processed.append(self.images._cache.processed - self.processed_before)
+                processed = self.parts.images._cache.processed
+                self.images_processed.append(processed - self.processed_before)
                 self.image_passes_at_start.append(self.image_passes_before)
                 self.completion_ids.append(scored_groups.batch["completion_ids"].tolist())
 
-        self.metrics_logger.log_scored = log_and_note  # type: ignore[method-assign]
+        self.parts.metrics_logger.log_scored = log_and_note  # type: ignore[method-assign]
 
 
 class SwitchPartsByStep(TrainerCallback):
@@ -152,7 +154,7 @@ class SwitchPartsByStep(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.forward_passes_at_start.append(self.trainer.forward_passes)
         name = self.names[state.global_step]
-        packed_passes = self.trainer.policy_pass.packed_forward.passes
+        packed_passes = self.trainer.parts.policy_pass.packed_forward.passes
         self.trainer.packed_passes_at_start.append(packed_passes)
         # "no padding" packs also where that does not pay
         packs_always = name == "no padding"
@@ -161,7 +163,7 @@ class SwitchPartsByStep(TrainerCallback):
         args.adora_stock_step = [
             part for part in SWITCHABLE_PARTS if part not in PARTS_ON_BY_STEP[name]
         ]
-        self.trainer.pool.options = RolloutOptions(refill=int(name == "refill"))
+        self.trainer.parts.pool.options = RolloutOptions(refill=int(name == "refill"))
         self.trainer.loss = 0.0
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -192,7 +194,7 @@ def reward_without_signal(ids: set[str]) -> Any:
 
     That is what a boxed and wrong answer gets, so their groups have no signal.
     """
-    preset = reward_function("adora")
+    preset = reward_function("boxed_accuracy")
 
     def reward(completions: list[Any], id: list[str], **columns: Any) -> list[float]:
         graded = preset(completions=completions, id=id, **columns)
@@ -230,7 +232,7 @@ def main() -> None:
     options = parser.parse_intermixed_args()
     steps = options.only.split(",")
     if options.tools:
-        TrainerThatSamplesAgain.toolbox = DrawnPictureTools.of_process()
+        DrawnPictureTools.of_process()
     changed = {
         key: yaml.safe_load(value)
         for key, value in (word.split("=", 1) for word in options.settings)
@@ -297,7 +299,7 @@ def main() -> None:
             "drift": [entry.get("adora/drift", 0.0) for entry in log],
             "images_processed": trainer.images_processed,
             "image_passes": differences(
-                [*trainer.image_passes_at_start, trainer.images.vision.image_passes]
+                [*trainer.image_passes_at_start, trainer.parts.images.vision.image_passes]
             ),
             "samples_equal_first": [
                 ids == trainer.completion_ids[0] for ids in trainer.completion_ids
@@ -309,13 +311,13 @@ def main() -> None:
             "packed_passes": differences(
                 [
                     *trainer.packed_passes_at_start,
-                    trainer.policy_pass.packed_forward.passes,
+                    trainer.parts.policy_pass.packed_forward.passes,
                 ]
             ),
             "micro_batches": differences(
                 [*trainer.forward_passes_at_start, trainer.forward_passes]
             ),
-            "refused": trainer.policy_pass.packed_forward.refusal,
+            "refused": trainer.parts.policy_pass.packed_forward.refusal,
         }
         options.output.write_text(json.dumps(result))
     trainer.accelerator.wait_for_everyone()

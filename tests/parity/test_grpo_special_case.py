@@ -33,7 +33,7 @@ def reward_with_a_constant_group(
     The first group is boxed and wrong throughout: stock TRL's mean of 0.1 is not exact. Of the
     second, two rollouts are right: it has signal, and an easy problem's pass rate.
     """
-    graded: list[float] = reward_function("adora")(
+    graded: list[float] = reward_function("boxed_accuracy")(
         completions=completions, answer=answer, **columns
     )
     return [0.1] * 8 + [1.0] * 2 + graded[10:]

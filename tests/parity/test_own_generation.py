@@ -255,17 +255,18 @@ def test_a_generation_is_trls(tmp_path, case):
     ]
     if has_engine:
         trainer.use_vllm = True
-        trainer.old_logps.corrects_engine = True
+        trainer.parts.generation_logps.old_logps.corrects_engine = True
         fake_engine: Any = SimpleNamespace(
             sample=lambda *_, **__: answers, sync_weights=lambda: None, bytes_sent=0
         )
         fake_engine.take_images_from = lambda _: None
         fake_engine.staying_awake = nullcontext
         trainer.vllm_generation = fake_engine
-        trainer.generation_sampler.group_sampler.sampler = VLLMSampler(
-            trainer.context, trainer.images, fake_engine
+        trainer.parts.generation_sampler.group_sampler.sampler = VLLMSampler(
+            trainer.parts.context, trainer.parts.images, fake_engine
         )
-        trainer.batch_builder = replace(trainer.batch_builder, has_engine_logps=True)
+        builder = replace(trainer.parts.batch_builder, has_engine_logps=True)
+        trainer.parts = replace(trainer.parts, batch_builder=builder)
     trainer._generate_single_turn = lambda *_, **__: (completions, logps if has_engine else None)
     trainer.model.train(training)
     if "peft_config" in settings:

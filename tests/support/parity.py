@@ -7,9 +7,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
 
 import torch
@@ -31,7 +33,10 @@ from adora_vl.utils.checks import as_json
 from tests.support.launch import launch
 
 if TYPE_CHECKING:
+    from adora_vl.preflight.facts import ResolvedRun
+    from adora_vl.tools.run import Toolbox
     from adora_vl.trainer import AdoraGRPOTrainer
+    from adora_vl.types import StepContext
 
 Rows = Sequence[dict[str, Any]]
 KEYS_WITH_ENGINE: dict[str, Any] = {
@@ -73,7 +78,7 @@ class Gradients(TrainerCallback):
 
 def examination_of(trainer: AdoraGRPOTrainer, rows: Rows) -> Examination:
     """The doctor's examination of a trainer on some rows."""
-    pair = trainer.engine_pair
+    pair = trainer.parts.engine_pair
     return Examination(pair, pair.read_prompts(rows), models=trainer.models_by_role())
 
 
@@ -102,11 +107,11 @@ def answer_by_both_engines(trainer: Any, rows: Rows) -> dict[str, list[Any]]:
     ]
     longest = trainer.args.max_completion_length
     transformers = TransformersEngine(
-        AnswerEngineSettings(folder, "transformers", max_tokens=longest)
+        AnswerEngineSettings(model=folder, engine="transformers", max_tokens=longest)
     )
     engine = SamplerEngine(
-        trainer.engine_pair,
-        trainer.generation_sampler.group_sampler,
+        trainer.parts.engine_pair,
+        trainer.parts.generation_sampler.group_sampler,
         ChatProcessor(folder),
         end_tokens=trainer.eos_token_ids,
     )
@@ -135,7 +140,7 @@ def measure_adapter_drift(trainer: Any, rows: Rows) -> dict[str, float]:
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     trainer.model = trainer.vllm_generation.model = adapted
-    pair = trainer.engine_pair
+    pair = trainer.parts.engine_pair
     moved = pair.drift_over_ranks(
         pair.policy_logps(rollouts), before.policy_logps_BC, rollouts.mask_BC
     )
@@ -149,13 +154,29 @@ class DrawnPictureTools:
     text alone.
     """
 
+    view = None  # no call refers to points of a picture
+
     @classmethod
-    def of_process(cls) -> DrawnPictureTools:
+    def of_process(cls) -> None:
+        """Give such tools to every trainer of this process."""
         mock.patch.object(turns, "CALL_TAG", "").start()
-        return cls()
+        cls().in_trainers().__enter__()
 
     def __init__(self) -> None:
         self.seeds: list[str] = []
+
+    def in_trainers(self) -> AbstractContextManager[object]:
+        """Return the patch with which trainers have these tools, whatever their config says."""
+        from adora_vl.parts import build_parts
+
+        def build_with_tools(
+            trainer: AdoraGRPOTrainer, run: ResolvedRun, context: StepContext, **arguments: object
+        ) -> object:
+            tools = cast("Toolbox", self)
+            run = replace(run, prompts=replace(run.prompts, toolbox=tools))
+            return build_parts(trainer, run, context, **arguments)  # type: ignore[arg-type]
+
+        return mock.patch("adora_vl.trainer.build_parts", build_with_tools)
 
     def answer(
         self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.packing.image_store import ImageBanks
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.rollout.importance import ImportanceRatio
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.training.entropy_bonus import EntropyBonus
+from adora_vl.training.generation_logps import GenerationLogps
 from adora_vl.training.guards import DriftGuard, RatioGuard, ReferenceGuard
 from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
@@ -64,7 +64,7 @@ class TableTrainer(AdoraGRPOTrainer):
         ) -> tuple[Tensor, Tensor, None]:
             return *model.scores(ids_BS[:, 0], ids_BS[:, -answer:]), None
 
-        return self.policy_pass(scored, model, ids_BS, *rest)
+        return self.parts.policy_pass(scored, model, ids_BS, *rest)
 
 
 class OneProcess:
@@ -140,19 +140,34 @@ def table_trainer(policy: LogitsTable, **keys: object) -> Any:
         _metrics={"train": defaultdict(list), "eval": defaultdict(list)},
         _step=0,
     )
-    trainer.layout = BatchLayout.of(args)
-    trainer.old_logps = OldLogps(context, has_dropout=False)
-    trainer.importance_ratio = ImportanceRatio(context)
-    trainer.policy_pass = PolicyPass(context.accelerator, args)
-    trainer.drift_guard = DriftGuard(context)
-    trainer.ratio_guard = RatioGuard(context)
-    trainer.reference_guard = ReferenceGuard(context, rounding=0.0)
-    trainer.reference_guard.is_due = lambda step: False  # it would score rows that tests count
-    trainer.recorder = NoRecord()
-    trainer.micro_batcher = MicroBatcher(
+    reference_guard = ReferenceGuard(context, rounding=0.0)
+    reference_guard.is_due = lambda step: False  # type: ignore[method-assign]  # scores rows
+    policy_pass = PolicyPass(context.accelerator, args)
+    recorder = NoRecord()
+    micro_batcher = MicroBatcher(
         context,
         ImageBanks(),
         every_row_counts=trainer._entropy_bonus_enabled or args.beta != 0.0,
     )
-    trainer.entropy_bonus = EntropyBonus(args, trainer.micro_batcher)
+    trainer.parts = SimpleNamespace(
+        context=context,
+        policy_pass=policy_pass,
+        ratio_guard=RatioGuard(context),
+        recorder=recorder,
+        micro_batcher=micro_batcher,
+        entropy_bonus=EntropyBonus(args, micro_batcher),
+        generation_logps=GenerationLogps(
+            context=context,
+            policy=policy,  # a table
+            reference=trainer.ref_model,
+            model_pass=trainer._get_per_token_logps_and_entropies,
+            policy_pass=policy_pass,
+            old_logps=OldLogps(context, has_dropout=False),
+            importance_ratio=ImportanceRatio(context),
+            drift_guard=DriftGuard(context),
+            reference_guard=reference_guard,
+            record_drift=recorder.add_measured_drift,
+            metrics_by_mode=trainer._metrics,
+        ),
+    )
     return trainer

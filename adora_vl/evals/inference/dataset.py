@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import pyarrow as pa  # pyarrow ships no types
 import pyarrow.parquet as pq  # pyarrow ships no types
-from PIL import Image
 
 from adora_vl.data.images import UnreadableImageError, decoded_image, file_within, image_size
 from adora_vl.data.prompts import IMAGE_PLACEHOLDER
@@ -220,11 +219,7 @@ _decode_first_frame = partial(decoded_image, first_frame=True)
 
 
 def problem_with_images(
-    fields: Row,
-    prompt: str,
-    n_images: int,
-    read_images: Callable[[], list[bytes]],
-    decode: Callable[[bytes], Image.Image] = _decode_first_frame,
+    fields: Row, prompt: str, n_images: int, read_images: Callable[[], list[bytes]]
 ) -> Problem:
     """Build a problem whose images are read and decoded only when they are asked for.
 
@@ -232,14 +227,13 @@ def problem_with_images(
         fields: What a prediction keeps of the row, with its `pid`.
         prompt: The text that is asked.
         n_images: The number of images.
-        read_images: Reads the encoded images.
-        decode: Decodes one of them. Their sizes are read from the headers without it.
+        read_images: Reads the encoded images. As in a training the first frame of each is shown.
     """
     return Problem(
         fields=fields,
         prompt=prompt,
         n_images=n_images,
-        images=partial(_read_and_convert, read_images, decode),
+        images=partial(_read_and_convert, read_images, _decode_first_frame),
         sizes=partial(_read_and_convert, read_images, image_size),
     )
 

@@ -11,15 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adora_vl.checkpoint.training_prompts import read_training_config
+from adora_vl.data.prompts import with_tools
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.endpoint import EndpointEngine, build_endpoint
-from adora_vl.evals.inference.provenance import read_training_config
 from adora_vl.evals.inference.requests import (
     HUB_ID_PATTERN,
     AnswerEngine,
     AnswerEngineSettings,
     EngineOptions,
 )
+from adora_vl.evals.options import options_from
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,7 +50,8 @@ def check_model(model: str) -> str:
     # path with a slip.
     if not HUB_ID_PATTERN.fullmatch(model) or folder.parent.is_dir():
         raise UserError(
-            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name"
+            f"model: {model!r} is neither a folder here nor a hub id of the form owner/name; a "
+            "training writes its model into output_dir"
         )
     return model
 
@@ -72,24 +75,14 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
             f"chat_template_kwargs: those of the model's training, {template_arguments}",
             file=sys.stderr,
         )
-    settings = AnswerEngineSettings(
-        model=model,
-        engine=options.engine,
-        revision=options.revision,
-        dtype=options.dtype,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature,
-        seed=options.seed,
-        min_pixels=options.min_pixels,
-        max_pixels=options.max_pixels,
-        batch_size=options.batch_size,
-        endpoint=endpoint,
-        max_tool_calling_iterations=options.max_tool_calling_iterations,
-        template=template_arguments,
+    settings = options_from(
+        AnswerEngineSettings, options, model=model, endpoint=endpoint, template=template_arguments
     )
     if not options.tools:
         return settings
-    return replace(settings, toolbox=_build_toolbox(options, settings))
+    toolbox = _build_toolbox(options, settings)
+    system_prompt = with_tools(settings.system_prompt, toolbox.schemas)
+    return replace(settings, toolbox=toolbox, system_prompt=system_prompt)
 
 
 def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
@@ -98,7 +91,7 @@ def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:
     Raises `UserError`, also where no tools are named that the limits could be of.
     """
     from adora_vl.config.blocks import ToolOptions
-    from adora_vl.config.values import convert
+    from adora_vl.utils.convert import convert
 
     if not tools:
         raise UserError(

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl import __version__
+from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.evals.options import PROMPT_OF_TRAINING
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.files import read_object, replace_file
+from adora_vl.utils.files import replace_file
 from adora_vl.utils.versions import installed_version
 
-_TRAINING_PROGRAM = "adora_vl.train"
 # For each prompt, the config key of a training that has it, and the default of that key.
 KEY_AND_DEFAULT_BY_PROMPT = {
     "system_prompt": ("adora_system_prompt", SYSTEM_PROMPT),
@@ -57,22 +57,6 @@ def unusual_prompts(prompts: Mapping[str, str | None]) -> dict[str, str | None]:
         if prompt != default:
             unusual_by_name[name] = prompt
     return unusual_by_name
-
-
-def read_training_config(model: str | None) -> dict[str, Any]:
-    """Read the config of the training that wrote a model; empty for any other model.
-
-    The model may be the folder of the run, or a checkpoint or the folder `merged` in it.
-    """
-    folder = Path(model) if model else None
-    if folder is None or not folder.is_dir():
-        return {}
-    for directory in (folder, folder.resolve().parent):
-        manifest = read_object(directory / "manifest.json")
-        if manifest.get("made_by") == _TRAINING_PROGRAM:
-            config = manifest.get("config")
-            return config if isinstance(config, dict) else {}
-    return {}
 
 
 FINGERPRINT_FILE = "fingerprint.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from PIL import Image
 
 from adora_vl.data.images import MAX_PIXELS, SMALLEST_TOKEN_SIDE
-from adora_vl.data.prompts import SYSTEM_PROMPT, Message, with_tools
+from adora_vl.data.prompts import SYSTEM_PROMPT, Message
 from adora_vl.evals.options import PROMPT_OF_TRAINING, option
 from adora_vl.utils.cli import MAX_SEED, number, optional, text, whole
 from adora_vl.utils.openai_client import Endpoint, Reply
@@ -148,21 +148,17 @@ class EngineOptions(SamplingOptions):
     )
 
 
-@dataclass(frozen=True)
-class AnswerEngineSettings:
-    """The settings that an engine is built from: the model, and what the engine needs to know."""
+@dataclass(frozen=True, kw_only=True)
+class AnswerEngineSettings(SamplingOptions):
+    """The settings that an engine is built from: how it samples, and what its options stand for.
+
+    The system prompt has the descriptions of the tools.
+    """
 
     model: str
     """The absolute path of a folder, a hub id, or a name on a server."""
     engine: EngineName
-    revision: str | None = None
-    dtype: str = "auto"  # the model's own
-    max_tokens: int = 2048
     temperature: float = 0.0  # greedy
-    seed: int = 0
-    min_pixels: int | None = None
-    max_pixels: int | None = None
-    batch_size: int | None = None
     max_images: int = 1
     """The most images of a request; vLLM's context length is set from this and the next."""
     max_text_bytes: int = 4096
@@ -193,9 +189,3 @@ class AnswerEngineSettings:
         if self.template:
             fields["chat_template_kwargs"] = dict(self.template)
         return fields
-
-    def with_tool_prompt(self, system_prompt: str | None) -> str | None:
-        """Return the system prompt, followed by descriptions of the tools if there are any."""
-        if self.toolbox is None:
-            return system_prompt
-        return with_tools(system_prompt, self.toolbox.schemas)

@@ -91,7 +91,6 @@ class _Answerer:
     """The folder of the answers."""
     settings: AnswerEngineSettings
     """The engine's settings, which fit all problems of the run (see `with_engine_bounds`)."""
-    system_prompt: str | None
     build: Callable[[AnswerEngineSettings], AnswerEngine]
     """Builds the engine; called only when an answer is missing."""
     ranks: Ranks
@@ -138,7 +137,7 @@ class _Answerer:
                     engine,
                     missing_samples,
                     seed=self.settings.seed,
-                    system_prompt=self.system_prompt,
+                    system_prompt=self.settings.system_prompt,
                 )
                 log.append(rows)
                 bar.update(len(rows))
@@ -164,7 +163,6 @@ def infer(
     settings: AnswerEngineSettings,
     fingerprint: FingerprintFields,
     *,
-    system_prompt: str | None,
     build: Callable[[AnswerEngineSettings], AnswerEngine],
     samples: int = 1,
     problems_in_data: int | None = None,
@@ -177,9 +175,8 @@ def infer(
     Args:
         problems: The problems to ask.
         output: The folder of the answers.
-        settings: The settings of the engine.
+        settings: The settings of the engine, with the system prompt of all problems.
         fingerprint: What the answers depend on; a run is resumed only with the same.
-        system_prompt: The system prompt, with the descriptions of tools.
         build: Builds the engine from its settings; called only if answers are missing.
         samples: The number of answers to each problem.
         problems_in_data: The number of problems in the data, if `problems` are a part of them.
@@ -188,15 +185,14 @@ def infer(
     Raises `UserError` if `output` has predictions that were made with other settings or are not of
     these problems, and for texts that `refuse_control_tokens` refuses.
     """
-    refuse_control_tokens(problems, system_prompt)
+    refuse_control_tokens(problems, settings.system_prompt)
     make_folder("output", output)
     answer_samples = [
         AnswerSample(problem, number) for problem in problems for number in range(samples)
     ]
     answerer = _Answerer(
         output=output,
-        settings=with_engine_bounds(settings, problems, system_prompt),
-        system_prompt=system_prompt,
+        settings=with_engine_bounds(settings, problems),
         build=build,
         ranks=ranks,
     )
@@ -301,7 +297,8 @@ def _print_counts(n_problems: int, samples: int, *, resumed: int, pending: int) 
     size = amount(n_problems, "problem")
     if samples > 1:
         size += f" x {samples} answers"
-    print(f"{size}: {resumed} there already, {pending} to do", file=sys.stderr)
+    resumed_text = f"{resumed} there already, " if resumed else ""
+    print(f"{size}: {resumed_text}{pending} to do", file=sys.stderr)
 
 
 def _refuse_predictions_of_more(
@@ -459,7 +456,7 @@ def refuse_control_tokens(problems: Sequence[Problem], system_prompt: str | None
 
 
 def with_engine_bounds(
-    settings: AnswerEngineSettings, problems: Sequence[Problem], system_prompt: str | None
+    settings: AnswerEngineSettings, problems: Sequence[Problem]
 ) -> AnswerEngineSettings:
     """Return the engine's settings with the bounds that it needs to fit all problems.
 
@@ -467,7 +464,7 @@ def with_engine_bounds(
     prompt. vLLM sets its context length from them.
     """
     longest_prompt = max(len(problem.prompt.encode()) for problem in problems)
-    system_bytes = len((system_prompt or "").encode())
+    system_bytes = len((settings.system_prompt or "").encode())
     return replace(
         settings,
         max_images=max(problem.n_images for problem in problems),

@@ -19,6 +19,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from adora_vl.checkpoint import store
 from adora_vl.checkpoint.fingerprint import differences, fingerprint, sharding_of
 from adora_vl.checkpoint.resume import choose_start
+from adora_vl.checkpoint.run_files import SET_ASIDE_FOLDER
 from adora_vl.checkpoint.universal import (
     _RestoreParameterGroups,
     expect_universal_checkpoint,
@@ -26,7 +27,7 @@ from adora_vl.checkpoint.universal import (
     refusing_pickled_code,
     write_universal,
 )
-from adora_vl.checkpoint.writer import SET_ASIDE_FOLDER, CheckpointWriter
+from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.config.keys import AdoraKeys, AdoraScriptArguments
 from adora_vl.data.dataloader import EpochRepeatSampler
@@ -353,6 +354,26 @@ def test_a_judge_that_has_moved_is_the_same_run():
     for changed in ({"model": "k"}, {"instruction": "Judge."}, {"max_tokens": 9}, {"budget": 9}):
         (line,) = differences(before, of(**changed))
         assert line.startswith("adora_reward: ")
+
+
+def test_a_reward_by_its_older_name_is_the_same_run():
+    """A checkpoint has the name that was current when it was saved."""
+
+    def of(*rewards: str | dict[str, Any]) -> dict[str, str]:
+        keys = AdoraScriptArguments(adora_reward=[*rewards])
+        return fingerprint(keys, data=["d"], model="m", revision="r", processes=1)
+
+    now = of("boxed_accuracy")
+    assert of("adora") == now
+    saved = {**now, "adora_reward": '["adora"]'}
+    assert differences(saved, now) == []
+    assert differences(saved, of("accuracy")) == [
+        'adora_reward: ["boxed_accuracy"] -> ["accuracy"]'
+    ]
+    rounding = of({"boxed_accuracy": {"rounding": True}})
+    assert differences({**now, "adora_reward": '[{"adora": {"rounding": true}}]'}, rounding) == []
+    from_python = {"reward_funcs": '["adora", "mine"]'}
+    assert differences(from_python, {"reward_funcs": '["boxed_accuracy", "mine"]'}) == []
 
 
 def test_rotation_keeps_the_newest_whole_ones_and_touches_nothing_unfinished(tmp_path):

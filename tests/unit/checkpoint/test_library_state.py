@@ -12,6 +12,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from adora_vl.checkpoint.run_files import run_entries
 from adora_vl.checkpoint.store import seal_checkpoint
 from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
@@ -20,7 +21,6 @@ from adora_vl.checkpoint.trl_state import (
     RestoreLossSums,
     SavedLossSums,
 )
-from adora_vl.checkpoint.writer import run_entries
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
 from tests.support.adapters import LORA_OPTIONS_BY_KIND, float64_model, policy_with_adapter

@@ -17,6 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.checkpoint.resume import InputFolder, choose_start, lock_output_dir
+from adora_vl.checkpoint.run_files import (
+    SET_ASIDE_FOLDER,
+    WRITTEN_FILES_NOTE,
+    list_users_files,
+    recording_saved_files,
+    refuse_users_files,
+    run_entries,
+)
 from adora_vl.checkpoint.stop import mark_stopped
 from adora_vl.checkpoint.store import (
     CHECKPOINT_NAME_PATTERN,
@@ -24,16 +32,7 @@ from adora_vl.checkpoint.store import (
     checkpoints,
     newest_valid_checkpoint,
 )
-from adora_vl.checkpoint.writer import (
-    SET_ASIDE_FOLDER,
-    WRITTEN_FILES_NOTE,
-    delete_run_set_aside,
-    list_users_files,
-    recording_saved_files,
-    refuse_users_files,
-    run_entries,
-    set_run_aside,
-)
+from adora_vl.checkpoint.writer import delete_run_set_aside, set_run_aside
 from adora_vl.export import main as export
 from adora_vl.record.rollouts import write_part
 from adora_vl.train import main

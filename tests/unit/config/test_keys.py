@@ -23,7 +23,7 @@ from adora_vl.config.blocks import RolloutOptions, ToolOptions
 from adora_vl.config.command import read_file
 from adora_vl.config.schema import CONFIG_DATACLASSES, parse
 from adora_vl.config.trl_ranges import TYPE_BY_TRL_KEY
-from adora_vl.config.values import annotations_of_keys, convert
+from adora_vl.config.values import annotations_of_keys, convert_key
 from adora_vl.utils.cli import with_dotted_keys
 from adora_vl.utils.errors import UserError
 from tests.support.recipes import key_defaults
@@ -218,7 +218,7 @@ MAPPING_KEYS = [
 def error_of(key: str, value: object) -> str:
     """Return the error for a value of a key; empty if the value is taken."""
     try:
-        convert(key, value, {**HINT_BY_KEY, **METHOD_OPTIONS}[key])
+        convert_key(key, value, {**HINT_BY_KEY, **METHOD_OPTIONS}[key])
     except UserError as error:
         return str(error)
     return ""
@@ -272,7 +272,7 @@ def test_what_lies_in_the_range_is_taken_in_every_spelling_with_its_type():
                 spellings.append(f" {value} ")
             for spelling in spellings:
                 word = "null" if str(spelling).strip() == "None" else spelling
-                converted = convert(key, word, HINT_BY_KEY[key])
+                converted = convert_key(key, word, HINT_BY_KEY[key])
                 # `repr` tells 1 from 1.0; a key with a list has a list of one.
                 assert repr(converted) in (repr(number), repr([number])), (key, spelling)
 
@@ -304,7 +304,7 @@ def test_a_name_is_one_of_its_list_and_a_wrong_one_is_answered_with_the_nearest(
     for key, names in WORDS_BY_KEY.items():
         hint = HINT_BY_KEY[key]
         for name in names:
-            assert convert(key, name, hint) in (name, [name]), key
+            assert convert_key(key, name, hint) in (name, [name]), key
         misspelt = names[0][:-1]
         for value in ("nonsense", "", "1.5", 7, {"a": 1}, None, misspelt):
             expected = f"one of {', '.join(names)}"
@@ -325,9 +325,9 @@ def test_a_switch_is_true_or_false():
     assert not_refused(switches, ["maybe", "", 2, [True], {"a": True}, "nan"]) == []
     for key in switches:
         for word in (True, "true", "Yes", "1", 1, "t"):
-            assert convert(key, word, HINT_BY_KEY[key]) is True
+            assert convert_key(key, word, HINT_BY_KEY[key]) is True
         for word in (False, "false", "NO", "0", 0, "f"):
-            assert convert(key, word, HINT_BY_KEY[key]) is False
+            assert convert_key(key, word, HINT_BY_KEY[key]) is False
 
 
 def test_a_name_of_a_place_is_not_empty_and_a_mapping_is_one():
@@ -447,7 +447,7 @@ def test_null_and_none_are_null_or_refused_and_never_a_text(key, written):
     if line:
         assert is_refusal(line, key)
         return
-    converted = convert(key, written, hint)
+    converted = convert_key(key, written, hint)
     # These two take the word none.
     if converted is not None:
         assert key in ("report_to", "scale_rewards")

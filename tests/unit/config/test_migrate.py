@@ -174,6 +174,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def plain(solution_str, ground_truth, data_source="", extra_info=None):
     return float(solution_str == ground_truth)
+
+def by_level(data_source, solution_str, ground_truth, extra_info):
+    return float(extra_info.get("level", 0))
 """
 
 
@@ -200,3 +203,19 @@ def test_reward_functions_are_called_in_their_own_form(tmp_path, monkeypatch):
     assert logged == {"batch/right": 1.0, "single/right": 0.0, "compute_score/known": 0.5}
     with pytest.raises(UserError, match="needs 'answer', which is no column"):
         chosen.check_columns({"id"})
+
+
+def test_extra_info_is_a_mapping_also_where_a_prepared_data_set_has_it_as_a_text(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "forms.py").write_text(FORMS)
+    (by_level,) = choose_rewards(["forms.py:by_level"]).functions
+
+    rewards = by_level(
+        completions=["5"] * 3,
+        answer=["5"] * 3,
+        extra_info=['{"level": 3, "split": "train"}', None, {"level": 2}],
+    )
+
+    assert rewards == [3.0, 0.0, 2.0]

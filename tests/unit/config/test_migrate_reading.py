@@ -147,9 +147,15 @@ def test_only_what_is_not_a_default_there_is_listed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("word", "line"),
     [
-        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0", "is not a whole number from 1"),
-        ("data.train_batch_size=0", "data.train_batch_size: 0 is not a whole number from 1 on"),
-        ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node: 0 is not a whole number from 1"),
+        (
+            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=0",
+            "is not a whole number of at least 1",
+        ),
+        ("data.train_batch_size=0", "data.train_batch_size: 0 is not a whole number of at least 1"),
+        (
+            "trainer.n_gpus_per_node=0",
+            "trainer.n_gpus_per_node: 0 is not a whole number of at least 1",
+        ),
         ("data.train_batch_size=384", "is no multiple of actor_rollout_ref.actor.ppo_mini_batch"),
         ("stray", "'stray' belongs to no key; write KEY=VALUE"),
     ],

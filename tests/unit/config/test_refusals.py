@@ -330,7 +330,7 @@ def model_with(text: dict[str, int], tower: dict[str, int]) -> Any:
 
 
 def test_an_engine_is_divided_into_equal_parts_or_not_at_all() -> None:
-    keys: Any = SimpleNamespace(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
+    keys = config(use_vllm=True, vllm_mode="colocate", vllm_tensor_parallel_size=2)
     text = {"num_attention_heads": 4, "num_key_value_heads": 1}
     tower = {"num_heads": 4, "intermediate_size": 8}
     assert error_of(check_tensor_parallel, keys, model_with(text, tower), 4) == ""

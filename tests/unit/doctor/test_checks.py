@@ -35,7 +35,6 @@ from adora_vl.doctor.engine import (
 )
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
-from adora_vl.rewards import reward_functions
 from adora_vl.rewards.choose import choose_rewards
 from adora_vl.rollout.agreement import COLD_CHECK, DISTANT_CHECK, PROMPTS_CHECK
 from adora_vl.rollout.engine import AdoraVLLMGeneration
@@ -206,17 +205,22 @@ def test_a_grader_that_accepts_anything(monkeypatch):
 
 def test_a_reward_that_cannot_tell_right_from_wrong(subtests):
     cases = [
-        (["adora"], None, 0.5, Status.PASSED),
-        (["adora"], None, 0.1, Status.PASSED),  # what a wrong answer in a box gets is not above it
+        (["boxed_accuracy"], None, 0.5, Status.PASSED),
+        (
+            ["boxed_accuracy"],
+            None,
+            0.1,
+            Status.PASSED,
+        ),  # what a wrong answer in a box gets is not above it
         (["accuracy", "format"], [0.9, 0.1], 0.5, Status.PASSED),
         (["accuracy", "format"], None, 0.5, Status.FAILED),  # a wrong answer in a box gets 1.0
-        (["adora"], None, 1.0, Status.FAILED),
+        (["boxed_accuracy"], None, 1.0, Status.FAILED),
         (["format"], None, 0.5, Status.FAILED),
     ]
     for presets, weights, above, status in cases:
         with subtests.test(f"{presets!r:.80} {weights!r:.80} {above}"):
             check = check_rewards(
-                [gold_row("60"), gold_row("5")], reward_functions(presets), weights, above
+                [gold_row("60"), gold_row("5")], choose_rewards(presets).functions, weights, above
             )
             assert check.status is status
             assert status is Status.PASSED or "adora_correct_above" in check.remedy

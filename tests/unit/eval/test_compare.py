@@ -213,7 +213,7 @@ def test_several_answers_have_columns_and_are_compared_by_their_share(tmp_path, 
 def test_what_is_no_score_is_named(case, tmp_path, capsys):
     """A file that is no score, and scores of two benchmarks, are refused with one line."""
     cases = [
-        (None, "is not a readable score file"),  # there is no file
+        (None, "is not there; name the --output of an evaluation"),  # there is no file
         ("{", "is not a readable"),
         ("[]", "has no 'benchmark'"),
     ]

@@ -420,6 +420,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         generation_sampler=generation_sampler,
         end_tokens=[1],
         log_evaluation=logged.append,
+        timed_evaluation=nullcontext,
     )
     callback = evaluated_by(plan=plan)
     for step in range(1, 5):

@@ -55,13 +55,14 @@ def main(output: Path, seconds: float) -> None:
         )
         for i in range(PROBLEM_COUNT)
     ]
-    settings = AnswerEngineSettings("m", "transformers", temperature=1.0)
+    settings = AnswerEngineSettings(
+        model="m", engine="transformers", temperature=1.0, system_prompt=None
+    )
     infer(
         problems,
         output,
         settings,
         {"model": "m"},
-        system_prompt=None,
         build=lambda _: SlowEngine(seconds),
         samples=SAMPLES_PER_PROBLEM,
     )

@@ -2,6 +2,7 @@
 faults named.
 """
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ import datasets
 import pytest
 from PIL import ExifTags, Image
 
+from adora_vl.data.dataset import load_split, write_split
 from adora_vl.data.images import UnreadableImageError
+from adora_vl.data.loading import mark_unreadable
+from adora_vl.evals import prepared
 from adora_vl.evals.benchmark import load_checked_problems
-from adora_vl.evals.options import HubDataOptions
+from adora_vl.evals.options import DataOptions, HubDataOptions
 from adora_vl.evals.records import Problem
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from eval import mathvista, mmstar
 from tests.support.benchmark_data import (
@@ -219,6 +224,22 @@ def test_images_are_upright_on_white_and_as_large_as_their_header_says(tmp_path)
         assert problem.sizes() == [image.size]
     colors = [image.getpixel((1, 1)) for image in images]
     assert colors == [(255, 255, 255), (0, 0, 0), (255, 0, 0)]
+
+
+def test_of_several_frames_an_evaluation_shows_the_one_that_a_training_shows(tmp_path):
+    (row,) = generate(1, split="test", seed=1)
+    red = Image.new("RGB", (40, 20), "red")
+    blue = Image.new("RGB", (40, 20), "blue")
+    stream = io.BytesIO()
+    red.save(stream, "GIF", save_all=True, append_images=[blue])
+    write_split([{**row, "images": [stream.getvalue()]}], tmp_path, "test")
+
+    (problem,) = prepared.load(DataOptions(data=str(tmp_path), split="test")).problems
+    (asked_image,) = problem.images()
+    (trained_image,) = mark_unreadable(load_split(tmp_path, "test"))[0]["images"]
+
+    assert asked_image.getpixel((1, 1)) == (255, 0, 0)
+    assert asked_image.tobytes() == trained_image.tobytes()
 
 
 def test_a_question_may_stand_in_its_picture(tmp_path):

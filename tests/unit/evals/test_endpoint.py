@@ -4,7 +4,7 @@ import pytest
 
 from adora_vl.evals.inference.endpoint import EndpointEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
-from adora_vl.utils.openai_client import Endpoint
+from adora_vl.utils.openai_client import Endpoint, Reply
 from tests.support.endpoint_server import completion_reply
 
 PLAIN_SAMPLING = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -28,12 +28,13 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     server = serve(lambda body, call: completion_reply("5"))
     server.models = models
     settings = AnswerEngineSettings(
-        "qwen", "openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
+        model="qwen", engine="openai", max_tokens=8, endpoint=Endpoint(server.url, "qwen")
     )
     engine = EndpointEngine(settings)
 
     (reply,) = engine.generate([AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])])
 
+    assert isinstance(reply, Reply)
     assert reply.text == "5"
     (request,) = server.requests
     sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}

@@ -9,6 +9,7 @@ from adora_vl.evals.inference.local import TransformersEngine
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.synthetic.generate import generate
+from adora_vl.utils.openai_client import Reply
 
 
 def test_an_answer_ends_at_the_end_token_of_the_tokenizer_as_in_a_training(tmp_path: Path) -> None:
@@ -26,8 +27,9 @@ def test_an_answer_ends_at_the_end_token_of_the_tokenizer_as_in_a_training(tmp_p
 
     replies = []
     for model in (PRETRAINED_FOLDER, folder):
-        settings = AnswerEngineSettings(str(model), "transformers", max_tokens=64)
+        settings = AnswerEngineSettings(model=str(model), engine="transformers", max_tokens=64)
         replies += TransformersEngine(settings).generate([request])
 
+    assert isinstance(replies[0], Reply)
     assert replies[0].finish_reason == "stop"
     assert replies[1] == replies[0]

@@ -36,7 +36,7 @@ from adora_vl.utils.openai_client import Reply
 from tests.support.paths import REPOSITORY
 from tests.unit.evals import killed_infer
 
-ENGINE_SETTINGS = AnswerEngineSettings(model="m", engine="transformers")
+ENGINE_SETTINGS = AnswerEngineSettings(model="m", engine="transformers", system_prompt="Think.")
 
 
 class RecordingEngine:
@@ -100,7 +100,6 @@ def infer_with(
         output,
         ENGINE_SETTINGS,
         fingerprint or {"model": "m"},
-        system_prompt="Think.",
         build=engine.build,
     )
 
@@ -158,7 +157,6 @@ def test_a_finished_run_goes_on_with_more_samples_and_not_with_fewer(tmp_path):
             output,
             ENGINE_SETTINGS,
             {"model": "m", "samples": samples},
-            system_prompt=None,
             build=RecordingEngine().build,
             samples=samples,
         )
@@ -310,7 +308,6 @@ def infer_as_rank(
         output,
         ENGINE_SETTINGS,
         {"model": "m"},
-        system_prompt=None,
         build=lambda _: engine,
         samples=samples,
         ranks=ranks,

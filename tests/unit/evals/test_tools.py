@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from adora_vl.data.dataset import write_split
-from adora_vl.data.prompts import conversation_with_images
+from adora_vl.data.prompts import SYSTEM_PROMPT, conversation_with_images
 from adora_vl.evals.asking import check_options
 from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.local import LocalEngine
@@ -136,8 +136,8 @@ def test_tools_of_a_file_beside_the_config(tmp_path, monkeypatch):
     assert description["tools"] == ["line", "two"]
     assert description["tool_options"]["images"] == 3
     assert [*description["tool_files"]] == ["own.py"]
-    assert '"name": "two"' in str(settings.with_tool_prompt("Think."))
-    assert str(settings.with_tool_prompt("Think.")).startswith("Think.\n\n")
+    assert '"name": "two"' in str(settings.system_prompt)
+    assert str(settings.system_prompt).startswith(f"{SYSTEM_PROMPT}\n\n")
 
 
 class ScriptedEngine(LocalEngine):

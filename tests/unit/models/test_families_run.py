@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.builtin import DEFAULT_FAMILY, TINY_FAMILIES, WarmStart
 from adora_vl.builtin.tiny_vl import build_tiny_model
-from adora_vl.checkpoint.writer import list_users_files
+from adora_vl.checkpoint.run_files import list_users_files
 from adora_vl.export import main as export
 from adora_vl.models.families import COMPONENTS, FAMILIES, component_of
 from benchmarks.kill_and_resume import comparable_results

@@ -26,13 +26,12 @@ from transformers.integrations import flash_attention
 from trl.trainer.utils import add_fused_lm_head
 
 from adora_vl.packing import packed_forward as packed_module
-from adora_vl.packing import split_attention
+from adora_vl.packing import span_attention, split_attention
 from adora_vl.packing.packed_forward import PackedForward, PassInputs
 from adora_vl.packing.pass_differences import has_dropout
 from adora_vl.packing.policy_pass import PolicyPass
 from adora_vl.packing.row_positions import prompt_positions
 from adora_vl.packing.shared_prompt import (
-    SIMILAR_LENGTH_RATIO,
     GroupLayout,
     PackedLayout,
     group_rows_by_prompt,
@@ -255,17 +254,14 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
     """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
-    dtypes: list[torch.dtype] = []
-
-    def note_dtype(query: Tensor) -> None:
-        dtypes.append(query.dtype)
-
-    monkeypatch.setattr(split_attention, "_supports_lower_right_mask", note_dtype)
+    sdpa = Mock(side_effect=span_attention.scaled_dot_product_attention)
+    monkeypatch.setattr(span_attention, "scaled_dot_product_attention", sdpa)
     model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, use_cache=False))
     rows = random_rows(TWO_GROUPS, images=False)
     with torch.autocast("cpu", torch.bfloat16):
         packed_logps(model, rows)
-    assert set(dtypes) == {torch.bfloat16}
+    queries = [call.args[0] for call in sdpa.call_args_list]
+    assert {query.dtype for query in queries} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -282,7 +278,7 @@ def test_a_model_s_pass_with_one_call_is_as_separate_rows(monkeypatch, checkpoin
     assert_packed_is_as_padded(model, rows)
 
 
-def test_eager_attention_and_a_cpu_s_stay_in_parts(monkeypatch):
+def test_eager_attention_and_a_cpu_s_are_computed_span_by_span(monkeypatch):
     monkeypatch.setattr(split_attention, "attend_spans", None)
     rows = random_rows(TWO_GROUPS, images=False)
     packed_logps(small_model("qwen2"), rows)
@@ -299,17 +295,12 @@ GROUPS = st.lists(
 
 
 @settings(max_examples=25)
-@given(GROUPS, st.sampled_from(sorted(MODELS)), st.integers(1, 12))
-def test_any_lengths_are_as_separate_rows(lengths, attention, block):
-    """A rollout without tokens is one that was cut off and masked out.
-
-    `block`: the fewest queries that share a mask.
-    """
+@given(GROUPS, st.sampled_from(sorted(MODELS)))
+def test_any_lengths_are_as_separate_rows(lengths, attention):
+    """A rollout without tokens is one that was cut off and masked out."""
     has_a_token = any(length for _, rollout_lengths in lengths for length in rollout_lengths)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(split_attention, "_MIN_BLOCK_QUERIES", block)
-        if has_a_token:
-            assert_packed_is_as_padded(MODELS[attention], random_rows(lengths, images=False))
+    if has_a_token:
+        assert_packed_is_as_padded(MODELS[attention], random_rows(lengths, images=False))
 
 
 def test_nothing_that_is_kept_for_the_backward_pass_grows_with_the_square_of_a_group():
@@ -556,31 +547,6 @@ def test_rows_that_share_no_prompt_are_packed_only_to_save_padding():
     assert not sharing_pays(prompt_lengths=[64, 64], completion_lengths=[[400], [400]])
 
 
-def test_little_attention_is_computed_in_vain(subtests):
-    """The computed pairs of a query and a key are compared with those that a causal mask leaves."""
-    cases = [  # tokens of the prompt and of a rollout
-        (64, 400),
-        (64, 1024),
-        (700, 400),
-        (700, 1024),
-        (1, 1),
-        (1000, 16),
-    ]
-    for prompt, rollout in cases:
-        with subtests.test(f"{prompt} {rollout}"):
-            query = torch.zeros(1)  # on a CPU
-            keys = prompt + rollout
-            needed = rollout * prompt + rollout * rollout / 2
-            if split_attention._prompt_queries_pay(prompt, rollout, query):
-                computed = keys**2 / 2
-            else:
-                computed = 0
-                for start, end in split_attention._query_blocks(rollout, keys):
-                    computed += (end - start) * (prompt + end)
-            assert computed <= 1.5 * needed
-            assert computed <= keys**2, "as many as padded rows would take with a mask"
-
-
 def test_neighbours_with_the_same_prompt_and_images_are_a_group():
     ids = torch.tensor([[1, 2], [1, 2], [1, 2], [1, 3], [1, 2]])
     image_keys = ["a", "a", "b", "b", "a"]
@@ -642,18 +608,6 @@ def test_a_batch_in_which_nothing_is_scored_keeps_a_position_for_the_head():
     assert packed.labels.tolist() == [[-100]]
     assert packed.layout.groups == (GroupLayout(2, ()),)
     assert packed.spread_over_rows(torch.tensor([[9.0]])).tolist() == [[0.0], [0.0]]
-
-
-@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
-def test_rollouts_that_share_a_call_are_of_like_length(lengths):
-    group = GroupLayout(1, tuple(sorted(lengths, reverse=True)))
-    batched_lengths: list[int] = []
-    padded_positions = 0
-    for batch_lengths in group.rollout_batches:
-        batched_lengths += batch_lengths
-        padded_positions += len(batch_lengths) * batch_lengths[0]
-    assert batched_lengths == list(group.later_rollout_lengths)
-    assert padded_positions * SIMILAR_LENGTH_RATIO <= sum(group.later_rollout_lengths)
 
 
 def test_the_longest_rollout_is_one_span_with_its_prompt():

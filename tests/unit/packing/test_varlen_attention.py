@@ -1,4 +1,4 @@
-"""One call of attention for all spans is the attention in parts, outputs and gradients, in float64."""
+"""One call of attention for all spans is attention span by span, outputs and gradients, in float64."""
 
 import warnings
 from collections.abc import Callable
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from adora_vl.packing import split_attention
 from adora_vl.packing.shared_prompt import GroupLayout, PackedLayout
+from adora_vl.packing.span_attention import attend_by_sdpa
 from adora_vl.packing.varlen_attention import (
     VarlenAttention,
     attend_spans,
@@ -62,10 +62,6 @@ def results(attend: Callable[..., Tensor], inputs: list[Tensor]) -> list[Tensor]
     return [output, *torch.autograd.grad((output * weights).sum(), inputs)]
 
 
-def in_parts(query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout) -> Tensor:
-    return split_attention.attend_in_parts(query, key, value, layout, SCALING)
-
-
 GROUPS = st.lists(
     st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), max_size=5)), min_size=1, max_size=4
 )
@@ -73,7 +69,7 @@ GROUPS = st.lists(
 
 @settings(max_examples=40)
 @given(GROUPS, st.sampled_from([(4, 4), (4, 2), (6, 1)]))
-def test_one_call_is_the_attention_in_parts(groups, heads):
+def test_one_call_is_attention_span_by_span(groups, heads):
     """Whatever the lengths: outputs, and the gradients of queries, keys and values."""
     layout = layout_of(*groups)
     length = sum(layout.span_lengths)
@@ -86,11 +82,11 @@ def test_one_call_is_the_attention_in_parts(groups, heads):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(varlen, "varlen_attn", varlen_attn)
         one_call_results = results(partial(attend_spans, layout=layout, scaling=SCALING), inputs)
-    parts_results = results(partial(in_parts, layout=layout), inputs)
+    span_results = results(partial(attend_by_sdpa, layout=layout, scaling=SCALING), inputs)
     names = ("output", "queries", "keys", "values")
-    for name, one_call, parts in zip(names, one_call_results, parts_results, strict=True):
-        gap = (one_call - parts).abs().max()
-        assert gap <= FLOAT64_BOUND * parts.abs().max(), name
+    for name, one_call, by_span in zip(names, one_call_results, span_results, strict=True):
+        gap = (one_call - by_span).abs().max()
+        assert gap <= FLOAT64_BOUND * by_span.abs().max(), name
 
 
 def test_each_span_has_the_prompt_s_keys_and_its_own():

@@ -104,7 +104,7 @@ def _check_config(name, tmp_path, capsys, data):
     )
     if name in RECIPES_WITH_DRAWN_DATA:
         assert "Not known here" not in text
-        assert "40 rows make 2 optimizer steps an epoch; 8 rows wait" in text
+        assert "40 rows make 2 optimizer steps an epoch; 8 rows left out" in text
         assert "no GPU" not in text
     elif name != "smoke_text_cpu":  # whose puzzles are made on the spot, or were
         assert figures["rows"] is None
@@ -131,10 +131,11 @@ def _check_recipe(processes, generation, update):
     plan = replace(plan, rows=2101)  # Geometry3K's
     text = " ".join(batch_lines(plan))
     assert f"8 rollouts of each: {generation} rollouts per generation" in text
-    assert f"which are {update} sequences. Optimizer steps a generation: 8." in text
-    another = "4: 512 rollouts and 64" if processes == 8 else "8: 1024 rollouts and 128"
-    assert another in text
-    assert f"{processes}: " not in text.split("With another --num_processes")[1].split(".")[0]
+    assert f"An optimizer step learns from {update} of them: " in text
+    assert f" x {processes} processes. Optimizer steps a generation: 8." in text
+    others = text.split("with another --num_processes:")[1].split(".")[0]
+    assert ("4 processes 512 and 64" if processes == 8 else "8 processes 1024 and 128") in others
+    assert f"{processes} processes" not in others
     steps = (plan.steps_per_epoch, plan.total_steps)
     assert steps == ((128, 1920) if processes == 8 else (256, 3840))
     assert (
@@ -393,3 +394,12 @@ def test_a_peft_that_switches_an_optimisation_off_is_named(
     assert note in " ".join(capsys.readouterr().out.split())
     assert main([*words, "--gradient_checkpointing", "false"]) == 0
     assert note not in " ".join(capsys.readouterr().out.split())
+
+
+def test_data_that_is_missing_is_named_beside_the_next_command(tmp_path, capsys):
+    words = [*SMOKE_CONFIG, "--use_vllm", "false", "--output_dir", str(tmp_path / "run")]
+    words += ["--dataset_name", str(tmp_path / "none"), "--dry-run"]
+    assert main(words) == 0
+    first, following = capsys.readouterr().out.splitlines()[-2:]
+    assert first.startswith(f"First: prepare the data, {tmp_path / 'none'} ")
+    assert following.startswith("Next: ")

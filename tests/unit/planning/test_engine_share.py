@@ -105,11 +105,10 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     assert not [
         name
         for name in ACCELERATE_CONFIG_AND_GB_BY_RECIPE
-        if LOST_UPDATES_WARNING in memory_lines(plan_for_recipe(name))
+        if LOST_UPDATES_WARNING in plan_for_recipe(name).notes
     ]
-    assert LOST_UPDATES_WARNING in memory_lines(
-        plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")
-    )
+    plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")
+    assert LOST_UPDATES_WARNING in plan.notes
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
@@ -175,3 +174,19 @@ def test_the_dry_run_names_the_share_only_where_it_helps():
     assert any(
         f"{utilization:g} instead of 0.95" in memory_line for memory_line in memory_lines(much)
     )
+
+
+def test_a_card_that_is_too_small_for_16_bits_is_told_of_4():
+    """A lower share would free nothing where the engine has no cache left."""
+    command = ["--config", str(CONFIGS / "train" / "adora_3b_24gb.yaml")]
+    plan = make_plan(read(command), DryRunOptions(card_gib=12e9 / GIB))
+    assert not fits_into_gpu(plan.setup, plan.card_bytes)
+    remedy = memory_remedy(plan)
+    assert "load_in_4bit: true" in remedy
+    assert "vllm_gpu_memory_utilization" not in remedy
+
+
+def test_one_process_that_trains_all_weights_is_told_of_several_gpus():
+    command = ["--config", str(CONFIGS / "train" / "adora_7b_geo3k.yaml")]
+    plan = make_plan(read(command), DryRunOptions(card_gib=80e9 / GIB))
+    assert "--accelerate-config configs/accelerate/zero3.yaml" in memory_remedy(plan)

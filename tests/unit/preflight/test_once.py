@@ -18,6 +18,7 @@ from adora_vl.preflight.python_inputs import Datasets
 from adora_vl.preflight.request import ModelSource, RunRequest, model_keys
 from adora_vl.preflight.run_checks import run_checks
 from adora_vl.prepare import prepare, prepare_on_paper
+from adora_vl.utils.convert import convert
 from tests.support.recipes import CONFIGS
 
 CPU_KEYS: dict[str, Any] = {"use_cpu": True, "bf16": False}
@@ -42,22 +43,21 @@ class CountedCalls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.conversions: Counter[str] = Counter()
         self.builds = 0
-        self._depth = 0
-        self._convert = values.convert
+        self._convert = convert
+        self._convert_key = values.convert_key
         self._build_methods = methods.build_methods
-        for module in (values, command, methods):
-            monkeypatch.setattr(module, "convert", self.convert)
+        for module in (values, command):
+            monkeypatch.setattr(module, "convert_key", self.convert_key)
+        monkeypatch.setattr(methods, "convert", self.convert)
         monkeypatch.setattr(methods, "build_methods", self.build_methods)
 
+    def convert_key(self, key: str, value: object, hint: object) -> object:
+        self.conversions[key] += 1
+        return self._convert_key(key, value, hint)
+
     def convert(self, key: str, value: object, hint: object) -> object:
-        # Entries of a list and options of a block are converted within the key's own conversion.
-        if self._depth == 0:
-            self.conversions[key] += 1
-        self._depth += 1
-        try:
-            return self._convert(key, value, hint)
-        finally:
-            self._depth -= 1
+        self.conversions[key] += 1
+        return self._convert(key, value, hint)
 
     def build_methods(
         self, value: str | Mapping[str, Any], functions: Mapping[str, Any]

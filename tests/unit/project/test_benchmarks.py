@@ -1,8 +1,10 @@
 """The benchmarks measure what they say: their data, arithmetic and tables."""
 
 import copy
+import json
 import random
 import statistics
+import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -30,6 +32,7 @@ from benchmarks.kill_and_resume import (
     patched_place_of_phase,
 )
 from benchmarks.step import answer_lengths
+from tests.support.paths import REPOSITORY
 
 
 def test_a_chain_is_what_its_form_asks_for():
@@ -340,3 +343,16 @@ def test_a_killed_run_is_judged_by_the_distance_of_two_others(tmp_path, capsys):
     assert "are 1.00e-03 apart, the killed run 2.00e-03: within 3 times" in capsys.readouterr().out
     assert not judge_by_noise(folders["far"], references)
     assert "the killed run 1.00e-02: more than 3 times the noise" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_step_of_stock_trl_and_ours_are_measured_on_the_same_gradients(tmp_path):
+    case = "P 700, C 400 long-tailed"
+    command = [sys.executable, "-m", "benchmarks.step", "--tiny", "--turns", "1"]
+    command += ["--cases", case, "--dtype", "float32", "--output", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+    measured = json.loads((tmp_path / "step.json").read_text())[case]
+    norms = [measured["turns"][way][0]["grad_norm"] for way in ("stock", "ours")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    for way in ("stock", "ours"):
+        assert measured["medians"][way]["whole step"] > 0

@@ -460,7 +460,7 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert len(rollouts_of_step) == 16
         check_step(rollouts_of_step, line_by_step[step])
     check_advantages(table)
-    assert (table["reward/adora_reward"] == table["reward"]).all()
+    assert (table["reward/boxed_accuracy_reward"] == table["reward"]).all()
     images_folder = adora_run / "rollouts" / "_images"
     for image_names in table["images"]:
         (image_name,) = image_names

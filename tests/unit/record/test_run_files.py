@@ -18,6 +18,7 @@ from datasets import Image as ImageFeature
 from datasets import load_dataset
 
 from adora_vl.advantage import METHODS, Adora, AdoraWeighting, Groups, weigh_groups
+from adora_vl.checkpoint.run_files import read_run_manifest
 from adora_vl.checkpoint.store import problem_with_checkpoint
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.blocks import ToolOptions
@@ -34,7 +35,6 @@ from adora_vl.record.manifest import (
     launch_command,
     noting_failure,
     path_to_type,
-    read_manifest,
     write_manifest,
 )
 from adora_vl.record.metrics import MetricsFile, lines_of_resumed_run, make_line, read_metrics
@@ -179,7 +179,7 @@ def test_the_progress_line_has_the_figures_that_are_there_and_the_time_left():
     assert (
         progress_line({"reward": 1.0, "adora/drift": None}, 1, 9, None) == "step 1/9  reward 1.000"
     )
-    both = {**LOG_ENTRY, "rewards/adora_reward/mean": 0.4}
+    both = {**LOG_ENTRY, "rewards/boxed_accuracy_reward/mean": 0.4}
     assert "accuracy" not in progress_line(
         {**both, "grading/correct": 0.375000001}, 40, 1000, 185.2
     )
@@ -445,7 +445,7 @@ def test_the_summary_compares_the_first_and_the_last_fifth(tmp_path):
         {"train_runtime": 1.0}
     ]
     text = "\n".join(summary_lines(history, config, tmp_path / "merged", 90))
-    assert "Trained 9 steps in 1.5 min" in text
+    assert "Trained 9 steps in 1m30s" in text
     assert "reward                     0.050       0.850" in text
     assert "engine drift" in text
     assert "TDS" not in text  # only what was logged
@@ -568,7 +568,7 @@ def test_training_longer_is_offered_where_it_is_a_continuation(tmp_path):
 
 
 def test_the_manifest_of_a_real_run(adora_run, resumed_run):
-    manifest = read_manifest(adora_run)
+    manifest = read_run_manifest(adora_run)
     assert manifest["status"] == "finished"
     assert manifest["steps"] == TINY_RUN_STEPS
     assert manifest["finished"]
@@ -586,7 +586,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
     assert facts["recipe"] == "ADORA attenuation, factor 0.1"
     assert facts["status"] == f"finished at step {TINY_RUN_STEPS}"
 
-    starts = read_manifest(resumed_run.folder)["starts"]
+    starts = read_run_manifest(resumed_run.folder)["starts"]
     assert [start["checkpoint"] for start in starts] == [
         None,
         str(resumed_run.folder / "checkpoint-2"),
@@ -595,7 +595,7 @@ def test_the_manifest_of_a_real_run(adora_run, resumed_run):
 
 def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     (tmp_path / "manifest.json").write_text('{"made_by": "data_prep"}')
-    assert read_manifest(tmp_path) == {}
+    assert read_run_manifest(tmp_path) == {}
     assert describe_run({}) == {}
     manifest = {
         "made_by": "adora_vl.train",
@@ -604,7 +604,7 @@ def test_a_manifest_of_somebody_else_is_not_read(tmp_path):
     }
     write_manifest(manifest, tmp_path)
     end_manifest(manifest, tmp_path, "stopped", 3)
-    assert read_manifest(tmp_path)["starts"] == [{"time": "t", "checkpoint": "c"}]
+    assert read_run_manifest(tmp_path)["starts"] == [{"time": "t", "checkpoint": "c"}]
 
 
 def test_a_run_that_fails_says_so(tmp_path):
@@ -615,7 +615,7 @@ def test_a_run_that_fails_says_so(tmp_path):
     }
     with pytest.raises(ValueError), noting_failure(manifest, tmp_path, lambda: 7, is_main=True):
         raise ValueError("the cause\nand more")
-    written = read_manifest(tmp_path)
+    written = read_run_manifest(tmp_path)
     assert written["status"] == "failed"
     assert written["steps"] == 7
     assert written["error"] == "ValueError: the cause"
@@ -636,7 +636,7 @@ def test_every_saved_model_has_its_card_and_stays_whole(adora_run, tmp_path):
     assert problem_with_checkpoint(adora_run / "checkpoint-2") is None
     assert '| adora_method | {"adora": {"mode": "attenuation", "factor": 0.1, ' in final
     assert "| learning_rate | 0.001 |" in final
-    assert f"| fingerprint | {read_manifest(adora_run)['data']['fingerprint']} |" in final
+    assert f"| fingerprint | {read_run_manifest(adora_run)['data']['fingerprint']} |" in final
     assert re.search(r"\| pass rate \| [\d.]+% \| [\d.]+% \|", final)
     assert "| trl | 1." in final
     assert str(adora_run.parent) not in final, "a path of this machine"
@@ -649,7 +649,7 @@ def test_the_code_of_the_card_runs(adora_run, monkeypatch, capsys, tmp_path):
     out = shutil.copytree(
         adora_run, tmp_path / "model", ignore=shutil.ignore_patterns("checkpoint-*", "rollouts")
     )
-    files = f"{read_manifest(adora_run)['data']['folder']}/data/train-*.parquet"
+    files = f"{read_run_manifest(adora_run)['data']['folder']}/data/train-*.parquet"
     row = load_dataset("parquet", data_files=files)["train"]
     row.cast_column("images", [ImageFeature()])[0]["images"][0].save(out / "diagram.png")
     (code,) = re.findall(r"```python\n(.*?)```", (out / "README.md").read_text(), re.S)

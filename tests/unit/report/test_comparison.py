@@ -261,6 +261,13 @@ def test_several_seeds_are_sorted_by_config_and_judged_over_the_seeds(tmp_path, 
     )  # over seeds, over problems
 
 
+def test_a_reward_by_its_older_name_is_no_difference(tmp_path):
+    older = write_run(tmp_path / "a", [0.5], adora_reward=["adora"])
+    newer = write_run(tmp_path / "b", [0.5], adora_reward=["boxed_accuracy"])
+    settings = [read_compared(Path(run)).settings for run in (older, newer)]
+    assert settings[0]["adora_reward"] == settings[1]["adora_reward"] == ["boxed_accuracy"]
+
+
 def test_worse_is_called_worse(tmp_path, capsys):
     a = write_run(tmp_path / "a", [0.5], 16)
     b = write_run(tmp_path / "b", [0.5], 5, adora_correct_above=0.3)

@@ -283,7 +283,7 @@ def test_guesses_at_a_reference_with_several_values_earn_what_a_wrong_answer_ear
         "x",
         "AB = 1, CD = 2, EF = 3",
     ]
-    function = reward_function("adora")
+    function = reward_function("boxed_accuracy")
     for gold in golds:
         paid = function(
             completions=[rf"\boxed{{{guess}}}" for guess in guesses], answer=[gold] * len(guesses)

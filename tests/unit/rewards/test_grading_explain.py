@@ -39,7 +39,7 @@ def test_both_canonical_forms_the_rule_and_the_rewards(capsys: pytest.CaptureFix
     assert lines["gold"] == r"2\sqrt{221}  [number, 29.7321375]"
     assert lines["rule"].startswith("same_number: ")
     assert re.fullmatch(r"correct \(\d+\.\d ms\)", lines["verdict"])
-    assert lines["rewards"] == "adora 1, easyr1 1, accuracy 1, format 1"
+    assert lines["rewards"] == "boxed_accuracy 1, easyr1 1, accuracy 1, format 1"
 
 
 def test_choices_rounding_and_standard_input(capsys, monkeypatch):
@@ -49,7 +49,7 @@ def test_choices_rounding_and_standard_input(capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
     _, lines, _ = run_explain(capsys, *words)
     assert lines["rule"].startswith("different_number")
-    assert lines["rewards"] == "adora 0.1, easyr1 0.1, accuracy 0, format 1"
+    assert lines["rewards"] == "boxed_accuracy 0.1, easyr1 0.1, accuracy 0, format 1"
 
     monkeypatch.setattr("sys.stdin", io.StringIO(response))
     _, lines, _ = run_explain(capsys, *words, "--rounding")

@@ -15,8 +15,7 @@ import pytest
 from adora_vl.rewards import answer as answers
 from adora_vl.rewards import ball, grade, verify_gold
 from adora_vl.rewards.ball import MAX_BITS, PRECISION_BITS
-from adora_vl.rewards.canonical import MAX_CHARS
-from adora_vl.rewards.grammar import MAX_COSTLY_TOKENS
+from adora_vl.rewards.grammar import MAX_CHARS, MAX_COSTLY_TOKENS
 from benchmarks.grading_corpus import cases
 
 HIDDEN_ZERO = r"(\sqrt{2}\sqrt{3}-\sqrt{6})"  # nothing but rounding noise, whatever the precision

@@ -133,7 +133,7 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
         (["FILE:LIMIT"], None, r"LIMIT is no function \(it is of type int\)"),
         (["FILE:Judge"], None, "Judge is no function"),
         (["my.py.txt:brevity"], None, "is neither a preset nor FILE.py:FUNCTION"),
-        (["adorra"], None, "did you mean 'adora'"),
+        (["boxed_acuracy"], None, "did you mean 'boxed_accuracy'"),
         (
             ["accuracy"],
             {"accuracy": {"round": True}},
@@ -141,17 +141,25 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
         ),
         (
             ["accuracy"],
-            {"accuracy": {"rounding": 1}},
-            "adora_reward.accuracy.rounding: 1 is not true or false",
+            {"accuracy": {"rounding": 2}},
+            "adora_reward.accuracy.rounding: 2 is not true or false",
         ),
         (["knights"], {"knights": {"rounding": True}}, "unknown option 'rounding', it has none"),
-        (["FILE:brevity"], {"brevity": 3}, "3 is no mapping"),
+        (
+            ["FILE:brevity"],
+            {"brevity": 3},
+            "adora_reward.brevity: 3 is not a mapping of its options",
+        ),
         (
             ["FILE:brevity"],
             {"brevity": {"completions": 3}},
             "'completions' is given by the trainer",
         ),
-        (["FILE:closed"], {"closed": {"target": 3}}, "no argument 'target'"),
+        (
+            ["FILE:closed"],
+            {"closed": {"target": 3}},
+            "adora_reward.closed: unknown option 'target', it has none",
+        ),
     ]
     for entries, options, message in cases:
         with subtests.test(f"{entries!r:.80} {options!r:.80} {message!r:.80}"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from adora_vl.config.command import read
 from adora_vl.data.prompts import SYSTEM_PROMPT, SYSTEM_PROMPTS, asks_for_answer_tags
 from adora_vl.prepare import prepare
-from adora_vl.rewards import PRESETS, grade_batch, reward_function, reward_functions
+from adora_vl.rewards import PRESETS, choose_rewards, grade_batch, reward_function
 from adora_vl.rewards.choose import reward_range
 from adora_vl.rewards.completion import (
     REFLECTIVE_WORD_PATTERN,
@@ -25,7 +25,7 @@ from tests.support.tiny_run import arguments
 
 FIVE_RESPONSES = [r"so \boxed{5}", r"so \boxed{6}", r"so \boxed{\input{x}}", r"so 5", r"\boxed{5"]
 REWARDS_BY_PRESET = {
-    "adora": [1.0, 0.1, 0.1, 0.0, 0.0],
+    "boxed_accuracy": [1.0, 0.1, 0.1, 0.0, 0.0],
     "easyr1": [1.0, 0.1, 0.1, 0.0, 0.0],
     "accuracy": [1.0, 0.0, 0.0, 0.0, 0.0],
     "format": [1.0, 1.0, 1.0, 0.0, 0.0],
@@ -88,24 +88,40 @@ def test_every_preset_is_covered_and_named_for_trl() -> None:
     assert [reward_function(preset).__name__ for preset in PRESETS] == [
         f"{preset}_reward" for preset in PRESETS
     ]
-    assert not inspect.iscoroutinefunction(reward_function("adora"))  # TRL would run it elsewhere
+    assert not inspect.iscoroutinefunction(
+        reward_function("boxed_accuracy")
+    )  # TRL would run it elsewhere
+
+
+def test_an_older_name_of_a_preset_is_read_as_the_present_one() -> None:
+    for entries in (["adora"], [{"adora": {"rounding": True}}]):
+        chosen = choose_rewards(entries)
+        assert chosen.entries == ("boxed_accuracy",)
+        assert chosen.functions[0].__name__ == "boxed_accuracy_reward"
+    assert reward_function("adora").__name__ == "boxed_accuracy_reward"
+    with pytest.raises(UserError, match="'boxed_accuracy' is given twice"):
+        choose_rewards(["adora", "boxed_accuracy"])
 
 
 def test_the_sum_that_is_reachable_is_what_the_functions_give() -> None:
     for preset, expected in REWARDS_BY_PRESET.items():
         assert reward_range([preset], [1.0]) == (min(expected), max(expected)), preset
-    assert reward_range(["adora", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]) == (
+    assert reward_range(
+        ["boxed_accuracy", "knights_logic_rl", "think_format"], [1.0, -1.0, 0.5]
+    ) == (
         -3.0,
         4.5,
     )
-    assert reward_range(["adora", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
-    assert reward_range(["adora", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
+    assert reward_range(["boxed_accuracy", "my.py:f"], [1.0, 0.0]) == (0.0, 1.0)
+    assert reward_range(["boxed_accuracy", "my.py:f"], [1.0, 0.1]) is None  # nobody knows
     assert reward_range(["judge"], [1.0]) is None
 
 
 def test_the_hooks_get_one_verdict_and_one_extracted_answer_a_completion() -> None:
     log = RewardLog()
-    call_as_trl(reward_function("adora"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
+    call_as_trl(
+        reward_function("boxed_accuracy"), as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log
+    )
     assert log.columns == {
         "verdict": ["correct", "wrong", "unparseable", "unparseable", "unparseable"],
         "extracted": ["5", "6", r"\input{x}", None, None],
@@ -132,7 +148,7 @@ def test_an_answer_shows_a_working_or_is_bare() -> None:
         "2 + 3 = 5",
         r"\boxed{4}. No: 2+3=5, \boxed{5}",
     ]
-    call_as_trl(reward_function("adora"), as_messages(texts), answer=["5"] * 5, log=log)
+    call_as_trl(reward_function("boxed_accuracy"), as_messages(texts), answer=["5"] * 5, log=log)
     assert log.metrics["grading/worked"] == 0.6
 
 
@@ -149,8 +165,8 @@ def test_choices_belong_to_their_own_row() -> None:
 
 def test_rounding_is_off_unless_asked_for() -> None:
     texts = as_messages([r"\boxed{8.66}"])
-    assert call_as_trl(reward_function("adora"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
-    rounding = reward_function("adora", rounding=True)
+    assert call_as_trl(reward_function("boxed_accuracy"), texts, answer=[r"5\sqrt{3}"]) == [0.1]
+    rounding = reward_function("boxed_accuracy", rounding=True)
     assert call_as_trl(rounding, texts, answer=[r"5\sqrt{3}"]) == [1.0]
     by_letter = call_as_trl(rounding, texts, answer=["B"], choices=[["5", r"5\sqrt{3}"]])
     assert by_letter == [0.1], "a letter asks for the very value of its choice"
@@ -165,7 +181,7 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("adora_vl.rewards.presets.grade_batch", counting)
     log = RewardLog()
-    functions = reward_functions(["accuracy", "format"])
+    functions = choose_rewards(["accuracy", "format"]).functions
     rewards = [
         call_as_trl(function, as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
         for function in functions
@@ -185,18 +201,28 @@ def test_several_rewards_grade_and_log_a_batch_once(monkeypatch: pytest.MonkeyPa
     ]
 
 
+def test_verdicts_are_logged_also_where_another_reward_stands_first() -> None:
+    log = RewardLog()
+    for function in choose_rewards(["think_format", "accuracy", "format"]).functions:
+        call_as_trl(function, as_messages(FIVE_RESPONSES), answer=["5"] * 5, log=log)
+    assert log.columns["verdict"] == ["correct", "wrong", *["unparseable"] * 3]
+    assert log.metrics["grading/correct"] == 0.2
+
+
 def test_an_empty_list_of_rewards_is_refused() -> None:
-    with pytest.raises(UserError, match="names no reward preset"):
-        reward_functions([])
+    with pytest.raises(UserError, match="names no reward"):
+        choose_rewards([])
 
 
 def test_empty_completions_and_empty_batches_get_their_rewards() -> None:
     log = RewardLog()
     assert (
-        call_as_trl(reward_function("adora"), [[], "", as_messages([""])[0]], answer=["5"] * 3)
+        call_as_trl(
+            reward_function("boxed_accuracy"), [[], "", as_messages([""])[0]], answer=["5"] * 3
+        )
         == [0.0] * 3
     )
-    assert call_as_trl(reward_function("adora"), [], answer=[], log=log) == []
+    assert call_as_trl(reward_function("boxed_accuracy"), [], answer=[], log=log) == []
     assert log.metrics == {}
 
 
@@ -215,7 +241,7 @@ def test_a_reference_that_cannot_be_graded_against_is_an_error_not_a_silent_zero
 ) -> None:
     for columns, message in COLUMNS_AND_ERRORS:
         with subtests.test(message), pytest.raises(UserError, match=message):
-            call_as_trl(reward_function("adora"), [r"\boxed{5}", r"\boxed{5}"], **columns)
+            call_as_trl(reward_function("boxed_accuracy"), [r"\boxed{5}", r"\boxed{5}"], **columns)
 
 
 BOXED_FIVE = "\\boxed{5}"
@@ -240,7 +266,7 @@ THINKING_FORMS = [  # the text, right as `think`, right as `think_answer`
 
 
 def test_only_the_whole_form_of_thinking_is_rewarded() -> None:
-    functions = reward_functions(["think_format", "think_answer_format"])
+    functions = choose_rewards(["think_format", "think_answer_format"]).functions
     assert [function.__name__ for function in functions] == [
         "think_format_reward",
         "think_answer_format_reward",

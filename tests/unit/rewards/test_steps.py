@@ -74,18 +74,18 @@ def call_reward(
 def test_a_response_earns_the_share_of_what_is_true(
     stored_figure: str, text: str, share: float
 ) -> None:
-    assert call_reward(StepsReward({}), [text], [stored_figure]) == [pytest.approx(share)]
+    assert call_reward(StepsReward(), [text], [stored_figure]) == [pytest.approx(share)]
 
 
 def test_a_row_without_a_figure_has_no_reward(stored_figure: str) -> None:
-    assert call_reward(StepsReward({}), [TRUE_WORKING, TRUE_WORKING], [None, stored_figure]) == [
+    assert call_reward(StepsReward(), [TRUE_WORKING, TRUE_WORKING], [None, stored_figure]) == [
         None,
         1.0,
     ]
 
 
 def test_with_gate_a_wrong_answer_earns_nothing(stored_figure: str) -> None:
-    reward = StepsReward({"gate": True})
+    reward = StepsReward(gate=True)
     wrong = TRUE_WORKING.replace("60", "61")
     rewards = call_reward(
         reward,
@@ -99,8 +99,8 @@ def test_with_gate_a_wrong_answer_earns_nothing(stored_figure: str) -> None:
 def test_the_reward_depends_on_response_and_row_alone(stored_figure: str) -> None:
     """A resumed run needs nothing of it: no order, no batch and no earlier call changes a score."""
     texts = [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, "AD = 5.", "BD = 11. AD = 5.", ""]
-    one_by_one = [call_reward(StepsReward({}), [text], [stored_figure])[0] for text in texts]
-    reward = StepsReward({})
+    one_by_one = [call_reward(StepsReward(), [text], [stored_figure])[0] for text in texts]
+    reward = StepsReward()
     for seed in range(5):
         order = list(range(len(texts)))
         random.Random(seed).shuffle(order)
@@ -114,7 +114,7 @@ def test_it_logs_shares_and_shows_the_claims(stored_figure: str) -> None:
     logged: dict[str, float] = {}
     columns: dict[str, list[Any]] = {}
     call_reward(
-        StepsReward({}),
+        StepsReward(),
         [TRUE_WORKING, FALSE_WORKING, BARE_ANSWER, TRUE_WORKING],
         [stored_figure, stored_figure, stored_figure, None],
         answer=["60"] * 4,
@@ -162,7 +162,7 @@ def test_a_figure_that_its_values_settle_counts_as_none() -> None:
     facts = "triangle ABC\nAB = 8, angle A = 37, angle B = 54\nfind BC"
     result = solve_form(read_form_from_text(facts))
     assert result.figure is not None
-    assert call_reward(StepsReward({}), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
+    assert call_reward(StepsReward(), ["∠C = 89"], [figure_as_json(result.figure)]) == [None]
 
 
 @pytest.mark.parametrize("padding", ["", "We look at the figure. " * 50, "AB = 13. " * 50])
@@ -185,19 +185,40 @@ def test_the_reward_is_a_share_and_saying_it_again_earns_nothing(
     assert check_claims(f"{text}. {text}", stored_figure).share == work.share
 
 
+def test_the_gate_pays_no_box_of_a_draft(stored_figure: str) -> None:
+    """The template has opened the block of thinking, and the response is cut off inside."""
+    draft = rf"{TRUE_WORKING} \boxed{{60}}? Let me check."
+    figure = [stored_figure]
+    metrics: dict[str, float] = {}
+    rewards = call_reward(
+        StepsReward(gate=True),
+        [draft],
+        figure,
+        answer=["60"],
+        thinking_opened=[True],
+        log_metric=metrics.__setitem__,
+    )
+    assert rewards == [0.0]
+    assert "steps/lucky" not in metrics, "no answer is right"
+    closed = rf"{draft}</think> \boxed{{60}}"
+    assert call_reward(
+        StepsReward(gate=True), [closed], figure, answer=["60"], thinking_opened=[True]
+    ) == [1.0]
+
+
 def test_mistakes_are_refused_with_a_remedy(stored_figure: str) -> None:
     with pytest.raises(UserError, match="needs the column 'figure'"):
-        StepsReward({})(["AB = 13"], answer=["60"])
+        StepsReward()(["AB = 13"], answer=["60"])
     with pytest.raises(UserError, match="is no solved figure"):
         check_claims(TRUE_WORKING, '{"at": {}}')
     with pytest.raises(UserError, match="does not fulfil its facts"):
         check_claims(TRUE_WORKING, stored_figure.replace("13", "14"))
     with pytest.raises(UserError, match="no column 'answer'"):
-        call_reward(StepsReward({"gate": True}), [TRUE_WORKING], [stored_figure])
+        call_reward(StepsReward(gate=True), [TRUE_WORKING], [stored_figure])
     with pytest.raises(UserError, match=r"adora_reward.steps: unknown option 'gates'"):
         choose_rewards([{"steps": {"gates": True}}])
     with pytest.raises(UserError, match="is not true or false"):
-        choose_rewards([{"steps": {"gate": 1}}])
+        choose_rewards([{"steps": {"gate": 2}}])
 
 
 def test_a_run_knows_its_range_and_its_column() -> None:

@@ -7,8 +7,7 @@ from typing import Any, cast
 import pytest
 
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
-from adora_vl.rewards import explain, grade, reward_functions
-from adora_vl.rewards.choose import choose_rewards
+from adora_vl.rewards import choose_rewards, explain, grade
 from adora_vl.rewards.judge import read_score
 from adora_vl.rewards.knights import knights_verdict
 from adora_vl.rewards.thinking import final_part, is_blank, opens_thinking
@@ -38,7 +37,7 @@ RESPONSES_WITH_ANSWER = [
     (r"<think>a</think><think>b</think>\boxed{35}", False),
     (r"So \boxed{35}", False),
 ]
-PRESET_NAMES = ["adora", "easyr1", "accuracy", "format"]
+PRESET_NAMES = ["boxed_accuracy", "easyr1", "accuracy", "format"]
 
 
 @pytest.mark.parametrize(("response", "thinking_opened"), RESPONSES_WITHOUT_ANSWER)
@@ -46,7 +45,7 @@ def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
     for answer_tags in (False, True):
         graded = grade(response, "35", answer_tags=answer_tags, thinking_opened=thinking_opened)
         assert graded.verdict != "correct"
-    for function in reward_functions(PRESET_NAMES):
+    for function in choose_rewards(PRESET_NAMES).functions:
         for text in (response, [{"role": "assistant", "content": response}]):
             rewards = function(completions=[text], answer=["35"], thinking_opened=[thinking_opened])
             assert rewards == [0.0]
@@ -54,7 +53,7 @@ def test_a_draft_earns_nothing(response: str, thinking_opened: bool) -> None:
 
 @pytest.mark.parametrize(("response", "thinking_opened"), RESPONSES_WITH_ANSWER)
 def test_the_answer_behind_the_thinking_is_paid(response: str, thinking_opened: bool) -> None:
-    for function in reward_functions(PRESET_NAMES):
+    for function in choose_rewards(PRESET_NAMES).functions:
         rewards = function(completions=[response], answer=["35"], thinking_opened=[thinking_opened])
         assert rewards == [1.0]
 
@@ -68,7 +67,7 @@ def test_the_final_part_of_a_final_part_is_itself() -> None:
 
 def test_reasoning_that_the_tokenizer_has_parsed_out_is_no_answer_and_counts_as_thinking() -> None:
     message = {"role": "assistant", "reasoning_content": r"\boxed{12}", "content": r"\boxed{35}"}
-    accuracy, thought = reward_functions(["accuracy", "think_format"])
+    accuracy, thought = choose_rewards(["accuracy", "think_format"]).functions
     columns: dict[str, Any] = {"completions": [[message]], "answer": ["35"]}
     assert accuracy(**columns) == thought(**columns) == [1.0]
     assert accuracy(**{**columns, "answer": ["12"]}) == [0.0]
@@ -93,7 +92,7 @@ THINKING_FORMS = [  # a response, whether its prompt ended in `<think>`, think_f
 def test_the_form_of_thinking_is_that_of_prompt_and_response(
     response: str, thinking_opened: bool, think: float, think_answer: float
 ) -> None:
-    functions = reward_functions(["think_format", "think_answer_format"])
+    functions = choose_rewards(["think_format", "think_answer_format"]).functions
     rewards = [
         function(completions=[response], thinking_opened=[thinking_opened])
         for function in functions
@@ -105,7 +104,7 @@ def test_the_form_of_thinking_is_that_of_prompt_and_response(
     "response", [r"\boxed{}", r"\boxed{ \text{} }", "\\boxed{\u200b}", "<answer></answer>"]
 )
 def test_an_empty_box_is_no_box(response: str) -> None:
-    for function in reward_functions(PRESET_NAMES, answer_tags=True):
+    for function in choose_rewards(PRESET_NAMES, answer_tags=True).functions:
         assert function(completions=[response], answer=["35"]) == [0.0]
 
 
@@ -120,7 +119,7 @@ def test_puzzles_are_read_behind_the_thinking() -> None:
     gold = "Ada is a knight"
     assert knights_verdict(rf"<think>\boxed{{{gold}}}</think> Hm.", gold)[0] == "unparseable"
     assert knights_verdict(rf"<think>so</think>\boxed{{{gold}}}", gold)[0] == "correct"
-    (form,) = reward_functions(["knights_logic_rl"])
+    (form,) = choose_rewards(["knights_logic_rl"]).functions
     opened = f"so</think><answer>{gold}</answer>"
     assert form(completions=[opened], answer=[gold], thinking_opened=[True]) == [3.0]
     assert form(completions=[opened], answer=[gold]) == [-3.0]
@@ -215,5 +214,5 @@ def test_an_explanation_says_that_thinking_was_set_aside(capsys) -> None:
     printed = capsys.readouterr().out
     assert "thinking   13 characters set aside" in printed
     assert "(no complete box)" in printed
-    assert "adora 0," in printed
+    assert "boxed_accuracy 0," in printed
     assert "reward     accuracy 0" in printed

@@ -74,8 +74,7 @@ def test_an_engine_is_woken_before_it_ends_and_leaves_nothing_behind(sleeps):
 
 def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
     config: Any = SimpleNamespace(
-        use_vllm=True,
-        vllm_mode="colocate",
+        has_colocated_engine=True,
         use_cpu=False,
         vllm_gpu_memory_utilization=0.65,
         device=torch.device("cuda", 0),
@@ -88,8 +87,7 @@ def test_a_card_that_is_taken_is_named_before_weights_are_loaded(monkeypatch):
     with pytest.raises(UserError, match=r"0.65 is 52 of 80 GiB, and 40 GiB of this card are free"):
         refuse_taken_card(config)
     for key, value in (
-        ("use_vllm", False),
-        ("vllm_mode", "server"),
+        ("has_colocated_engine", False),
         ("use_cpu", True),
     ):
         other_config: Any = SimpleNamespace(**{**vars(config), key: value})

@@ -3,7 +3,7 @@
 No CPU engine can sleep, so vLLM's own calls are counted in its place.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,7 +24,8 @@ from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import VLLMSampler
 from adora_vl.rollout.weight_sync import runner_version, zero_discarded_buffers
-from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.generation_logps import GenerationLogps
+from adora_vl.training.generation_sampler import GenerationSampler
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.utils.launch import prepare_engine_environment
 from tests.support.step_context import step_context
@@ -94,25 +95,30 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return engine
 
 
-def trainer(engine: Any, **changed: Any) -> Any:
-    """What decides whether the engine stays awake, with dynamic sampling; `changed` in `facts`."""
+def sampling_generation(engine: Any, **changed: Any) -> AbstractContextManager[None]:
+    """The context in which a generation with dynamic sampling is sampled; `changed` in `facts`."""
     facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
     facts |= changed
     context = step_context(
         adora_rollouts=RolloutOptions(refill=facts["tries"]),
         adora_stock_step=["skip_old_pass"] if facts["old_pass"] else False,
         steps_per_generation=2,
+        beta=facts["beta"],
     )
-    found: Any = object.__new__(AdoraGRPOTrainer)
-    found.__dict__.update(beta=facts["beta"], sampler=SimpleNamespace(awake=engine.staying_awake))
-    found.model = nn.Linear(1, 1)
-    found.args = context.config
-    found.old_logps = OldLogps(context, has_dropout=False)
-    return found
+    logps: Any = object.__new__(GenerationLogps)
+    logps.__dict__.update(context=context, old_logps=OldLogps(context, has_dropout=False))
+    generation_sampler: Any = object.__new__(GenerationSampler)
+    generation_sampler.config = context.config
+    sampler = SimpleNamespace(awake=engine.staying_awake)
+    generation_sampler.group_sampler = SimpleNamespace(sampler=sampler)
+    awake: AbstractContextManager[None] = generation_sampler.keeping_engine_awake(
+        logps.makes_passes
+    )
+    return awake
 
 
 def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
-    with trainer(engine)._keeping_engine_awake():
+    with sampling_generation(engine):
         for _ in range(3):
             engine.sample(ASKS)
     assert engine.did.count("sync") == 1
@@ -142,7 +148,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
     engine.settings = EngineSettings()
     engine._init_vllm()
     clock.enter_phase("policy")
-    with trainer(engine, tries=batches)._keeping_engine_awake():
+    with sampling_generation(engine, tries=batches):
         for _ in range(batches or 2):
             with clock.phase("rollout"):
                 engine.sample(ASKS)
@@ -155,7 +161,7 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
-    with pytest.raises(RuntimeError), trainer(engine)._keeping_engine_awake():
+    with pytest.raises(RuntimeError), sampling_generation(engine):
         engine.sample(ASKS)
         raise RuntimeError
     assert engine.did[-1] == "sleep"
@@ -167,7 +173,7 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
     for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}):
         with subtests.test(str(changed)):
             engine.did.clear()
-            with trainer(engine, **changed)._keeping_engine_awake():
+            with sampling_generation(engine, **changed):
                 for _ in range(2):
                     engine.sample(ASKS)
             assert engine.did.count("sync") == 2
@@ -188,7 +194,7 @@ def test_the_weights_of_a_step_are_synced_once(engine):
 
 def test_without_sleep_mode_nothing_sleeps(engine):
     engine.enable_sleep_mode = engine._llm_weights_sleeping = False
-    with trainer(engine)._keeping_engine_awake():
+    with sampling_generation(engine):
         engine.sample(ASKS)
     assert engine.did == ["generate"]
 

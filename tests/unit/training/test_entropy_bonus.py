@@ -72,7 +72,7 @@ def gradient_of_step(
     if trl_divides:
         micro_batches = divide_like_trl(batch, keys["per_device_train_batch_size"])
     else:
-        micro_batches = trainer.micro_batcher.split(batch, "0/0")
+        micro_batches = trainer.parts.micro_batcher.split(batch, "0/0")
     for number, micro in enumerate(micro_batches, 1):
         trainer.accelerator.sync_gradients = number == len(micro_batches)
         if micro:

@@ -119,9 +119,9 @@ def learn_from_generation(
     batch = make_generation()
     if not trainer.use_vllm:
         del batch["sampling_per_token_logps"]
-    trainer._add_logps(batch, "train")
-    micro_batches = trainer.micro_batcher.split(batch, "0/0")
-    trainer._add_old_logps(micro_batches)
+    trainer.parts.generation_logps.add_to_generation(batch, "train")
+    micro_batches = trainer.parts.micro_batcher.split(batch, "0/0")
+    trainer.parts.generation_logps.add_to_later_updates(micro_batches)
     layout = trainer.layout
     for micro_step in range(layout.micro_batches_per_generation):
         trainer._step = micro_step
@@ -147,7 +147,7 @@ def learn_from_generation(
 def rollouts_of_second_update(**keys: object) -> list[int]:
     """Return the numbers of the rollouts that the second optimizer step learns from."""
     trainer = table_trainer(logits_table(), **keys)
-    micro_batches = trainer.micro_batcher.split(make_generation(), "0/0")
+    micro_batches = trainer.parts.micro_batcher.split(make_generation(), "0/0")
     later = micro_batches[trainer.layout.micro_batches_before_update :]
     return [row for micro in later for row in micro["rollout_number"].tolist()]
 
@@ -248,12 +248,12 @@ def test_where_no_group_of_an_update_has_signal_no_pass_is_made():
     )
     batch = make_generation()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
-    micro_batches = trainer.micro_batcher.split(batch, "0/0")
-    trainer._add_old_logps(micro_batches)
-    assert trainer.recorder.measured_rows == []
+    micro_batches = trainer.parts.micro_batcher.split(batch, "0/0")
+    trainer.parts.generation_logps.add_to_later_updates(micro_batches)
+    assert trainer.parts.recorder.measured_rows == []
     for micro in micro_batches[2:]:
         assert micro["old_per_token_logps"].isnan().all()
-        assert not trainer.importance_ratio.is_due(micro)
+        assert not trainer.parts.generation_logps.importance_ratio.is_due(micro)
 
 
 def test_a_rank_without_signal_makes_the_pass_of_the_others():
@@ -268,7 +268,7 @@ def test_a_rank_without_signal_makes_the_pass_of_the_others():
     old_logps = OldLogps(context, has_dropout=False)
     micro_batches = table_trainer(
         logits_table(), **TWO_UPDATE_KEYS, **REFERENCE_KEYS
-    ).micro_batcher.split(make_generation(), "0/0")
+    ).parts.micro_batcher.split(make_generation(), "0/0")
     for micro in micro_batches:
         micro["advantages"] = torch.zeros_like(micro["advantages"])
     passes = old_logps.passes_due(micro_batches)
@@ -291,17 +291,17 @@ def test_every_rollout_that_is_learned_from_is_compared_with_the_engine_once():
     with_signal = [row for row in range(ROWS) if row // GROUP_SIZE not in GROUPS_WITHOUT_SIGNAL]
     for keys in (TWO_UPDATE_KEYS, TWO_ITERATION_KEYS):
         updates = learn_from_generation(loss_type="grpo", **keys, **ENGINE_KEYS)
-        assert sorted(updates.trainer.recorder.measured_rows) == with_signal
+        assert sorted(updates.trainer.parts.recorder.measured_rows) == with_signal
 
 
 def test_an_engine_that_drifts_ends_the_run_before_the_first_update():
     """The rollouts of the second update are compared before the first one, too."""
     keys = {**TWO_UPDATE_KEYS, **ENGINE_KEYS, "adora_max_drift": 0.01}
     trainer = table_trainer(logits_table(), **keys)
-    trainer.drift_guard.save_now = lambda: "none"
-    micro_batches = trainer.micro_batcher.split(make_generation(), "0/0")
+    trainer.parts.generation_logps.drift_guard.save_now = lambda: "none"
+    micro_batches = trainer.parts.micro_batcher.split(make_generation(), "0/0")
     with pytest.raises(RolloutError, match="adora_max_drift is 0.01"):
-        trainer._add_old_logps(micro_batches)
+        trainer.parts.generation_logps.add_to_later_updates(micro_batches)
 
 
 def test_with_dropout_every_micro_batch_that_is_compared_gets_a_pass_without(subtests):
@@ -369,7 +369,8 @@ def test_the_engines_log_probabilities_may_be_the_old_ones():
     assert first_ratio > 1.2, "the engine's difference is in the ratio of the first update too"
     # The drift is that of the first update's rollouts, whose weights have sampled them.
     assert (
-        len(trainer.recorder.measured_rows) == (ROWS - len(GROUPS_WITHOUT_SIGNAL) * GROUP_SIZE) // 2
+        len(trainer.parts.recorder.measured_rows)
+        == (ROWS - len(GROUPS_WITHOUT_SIGNAL) * GROUP_SIZE) // 2
     )
     assert all(0.1 < drift < 0.5 for drift in trainer.figures["adora/drift"])
 

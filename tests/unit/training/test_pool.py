@@ -47,6 +47,7 @@ from adora_vl.training.generation_sampler import GenerationSampler, LateDriftChe
 from adora_vl.training.group_sampler import GroupSampler, PromptReader
 from adora_vl.training.pool import Pool
 from adora_vl.training.pool_state import PoolState
+from adora_vl.training.refill import Refill
 from adora_vl.training.rollout_facts import RolloutFacts
 from adora_vl.training.schedule import (
     automatic_budget,
@@ -328,15 +329,23 @@ def staged_trainer(run: Any, context: StepContext, scorer: StandInScorer) -> Any
     trainer.state = run.state
     trainer.args = context.config
     trainer.accelerator = context.accelerator
-    trainer.context = context
-    trainer.layout = run.pool.layout
     trainer.num_generations = GROUP_SIZE
-    trainer.pool = run.pool
-    trainer.generation_sampler = run.generation_sampler
     trainer.prefetch = SimpleNamespace(start=lambda: None, finish=lambda: None)
-    trainer.unfinished_generation = SimpleNamespace(note_step_begin=lambda *_: None)
-    trainer.advantage_computer = scorer
-    trainer.log_figure = run.log.__setitem__
+    checkpoint_state = SimpleNamespace(
+        unfinished_generation=SimpleNamespace(note_step_begin=lambda *_: None)
+    )
+    trainer.parts = SimpleNamespace(
+        context=context,
+        pool=run.pool,
+        generation_sampler=run.generation_sampler,
+        checkpoint_state=checkpoint_state,
+        refill=Refill(
+            context=context,
+            pool=run.pool,
+            generation_sampler=run.generation_sampler,
+            advantage_computer=scorer,  # type: ignore[arg-type]
+        ),
+    )
     trainer._facts = dict
     trainer._logs = {}
     trainer._step = 0

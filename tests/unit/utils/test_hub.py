@@ -244,7 +244,7 @@ def test_a_run_loads_a_model_that_is_here_while_the_hub_does_not_work(
         trainer = build_trainer(run)
         assert trainer.model.config._name_or_path == cached_model
         assert os.environ["HF_HUB_OFFLINE"] == "1"
-        build_engine(AnswerEngineSettings(cached_model, "transformers"))
+        build_engine(AnswerEngineSettings(model=cached_model, engine="transformers"))
         assert len(connections) <= 1
 
 

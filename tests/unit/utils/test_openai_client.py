@@ -783,16 +783,19 @@ def test_a_judge_that_is_not_there_is_asked_for_not_its_key(tmp_path, serve):
 
 JUDGE_OPTIONS = {"base_url": "http://x/v1", "model": "j"}
 WRONG_OPTIONS_AND_MESSAGE: list[tuple[Any, str]] = [
-    (None, "judge: no base_url"),
-    ({"base_url": "http://x/v1"}, "judge: no model"),
+    (None, "^adora_reward.judge: {} lacks base_url, model$"),
+    ({"base_url": "http://x/v1"}, "^adora_reward.judge: .* lacks model$"),
     ({**JUDGE_OPTIONS, "base_url": "x"}, "is no http address"),
-    ({**JUDGE_OPTIONS, "modle": 1}, "unknown option 'modle'; did you mean 'model'"),
+    (
+        {**JUDGE_OPTIONS, "modle": 1},
+        "unknown option 'modle', it has base_url, .*; did you mean 'model'",
+    ),
     ({**JUDGE_OPTIONS, "budget": 1.5}, "budget: 1.5 is not a whole number"),
     ({**JUDGE_OPTIONS, "attempts": 0}, "attempts: 0 is not a whole number of at"),
     ({**JUDGE_OPTIONS, "timeout": "a"}, "timeout: 'a' is not a number"),
-    ({**JUDGE_OPTIONS, "timeout": math.inf}, "timeout: inf is not a number"),
+    ({**JUDGE_OPTIONS, "timeout": math.inf}, "timeout: inf is not a finite number"),
     ({**JUDGE_OPTIONS, "budget": math.inf}, "budget: inf is not a whole number"),
-    ({**JUDGE_OPTIONS, "budget": "nan"}, "budget: 'nan' is not a whole number"),
+    ({**JUDGE_OPTIONS, "budget": "nan"}, "budget: nan is not a whole number"),
     ({**JUDGE_OPTIONS, "attempts": True}, "attempts: True is not a whole number"),
 ]
 

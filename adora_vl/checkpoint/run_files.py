@@ -1,0 +1,377 @@
+"""Which files in a run's folder a run wrote, and which are the user's.
+
+Those of a run alone may be deleted with `--overwrite_output_dir`. How they are recognised:
+
+- A checkpoint-N folder by its manifest, which names its files.
+- The record (metrics.jsonl, manifest.json, stopped.json, rollouts/, completions/) by its content.
+- A final model by `written.json`, which has a hash of each file. While a model is being saved,
+  `written.json` has the names of the files that are not the run's instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pyarrow.parquet as pq
+
+from adora_vl.checkpoint.store import (
+    CHECKPOINT_NAME_PATTERN,
+    COMPLETE_FILE,
+    MANIFEST_FILE,
+    STAGING_FOLDER,
+    checkpoints,
+    hash_and_size_by_name,
+    manifest_of,
+    step_of,
+)
+from adora_vl.utils.errors import UserError
+from adora_vl.utils.files import (
+    is_partial,
+    naming_write_errors,
+    read_object,
+    replace_file,
+)
+
+WRITTEN_FILES_NOTE = "written.json"
+SET_ASIDE_FOLDER = ".replaced"  # the hidden folder in output_dir that an old run is moved into
+MADE_BY = {"made_by": "adora_vl.train"}  # in manifest.json and written.json of a run
+_STOPPED_KEYS = {"exit_code", "step", "checkpoint"}  # the keys of stopped.json
+_MODEL_NAME_PATTERNS = (
+    "merged",
+    "ref",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "adapter_*",
+    "config.json",
+    "generation_config.json",
+    "README.md",
+    "*processor_config.json",
+    "tokenizer*",
+    "chat_template*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "training_args.bin",
+    "trainer_state.json",
+)
+_RECORD_NAMES = ("metrics.jsonl", "manifest.json", "stopped.json", "rollouts", "completions")
+_MAX_SHOWN_NAMES = 5
+
+
+def run_entries(folder: Path) -> list[Path]:
+    """Return the files and folders in a run's folder that have names which runs use.
+
+    Checkpoints come first, by their steps. Anything else in the folder is the user's, and stays.
+    """
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    checkpoint_folders = [path for path in entries if CHECKPOINT_NAME_PATTERN.fullmatch(path.name)]
+    paths = sorted(checkpoint_folders, key=step_of)
+    for pattern in (*_MODEL_NAME_PATTERNS, *_RECORD_NAMES, WRITTEN_FILES_NOTE):
+        paths += [path for path in entries if fnmatchcase(path.name, pattern)]
+    # A name may fit several patterns.
+    return list(dict.fromkeys(paths))
+
+
+def model_entries(folder: Path) -> list[Path]:
+    """Return the files and folders of a final model in a run's folder, and `written.json`."""
+    patterns = (*_MODEL_NAME_PATTERNS, WRITTEN_FILES_NOTE)
+    paths: list[Path] = []
+    for path in run_entries(folder):
+        if any(fnmatchcase(path.name, pattern) for pattern in patterns):
+            paths.append(path)
+    return paths
+
+
+def list_users_files(folder: Path, entries: Iterable[Path] | None = None) -> list[str]:
+    """Return the files in a run's folder that no run is known to have written.
+
+    These are the user's, and must not be deleted. Links are among them, because a run makes none.
+    A folder `checkpoint-N` without a checkpoint's manifest counts as one file.
+
+    Args:
+        folder: The run's folder.
+        entries: The files and folders in it to look through. By default all that have names which
+            runs use.
+
+    Returns the names relative to the folder. Raises `OSError` if a folder cannot be listed.
+    """
+    notes = _read_notes(folder)
+    users_files: list[Path] = []
+    if entries is None:
+        entries = run_entries(folder)
+    for entry in entries:
+        if CHECKPOINT_NAME_PATTERN.fullmatch(entry.name):
+            users_files += _users_files_of_checkpoint(entry)
+            continue
+        for file in _files_below(entry):
+            name = file.relative_to(folder).as_posix()
+            if not _is_written_by_run(file, name, notes):
+                users_files.append(file)
+    return [path.relative_to(folder).as_posix() for path in users_files]
+
+
+def first_names_in_words(names: Sequence[str]) -> str:
+    """Return the first few names as text for an error, and how many more there are."""
+    text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
+    further_count = len(names) - _MAX_SHOWN_NAMES
+    return f"{text} and {further_count} more" if further_count > 0 else text
+
+
+@contextmanager
+def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
+    """Record in `written.json` which files the `with` block saves of a model into `output_dir`.
+
+    With it a later run can tell the files of the model from the user's own. If the process is
+    killed inside of the block, every file that was not there before counts as the run's, so that
+    the run can be resumed.
+
+    `writes`: whether this process saves the model; if not, nothing happens. Raises `OSError`.
+    """
+    if not writes:
+        yield
+        return
+    versions_before = _model_file_versions(output_dir)
+    recorded_files = _read_notes(output_dir).get("files", {})
+    unknown_names = [name for name in versions_before if name not in recorded_files]
+    _write_notes(output_dir, others=unknown_names)
+    try:
+        yield
+    finally:
+        versions_after = _model_file_versions(output_dir)
+        saved_files = [
+            output_dir / name
+            for name, version in versions_after.items()
+            if versions_before.get(name) != version
+        ]
+        # Files of an earlier save, which this one has left as they were.
+        older_files = {
+            name: entry for name, entry in recorded_files.items() if name in versions_after
+        }
+        _write_notes(
+            output_dir, files={**older_files, **hash_and_size_by_name(output_dir, saved_files)}
+        )
+
+
+def _write_notes(output_dir: Path, **notes: Any) -> None:
+    """Write `written.json`, the notes on which files of a final model are the run's.
+
+    `notes`: either `files`, a hash of each file of the run, or `others`, the names of files that
+    are not the run's.
+    """
+    content = json.dumps({**MADE_BY, **notes}, indent=2, sort_keys=True)
+    replace_file(output_dir / WRITTEN_FILES_NOTE, content + "\n")
+
+
+class _FileVersion(NamedTuple):
+    """What changes when a file is written: its inode, the time of its last change, its size."""
+
+    inode: int
+    changed_ns: int
+    size: int
+
+
+def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:
+    """Return the version of each file of a final model, by its name in the run's folder.
+
+    By comparing versions one can tell which files were written in between.
+    """
+    versions: dict[str, _FileVersion] = {}
+    for entry in model_entries(output_dir):
+        if entry.name == WRITTEN_FILES_NOTE:
+            continue
+        for path in _files_below(entry):
+            if path.is_symlink():
+                continue
+            stat = path.lstat()
+            name = path.relative_to(output_dir).as_posix()
+            versions[name] = _FileVersion(
+                inode=stat.st_ino, changed_ns=stat.st_mtime_ns, size=stat.st_size
+            )
+    return versions
+
+
+def _files_below(path: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its subfolders; for a file, the file itself.
+
+    A link counts as a file, and is not followed.
+    """
+    if path.is_symlink() or not path.is_dir():
+        yield path
+        return
+    for entry in sorted(path.iterdir()):
+        yield from _files_below(entry)
+
+
+def _users_files_of_checkpoint(checkpoint: Path) -> list[Path]:
+    """Return the files in a `checkpoint-N` folder that are not named by a checkpoint's manifest.
+
+    If it has no such manifest, the folder itself is returned, unless it is empty. Whether the
+    checkpoint is complete does not matter: a damaged one is a run's too.
+    """
+    files = list(_files_below(checkpoint))
+    run_files: set[Path] = set()
+    try:
+        facts = manifest_of(checkpoint)
+        if "step" in facts:
+            run_files = {
+                checkpoint / name for name in (*facts["files"], MANIFEST_FILE, COMPLETE_FILE)
+            }
+    except (OSError, ValueError, KeyError, TypeError):
+        # There is no manifest, or it is not a checkpoint's.
+        pass
+    if checkpoint.is_symlink() or not run_files:
+        return [checkpoint] if files else []
+    return [path for path in files if path.is_symlink() or path not in run_files]
+
+
+def _is_written_by_run(path: Path, name: str, notes: Mapping[str, Any]) -> bool:
+    """Return whether a run wrote a file, and nobody has changed it since.
+
+    Args:
+        path: The file.
+        name: Its name relative to the run's folder.
+        notes: The content of `written.json`: a hash of each file that a run has saved (`files`),
+            or the names of files that are not the run's (`others`).
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    top_name, _, name_inside = name.partition("/")
+    try:
+        if top_name in _RECORD_NAMES:
+            return _is_record_file(path, top_name, name_inside)
+        if name == WRITTEN_FILES_NOTE:
+            # The notes are empty if no run wrote this file.
+            return bool(notes)
+        if "others" in notes:
+            # The run was killed while it saved the model.
+            return name not in notes["others"]
+        entry = notes["files"].get(name)
+        if entry is None or entry["bytes"] != path.stat().st_size:
+            return False
+        # Hashed last, only where the size is the same: a model is large.
+        return bool(hash_and_size_by_name(path.parent, [path])[path.name] == entry)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError):
+        # The file cannot be read, or the notes are not as a run writes them.
+        return False
+
+
+def _read_notes(folder: Path) -> dict[str, Any]:
+    """Return the content of `written.json`; empty if a run did not write it."""
+    notes = read_object(folder / WRITTEN_FILES_NOTE)
+    return notes if notes.items() >= MADE_BY.items() else {}
+
+
+def read_run_manifest(folder: Path) -> dict[str, Any]:
+    """Return the `manifest.json` that a run wrote into its folder when it began; empty without one."""
+    manifest = read_object(folder / MANIFEST_FILE)
+    return manifest if manifest.items() >= MADE_BY.items() else {}
+
+
+def _is_record_file(path: Path, top_name: str, name_inside: str) -> bool:
+    """Return whether a file with the name of a run's record has the content that a run writes.
+
+    Args:
+        path: The file.
+        top_name: One of `_RECORD_NAMES`: the file's name, or that of the folder that it is in.
+        name_inside: The file's name in this folder; empty without a folder.
+    """
+    if top_name == "rollouts":
+        return _is_rollout_file(path, name_inside)
+    if top_name == "completions":
+        if not re.fullmatch(r"completions_\d{5,}\.parquet", name_inside):
+            return False
+        columns_of_trl = {"step", "prompt", "completion", "advantage"}
+        return columns_of_trl <= set(pq.read_schema(path).names)
+    if name_inside:
+        # The other names of the record are files, and here one is a folder.
+        return False
+    if top_name == "metrics.jsonl":
+        # Nothing stands behind the last line break, unless a crash has cut off a line.
+        *lines, last_part = path.read_bytes().split(b"\n")
+        all_are_metrics = all(json.loads(line).keys() >= {"step", "kind", "time"} for line in lines)
+        return all_are_metrics and (bool(lines) or not last_part)
+    if top_name == "manifest.json":
+        return bool(read_run_manifest(path.parent))
+    # stopped.json
+    return read_object(path).keys() == _STOPPED_KEYS
+
+
+def _is_rollout_file(path: Path, name: str) -> bool:
+    """Return whether a file in `rollouts/` is a run's: a table of rollouts, or an image of one.
+
+    `name`: its name relative to `rollouts/`.
+    """
+    if re.fullmatch(r"rollouts-\d+-\d+\.parquet", name):
+        # A run writes its settings into the metadata of the table.
+        return b"adora_vl" in (pq.read_schema(path).metadata or {})
+    # An image is named by its hash.
+    is_image = re.fullmatch(r"_images/[0-9a-f]{16}\.png", name) is not None
+    return is_partial(path) or is_image
+
+
+def holds_a_run(output_dir: Path) -> bool:
+    """Return whether the folder has a checkpoint or a model that a new run would replace."""
+    return bool(checkpoints(output_dir)) or (output_dir / "trainer_state.json").is_file()
+
+
+def run_has_begun(output_dir: Path) -> bool:
+    """Return whether a training command has begun here, even if it came to no checkpoint.
+
+    It has if the folder has a run's `manifest.json`, or a checkpoint that is marked as complete.
+    """
+    return bool(read_run_manifest(output_dir)) or has_complete_checkpoint(output_dir)
+
+
+def has_complete_checkpoint(output_dir: Path) -> bool:
+    """Return whether a checkpoint has the file that marks it as complete; no hash is compared."""
+    return any((checkpoint / COMPLETE_FILE).is_file() for checkpoint in checkpoints(output_dir))
+
+
+def refuse_users_files(output_dir: Path, overwrite: bool) -> None:
+    """Raise `UserError` for files of the user's that this run would write over or delete.
+
+    These are files with names which runs use, but that no run is known to have written. A run that
+    resumes writes over the final model alone, so only those files are looked through.
+
+    `overwrite`: whether the run replaces the one in the folder.
+    """
+    with naming_write_errors("output_dir", output_dir):
+        resumes = holds_a_run(output_dir) and run_has_begun(output_dir) and not overwrite
+        if resumes:
+            users_files = list_users_files(output_dir, model_entries(output_dir))
+        else:
+            users_files = list_users_files(output_dir)
+        users_files += _users_hidden_files(output_dir)
+    if users_files:
+        raise UserError(
+            f"output_dir: {str(output_dir)!r} holds {first_names_in_words(users_files)}, which no "
+            "run is "
+            "known to have written and this one would write over or delete; choose another "
+            "output_dir, or move what is yours away"
+        )
+
+
+def _users_hidden_files(output_dir: Path) -> list[str]:
+    """Return the user's own files in the two hidden folders that a run deletes.
+
+    One has an old run that was moved aside, and the other has files that are being written. The
+    latter counts as the user's if no run has begun here.
+    """
+    aside = output_dir / SET_ASIDE_FOLDER
+    staging = output_dir / STAGING_FOLDER
+    if aside.is_symlink():
+        return [SET_ASIDE_FOLDER]
+    entries_aside = sorted(aside.iterdir()) if aside.is_dir() else []
+    users_files = [f"{SET_ASIDE_FOLDER}/{name}" for name in list_users_files(aside, entries_aside)]
+    has_staged_files = staging.is_dir() and any(staging.iterdir())
+    is_folder_of_run = run_has_begun(output_dir) or run_has_begun(aside)
+    if has_staged_files and not is_folder_of_run:
+        users_files.append(STAGING_FOLDER)
+    return users_files

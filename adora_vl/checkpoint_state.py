@@ -1,0 +1,84 @@
+"""What a checkpoint has of a run beside TRL's own state: all that it needs to go on exactly."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.checkpoint.store import manifest_of
+from adora_vl.checkpoint.trl_state import LossSums, MovingReference, RestoreLossSums
+from adora_vl.record import trackers
+from adora_vl.training.pool import Pool
+from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
+from adora_vl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointState:
+    """Writes what TRL does not into a checkpoint, and restores it. Collective."""
+
+    methods: AdvantagePipeline
+    """What the methods of the run remember."""
+    pool: Pool
+    """Groups that are still to be learned from."""
+    unfinished_generation: UnfinishedGeneration
+    """What is left of the present generation."""
+    moving_reference: MovingReference
+    """A reference model that TRL moves."""
+    loss_sums: RestoreLossSums
+    """Restores Transformers' sums of losses when the training begins."""
+    metrics: dict[str, list[float]]
+    """TRL's metrics of the training since the last log, by name."""
+    table: dict[str, Any]
+    """TRL's table of completions."""
+
+    def facts(self, run_facts: dict[str, Any], loss_sums: LossSums | None) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of the run at this moment.
+
+        Args:
+            run_facts: what it says at any time, such as the run's fingerprint.
+            loss_sums: this rank's sums of losses; None before the training begins.
+        """
+        return {
+            **run_facts,
+            **({} if loss_sums is None else loss_sums.facts()),
+            "methods": self.methods.state(),
+            "metrics": {name: list(values) for name, values in self.metrics.items()},
+        }
+
+    def save(
+        self,
+        folder: Path,
+        facts: dict[str, Any],
+        micro_step: int,
+        micro_batches: list[Batch] | None,
+    ) -> dict[str, Any]:
+        """Write this rank's files of a checkpoint, and return the facts for its manifest.
+
+        Args:
+            folder: the folder of the checkpoint.
+            facts: those of the run; with the sums of losses of all ranks they are returned.
+            micro_step: TRL's `_step`, its count of micro-batches, where the optimizer step began.
+            micro_batches: those of the present generation; None without one.
+        """
+        self.moving_reference.save(folder)
+        table = trackers.table_to_json(self.table)
+        self.pool.save(folder)
+        unfinished_facts = self.unfinished_generation.save(
+            folder, micro_step=micro_step, micro_batches=micro_batches, table=table
+        )
+        return {**LossSums.with_all_ranks(facts), **unfinished_facts}
+
+    def restore(self, checkpoint: Path) -> RestoredGeneration | None:
+        """Restore what `save` wrote, and return the generation that is left to learn from, if any."""
+        facts = manifest_of(checkpoint)
+        self.methods.load(facts.get("methods", {}))
+        self.pool.load(checkpoint)
+        self.moving_reference.load(checkpoint)
+        self.loss_sums.load(checkpoint)
+        unfinished = self.unfinished_generation.load(checkpoint)
+        if unfinished is not None:
+            trackers.restore_table(unfinished.table, self.table)
+        for name, values in facts.get("metrics", {}).items():
+            self.metrics[name] = list(values)
+        return unfinished

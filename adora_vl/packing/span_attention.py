@@ -1,0 +1,112 @@
+"""Attention over a packed sequence, with a call for each span.
+
+A span is a prompt with its longest rollout, or one other rollout (`adora_vl.packing.shared_prompt`).
+A span sees itself, and the prompt of its group. Every device can compute attention so. Where a
+kernel takes all spans in one call (`adora_vl.packing.varlen_attention`), that is faster.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import repeat_kv
+
+from adora_vl.packing.shared_prompt import PackedLayout
+
+
+def attend_each_span(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+) -> Tensor:
+    """Compute attention over a packed sequence span by span: (1, H, S, D).
+
+    Args:
+        attend: causal attention of L queries (1, H, L, D) to M keys and values (1, Hk, M, D), M >= L,
+            whose last query sees all keys.
+        query: (1, H, S, D), the queries of the sequence.
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        layout: where prompts and rollouts are in the sequence.
+    """
+    query_spans = iter(torch.split(query, layout.span_lengths, dim=2))
+    key_spans = iter(torch.split(key, layout.span_lengths, dim=2))
+    value_spans = iter(torch.split(value, layout.span_lengths, dim=2))
+    outputs = []
+    for group in layout.groups:
+        # The first span of a group is the prompt with the longest rollout.
+        first_key = next(key_spans)
+        first_value = next(value_spans)
+        outputs.append(attend(next(query_spans), first_key, first_value))
+        prompt_key = first_key[:, :, : group.prompt_length]
+        prompt_value = first_value[:, :, : group.prompt_length]
+        for _ in group.later_rollout_lengths:
+            visible_key = torch.cat([prompt_key, next(key_spans)], dim=2)
+            visible_value = torch.cat([prompt_value, next(value_spans)], dim=2)
+            outputs.append(attend(next(query_spans), visible_key, visible_value))
+    return torch.cat(outputs, dim=2)
+
+
+def attend_by_sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Compute attention over a packed sequence by PyTorch's SDPA, span by span: (1, S, H, D).
+
+    Args:
+        query: (1, H, S, D).
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        layout: where prompts and rollouts are in the sequence.
+        scaling: factor of the scores.
+        dropout: share of the attention weights that are dropped.
+    """
+    attend = partial(_causal_sdpa, scaling=scaling, dropout=dropout)
+    output = attend_each_span(attend, query=query, key=key, value=value, layout=layout)
+    return output.transpose(1, 2)
+
+
+def _causal_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float
+) -> Tensor:
+    """Compute causal attention, (1, H, L, D), by PyTorch's SDPA; the last query sees all keys.
+
+    `query` is (1, H, L, D), `key` and `value` are (1, Hk, M, D), M >= L.
+    """
+    options: dict[str, Any] = {
+        "scale": scaling,
+        "dropout_p": dropout,
+        "enable_gqa": query.size(1) != key.size(1),
+    }
+    queries = query.size(2)
+    keys = key.size(2)
+    if queries == keys:
+        return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if has_flash_attention:  # which aligns the mask without having one
+        mask = causal_lower_right(queries, keys)
+        return scaled_dot_product_attention(query, key, value, mask, **options)
+    if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
+        repeats = query.size(1) // key.size(1)
+        key = repeat_kv(key, repeats)
+        value = repeat_kv(value, repeats)
+    mask = lower_right_mask(queries, keys, query.device)
+    return scaled_dot_product_attention(query, key, value, mask, **options)
+
+
+def lower_right_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """Return a causal mask (queries, keys), True where a query may see a key.
+
+    The last query sees all keys, and each query before it one key less.
+    """
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)

@@ -1,0 +1,80 @@
+"""The entries of `adora_reward`: their names and options, and how they compare between runs.
+
+An entry is a name, or a mapping of names to their options.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from adora_vl.utils.convert import mapping_of_options
+from adora_vl.utils.own_files import name_in_users_file
+
+RewardEntry = str | Mapping[str, Any]
+JUDGE = "judge"
+# The present name of each reward that had another one before. Configs, checkpoints and records of
+# runs may have the older one.
+_PRESENT_NAME_BY_OLDER_NAME = {"adora": "boxed_accuracy"}
+# The options of a judge that say how it is reached, on which no score depends.
+_CONNECTION_OPTIONS = ("base_url", "concurrency")
+
+
+class NamedReward(NamedTuple):
+    """A reward that an entry names.
+
+    `name`: the reward's present name, or FILE.py:FUNCTION. `options`: as the user wrote them.
+    """
+
+    name: str
+    options: Mapping[str, Any]
+
+
+def present_name(name: str) -> str:
+    """Return the present name of a reward; a name that is none of its older ones as it is."""
+    return _PRESENT_NAME_BY_OLDER_NAME.get(name, name)
+
+
+def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:
+    """Return the rewards that the entries of `adora_reward` name, in their order.
+
+    Raises `UserError` for options that are no mapping.
+    """
+    rewards: list[NamedReward] = []
+    for entry in entries:
+        options_by_name = {entry: None} if isinstance(entry, str) else entry
+        for name, options in options_by_name.items():
+            key = f"adora_reward.{name_in_users_file(name)}"
+            rewards.append(
+                NamedReward(name=present_name(name), options=mapping_of_options(key, options))
+            )
+    return rewards
+
+
+def with_present_names(entries: Sequence[RewardEntry]) -> list[str | dict[str, Any]]:
+    """Return entries of `adora_reward` with the present name of each reward."""
+    present_entries: list[str | dict[str, Any]] = []
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            present_entries.append({present_name(name): entry[name] for name in entry})
+        else:
+            present_entries.append(present_name(entry))
+    return present_entries
+
+
+def comparable_entries(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
+    """Return entries of `adora_reward` such that those of equal runs are equal.
+
+    Rewards have their present names. A judge lacks the options that say where it is: the same model
+    on another port or node is the same judge, so a run may go on with it.
+    """
+    comparable: list[RewardEntry] = []
+    for entry in with_present_names(entries):
+        if isinstance(entry, Mapping) and isinstance(entry.get(JUDGE), Mapping):
+            options = {
+                name: value
+                for name, value in entry[JUDGE].items()
+                if name not in _CONNECTION_OPTIONS
+            }
+            comparable.append({**entry, JUDGE: options})
+        else:
+            comparable.append(entry)
+    return comparable

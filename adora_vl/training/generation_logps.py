@@ -1,0 +1,144 @@
+"""Computes the log-probabilities of a generation that the loss compares the new policy's with."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
+
+from adora_vl.models.families import freeze
+from adora_vl.packing.policy_pass import ModelPass, PolicyPass, generation_logps
+from adora_vl.rollout.importance import ImportanceRatio
+from adora_vl.training.batch_rows import RowReader
+from adora_vl.training.guards import DriftGuard, ReferenceGuard
+from adora_vl.training.old_logps import OldLogps
+from adora_vl.types import Batch, StepContext
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationLogps:
+    """Computes old and reference log-probabilities, and compares the engine's with the policy's.
+
+    The old ones are those of the policy that has sampled the rollouts. All methods are collective.
+    """
+
+    context: StepContext
+    policy: PreTrainedModel
+    reference: PreTrainedModel | None
+    """None without a KL term, and where the policy without its adapter is the reference."""
+    model_pass: ModelPass
+    """TRL's `_get_per_token_logps_and_entropies`, whose first argument is the model."""
+    policy_pass: PolicyPass
+    old_logps: OldLogps
+    """Decides which rollouts need a pass of their own."""
+    importance_ratio: ImportanceRatio
+    drift_guard: DriftGuard
+    reference_guard: ReferenceGuard
+    record_drift: Callable[[Batch, Tensor], None]
+    """Records how far the engine is from the policy's log-probabilities, (B, C), of a batch."""
+    metrics_by_mode: Mapping[str, dict[str, list[float]]]
+    """TRL's metrics for the next log, under "train" and "eval"."""
+
+    @property
+    def makes_passes(self) -> bool:
+        """Whether the policy or its reference makes a pass over each batch, before it is graded."""
+        has_kl_term = self.context.config.beta != 0.0
+        return has_kl_term or self.old_logps.needs_pass_over_generation
+
+    def add_to_generation(self, batch: Batch, mode: str) -> None:
+        """Add old log-probabilities, unless later passes compute them, and those of the reference.
+
+        Raises `SharedUserError` for a reference that is not the policy's start.
+
+        Args:
+            batch: the generation of this rank.
+            mode: "train" or "eval".
+        """
+        config = self.context.config
+        is_training = mode == "train"
+        corrects_engine = self.old_logps.corrects_engine
+        has_old_pass = corrects_engine or not self.context.layout.has_one_step
+        rows_per_pass = config.per_device_eval_batch_size
+        if is_training:
+            has_old_pass = has_old_pass and self.old_logps.needs_pass_over_generation
+            rows_per_pass = config.per_device_train_batch_size
+
+        def compute_logps(model: PreTrainedModel) -> Tensor:
+            """Return the log-probabilities of the batch's completions by a model, (B, C)."""
+            model_pass = partial(self.model_pass, model)
+            return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
+
+        with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
+            if has_old_pass:
+                old_logps_BC = compute_logps(self.policy)
+                batch["old_per_token_logps"] = old_logps_BC
+                if corrects_engine:
+                    figures = self.importance_ratio.complete(batch, old_logps_BC)
+                    for name, value in figures.items():
+                        self.metrics_by_mode[mode][name].append(value)
+            if config.beta != 0.0 and self.reference is not None:
+                batch["ref_per_token_logps"] = compute_logps(self.reference)
+            elif config.beta != 0.0:
+                # The reference is the adapter as it was at the start, or the base model without.
+                policy = self.context.accelerator.unwrap_model(self.policy)
+                reference_adapter = "ref" if "ref" in policy.peft_config else None
+                with use_adapter(policy, adapter_name=reference_adapter):
+                    batch["ref_per_token_logps"] = compute_logps(self.policy)
+                # PEFT has made all of the adapter trainable again.
+                freeze(policy, config.adora_freeze)
+            if is_training and self.reference_guard.is_due(self.context.state().global_step):
+                self.reference_guard.check(batch, self.context.policy_logps)
+
+    def check_shared_prompts(self, batch: Batch) -> None:
+        """Compare the policy's pass with and without shared prompts, once in a run.
+
+        If they disagree, prompts are not shared from then on. It comes before a generation is cut,
+        since more rows fit into a micro-batch if they share their prompts. As many rows are
+        compared as memory is planned for without.
+        """
+        if not self.policy_pass.check_is_due:
+            return
+        row_count = min(self.context.layout.micro_batch_rows, len(batch["completion_ids"]))
+        compared_rows = RowReader(batch).take(range(row_count))
+        self.policy_pass.check(compared_rows, partial(self.model_pass, self.policy))
+
+    def add_to_later_updates(self, micro_batches: Sequence[Batch]) -> None:
+        """Compute old log-probabilities for the micro-batches that need a pass for them.
+
+        Those are learned from after the first optimizer step on the generation has changed the
+        weights. Groups whose advantages are all 0 need none, even where a KL term learns from them.
+        Every rank makes equally many passes. Raises `RolloutError` where the engine's
+        log-probabilities are too far from the policy's.
+        """
+        checkpointing_kwargs = self.context.config.gradient_checkpointing_kwargs
+        with disable_gradient_checkpointing(self.policy, checkpointing_kwargs):
+            for old_pass in self.old_logps.passes_due(micro_batches):
+                batch = old_pass.batch()
+                # Tells the pass its micro-batch; nobody has to observe what it computes.
+                with self.policy_pass.watch(observer=None, micro_batch=batch):
+                    logps_BC = generation_logps(
+                        batch,
+                        model_pass=partial(self.model_pass, self.policy),
+                        rows_per_pass=len(batch["completion_ids"]),
+                    )
+                batch["old_per_token_logps"] = logps_BC
+                if self.old_logps.corrects_engine:
+                    self.compare_with_engine(batch, logps_BC)
+                old_pass.store(batch)
+
+    def compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
+        """Compare policy and engine on the tokens of a micro-batch, and add their ratio.
+
+        The importance ratio of the policy to the engine is added where it corrects the loss. Raises
+        `RolloutError` where the two are too far apart.
+
+        `logps_BC`: log-probabilities by the weights that have sampled the micro-batch, detached.
+        """
+        self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
+        self.record_drift(micro, logps_BC)
+        if self.old_logps.corrects_engine:
+            for name, value in self.importance_ratio.complete(micro, logps_BC).items():
+                self.context.log(name, value)

@@ -1,0 +1,128 @@
+"""Replaces groups without signal by groups of further problems: DAPO's dynamic sampling.
+
+A group has signal if its rollouts' rewards differ (arXiv 2503.14476).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from accelerate.utils import gather_object
+
+from adora_vl.rollout.rollouts import RolloutGroup
+from adora_vl.training.advantages import AdvantageComputer
+from adora_vl.training.generation import Generation, ScoredGroups
+from adora_vl.training.generation_sampler import GenerationSampler
+from adora_vl.training.pool import Pool
+from adora_vl.training.schedule import OVERSAMPLING_FACTOR, count_groups_for_signal
+from adora_vl.types import StepContext
+
+# Makes this rank's groups into a batch and scores it: stages 5 and 6 of a training step.
+ScoreGroups = Callable[[Generation, Sequence[RolloutGroup]], ScoredGroups]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refill:
+    """Samples further problems as long as any rank lacks groups with signal. Collective."""
+
+    context: StepContext
+    pool: Pool
+    generation_sampler: GenerationSampler
+    advantage_computer: AdvantageComputer
+
+    def replace_groups(
+        self, generation: Generation, scored_groups: ScoredGroups, score: ScoreGroups
+    ) -> ScoredGroups:
+        """Return the groups to learn from, with as many that have signal as were found.
+
+        While any rank lacks such groups, a further round of problems is sampled, `refill` rounds at
+        most.
+
+        Args:
+            generation: the present one.
+            scored_groups: its groups.
+            score: scores groups of further problems.
+        """
+        pool = self.pool
+        accelerator = self.context.accelerator
+        max_rounds = pool.options.refill
+        completion_lengths = scored_groups.facts.length_N.int().tolist()
+        replaced_count = 0
+        signal_share = 0.0  # not used without a round
+        if max_rounds:
+            signal_share = pool.note_signal_share(scored_groups.assessment)
+        for round_number in range(1, max_rounds + 1):
+            missing_groups = pool.most_missing(scored_groups.assessment)
+            if not missing_groups:
+                break
+            round_of_generation = generation.in_round(round_number)
+            further_groups = self._sample(round_of_generation, missing_groups, signal_share)
+            if not further_groups:
+                continue
+            refill = score(round_of_generation, further_groups)
+            completion_lengths += refill.facts.length_N.int().tolist()
+            # Where one of the two batches has no images on some rank, their columns differ, and
+            # rows cannot be joined. Collective: then no rank joins any.
+            has_same_columns = refill.batch.keys() == scored_groups.batch.keys()
+            if not all(gather_object([has_same_columns])):
+                continue
+            chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
+            replaced_count += count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
+            scored_groups = scored_groups.exchange_groups(
+                refill,
+                chosen_by_rank=chosen_by_rank,
+                pad_id=self.context.pad_id,
+                rank=accelerator.process_index,
+            )
+            assessment = self.advantage_computer.assess(
+                scored_groups.facts, generation.group_size, generation.key.step
+            )
+            scored_groups = replace(scored_groups, assessment=assessment)
+        if max_rounds:
+            groups_of_all_ranks = len(scored_groups.groups) * accelerator.num_processes
+            self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
+            further_batches = self.generation_sampler.take_further_batches()
+            self.context.log("adora/further_batches", further_batches)
+        pool.note_learned(scored_groups.batch, completion_lengths)
+        return scored_groups
+
+    def _sample(
+        self, generation: Generation, missing_groups: int, signal_share: float
+    ) -> list[RolloutGroup]:
+        """Return complete groups of further problems, equally many on every rank.
+
+        Groups that wait from earlier generations are taken first. The result is empty on all ranks
+        where none is complete within the token budget.
+
+        Args:
+            generation: the present one, in the round of this refill.
+            missing_groups: how many groups with signal are missing on the rank that lacks most.
+            signal_share: the share of groups with signal in this generation.
+        """
+        pool = self.pool
+        max_groups = count_groups_for_signal(
+            OVERSAMPLING_FACTOR * missing_groups, [signal_share], pool.max_groups
+        )
+        # Every rank has this many complete groups that wait.
+        waiting_count = pool.state.min_complete
+        further_groups = self.generation_sampler.sample_further(
+            generation, count=max_groups - waiting_count
+        )
+        return pool.select_complete([*pool.state.waiting, *further_groups], max_groups)
+
+
+def count_replaced_groups(chosen_by_rank: Sequence[Sequence[int]], groups_per_rank: int) -> int:
+    """Return how many groups of all ranks a refill has replaced.
+
+    Slots that were free before do not count.
+
+    Args:
+        chosen_by_rank: for each rank the number of the group in each slot: its own number where
+            the group stays.
+        groups_per_rank: groups that each rank had before.
+    """
+    replaced_count = 0
+    for chosen_groups in chosen_by_rank:
+        for slot, group in enumerate(chosen_groups[:groups_per_rank]):
+            if group != slot:
+                replaced_count += 1
+    return replaced_count

@@ -1,0 +1,64 @@
+"""A model is asked as it was trained, wherever its weights have been exported to."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from adora_vl.checkpoint.training_prompts import read_training_config
+from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.evals.inference.provenance import resolve_prompts
+from adora_vl.evals.options import PROMPT_OF_TRAINING
+from adora_vl.export import export
+from adora_vl.models.load import PRETRAINED_FOLDER
+
+TRAINED_WITH = {
+    "adora_system_prompt": "Think aloud.",
+    "adora_prompt": None,
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+NOT_GIVEN = {"system_prompt": PROMPT_OF_TRAINING, "prompt": PROMPT_OF_TRAINING}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """Return the folder of a finished run, whose config has prompts that are not the default."""
+    folder = tmp_path / "run"
+    shutil.copytree(PRETRAINED_FOLDER, folder)
+    manifest = {"made_by": "adora_vl.train", "config": {**TRAINED_WITH, "learning_rate": 1e-6}}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def test_an_exported_model_is_asked_with_the_prompts_of_its_training(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    exported = tmp_path / "served" / "mine"
+
+    export(run_folder, exported)
+
+    expected = {"system_prompt": "Think aloud.", "prompt": None}
+    assert resolve_prompts(str(run_folder), NOT_GIVEN) == expected
+    assert resolve_prompts(str(exported), NOT_GIVEN) == expected
+    assert read_training_config(str(exported)) == TRAINED_WITH
+
+
+def test_what_is_exported_once_more_still_knows_its_prompts(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    export(run_folder, tmp_path / "first")
+
+    export(tmp_path / "first", tmp_path / "second")
+
+    assert read_training_config(str(tmp_path / "second")) == TRAINED_WITH
+
+
+def test_a_model_of_unknown_training_is_exported_without_prompts(tmp_path: Path) -> None:
+    exported = tmp_path / "exported"
+
+    export(PRETRAINED_FOLDER, exported)
+
+    assert not (exported / "training_prompts.json").exists()
+    default_prompts = {"system_prompt": SYSTEM_PROMPT, "prompt": DEFAULT_PROMPT}
+    assert resolve_prompts(str(exported), NOT_GIVEN) == default_prompts
