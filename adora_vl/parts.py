@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.checkpoint.trl_state import MovingReference, RestoreLossSums, SavedLossSums
+from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
@@ -137,7 +137,6 @@ def build_parts(
     *,
     clocks: StepClocks,
     models: list[PreTrainedModel],
-    put_loss_sums: Callable[[SavedLossSums], None],
 ) -> StepParts:
     """Make the objects that a training step consists of, once TRL has loaded the models.
 
@@ -147,7 +146,6 @@ def build_parts(
         context: accelerator, config, log and state, which every part of a training step gets.
         clocks: what measures the phases of a step.
         models: the policy, and the reference model where there is one.
-        put_loss_sums: lets Transformers go on from the sums of losses of a checkpoint.
     """
     config = context.config
     accelerator = context.accelerator
@@ -267,7 +265,7 @@ def build_parts(
             pool=pool,
             unfinished_generation=UnfinishedGeneration(context, images.banks),
             moving_reference=_moving_reference(trainer, context),
-            loss_sums=RestoreLossSums(put_loss_sums),
+            loss_sums=LossSums(trainer),
             metrics=trainer._metrics["train"],
             table=trainer._logs,
         ),
@@ -516,5 +514,5 @@ def _moving_reference(trainer: GRPOTrainer, context: StepContext) -> MovingRefer
         reference,
         moves=context.config.sync_ref_model,
         is_main=context.accelerator.is_main_process,
-        zero3=trainer._dist.is_zero3,
+        gather=trainer._dist.gather_params,
     )

@@ -37,7 +37,6 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.run_files import recording_saved_files
-from adora_vl.checkpoint.trl_state import LossSums, SavedLossSums
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -178,7 +177,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             context,
             clocks=clocks,
             models=prepare_models(self.model, self.ref_model, run, self._dist.gather_params),
-            put_loss_sums=self._put_loss_sums,
         )
         # Transformers' callbacks that print.
         self.remove_callback(ProgressCallback)
@@ -698,22 +696,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _facts(self) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment."""
-        loss_sums = None
-        if hasattr(self, "_tr_loss"):  # the training has begun
-            loss_sums = LossSums(
-                logged_sum=self._total_loss_scalar,
-                last_log_step=self._globalstep_last_logged,
-                # A tensor until it is written: its value as a number would wait for the device.
-                unlogged_sum=self._tr_loss.detach().clone(),
-            )
-        return self.parts.checkpoint_state.facts(self.run_facts, loss_sums)
-
-    def _put_loss_sums(self, sums: SavedLossSums) -> None:
-        """Let Transformers go on from the sums of losses of a checkpoint."""
-        rank = self.accelerator.process_index
-        self._tr_loss += sums.unlogged_sum_of(rank, ranks=self.accelerator.num_processes)
-        self._total_loss_scalar = sums.logged_sum
-        self._globalstep_last_logged = sums.last_log_step
+        return self.parts.checkpoint_state.facts(self.run_facts)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: PreTrainedModel | None = None

@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import Dataset
 from trl.trainer.utils import RepeatSampler
 
-from adora_vl.data.images import UnreadableImageError, upright_rgb_copy
+from adora_vl.data.images import UnreadableImageError, refuse_narrow, upright_rgb_copy
 from adora_vl.data.loading import UnreadableImage
 from adora_vl.data.shared_images import KeptImage, as_kept_image
 
@@ -21,7 +21,7 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Return copies of rows whose pictures are as a person sees them: upright, RGB, on white.
 
     Every row of a run passes here, whoever has read it. A picture becomes a `KeptImage`, or an
-    `UnreadableImage` if it cannot be decoded. A picture that is in several rows stays one object.
+    `UnreadableImage` if no model could see it. A picture that is in several rows stays one object.
     """
     shown_by_id: dict[int, Any] = {}
 
@@ -46,8 +46,13 @@ def shown_rows(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 
 def _image_as_shown(image: Image.Image) -> Any:
-    """Return an image as the model sees it; an `UnreadableImage` where it cannot be decoded."""
+    """Return an image as the model sees it; an `UnreadableImage` where no model could see it.
+
+    It cannot be decoded then, or is too narrow: the processor would end the run in the middle of a
+    step, without the row's name.
+    """
     try:
+        refuse_narrow(image)
         return as_kept_image(upright_rgb_copy(image))
     except UnreadableImageError as error:
         return UnreadableImage(str(error))

@@ -442,6 +442,12 @@ def _refuse_degenerate(image: Image.Image) -> None:
         raise UnreadableImageError(
             "image_degenerate", f"all of its {width} x {height} pixels are {colour}"
         )
+    refuse_narrow(image)
+
+
+def refuse_narrow(image: Image.Image) -> None:
+    """Raise `UnreadableImageError` for a picture that is too narrow for the model's processor."""
+    width, height = image.size
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         why = (
             f"{width} x {height}: one side is over {MAX_ASPECT_RATIO} times the other, which the model "

@@ -93,12 +93,12 @@ class Plan:
 
         None if it is not known, or if the tokens of images cannot be counted for this model.
         """
-        return self.run.prompts.lengths.limit
+        return self.run.prompts.overlong.limit
 
     @property
     def checks(self) -> list[LengthCheck]:
         """The length checks of training and evaluation prompts; none without a data set."""
-        return self.run.prompts.lengths.checks if self.rows is not None else []
+        return self.run.prompts.overlong.checks if self.rows is not None else []
 
     @property
     def image_room(self) -> int:
@@ -184,7 +184,7 @@ def _zoom_notes(run: ResolvedRun) -> list[str]:
     image_sizes = []
     for sizes_of_row in sizes_in(run.data.train.data.table):
         image_sizes += [size for size in sizes_of_row if size is not None]
-    max_pixels = run.prompts.lengths.pixels.high
+    max_pixels = run.prompts.overlong.pixels.high
     larger_sizes = [(width, height) for width, height in image_sizes if width * height > max_pixels]
     consequence = ""
     if not larger_sizes:

@@ -1,32 +1,23 @@
-"""Checks of the prompts and the rows, and of what is evaluated during training."""
+"""Checks of the rows, and of what is evaluated during training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from accelerate.utils import broadcast_object_list
 from datasets import Dataset, IterableDataset
 
 from adora_vl.builtin.builtin_data import KNIGHTS_DATA, STARTS, SYNTHETIC_DATA, data_folders
 from adora_vl.config.batch_plan import check_row_count
-from adora_vl.data import prompt_lengths as lengths
-from adora_vl.data.context_limit import ContextLimit, context_limit, served_length, why_uncountable
 from adora_vl.data.dataset import data_hash, read_manifest, refuse_for_evaluation
 from adora_vl.data.loading import load_rows
-from adora_vl.data.overlong_prompts import REMEMBERED_ROWS, OverlongPrompts
-from adora_vl.data.prompts import control_token_in, control_tokens, with_tools
+from adora_vl.data.overlong_prompts import REMEMBERED_ROWS
+from adora_vl.data.prompt_lengths import assume_lengths
+from adora_vl.data.prompts import control_tokens
 from adora_vl.data.rows import has_images
-from adora_vl.data.token_counters import (
-    CHARACTERS_A_TOKEN,
-    TokenCounter,
-    character_counter,
-    message_counter,
-    tokenizer_counter,
-)
 from adora_vl.evaluation import (
     DataMissingError,
     EvaluationPlan,
@@ -34,200 +25,18 @@ from adora_vl.evaluation import (
     take_evaluations,
 )
 from adora_vl.models import check as fits
-from adora_vl.models.adapter import find_processor_folder
 from adora_vl.models.families import sees_images
-from adora_vl.models.load import limit_pixels, load_processor
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, PromptFacts
 from adora_vl.rollout.prompt_tokens import refuse_prefill
 from adora_vl.tools.room import ConversationLimits, refuse_no_room
-from adora_vl.tools.run import Toolbox, ToolSet, build_view
 from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import ProcessorMixin
-
     from adora_vl.config import AdoraGRPOConfig, AdoraScriptArguments
     from adora_vl.config.batch_plan import BatchLayout
     from adora_vl.config.run_context import Messages, RunContext
     from adora_vl.preflight.request import RunRequest
-
-
-def check_prompts(
-    request: RunRequest,
-    model: ModelFacts,
-    tools: ToolSet,
-    context: RunContext,
-    messages: Messages,
-) -> PromptFacts:
-    """Load the processor, build the tools and the system prompt, and limit the prompts' lengths.
-
-    Args:
-        request: What the user asks for.
-        model: The model, of which only the config is loaded.
-        tools: The tools and environments of the run.
-        context: Where the run takes place.
-        messages: Lines for the user are added to these.
-
-    Raises `UserError` for a processor that cannot be loaded, and for control tokens in texts.
-    """
-    config = request.config
-    processor = request.model.processor
-    if processor is None:
-        processor = _load_processor(model, context, messages)
-    if processor is not None:
-        limit_pixels(processor, config.min_pixels, config.max_pixels)
-    # The smallest and largest image that the processor resizes to.
-    pixel_limits = lengths.resize_limits_of(
-        processor,
-        model=model.config,
-        min_pixels=config.min_pixels,
-        max_pixels=config.max_pixels,
-    )
-    # The model's special tokens, such as the end of a turn, which no text may contain.
-    tokens = control_tokens(processor)
-    _refuse_control_tokens(config.chat_template_kwargs or {}, tokens)
-    if tools.environments is not None:
-        tools.environments.control_tokens = tokens
-    toolbox = None
-    if tools.functions:
-        toolbox = Toolbox(
-            chosen=tools,
-            options=config.adora_tool_options,
-            view=build_view(model.config, pixel_limits),
-            control_tokens=tokens,
-        )
-    system_prompt = None
-    if request.script is not None:
-        schemas = toolbox.schemas if toolbox is not None else []
-        system_prompt = with_tools(request.script.adora_system_prompt, schemas)
-    return PromptFacts(
-        processor=processor,
-        toolbox=toolbox,
-        system_prompt=system_prompt,
-        lengths=_overlong_prompts(request, model, context, processor, system_prompt, pixel_limits),
-    )
-
-
-def _overlong_prompts(
-    request: RunRequest,
-    model: ModelFacts,
-    context: RunContext,
-    processor: ProcessorMixin | None,
-    system_prompt: str | None,
-    pixel_limits: lengths.ResizeLimits,
-) -> OverlongPrompts:
-    """Return what finds the prompts that leave no room for an answer. Collective with a server.
-
-    If there is no limit on the length, or the model's image tokens cannot be counted, a line says
-    so.
-
-    `pixel_limits`: the smallest and largest image that the processor resizes to.
-    """
-    is_speaking = request.is_main_process and not context.dry_run
-    # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
-    # either all of them ask for the limit below or none does.
-    uncountable_reason = why_uncountable(model.config)
-    limit = None
-    if not uncountable_reason:
-        limit = _context_limit(request, model, context)
-    if limit is None and is_speaking:
-        reason = uncountable_reason or "neither a key nor the model has a limit"
-        print(f"the lengths of the prompts are not checked: {reason}")
-    # What becomes of overlong prompts. Python code has no such key.
-    error_or_drop = None
-    if request.script is not None:
-        error_or_drop = request.script.adora_overlong_prompts
-    return OverlongPrompts(
-        limit,
-        _token_counter(request, processor, system_prompt),
-        pixel_limits,
-        error_or_drop,
-        speaks=is_speaking,
-        is_dry_run=context.dry_run,
-        max_rows=request.max_rows,
-    )
-
-
-def _load_processor(
-    model: ModelFacts, context: RunContext, messages: Messages
-) -> ProcessorMixin | None:
-    """Load the model's processor, or that of the adapter if it has one of its own.
-
-    None, with a line in `messages`, if a dry run cannot reach the hub. Raises `UserError`.
-    """
-    name = find_processor_folder(model.adapters, model.name, sees=sees_images(model.config))
-    try:
-        processor: ProcessorMixin = load_processor(name, model.revision)
-    except UserError:
-        # A folder that is here has a fault, which a dry run reports too.
-        is_on_hub = not Path(name).is_dir()
-        if not context.dry_run or not is_on_hub:
-            raise
-        messages.unknown.append(
-            f"the processor of {name} cannot be reached: text is estimated at "
-            f"{CHARACTERS_A_TOKEN} characters per token, images follow the published rule"
-        )
-        return None
-    return processor
-
-
-def _refuse_control_tokens(options: Mapping[str, Any], tokens: Sequence[str]) -> None:
-    """Raise `UserError` for one of the model's control tokens in `chat_template_kwargs`.
-
-    The template writes these values into every prompt, where such a token could end a turn.
-
-    `options`: the value of `chat_template_kwargs`. `tokens`: the model's control tokens.
-    """
-    # A whole template may be among the options, and it needs the tokens.
-    values = {name: value for name, value in options.items() if name != "chat_template"}
-    token = control_token_in(values, tokens)
-    if token is not None:
-        raise UserError(
-            f"chat_template_kwargs: it has the model's own token {token}; remove it from the text"
-        )
-
-
-def _token_counter(
-    request: RunRequest, processor: ProcessorMixin | None, system_prompt: str | None
-) -> TokenCounter:
-    """Return the function that counts the tokens of prompts.
-
-    It counts exactly with a processor. Without one it estimates by the number of characters.
-    `system_prompt`: that of a command; the prompts of Python code have theirs already.
-    """
-    template_kwargs = request.config.chat_template_kwargs
-    if request.script is None:
-        return message_counter(processor, template_kwargs)
-    if processor is None:
-        return character_counter(system_prompt)
-    return tokenizer_counter(processor, system_prompt, template_kwargs)
-
-
-def _context_limit(
-    request: RunRequest, model: ModelFacts, context: RunContext
-) -> ContextLimit | None:
-    """Return the limit on the tokens of a prompt with its answer; None if nothing limits them.
-
-    A vLLM server has a limit of its own. Collective then: rank 0 asks the server, and broadcasts
-    its reply.
-    """
-    config = request.config
-    # None without a server, and if it does not answer.
-    server_tokens = None
-    if config.uses_servers and context.on_this_machine:
-        if request.is_main_process:
-            server_tokens = served_length(config)
-        if config.world_size > 1:
-            broadcast_list = [server_tokens]
-            broadcast_object_list(broadcast_list)
-            server_tokens = broadcast_list[0]
-    limit = context_limit(config, model.config, server_tokens)
-    is_speaking = request.is_main_process and not context.dry_run
-    if config.uses_servers and server_tokens is None and is_speaking:
-        limit_name = limit.name if limit is not None else None
-        print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
-    return limit
 
 
 def check_rows(
@@ -311,8 +120,8 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
         fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
-        prompts.lengths.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
-    return DataFacts(train=train, evaluated=evaluated, measured=prompts.lengths.lengths)
+        prompts.overlong.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
+    return DataFacts(train=train, evaluated=evaluated, measured=prompts.overlong.lengths)
 
 
 def _check_stream(config: AdoraGRPOConfig, dataset: Dataset | IterableDataset) -> None:
@@ -336,8 +145,8 @@ def _assumed_rows(
 
     `missing`: the first of the `folders` that is not here.
     """
-    assumed_lengths, explanation = lengths.assume_lengths(
-        prompts.lengths.pixels, sees=sees_images(model.config)
+    assumed_lengths, explanation = assume_lengths(
+        prompts.overlong.pixels, sees=sees_images(model.config)
     )
     messages.unknown.append(
         f"the dataset {missing!r} is not here, so rows and prompts are not known; {explanation}"
@@ -371,8 +180,8 @@ def _command_rows(
     return DataFacts(
         folders=folders,
         train=train,
-        measured=prompts.lengths.lengths,
-        left_out=tuple(prompts.lengths.left_out),
+        measured=prompts.overlong.lengths,
+        left_out=tuple(prompts.overlong.left_out),
     )
 
 
@@ -399,13 +208,13 @@ def _rows_with_room(
         )
     # Counting the tokens of few rows is fast, so that nothing is remembered on disk.
     if len(dataset) < REMEMBERED_ROWS:
-        return prompts.lengths.rows_to_train_on(dataset, texts)
+        return prompts.overlong.rows_to_train_on(dataset, texts)
     assert request.script is not None, "only a command names folders"
     split = request.script.dataset_train_split
     sources = [data_hash(Path(folder), split) for folder in folders]
     # Collective: the first rank of each machine counts, and the others read what it remembers.
     with request.config.main_process_first(desc="counting the tokens of the prompts"):
-        return prompts.lengths.rows_to_train_on(dataset, texts, sources)
+        return prompts.overlong.rows_to_train_on(dataset, texts, sources)
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:
@@ -461,7 +270,7 @@ def check_evaluations(
             raise
         messages.unknown.append(f"the problems of the evaluations are not known: {error}")
         return None
-    return leave_out_overlong(plan, prompts.lengths) if plan is not None else None
+    return leave_out_overlong(plan, prompts.overlong) if plan is not None else None
 
 
 def _check_evaluation_batches(config: AdoraGRPOConfig, processes: int) -> None:

@@ -13,16 +13,12 @@ from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.methods import check_methods
 from adora_vl.config.run_context import Messages, RunContext
 from adora_vl.evaluation import EvaluationPlan
-from adora_vl.preflight.check_data import (
-    check_evaluations,
-    check_prompts,
-    check_room,
-    check_rows,
-)
+from adora_vl.preflight.check_data import check_evaluations, check_room, check_rows
 from adora_vl.preflight.check_keys import check_keys
 from adora_vl.preflight.check_machine import check_batches, check_machine, check_schedule
 from adora_vl.preflight.check_model import check_model, check_model_files, check_parts
 from adora_vl.preflight.check_output_dir import check_output_dir
+from adora_vl.preflight.check_prompts import check_prompts
 from adora_vl.preflight.check_rewards import (
     check_criteria,
     check_rewards,

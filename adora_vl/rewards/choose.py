@@ -41,7 +41,7 @@ from adora_vl.rewards.steps import (
     missing_figure_message,
 )
 from adora_vl.utils.convert import convert, refuse_unknown_options
-from adora_vl.utils.errors import UserError, did_you_mean
+from adora_vl.utils.errors import UserError, did_you_mean, nearest_choice
 from adora_vl.utils.own_files import is_users_file, load_from_file, name_in_users_file
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ def bind_options(
         function: a reward function of the user's.
         options: the mapping under its name in `adora_reward`; empty returns `function` itself.
 
-    Raises `UserError` for an option that the function does not take, or that the trainer passes
-    itself.
+    Raises `UserError` for an option that the function does not take or that the trainer passes
+    itself, and for a misspelled one that only `**kwargs` would take.
     """
     if not options:
         return function
@@ -105,18 +105,29 @@ def bind_options(
         if option in TRAINER_ARGUMENTS:
             raise UserError(f"{key}: {option!r} is given by the trainer; choose another name")
     parameters = inspect.signature(function).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        option_names = [
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            and parameter.name not in TRAINER_ARGUMENTS
+    option_names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and parameter.name not in TRAINER_ARGUMENTS
+    ]
+    checked_options = list(options)
+    if _takes_any_argument(function):
+        # An option may be meant for `**kwargs`, unless it is nearly the name of an argument.
+        checked_options = [
+            option for option in options if nearest_choice(option, option_names) is not None
         ]
-        refuse_unknown_options(key, options, option_names)
+    refuse_unknown_options(key, checked_options, option_names)
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
     function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]
     return function_with_options
+
+
+def _takes_any_argument(function: Callable[..., Any]) -> bool:
+    """Return whether a function takes arguments of any name, in `**kwargs`."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def check_columns(entry: str, function: Callable[..., Any], columns: Collection[str]) -> None:
@@ -132,8 +143,7 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
     if clashes:
         raise UserError(
             f"adora_reward.{name_in_users_file(entry)}: {clashes[0]!r} is a column of the data; "
-            "rename the "
-            "argument"
+            "rename the argument"
         )
     try:
         signature = inspect.signature(function)
@@ -152,13 +162,10 @@ def check_columns(entry: str, function: Callable[..., Any], columns: Collection[
         if is_required and parameter.name not in available:
             raise UserError(
                 f"adora_reward: {entry!r} needs {parameter.name!r}, which is no column of the "
-                "data set (it has "
-                f"{', '.join(sorted(columns))}){did_you_mean(parameter.name, available)}; or give it "
-                "as an option"
+                f"data set (it has {', '.join(sorted(columns))})"
+                f"{did_you_mean(parameter.name, available)}; or give it as an option"
             )
-    if not any(
-        parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values()
-    ):
+    if not _takes_any_argument(function):
         raise UserError(
             f"adora_reward: {entry!r} must end with **kwargs, which take the columns that it does "
             "not name"
@@ -274,7 +281,10 @@ def choose_rewards(
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             function = in_trl_form(bind_options(name, user_function.value, options))
-        elif isinstance(options, PresetOptions):
+            functions.append(function)
+            function_names.append(name_in_users_file(name))
+            continue
+        if isinstance(options, PresetOptions):
             grader = rounding_grader if options.rounding else exact_grader
             function = preset_function(name, grader, logs=name == first_preset)
         elif isinstance(options, JudgeOptions):
@@ -286,8 +296,7 @@ def choose_rewards(
         else:
             function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
-        is_own = isinstance(options, Mapping)
-        function_names.append(name_in_users_file(name) if is_own else function.__name__)
+        function_names.append(function.__name__)
     # Once more with the names of the functions, which may be equal where those of the entries are
     # not: a user may have written a function `accuracy_reward`, as that of `accuracy` is named.
     _refuse_repeated_names(names, function_names)

@@ -116,8 +116,7 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
         preset: a name in `PRESETS`.
         grader: grades the completions; presets that share it grade each completion once.
         logs: whether the function adds `verdict`, `extracted` and `reason` to TRL's completions
-            table, and logs for its batch the shares `grading/<verdict>` and `grading/worked`, and
-            the milliseconds per completion `grading/ms_median` and `grading/ms_p99`.
+            table, and logs `_batch_metrics` as `grading/<name>`.
     """
 
     def function(
@@ -140,18 +139,29 @@ def preset_function(preset: str, grader: Grader, *, logs: bool) -> RewardFunctio
             log_extra("extracted", [grade.extracted for grade in grades])
             log_extra("reason", [grade.reason for grade in grades])
         if logs and log_metric and grades:
-            verdicts = [grade.verdict for grade in grades]
-            times_ms = [grade.ms for grade in grades]
-            for verdict in VERDICTS:
-                log_metric(f"grading/{verdict}", verdicts.count(verdict) / len(grades))
-            log_metric("grading/ms_median", quantile(times_ms, 0.5))
-            log_metric("grading/ms_p99", quantile(times_ms, 0.99))
-            # The share of responses that show more than a bare answer.
-            log_metric("grading/worked", fmean(shows_working(text) for text in texts))
+            for name, value in _batch_metrics(grades, texts).items():
+                log_metric(f"grading/{name}", value)
         return [reward(grade, preset) for grade in grades]
 
     function.__name__ = function.__qualname__ = f"{preset}_reward"
     return function
+
+
+def _batch_metrics(grades: Sequence[Grade], texts: Sequence[str]) -> dict[str, float]:
+    """Return the metrics of a batch by name.
+
+    - each verdict: the share of responses that have it
+    - `ms_median`, `ms_p99`: milliseconds that the grading of a response takes
+    - `worked`: the share of responses that show more than a bare answer
+    """
+    verdicts = [grade.verdict for grade in grades]
+    times_ms = [grade.ms for grade in grades]
+    return {
+        **{verdict: verdicts.count(verdict) / len(grades) for verdict in VERDICTS},
+        "ms_median": quantile(times_ms, 0.5),
+        "ms_p99": quantile(times_ms, 0.99),
+        "worked": fmean(shows_working(text) for text in texts),
+    }
 
 
 def _read_references(

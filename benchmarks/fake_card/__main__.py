@@ -35,7 +35,7 @@ autograd and its lifetimes, checkpointed layers, ids, masks, rewards, advantages
 
 
 def main() -> int:
-    """Run all configs on the pretended card, and print their reports or rows of a table.
+    """Run all configs on the simulated card, and print their reports or rows of a table.
 
     Returns the exit code: 1 where a run has a fault of device or dtype, else 0.
     """

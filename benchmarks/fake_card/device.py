@@ -134,7 +134,7 @@ def answer_as_a_card(on_wait: Callable[[str], None], used: Callable[[], tuple[in
         return None
 
     properties = types.SimpleNamespace(
-        name="pretended card",
+        name="simulated card",
         total_memory=MEMORY,
         major=capability[0],
         minor=capability[1],

@@ -88,7 +88,7 @@ def with_updates(card_run: CardRun) -> CardRun:
 
 @dataclass
 class CardRunResult:
-    """The figures of a run on the pretended card."""
+    """The figures of a run on the simulated card."""
 
     card_run: CardRun
     card: Card

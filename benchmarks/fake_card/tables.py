@@ -142,7 +142,7 @@ def learning(ran: Figures) -> float:
 
 COLUMNS_BY_TABLE = {
     "memory": (
-        "recipe, on a pretended card",
+        "recipe, on a simulated card",
         "layers",
         "billion parameters",
         "prompt",

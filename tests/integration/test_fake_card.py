@@ -35,7 +35,7 @@ def _has_published_shape(config: Path) -> bool:
 
 
 def _pretend_runs(configs: list[str], file: Path, recompute: str) -> dict[str, dict[str, Any]]:
-    """Run recipes on a pretended card, and return the figures of each by its name.
+    """Run recipes on a simulated card, and return the figures of each by its name.
 
     recompute: value of `adora_recompute`, how many layers are recomputed.
     """
@@ -122,7 +122,7 @@ def test_fewer_layers_recomputed_take_the_memory_that_is_predicted(
 
 
 def figures_of_two_updates(folder: Path, way: str) -> dict[str, Any]:
-    """Run the 3B recipe on a pretended card; return the figures of a generation with two updates.
+    """Run the 3B recipe on a simulated card; return the figures of a generation with two updates.
 
     way: `ours`, or `stock` for TRL's own code.
     """

@@ -205,12 +205,19 @@ def test_a_data_set_of_python_rows_shows_them_as_a_person_sees_them() -> None:
 
 def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
     no_numbers = np.full((8, 8), np.nan, np.float32)
-    row = {"images": [Image.fromarray(no_numbers)], "id": "b"}
+    narrow = Image.new("RGB", (8001, 40))  # the processor of the model would raise in a step
+    as_narrow_as_allowed = Image.new("RGB", (8000, 40))
+    rows = [
+        {"images": [Image.fromarray(no_numbers)], "id": "a"},
+        {"images": [as_narrow_as_allowed, narrow], "id": "b"},
+        {"image": narrow, "id": "c"},
+        {"images": [as_narrow_as_allowed], "id": "d"},
+    ]
 
-    (broken,) = shown_rows([row])
+    reasons = dict(unreadable_rows(shown_rows(rows)))
 
-    ((row_id, _),) = unreadable_rows([broken])
-    assert row_id == "b"
+    assert list(reasons) == ["a", "b", "c"]
+    assert "one side is over 200 times the other" in reasons["b"]
 
 
 class Depth(NamedTuple):

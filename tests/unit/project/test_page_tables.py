@@ -93,7 +93,7 @@ def policy_step(folder, rows):
             assert ratio == pytest.approx(ours / stock, abs=0.011)
 
 
-def pretended_card(folder, flops, memory):
+def simulated_card(folder, flops, memory):
     """The command takes minutes for each row, so what it has counted is in a file."""
     counted = json.loads(FLOPS_RESULT_FILE.read_text(encoding="utf-8"))
     assert flops == [[cell.strip("*") for cell in flops_cells(row)] for row in counted]
@@ -194,7 +194,7 @@ TABLE_HEADS_BY_CHECK = {
     small_card_table: ["card, GB"],
     prediction_tables: ["GPUs", "model"],
     policy_step: ["prompt, tokens"],
-    pretended_card: ["prompt", "recipe, on a pretended card"],
+    simulated_card: ["prompt", "recipe, on a simulated card"],
     ranks_in_lockstep: ["prompt, mean answer, longest"],
     grader_tables: ["grader"],
     before_training: ["accuracy", "after 50 steps, in percent", "task"],
@@ -238,8 +238,8 @@ TABLES_NOT_COMPARED = {
     "tests of others",
     "evaluator",  # published files, of which none lies here
     "order of the groups",
-    "attention, micro-batches",  # all layers on a pretended card
-    "layers, 3B with LoRA",  # minutes on a pretended card
+    "attention, micro-batches",  # all layers on a simulated card
+    "layers, 3B with LoRA",  # minutes on a simulated card
     "operations a group, forward and backward",
 }
 

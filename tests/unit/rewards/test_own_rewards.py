@@ -156,6 +156,11 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
             "'completions' is given by the trainer",
         ),
         (
+            ["FILE:brevity"],
+            {"brevity": {"targt": 3}},  # which **kwargs would take, and nobody would read
+            "adora_reward.brevity: unknown option 'targt', it has target; did you mean 'target'",
+        ),
+        (
             ["FILE:closed"],
             {"closed": {"target": 3}},
             "adora_reward.closed: unknown option 'target', it has none",

@@ -209,7 +209,7 @@ def test_every_way_into_a_run_asks_for_the_revision_of_its_processor(monkeypatch
         revisions.append(revision)
         raise UserError("not loaded here")
 
-    monkeypatch.setattr("adora_vl.preflight.check_data.load_processor", asks)
+    monkeypatch.setattr("adora_vl.preflight.check_prompts.load_processor", asks)
     words = arguments(tmp_path / "run", model_name_or_path=PRETRAINED_FOLDER, model_revision="v1")
     config = parse(words)[1]
     config.model_init_kwargs = {"revision": "v1"}
