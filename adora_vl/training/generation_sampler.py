@@ -301,7 +301,10 @@ class GenerationSampler:
         return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
 
     def take_further_batches(self) -> int:
-        """Return how many batches of further problems were sampled since the last call."""
+        """Return how many batches of further problems were sampled since the last call.
+
+        They are those of one generation, as this is called at its end.
+        """
         count = self._further_batches
         self._further_batches = 0
         return count

@@ -186,12 +186,18 @@ class RolloutFacts:
 
         A metric that reward functions have logged becomes the mean over both, weighted by rollouts.
         The extra columns are left out.
+
+        Args:
+            appended: the facts of rollouts that were graded later in the same generation.
         """
-        metrics: dict[str, float] = {**appended.logged_metrics, **self.logged_metrics}
-        for name in self.logged_metrics.keys() & appended.logged_metrics.keys():
-            own_sum = self.logged_metrics[name] * len(self.length_N)
-            appended_sum = appended.logged_metrics[name] * len(appended.length_N)
-            metrics[name] = (own_sum + appended_sum) / (len(self.length_N) + len(appended.length_N))
+        rollouts = len(self.length_N)
+        appended_rollouts = len(appended.length_N)
+        metrics = dict(self.logged_metrics)
+        for name, appended_mean in appended.logged_metrics.items():
+            # A metric that was not logged before is that of the appended rollouts.
+            mean = self.logged_metrics.get(name, appended_mean)
+            total = mean * rollouts + appended_mean * appended_rollouts
+            metrics[name] = total / (rollouts + appended_rollouts)
         return replace(self.append(appended), extra_columns={}, logged_metrics=metrics)
 
     def _tensors(self) -> dict[str, Tensor]:
