@@ -475,7 +475,7 @@ def test_figures_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
     for line in read_metrics(run / "metrics.jsonl"):
         if line["kind"] != "train":
             continue
-        of_step = table[table["step"] == line["step"]]
+        of_step = table.groupby("step").get_group(line["step"])
         rewards = of_step["reward"]
         assert line["reward"] == pytest.approx(rewards.mean(), abs=1e-6)
         assert line["reward_std"] == pytest.approx(rewards.std(), abs=1e-6)
