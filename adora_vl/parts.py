@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
@@ -254,7 +253,9 @@ def build_parts(
         ),
         extensions=extensions,
         recorder=recorder,
-        metrics_logger=_metrics_logger(trainer, context, recorder=recorder, methods=methods),
+        metrics_logger=_metrics_logger(
+            trainer, context, recorder=recorder, advantage_computer=advantage_computer
+        ),
         micro_batcher=micro_batcher,
         policy_pass=policy_pass,
         recomputed_layers=recomputed,
@@ -480,16 +481,22 @@ def _reward_functions(trainer: GRPOTrainer, guard: RewardGuard) -> RewardFunctio
 
 
 def _metrics_logger(
-    trainer: GRPOTrainer, context: StepContext, *, recorder: Recorder, methods: AdvantagePipeline
+    trainer: GRPOTrainer,
+    context: StepContext,
+    *,
+    recorder: Recorder,
+    advantage_computer: AdvantageComputer,
 ) -> MetricsLogger:
     """Return what logs the metrics of a generation, and records its rollouts."""
+    options = advantage_computer.methods.adora_options
     return MetricsLogger(
         context=context,
         recorder=recorder,
         metrics_by_mode=trainer._metrics,
         table=trainer._logs,
         function_names=trainer.reward_func_names,
-        tie_notice=TieNotice(methods.adora_options, speaks=context.accelerator.is_main_process),
+        tie_notice=TieNotice(options, speaks=context.accelerator.is_main_process),
+        assess=advantage_computer.assess,
         synced_bytes=(lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None,
     )
 

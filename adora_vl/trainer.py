@@ -336,7 +336,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             for extension in parts.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with parts.clocks.seconds.phase("other"):
-            parts.metrics_logger.log_learned(batch, advantages)
+            parts.metrics_logger.log_learned(generation, batch, advantages)
         return batch
 
     def _with_advantages(self, batch: Batch, advantages_PG: Tensor) -> Batch:

@@ -175,6 +175,8 @@ class GenerationSampler:
         self.drift_check = drift_check
         # How many generations servers sample before the policy learns from the present one.
         self.generations_ahead = pool.generations_ahead
+        # How many batches of further problems the present generation has sampled.
+        self._further_batches = 0
 
     @property
     def sampler(self) -> Sampler:
@@ -295,6 +297,15 @@ class GenerationSampler:
         """Return the groups of an evaluation with all rollouts sampled to their ends."""
         return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
 
+    def take_further_batches(self) -> int:
+        """Return how many batches of further problems were sampled since the last call.
+
+        They are those of one generation, as this is called at its end.
+        """
+        count = self._further_batches
+        self._further_batches = 0
+        return count
+
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Sample groups of `count` further problems, to replace groups without signal.
 
@@ -304,7 +315,7 @@ class GenerationSampler:
         if self.generations_ahead or count <= 0:
             return []
         groups = self._draw_further_groups(generation, count)
-        self.log("adora/further_batches", 1.0)
+        self._further_batches += 1
         limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
             return self.group_sampler.sample(generation, groups, limits)
