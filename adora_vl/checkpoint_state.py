@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import manifest_of
-from adora_vl.checkpoint.trl_state import LossSums, MovingReference, RestoreLossSums
+from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.record import trackers
 from adora_vl.training.pool import Pool
 from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
@@ -25,23 +26,21 @@ class CheckpointState:
     """What is left of the present generation."""
     moving_reference: MovingReference
     """A reference model that TRL moves."""
-    loss_sums: RestoreLossSums
-    """Restores Transformers' sums of losses when the training begins."""
+    loss_sums: LossSums
+    """Transformers' sums of losses."""
     metrics: dict[str, list[float]]
     """TRL's metrics of the training since the last log, by name."""
     table: dict[str, Any]
     """TRL's table of completions."""
 
-    def facts(self, run_facts: dict[str, Any], loss_sums: LossSums | None) -> dict[str, Any]:
+    def facts(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
 
-        Args:
-            run_facts: what it says at any time, such as the run's fingerprint.
-            loss_sums: this rank's sums of losses; None before the training begins.
+        `fingerprint`: everything that influences the steps of the run.
         """
         return {
-            **run_facts,
-            **({} if loss_sums is None else loss_sums.facts()),
+            "fingerprint": fingerprint,
+            **self.loss_sums.facts(),
             "methods": self.methods.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},
         }

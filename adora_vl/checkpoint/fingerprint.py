@@ -232,15 +232,14 @@ _SHARED_FILE_PREFIX = ".seen-by-all-"
 
 @dataclass(frozen=True, kw_only=True)
 class RankView:
-    """What one rank sees of a distributed run.
-
-    `machine`: its host name. `shares_folder`: whether its `output_dir` is the folder of the first
-    rank. `differences`: lines about the settings that differ from those of the first rank.
-    """
+    """What one rank sees of a distributed run."""
 
     machine: str
+    """The name of its host."""
     shares_folder: bool
+    """Whether its `output_dir` is the folder of the first rank."""
     differences: list[str]
+    """Lines about the settings that differ from those of the first rank."""
 
 
 def leave_token_file(output_dir: Path) -> str:

@@ -56,23 +56,23 @@ def lock_output_dir(output_dir: Path) -> FileLock:
 
 @dataclass(frozen=True)
 class StartPoint:
-    """Where a run begins.
-
-    `checkpoint`: the folder of the checkpoint that it resumes from; None: it begins at the first
-    step. `notes`: lines about this for the user. `replaces`: whether an old run in `output_dir` is
-    moved aside when this one begins.
-    """
+    """Where a run begins."""
 
     checkpoint: str | None = None
+    """The folder of the checkpoint that it resumes from; None: it begins at the first step."""
     notes: Sequence[str] = ()
+    """Lines about this for the user."""
     replaces: bool = False
+    """Whether an old run in `output_dir` is moved aside when this one begins."""
 
 
 class InputFolder(NamedTuple):
-    """A folder that a run reads: the config key that names it, and its path or hub id."""
+    """A folder that a run reads."""
 
     key: str
+    """The config key that names it."""
     name: str
+    """Its path or hub id."""
 
 
 def choose_start(

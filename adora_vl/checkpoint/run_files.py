@@ -121,7 +121,9 @@ def first_names_in_words(names: Sequence[str]) -> str:
     """Return the first few names as text for an error, and how many more there are."""
     text = ", ".join(repr(name) for name in names[:_MAX_SHOWN_NAMES])
     further_count = len(names) - _MAX_SHOWN_NAMES
-    return f"{text} and {further_count} more" if further_count > 0 else text
+    if further_count > 0:
+        return f"{text} and {further_count} more"
+    return text
 
 
 @contextmanager
@@ -170,11 +172,14 @@ def _write_notes(output_dir: Path, **notes: Any) -> None:
 
 
 class _FileVersion(NamedTuple):
-    """What changes when a file is written: its inode, the time of its last change, its size."""
+    """What changes when a file is written."""
 
     inode: int
+    """The number by which the file system knows it."""
     changed_ns: int
+    """The time of its last change."""
     size: int
+    """Its bytes."""
 
 
 def _model_file_versions(output_dir: Path) -> dict[str, _FileVersion]:

@@ -27,17 +27,21 @@ _HASHING_THREADS = 8  # hashlib releases the GIL
 
 
 class DamagedCheckpoint(NamedTuple):
-    """A checkpoint that is not whole: its folder, and what is wrong with it in a few words."""
+    """A checkpoint that is not whole."""
 
     path: Path
+    """Its folder."""
     problem: str
+    """What is wrong with it, in a few words."""
 
 
 class NewestCheckpoint(NamedTuple):
-    """The newest whole checkpoint of a run, None if there is none, and newer damaged ones."""
+    """The newest whole checkpoint of a run."""
 
     path: Path | None
+    """Its folder; None if there is none."""
     damaged: list[DamagedCheckpoint]
+    """Checkpoints that are newer, and damaged."""
 
 
 def step_of(checkpoint: Path) -> int:
@@ -131,7 +135,9 @@ def problem_with_checkpoint(checkpoint: Path) -> str | None:
             return f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
     actual = hash_and_size_by_name(checkpoint, [checkpoint / name for name in expected])
     damaged = [name for name in expected if actual[name] != expected[name]]
-    return f"{damaged[0]} is damaged (its SHA-256 is another one)" if damaged else None
+    if damaged:
+        return f"{damaged[0]} is damaged (its SHA-256 is another one)"
+    return None
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:

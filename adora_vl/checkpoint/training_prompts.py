@@ -8,10 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from adora_vl.checkpoint.run_files import read_run_manifest
 from adora_vl.utils.files import read_object, replace_file
 
 PROMPTS_FILE = "training_prompts.json"
-_TRAINING_PROGRAM = "adora_vl.train"
 # The keys of a config on which the tokens of a prompt depend.
 _PROMPT_KEYS = (
     "adora_system_prompt",
@@ -33,8 +33,8 @@ def read_training_config(model: str | None) -> dict[str, Any]:
     if exported:
         return {key: exported[key] for key in _PROMPT_KEYS if key in exported}
     for directory in (folder, folder.resolve().parent):
-        manifest = read_object(directory / "manifest.json")
-        if manifest.get("made_by") == _TRAINING_PROGRAM:
+        manifest = read_run_manifest(directory)
+        if manifest:
             config = manifest.get("config")
             return config if isinstance(config, dict) else {}
     return {}

@@ -5,9 +5,7 @@ It is the reference model that `sync_ref_model` moves, and the sums of losses be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +17,11 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from adora_vl.checkpoint.store import MANIFEST_FILE, manifest_of
+from adora_vl.models.load import GatherParameters, gathered_parameters
 from adora_vl.utils.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, Trainer
 
 REFERENCE_FOLDER = "reference"  # the folder in a checkpoint
 _MAX_FILE_BYTES = 2 * 2**30  # how much of a reference model is held in host memory at a time
@@ -53,7 +52,9 @@ class MovingReference:
     TRL itself does not save it. Collective: all ranks call every method together.
     """
 
-    def __init__(self, model: PreTrainedModel, *, moves: bool, is_main: bool, zero3: bool) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, moves: bool, is_main: bool, gather: GatherParameters
+    ) -> None:
         """Hold TRL's reference model.
 
         Args:
@@ -61,24 +62,12 @@ class MovingReference:
             moves: Whether TRL moves it towards the policy. Otherwise it is the base model, and
                 needs no saving.
             is_main: Whether this is rank 0.
-            zero3: Whether DeepSpeed divides its weights over the ranks.
+            gather: Makes parameters that ZeRO-3 shards whole, to be read.
         """
         self.model = model
         self.moves = moves and model is not None
         self.is_main = is_main
-        self.zero3 = zero3
-
-    def _gather(self, parameter: Any, *, is_written: bool = False) -> AbstractContextManager[Any]:
-        """Return a context in which a parameter is whole on this rank, also under ZeRO-3.
-
-        `is_written`: whether rank 0 writes the parameter, so that DeepSpeed divides it again.
-        """
-        if not self.zero3:
-            return nullcontext()
-        import deepspeed
-
-        writing_rank = 0 if is_written else None
-        return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writing_rank)  # type: ignore[no-any-return]
+        self.gather = gather
 
     def save(self, checkpoint: Path) -> None:
         """Write the reference model into a checkpoint, if it moves."""
@@ -87,7 +76,7 @@ class MovingReference:
 
         def whole_parameters() -> Iterator[tuple[str, Tensor]]:
             for name, parameter in self.model.named_parameters():
-                with self._gather(parameter):
+                with self.gather([parameter]):
                     yield name, parameter.data
 
         if not self.is_main:
@@ -122,113 +111,91 @@ class MovingReference:
                     parameter = remaining_parameters.pop(name, None)
                     if parameter is None:
                         raise RunError(f"{file}: this reference model has no {name}")
-                    with self._gather(parameter, is_written=True), torch.no_grad():
-                        # Under ZeRO-3 DeepSpeed takes what rank 0 writes.
-                        if self.is_main or not self.zero3:
-                            parameter.copy_(saved.get_tensor(name))
+                    with gathered_parameters([parameter]), torch.no_grad():
+                        parameter.copy_(saved.get_tensor(name))
         if remaining_parameters:
             raise RunError(
                 f"{checkpoint / REFERENCE_FOLDER}: {next(iter(remaining_parameters))} of the "
-                "reference "
-                "model is missing"
+                "reference model is missing"
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSums:
-    """The sums of losses on one rank, behind the metrics `loss` and `train_loss` of the log.
+class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
+    """Saves and restores the sums of losses behind the metrics `loss` and `train_loss` of the log.
 
     Transformers sets them to 0 whenever a process starts, but divides by the steps of the whole
-    run. So a checkpoint has them.
-
-    `logged_sum`: of the steps up to the last log. `last_log_step`: the step of that log.
-    `unlogged_sum`: of the steps since then, a tensor of shape ().
+    run.
     """
 
-    logged_sum: float
-    last_log_step: int
-    unlogged_sum: Tensor
+    def __init__(self, trainer: Trainer) -> None:
+        """Hold the trainer, whose sums are read and written."""
+        self._trainer = trainer
+        # What `load` has read, until the training begins; else None.
+        self._loaded: dict[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the sums as an entry for the facts that a checkpoint's manifest will have.
+        """Return the sums of this rank for the facts of a checkpoint; none before the training.
 
-        `with_all_ranks` replaces it before the manifest is written.
+        `with_all_ranks` puts those of all ranks in their place before a manifest is written.
         """
-        return {_LOSSES_KEY: self}
+        trainer = self._trainer
+        if not hasattr(trainer, "_tr_loss"):
+            return {}
+        sums = {
+            "logged": trainer._total_loss_scalar,  # of the steps up to the last log
+            "since": trainer._globalstep_last_logged,  # the step of that log
+            # Of the steps since then. A tensor until it is written: its value as a number would
+            # have to wait for the device.
+            "rest": trainer._tr_loss.detach().clone(),
+        }
+        return {_LOSSES_KEY: sums}
 
     @staticmethod
     def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts for a manifest, with the loss sums of all ranks instead of this rank's.
+        """Return the facts for a manifest, with the sums since the last log of all ranks.
 
-        Collective. The value of this rank's tensor is read only here, where a checkpoint is
-        written: reading it earlier would have to wait for the GPU.
+        Collective. `facts`: what `facts` has returned on this rank, and others.
         """
         sums = facts.get(_LOSSES_KEY)
         if sums is None:
             return facts
-        unlogged_sums = gather_object([float(sums.unlogged_sum)])
-        losses = {"logged": sums.logged_sum, "since": sums.last_log_step, "rest": unlogged_sums}
-        return {**facts, _LOSSES_KEY: losses}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedLossSums:
-    """The sums of losses of all ranks, as a checkpoint has them.
-
-    `logged_sum` and `last_log_step`: as in `LossSums`. `unlogged_sums`: the sum of the steps since
-    the last log, of each rank.
-    """
-
-    logged_sum: float
-    last_log_step: int
-    unlogged_sums: list[float]
-
-    @classmethod
-    def of_checkpoint(cls, checkpoint: Path) -> SavedLossSums | None:
-        """Read the sums from a checkpoint; None if it has none, as one that only TRL has written."""
-        if not (checkpoint / MANIFEST_FILE).is_file():
-            return None
-        losses = manifest_of(checkpoint).get(_LOSSES_KEY)
-        if losses is None:
-            return None
-        return cls(
-            logged_sum=losses["logged"],
-            last_log_step=losses["since"],
-            unlogged_sums=losses["rest"],
-        )
-
-    def unlogged_sum_of(self, rank: int, ranks: int) -> float:
-        """Return the sum of the steps since the last log with which a rank goes on.
-
-        If the checkpoint has another number of ranks, each rank gets the mean of its sums: the log
-        has the mean over the ranks, which stays the same.
-        """
-        if len(self.unlogged_sums) == ranks:
-            return self.unlogged_sums[rank]
-        return sum(self.unlogged_sums) / len(self.unlogged_sums)
-
-
-class RestoreLossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy
-    """Gives a resumed run the sums of losses of its checkpoint, once the training has begun."""
-
-    def __init__(self, put: Callable[[SavedLossSums], None]) -> None:
-        """Build the callback. `put` writes the sums into the trainer."""
-        self._put = put
-        # The sums of the checkpoint, between `load` and the beginning of the training; else None.
-        self._sums: SavedLossSums | None = None
+        sum_of_rank = float(sums["rest"])
+        sums_of_ranks = gather_object([sum_of_rank])
+        return {**facts, _LOSSES_KEY: {**sums, "rest": sums_of_ranks}}
 
     def load(self, checkpoint: Path) -> None:
-        """Read the sums from a checkpoint, for `on_train_begin`."""
-        self._sums = SavedLossSums.of_checkpoint(checkpoint)
+        """Read the sums from a checkpoint, for `on_train_begin`.
+
+        A checkpoint that only TRL has written has none.
+        """
+        if (checkpoint / MANIFEST_FILE).is_file():
+            self._loaded = manifest_of(checkpoint).get(_LOSSES_KEY)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Write the sums that `load` has read into the trainer, and forget them.
+        """Let Transformers go on from the sums that `load` has read.
 
         It cannot be done earlier, since Transformers has just set its own sums to 0.
         """
-        sums = self._sums
-        self._sums = None
-        if sums is not None:
-            self._put(sums)
+        sums = self._loaded
+        self._loaded = None
+        if sums is None:
+            return
+        trainer = self._trainer
+        rank = trainer.accelerator.process_index
+        ranks = trainer.accelerator.num_processes
+        trainer._tr_loss += _unlogged_sum_of_rank(sums["rest"], rank, ranks)
+        trainer._total_loss_scalar = sums["logged"]
+        trainer._globalstep_last_logged = sums["since"]
+
+
+def _unlogged_sum_of_rank(sums: Sequence[float], rank: int, ranks: int) -> float:
+    """Return the sum of losses since the last log with which a rank goes on.
+
+    `sums`: those of the ranks of the checkpoint. If there were another number of ranks, each rank
+    gets their mean: the log has the mean over the ranks, which stays the same.
+    """
+    if len(sums) == ranks:
+        return sums[rank]
+    return sum(sums) / len(sums)

@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from shlex import quote
@@ -55,6 +55,8 @@ _HASHED_FILE_PATTERNS = (
 )
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 MERGED_FOLDER = "merged"
+# Makes parameters that ZeRO-3 shards whole inside of a block, to be read, as TRL's trainers do.
+GatherParameters = Callable[[Iterable[Any]], AbstractContextManager[Any]]
 
 
 def resolve_model_name(name: str) -> str:

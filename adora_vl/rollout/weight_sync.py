@@ -1,7 +1,7 @@
 """Sends the policy's weights, or its adapter, to the engine and empties the stale caches."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adora_vl.models.adapter import vllm_lora_rank
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
+from adora_vl.models.load import GatherParameters
 from adora_vl.utils.errors import RolloutError, UserError
 
 if TYPE_CHECKING:
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 ADAPTER_NAME = "default"  # PEFT's name of the adapter that is trained
-# the context in which sharded parameters are whole; entering it is a collective call
-GatherParameters = Callable[[Iterable[nn.Parameter]], AbstractContextManager[Any]]
 
 
 def _model_runner(llm: "LLM") -> Any:

@@ -2,6 +2,7 @@
 is missing.
 """
 
+from contextlib import nullcontext
 from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +19,6 @@ from adora_vl.checkpoint.trl_state import (
     REFERENCE_FOLDER,
     LossSums,
     MovingReference,
-    RestoreLossSums,
-    SavedLossSums,
 )
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import RunError, UserError
@@ -89,7 +88,7 @@ def test_an_adapter_that_does_not_fit_ends_in_one_line(base, tmp_path):
 
 
 def reference(model: Any, moves: bool = True) -> MovingReference:
-    return MovingReference(model, moves=moves, is_main=True, zero3=False)
+    return MovingReference(model, moves=moves, is_main=True, gather=nullcontext)
 
 
 def test_a_reference_that_was_moved_comes_back_and_stays_after_its_syncs_end(tmp_path):
@@ -129,20 +128,33 @@ def test_each_rank_gets_its_own_sum_of_losses_and_another_number_of_ranks_their_
         "adora_vl.checkpoint.trl_state.gather_object", lambda values: [*values, 0.5]
     )
 
-    saved = LossSums(logged_sum=2.25, last_log_step=4, unlogged_sum=torch.tensor(0.1))
-    seal_checkpoint(tmp_path, LossSums.with_all_ranks(saved.facts()))
-    put: list[SavedLossSums] = []
-    restore = RestoreLossSums(put.append)
-    restore.on_train_begin(None, None, None)
-    assert put == [], "nothing was read"
-    restore.load(tmp_path)
-    restore.on_train_begin(None, None, None)
-    restore.on_train_begin(None, None, None)
-    (sums,) = put  # once
-    assert (sums.logged_sum, sums.last_log_step) == (2.25, 4)
+    def trainer(rank: int, ranks: int, **sums: object) -> Any:
+        return SimpleNamespace(
+            accelerator=SimpleNamespace(process_index=rank, num_processes=ranks), **sums
+        )
+
+    assert LossSums(trainer(0, 2)).facts() == {}, "the training has not begun"
+    stopped = trainer(
+        0, 2, _tr_loss=torch.tensor(0.1), _total_loss_scalar=2.25, _globalstep_last_logged=4
+    )
+    seal_checkpoint(tmp_path, LossSums.with_all_ranks(LossSums(stopped).facts()))
     for rank, ranks, rest in (
         (0, 2, 0.1),
         (1, 2, 0.5),
         (0, 1, 0.3),
     ):
-        assert sums.unlogged_sum_of(rank, ranks) == pytest.approx(rest)
+        begun = trainer(
+            rank,
+            ranks,
+            _tr_loss=torch.tensor(0.0),
+            _total_loss_scalar=0.0,
+            _globalstep_last_logged=0,
+        )
+        restore = LossSums(begun)
+        restore.on_train_begin(None, None, None)
+        assert begun._total_loss_scalar == 0, "nothing was read"
+        restore.load(tmp_path)
+        restore.on_train_begin(None, None, None)
+        restore.on_train_begin(None, None, None)  # the sums are written once
+        assert float(begun._tr_loss) == pytest.approx(rest)
+        assert (begun._total_loss_scalar, begun._globalstep_last_logged) == (2.25, 4)

@@ -28,11 +28,10 @@ from adora_vl.doctor.checks import (
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
     Examination,
-    changeable_weight,
     check_features,
-    choose_parameter,
     examine_in_order,
 )
+from adora_vl.doctor.weight_change import changeable_weight, choose_parameter
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards.choose import choose_rewards
