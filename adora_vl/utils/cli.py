@@ -154,7 +154,9 @@ def announce_imports(seconds: int) -> None:
 
 
 _UNKNOWN_OPTION_PATTERN = re.compile(r"unrecognized arguments: (--[\w-]+)")
-_UNKNOWN_COMMAND_PATTERN = re.compile(r"argument [^:]+: invalid choice: '(\w+)' \(choose from (.*)\)")
+_UNKNOWN_COMMAND_PATTERN = re.compile(
+    r"argument [^:]+: invalid choice: '(\w+)' \(choose from (.*)\)"
+)
 
 
 class Parser(argparse.ArgumentParser):
