@@ -147,6 +147,7 @@ def save_merged(
         with replacing_folder(folder) as staged:
             model.merge_and_unload().save_pretrained(staged)
             processing_class.save_pretrained(staged)
+            write_training_prompts(folder.parent, staged)  # for a copy of it in another place
     accelerator.wait_for_everyone()
     return True
 
@@ -249,7 +250,7 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     """Write the whole weights of a ZeRO-3 checkpoint that has only the parts of each rank.
 
     DeepSpeed writes such a checkpoint without `zero3_save_16bit_model`. The parts are float32, and
-    are written in the model's dtype.
+    are written in the model's dtype. The generation config of the checkpoint is taken along.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -260,6 +261,8 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     with refusing_pickled_code(source):
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
+    # A model that is built from its config has only the generation config that follows from it.
+    _copy_files(source, target, ("generation_config.json",))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

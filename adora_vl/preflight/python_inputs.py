@@ -26,7 +26,7 @@ from adora_vl.data.prompt_lengths import Size, sizes_in
 from adora_vl.data.prompts import problem_with_messages, with_tools
 from adora_vl.models.load import model_hash
 from adora_vl.rewards.choose import REWARD_NAMES, RewardSet, choose_rewards
-from adora_vl.rewards.entries import comparable_entries
+from adora_vl.rewards.entries import comparable_entries, present_name
 from adora_vl.utils.cli import plain_value
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import function_name, is_users_file, source_hash
@@ -89,7 +89,7 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
                 "list of them"
             )
         name = request if isinstance(request, str) else function_name(request)
-        entry = f"{name} of Python" if name in REWARD_NAMES else name
+        entry = f"{name} of Python" if present_name(name) in REWARD_NAMES else name
         entries.append(entry)
         functions.append(request)
         hashes[entry] = _identity_of_reward(request)

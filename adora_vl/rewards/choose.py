@@ -281,7 +281,10 @@ def choose_rewards(
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             function = in_trl_form(bind_options(name, user_function.value, options))
-        elif isinstance(options, PresetOptions):
+            functions.append(function)
+            function_names.append(name_in_users_file(name))
+            continue
+        if isinstance(options, PresetOptions):
             grader = rounding_grader if options.rounding else exact_grader
             function = preset_function(name, grader, logs=name == first_preset)
         elif isinstance(options, JudgeOptions):
@@ -293,8 +296,7 @@ def choose_rewards(
         else:
             function = REWARD_FUNCTION_BY_NAME[name]
         functions.append(function)
-        is_own = isinstance(options, Mapping)
-        function_names.append(name_in_users_file(name) if is_own else function.__name__)
+        function_names.append(function.__name__)
     # Once more with the names of the functions, which may be equal where those of the entries are
     # not: a user may have written a function `accuracy_reward`, as that of `accuracy` is named.
     _refuse_repeated_names(names, function_names)

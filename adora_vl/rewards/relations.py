@@ -7,6 +7,7 @@ inequality in one unknown also gets its solution.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from adora_vl.rewards.answer import Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import split_outside_brackets
@@ -15,6 +16,8 @@ from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
     REVERSED_SIGN,
+    JoinedConditions,
+    SingleCondition,
     Solution,
     excludes_some_but_not_all,
     solution_without_absolute,
@@ -156,21 +159,22 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
     if len(names) > 1:
         return unsolved_answer
     (name,) = names
-    comparisons = []
+    conditions: list[Solution] = []
     for sign, tree in relations:
         zero_and_slope_sign = solve_linear(tree)
         if zero_and_slope_sign is None:  # not linear
             return unsolved_answer
         zero, slope_sign = zero_and_slope_sign
         # `2 - x < 0` has a negative slope and means `x > 2`.
-        comparison: Solution = ("is", sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
+        condition = SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
         if name.startswith("|"):  # |x| < 5
-            without_absolute = solution_without_absolute(comparison)
+            without_absolute = solution_without_absolute(condition)
             if without_absolute is None:
                 raise NotReadError("relation")
-            comparison = without_absolute
-        comparisons.append(comparison)
-    solution: Solution = ("and", *comparisons)
+            conditions.append(without_absolute)
+        else:
+            conditions.append(condition)
+    solution = JoinedConditions("and", tuple(conditions))
     if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
@@ -186,10 +190,12 @@ def _read_solution(answer: Answer) -> Solution:
     numbers = [part.lone_number for part in answer.parts or (answer,)]
     if answer.kind == "ordered" or not all(numbers):
         raise NotReadError("relation")
-    return ("or", *(("is", "=", number) for number in numbers))
+    return JoinedConditions(
+        "or", tuple(SingleCondition("=", number) for number in numbers if number)
+    )
 
 
-def join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
+def join_conditions(text: str, word: Literal["and", "or"], parts: Sequence[Answer]) -> Answer:
     """Return several inequalities in one unknown, or several intervals, as one answer.
 
     `word` says whether all of them hold (`and`) or at least one (`or`). Raises `NotReadError`, also
@@ -198,7 +204,7 @@ def join_conditions(text: str, word: str, parts: Sequence[Answer]) -> Answer:
     labels = {part.label for part in parts}
     if len(labels) > 1 or not any(part.solution for part in parts):
         raise NotReadError("relation")
-    solution = (word, *map(_read_solution, parts))
+    solution = JoinedConditions(word, tuple(_read_solution(part) for part in parts))
     if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
     return Answer(kind="inequality", text=text, label=labels.pop(), solution=solution)

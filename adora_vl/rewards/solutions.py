@@ -1,22 +1,38 @@
 r"""The solutions of inequalities in one unknown: which numbers solve them, and whether two have the
 same ones.
 
-    ("is", "<=", n)     the unknown is at most n, a `Ball`; also with <, >, >=, != and =
-    ("and", part, ...)  all parts hold
-    ("or", part, ...)   at least one part holds
-
 Two solutions are compared by trying them at all their ends, and between and beyond them. Nothing is
 simplified.
 """
 
+from __future__ import annotations
+
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Literal, NamedTuple, TypeAlias
 
 from adora_vl.rewards.ball import Ball
 from adora_vl.rewards.numeric import same_number
 
-Solution = tuple[Any, ...]
+
+class SingleCondition(NamedTuple):
+    """The condition that the unknown is in a relation to a number.
+
+    `sign` is `<`, `<=`, `>`, `>=`, `!=` or `=`: with `<=` the unknown is at most `number`.
+    """
+
+    sign: str
+    number: Ball
+
+
+class JoinedConditions(NamedTuple):
+    """Several conditions, of which all hold (`and`) or at least one (`or`)."""
+
+    word: Literal["and", "or"]
+    parts: tuple[Solution, ...]
+
+
+Solution: TypeAlias = SingleCondition | JoinedConditions
 REVERSED_SIGN = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "!=": "!="}
 _OPERATOR_BY_SIGN = {
     "<": operator.lt,
@@ -28,18 +44,17 @@ _OPERATOR_BY_SIGN = {
 }
 
 
-def solution_without_absolute(comparison: Solution) -> Solution | None:
+def solution_without_absolute(condition: SingleCondition) -> Solution | None:
     """Return the solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
 
-    `comparison` is `("is", sign, number)`. None where every number, no number or a single number
-    solves it, and for `!=`.
+    None where every number, no number or a single number solves it, and for `!=`.
     """
-    _, sign, bound = comparison
+    sign, bound = condition
     if float(bound.value) <= 0 or sign == "!=":
         return None
+    opposite = SingleCondition(REVERSED_SIGN[sign], -bound)
     # `|x| < 5` needs both sides, `|x| > 5` one of them.
-    joint = "and" if "<" in sign else "or"
-    return (joint, comparison, ("is", REVERSED_SIGN[sign], -bound))
+    return JoinedConditions("and" if "<" in sign else "or", (condition, opposite))
 
 
 def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solution | None:
@@ -55,31 +70,31 @@ def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solut
     """
     opening = brackets[0]
     closing = brackets[1]
-    # An open infinity bounds nothing, so its side needs no comparison.
+    # An open infinity bounds nothing, so its side needs no condition.
     is_bounded_below = not (low == "-infinity" and opening in "()")
     is_bounded_above = not (high == "infinity" and closing in "()")
-    comparisons: list[Solution] = []
+    conditions: list[Solution] = []
     if is_bounded_below:
         if not isinstance(low, Ball):
             return None
-        comparisons.append(("is", ">=" if opening in "[]" else ">", low))
+        conditions.append(SingleCondition(">=" if opening in "[]" else ">", low))
     if is_bounded_above:
         if not isinstance(high, Ball):
             return None
-        comparisons.append(("is", "<=" if closing in "[]" else "<", high))
-    solution: Solution = ("and", *comparisons)
-    if not comparisons or not excludes_some_but_not_all(solution):
+        conditions.append(SingleCondition("<=" if closing in "[]" else "<", high))
+    solution = JoinedConditions("and", tuple(conditions))
+    if not conditions or not excludes_some_but_not_all(solution):
         return None
     return solution
 
 
-def _single_comparisons(solution: Solution) -> Iterator[Solution]:
-    """Yield all single comparisons in a solution, each as `("is", sign, number)`."""
-    if solution[0] == "is":
-        yield solution
+def _numbers(solution: Solution) -> Iterator[Ball]:
+    """Yield the number of each condition in a solution."""
+    if isinstance(solution, SingleCondition):
+        yield solution.number
     else:
-        for part in solution[1:]:
-            yield from _single_comparisons(part)
+        for part in solution.parts:
+            yield from _numbers(part)
 
 
 def excludes_some_but_not_all(solution: Solution) -> bool:
@@ -105,7 +120,7 @@ def _sorted_ends(*solutions: Solution) -> list[Ball]:
     """Return the numbers in solutions in ascending order, without repetition."""
     numbers: list[Ball] = []
     for solution in solutions:
-        numbers += [number for _, _, number in _single_comparisons(solution)]
+        numbers += _numbers(solution)
     distinct_numbers: list[Ball] = []
     for number in sorted(numbers, key=lambda number: float(number.value)):
         if not distinct_numbers or not same_number(number, distinct_numbers[-1]):
@@ -118,14 +133,14 @@ def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
 
     The 2 n + 1 positions alternate between open gaps (even) and ends (odd).
     """
-    if solution[0] == "is":
-        _, sign, number = solution
+    if isinstance(solution, SingleCondition):
+        sign, number = solution
         end = next(index for index, end in enumerate(ends) if same_number(number, end))
         end_position = 2 * end + 1
         return [
             _OPERATOR_BY_SIGN[sign](position, end_position) for position in range(2 * len(ends) + 1)
         ]
     # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
-    truths_of_parts = [_truth_by_position(part, ends) for part in solution[1:]]
-    combine = all if solution[0] == "and" else any
+    truths_of_parts = [_truth_by_position(part, ends) for part in solution.parts]
+    combine = all if solution.word == "and" else any
     return [combine(truths) for truths in zip(*truths_of_parts, strict=True)]

@@ -7,7 +7,6 @@ weights are not read from a checkpoint but come with the first sync.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from adora_vl.rollout.rollouts import (
     merge_requests,
 )
 from adora_vl.utils import compat
+from adora_vl.utils.convert import convert
 from adora_vl.utils.errors import UserError, in_one_line
 
 LOAD_WITH_FIRST_SYNC = "adora_later"  # a value of vLLM's `load_format`
@@ -90,18 +90,15 @@ def loop_detection_params(options: Mapping[str, Any]) -> RepetitionDetectionPara
     vLLM accepts a mapping too, but fails when it uses it. Raises `UserError` for options that vLLM
     does not take.
     """
-    known_names = [field.name for field in fields(RepetitionDetectionParams)]
+    key = "generation_kwargs: repetition_detection"
     try:
-        unknown_names = {*options} - {*known_names}
-        if unknown_names:
-            raise ValueError(f"it has no {min(unknown_names)}, but {', '.join(known_names)}")
-        return RepetitionDetectionParams(**options)
-    except (ValueError, VLLMValidationError) as error:
+        params: RepetitionDetectionParams = convert(key, options, RepetitionDetectionParams)
+    except VLLMValidationError as error:
         raise UserError(
-            f"generation_kwargs: repetition_detection: {dict(options)} is not taken by vLLM "
-            f"({in_one_line(error)}); give "
+            f"{key}: {dict(options)} is not taken by vLLM ({in_one_line(error)}); give "
             'max_pattern_size and min_count, such as {"max_pattern_size": 32, "min_count": 8}'
         ) from error
+    return params
 
 
 @contextmanager
