@@ -422,6 +422,7 @@ class MetricsLogger:
         table: Mapping[str, Any],
         function_names: Sequence[str],
         tie_notice: TieNotice,
+        assess: Callable[[RolloutFacts, int, int], GroupAssessment],
         synced_bytes: Callable[[], int] | None,
     ) -> None:
         """Store the places that a generation is logged to.
@@ -434,6 +435,8 @@ class MetricsLogger:
             table: TRL's `_logs`, the table of completions.
             function_names: the names of the reward functions.
             tie_notice: warns where right answers are often exactly as long as wrong ones.
+            assess: returns what is known of groups from the facts of their rollouts, the rollouts
+                of a group, and the optimizer steps that have been made.
             synced_bytes: returns how many bytes the last weight sync has sent to the engine; None
                 without an engine.
         """
@@ -442,9 +445,13 @@ class MetricsLogger:
         self.table = table
         self.function_names = function_names
         self.tie_notice = tie_notice
+        self.assess = assess
         self.synced_bytes = synced_bytes
         self.log = context.log
         self.state = context.state
+        # With `refill` a generation is graded in several batches, whose facts wait for the last.
+        self._has_further_batches = context.config.adora_rollouts.refill > 0
+        self._graded_facts: RolloutFacts | None = None
         self.logs_tables = logs_tables(context.config)
         self.logs_images = logs_images(context.config)
 
@@ -473,14 +480,12 @@ class MetricsLogger:
         # metric's values, and this one is a total already.
         metrics["num_tokens"].clear()
         metrics["num_tokens"].append(state.num_input_tokens_seen)
-        figures = assessment_figures(scored_groups.assessment, facts, self.function_names)
-        for name, value in figures.items():
-            metrics[name].append(value)
-        has_tools = self.recorder.decode is not None
-        if has_tools:
-            rewards_PG = scored_groups.assessment.groups.rewards_PG
-            for name, value in tool_figures(rewards_PG, facts).items():
-                metrics[name].append(value)
+        if not is_training or not self._has_further_batches:
+            self._log_figures(metrics, scored_groups.assessment, facts)
+        elif self._graded_facts is None:
+            self._graded_facts = facts
+        else:
+            self._graded_facts = self._graded_facts.append_graded(facts)
         images: list[Any] = []
         if self.logs_images:
             # A rank without images gives None for each row, since the table has a row of each.
@@ -506,13 +511,37 @@ class MetricsLogger:
                 function_names=self.function_names,
             )
 
-    def log_learned(self, batch: Batch, advantages: Advantages) -> None:
+    def _log_figures(
+        self, metrics: Mapping[str, list[float]], assessment: GroupAssessment, facts: RolloutFacts
+    ) -> None:
+        """Add the figures of graded rollouts to `metrics`, which has those since the last log line.
+
+        Args:
+            metrics: the values of each metric of a training, or of an evaluation.
+            assessment: what is known of the groups of all ranks.
+            facts: what is known of their rollouts.
+        """
+        figures = assessment_figures(assessment, facts, self.function_names)
+        has_tools = self.recorder.decode is not None
+        if has_tools:
+            figures |= tool_figures(assessment.groups.rewards_PG, facts)
+        for name, value in figures.items():
+            metrics[name].append(value)
+
+    def log_learned(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
         """Log the rollouts that the loss uses, once their advantages are final.
 
         Args:
+            generation: the step that the rollouts were sampled for.
             batch: those of this rank.
             advantages: those of all ranks.
         """
+        facts = self._graded_facts
+        if facts is not None:
+            # The figures are over all rollouts, however many each batch has had.
+            self._graded_facts = None
+            assessment = self.assess(facts, generation.group_size, generation.key.step)
+            self._log_figures(self.metrics_by_mode["train"], assessment, facts)
         for name, value in learned_figures(advantages).items():
             self.log(name, value)
         self.tie_notice.count(advantages.weighting)

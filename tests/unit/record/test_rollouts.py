@@ -460,11 +460,33 @@ def test_a_real_run_records_what_its_metrics_say(adora_run):
         assert len(rollouts_of_step) == 16
         check_step(rollouts_of_step, line_by_step[step])
     check_advantages(table)
-    assert (table["reward/adora_reward"] == table["reward"]).all()
+    assert (table["reward/boxed_accuracy_reward"] == table["reward"]).all()
     images_folder = adora_run / "rollouts" / "_images"
     for image_names in table["images"]:
         (image_name,) = image_names
         assert (images_folder / image_name).is_file()
+
+
+def test_figures_of_a_refilled_step_are_over_all_its_rollouts(tmp_path):
+    """The further batches have fewer groups than the first."""
+    run = train(tmp_path / "run", adora_rollouts="{refill: 2}", max_steps=3, save_steps=3)
+    table = read_record(run / "rollouts").to_pandas()
+    batches_by_groups: dict[int, float] = {}
+    for line in read_metrics(run / "metrics.jsonl"):
+        if line["kind"] != "train":
+            continue
+        of_step = table.groupby("step").get_group(line["step"])
+        rewards = of_step["reward"]
+        assert line["reward"] == pytest.approx(rewards.mean(), abs=1e-6)
+        assert line["reward_std"] == pytest.approx(rewards.std(), abs=1e-6)
+        is_correct = of_step["verdict"] == "correct"
+        assert line["grading/correct"] == pytest.approx(is_correct.mean())
+        assert line["completions/max_length"] == of_step["length"].max()
+        batches_by_groups[of_step["group"].nunique()] = line["adora/further_batches"]
+    first_batch_alone = batches_by_groups.pop(4, 0)
+    assert first_batch_alone == 0
+    assert batches_by_groups, "no step was refilled"
+    assert min(batches_by_groups.values()) > 0
 
 
 def check_step(rollouts_of_step: pd.DataFrame, line: MetricsLine) -> None:
