@@ -321,7 +321,7 @@ def check_libraries() -> list[Check]:
     return [check_version(name, needed=True) for name in SHOWN_LIBRARIES]
 
 
-def check_parts(
+def check_optional_libraries(
     *, use_vllm: bool, use_peft: bool, use_deepspeed: bool, four_bit: bool = False
 ) -> list[Check]:
     """Check the versions of the libraries that only some runs need.
