@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_rows
 from adora_vl.data.loading import unreadable_rows
@@ -36,7 +35,7 @@ from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sample
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
 from adora_vl.training.group_sampler import GroupSampler, limits_to_the_ends
-from adora_vl.training.guards import GenerationGuard
+from adora_vl.training.guards import DriftGuard, GenerationGuard
 from adora_vl.training.pool import Pool, list_row_numbers
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
@@ -77,19 +76,15 @@ class LateDriftCheck:
     optimizer step, and compared at its end.
     """
 
-    def __init__(
-        self, pair: EnginePair, check: Callable[[Tensor, Tensor, Tensor, int], None]
-    ) -> None:
+    def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:
         """Build the check.
 
         Args:
             pair: the servers that sample, and the policy that scores the same tokens.
-            check: ends the run where the two are too far apart. It gets the log-probabilities of
-                the policy and of the engine, the mask of sampled tokens, (B, C) each, and the
-                optimizer step.
+            drift_guard: ends the run where the two are too far apart.
         """
         self._pair = pair
-        self._check = check
+        self._drift_guard = drift_guard
         # Filled by `request`, emptied by `finish`.
         self._requested: _RequestedSamples | None = None
 
@@ -126,7 +121,9 @@ class LateDriftCheck:
         # make the same passes, and one rank may have an image where another has none.
         with self._pair.images.vision.unshared():
             policy_logps_BC = self._pair.policy_logps(rollouts)
-            self._check(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
+            self._drift_guard.check(
+                policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step
+            )
 
 
 class DrawnGeneration(NamedTuple):
