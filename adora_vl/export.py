@@ -249,7 +249,7 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     """Write the whole weights of a ZeRO-3 checkpoint that has only the parts of each rank.
 
     DeepSpeed writes such a checkpoint without `zero3_save_16bit_model`. The parts are float32, and
-    are written in the model's dtype.
+    are written in the model's dtype. The generation config of the checkpoint is taken along.
     """
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -260,6 +260,8 @@ def _gather_sharded_weights(source: Path, target: Path) -> None:
     with refusing_pickled_code(source):
         model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(source)))
     model.save_pretrained(target)
+    # A model that is built from its config has only the generation config that follows from it.
+    _copy_files(source, target, ("generation_config.json",))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

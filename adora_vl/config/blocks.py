@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
+from adora_vl.utils.call_guards import MAX_DEADLINE_S, MIN_DEADLINE_S
 
 
 def key(default: Any, help: str) -> Any:

@@ -14,9 +14,9 @@ from adora_vl.config.blocks import RolloutOptions, ToolOptions, key
 from adora_vl.config.values import convert_fields
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPTS, control_token_in, read_template
 from adora_vl.rewards.entries import with_present_names
+from adora_vl.utils.call_guards import MAX_DEADLINE_S, MIN_DEADLINE_S
 from adora_vl.utils.convert import Name
 from adora_vl.utils.errors import UserError, did_you_mean
-from adora_vl.utils.own_files import MAX_DEADLINE_S, MIN_DEADLINE_S
 
 _Eos = Annotated[str, Field(pattern="^eos$", description="eos")]
 _Folder = Annotated[str, Field(pattern="/", description="a folder, with a / in its name")]

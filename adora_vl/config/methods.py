@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from adora_vl.advantage import METHODS, AdvantagePipeline, Groups, Method, group_advantages
-from adora_vl.utils import own_files
+from adora_vl.utils.call_guards import OverdueError, deadline
 from adora_vl.utils.cli import plain_value
 from adora_vl.utils.convert import convert, mapping_of_options, refuse_unknown_options
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
+    LOAD_TIMEOUT_S,
     FromFile,
     function_name,
     is_function,
@@ -364,7 +365,7 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
     run = AdvantagePipeline({name: method})
     advantages_PG = group_advantages(rewards_PG)
     try:
-        with own_files.deadline(own_files.LOAD_TIMEOUT_S):
+        with deadline(LOAD_TIMEOUT_S):
             # A clone, since the method may change the advantages in place.
             result = method.apply(groups, advantages_PG.clone(), run)
             is_valid = (
@@ -372,7 +373,7 @@ def _try_method(name: str, method: Method, config: AdoraGRPOConfig) -> None:
                 and result.shape == advantages_PG.shape
                 and bool(result.isfinite().all())
             )
-    except (Exception, own_files.OverdueError) as error:
+    except (Exception, OverdueError) as error:
         raise UserError(
             f"adora_method: {name}, tried before the run: {in_one_line(error)}"
         ) from error

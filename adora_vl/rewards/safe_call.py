@@ -18,8 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from adora_vl.utils.call_guards import (
+    OverdueError,
+    backstop,
+    deadline,
+    in_one_process,
+    returning_to,
+)
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.own_files import OverdueError, backstop, deadline, in_one_process, returning_to
 
 _MAX_VALUE_CHARS = 60  # of a returned value in a message
 _MAX_REASON_CHARS = 200  # of an exception's text in a message

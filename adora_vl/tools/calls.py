@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
+from adora_vl.utils.call_guards import backstop, deadline, in_one_process, returning_to
 from adora_vl.utils.cli import refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
-from adora_vl.utils.own_files import backstop, deadline, in_one_process, returning_to
 from adora_vl.utils.seeding import keeping_random_state, number_at
 
 HIDDEN_PARAMETERS = ("images", "view")  # parameters of a tool that no model is told about

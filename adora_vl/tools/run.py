@@ -45,9 +45,9 @@ from adora_vl.tools.calls import (
 )
 from adora_vl.tools.environments import Environments
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
+from adora_vl.utils.call_guards import OverdueError
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.own_files import (
-    OverdueError,
     function_name,
     is_function,
     is_users_file,

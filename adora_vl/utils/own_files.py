@@ -1,39 +1,28 @@
 """Files of the user's: `FILE.py:NAME` in a key is loaded here, and known again by a hash of what it
-imports beside it. Loading it has a deadline, may not leave a second process behind, and ends in one
-line.
+imports beside it. A file that fails, or does not return in time, ends in one line.
 """
 
 import ast
 import dis
-import faulthandler
 import hashlib
 import importlib.util
 import inspect
 import json
-import os
-import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from adora_vl.utils.call_guards import OverdueError, deadline, in_one_process, returning_to
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hashing import content_hash
 
 LOAD_TIMEOUT_S = 60.0
-# What a deadline may be: below, a call could not even begin; above, the timers of Python and of the
-# system (2^63 nanoseconds, with the time of grace) raise an OverflowError.
-MIN_DEADLINE_S = 0.001
-MAX_DEADLINE_S = 10**9
-GRACE_S = 30.0  # so long after the deadline a call that Python cannot interrupt ends the process
-_SIGNAL_INTERVAL_S = 1.0  # between signals, for a function that catches the first one
 # The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
 # known by where they lie; `adora_vl` is ours wherever the file lies.
 _PROJECT_FOLDERS = tuple(
@@ -345,115 +334,3 @@ def _failed_line(path: Path, error: BaseException) -> int | None:
         if frame.filename == str(path)
     ]
     return line_numbers[-1] if line_numbers else None
-
-
-class OverdueError(BaseException):
-    """The deadline has passed.
-
-    It is not an `Exception`, since a reward function may catch those.
-    """
-
-    def __str__(self) -> str:
-        return "it did not return before the deadline"
-
-
-@contextmanager
-def in_one_process(label: str) -> Iterator[None]:
-    """End a process that the code in the `with` has forked when it comes to the end of the `with`.
-
-    A function of the user's that forks has to end the child process itself (`os._exit`). Otherwise
-    the child would return from the function too, and go on as a second run.
-
-    This `with` goes inside those of `deadline` and `backstop`: the latter would wait in the child
-    for a thread that a forked process does not have.
-
-    `label`: the user's function, with which the line on stderr begins.
-    """
-    first_pid = os.getpid()
-    try:
-        yield
-    except SystemExit as error:
-        is_child = os.getpid() != first_pid
-        if is_child:
-            # a child that calls `sys.exit` means to end: with its code, or 1 for a message
-            code = error.code if isinstance(error.code, int) else int(error.code is not None)
-            os._exit(code)
-        raise
-    finally:
-        is_child = os.getpid() != first_pid
-        if is_child:
-            line = (
-                f"{label}: it forked a process that did not end in it (os._exit); that process "
-                "was ended\n"
-            )
-            # directly, since the buffer of sys.stderr may hold what the first process will write
-            os.write(2, line.encode())
-            os._exit(1)
-
-
-@contextmanager
-def returning_to(folder: Path) -> Iterator[None]:
-    """Make `folder` the working directory again when the block ends.
-
-    Code of the user's may change it, and relative paths of the run start there.
-    """
-    try:
-        yield
-    finally:
-        os.chdir(folder)
-
-
-@contextmanager
-def deadline(seconds: float | None) -> Iterator[None]:
-    """Raise `OverdueError` inside the block after `seconds`, wherever Python code runs or waits.
-
-    The signal of a timer does it, which only interrupts the main thread: in other threads nothing is
-    raised. None is no deadline.
-    """
-    if seconds is None or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def raise_overdue(*_: object) -> None:
-        """Handle the timer's signal."""
-        raise OverdueError
-
-    begin = time.monotonic()
-    earlier_handler = signal.signal(signal.SIGALRM, raise_overdue)
-    # a process has one such timer, which other code may be using
-    earlier_remaining_s, earlier_interval_s = signal.setitimer(
-        signal.ITIMER_REAL, seconds, _SIGNAL_INTERVAL_S
-    )
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier_handler)
-        if earlier_remaining_s:
-            # The other code's timer goes on. At least a millisecond: 0 would switch it off.
-            remaining_s = max(earlier_remaining_s - (time.monotonic() - begin), 1e-3)
-            signal.setitimer(signal.ITIMER_REAL, remaining_s, earlier_interval_s)
-
-
-_open_backstops: list[float] = []  # the seconds of the `backstop` blocks that are open, nested
-
-
-@contextmanager
-def backstop(seconds: float | None) -> Iterator[None]:
-    """End the process, with a traceback, if the block takes `GRACE_S` longer than `seconds`.
-
-    This is for compiled code, which `deadline` cannot interrupt. None is no limit. Of nested blocks
-    the outermost sets the limit, since a process has one such timer.
-    """
-    if seconds is None:
-        yield
-        return
-    if not _open_backstops and sys.__stderr__ is not None:
-        faulthandler.dump_traceback_later(seconds + GRACE_S, exit=True, file=sys.__stderr__)
-    _open_backstops.append(seconds)
-    try:
-        yield
-    finally:
-        _open_backstops.pop()
-        if not _open_backstops:
-            faulthandler.cancel_dump_traceback_later()

@@ -198,46 +198,76 @@ def infer(
     )
     if ranks.rank:
         return _answer_beside_rank_0(answerer, answer_samples)
+    n_problems_in_data = problems_in_data or len(problems)
+    return _answer_as_rank_0(
+        answerer,
+        answer_samples,
+        fingerprint,
+        samples=samples,
+        answers_to_all_data=samples * n_problems_in_data,
+    )
+
+
+def _answer_as_rank_0(
+    answerer: _Answerer,
+    answer_samples: Sequence[AnswerSample],
+    fingerprint: FingerprintFields,
+    *,
+    samples: int,
+    answers_to_all_data: int,
+) -> Summary:
+    """Answer the share of rank 0, and gather the answers of all ranks in the file of predictions.
+
+    Args:
+        answerer: Answers the samples of this rank.
+        answer_samples: The samples of all ranks.
+        fingerprint: What the answers depend on; a run is resumed only with the same.
+        samples: The number of answers to each problem.
+        answers_to_all_data: The number of answers to all problems of the data.
+
+    Raises `UserError` if the folder has predictions that were made with other settings, or that this
+    run does not ask for.
+    """
+    output = answerer.output
+    ranks = answerer.ranks
+    n_answers = len(answer_samples)
     with PredictionLog(output / PREDICTIONS_FILE) as log, _removed_if_unanswered(output):
         # A run that was killed may have left files of its ranks that rank 0 did not merge.
         has_merged_parts = merge_rank_files(output, log)
         earlier_keys = set(log.done)
-        n_problems_in_data = problems_in_data or len(problems)
         with naming_write_errors("output", output):
             write_or_check_fingerprint(
                 output,
                 fingerprint,
                 has_predictions=bool(earlier_keys),
-                answer_counts={
-                    "answers": len(answer_samples),
-                    "in_data": samples * n_problems_in_data,
-                },
+                answer_counts={"answers": n_answers, "in_data": answers_to_all_data},
             )
         pending_count = sum(sample.key not in earlier_keys for sample in answer_samples)
-        resumed_count = len(answer_samples) - pending_count
+        resumed_count = n_answers - pending_count
         _refuse_predictions_of_more(
             output,
             n_predictions=len(earlier_keys),
-            n_answers=len(answer_samples),
+            n_answers=n_answers,
             n_resumed=resumed_count,
         )
-        _print_counts(len(problems), samples, resumed=resumed_count, pending=pending_count)
+        _print_counts(n_answers // samples, samples, resumed=resumed_count, pending=pending_count)
         # The other ranks read the file of predictions behind this barrier.
         ranks.barrier("start")
         if ranks.world == 1:
             seconds = answerer.answer_missing(log, answer_samples)
         else:
             seconds = answerer.answer_slice(answer_samples, earlier_keys)
-            ranks.barrier("end")  # every rank has written its file
-            has_merged_parts |= merge_rank_files(output, log)
+        ranks.barrier("end")  # every rank has written its file
+        has_merged_parts |= merge_rank_files(output, log)
         # Answers that an earlier run missed, and further samples, are at the end of the file.
-        has_late_rows = resumed_count and pending_count and (settings.endpoint or samples > 1)
+        is_server = answerer.settings.endpoint is not None
+        has_late_rows = resumed_count and pending_count and (is_server or samples > 1)
         if has_merged_parts or has_late_rows:
             sort_rows(output / PREDICTIONS_FILE, [sample.key for sample in answer_samples])
     return _summary_of_run(
         read_rows(output / PREDICTIONS_FILE),
         earlier_keys,
-        total=len(answer_samples),
+        total=n_answers,
         pending=pending_count,
         seconds=seconds,
     )

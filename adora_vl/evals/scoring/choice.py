@@ -147,7 +147,7 @@ def _choice_by_whole_text(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice if the whole text is its text or its letter."""
     key = normalise_choice_text(text)
     # A text of this length may be a sentence.
-    letter = matcher.letter_alone_pattern.fullmatch(text) if len(text) < 40 else None
+    letter = matcher.patterns.alone.fullmatch(text) if len(text) < 40 else None
     if letter and key not in matcher.choice_keys:
         return matcher.index_of(letter)
     return matcher.choice_keys.index(key) if key and key in matcher.choice_keys else None
@@ -167,13 +167,13 @@ def _choice_by_stated_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """
     matches = [
         match
-        for match in matcher.stated_letter_pattern.finditer(text)
+        for match in matcher.patterns.stated.finditer(text)
         if not is_called_wrong(text, match) and not matcher.is_one_of_several(text, match)
     ]
     if not matches:
         return None
     last_match = matches[-1]
-    corrected_index = matcher.last_index(matcher.correcting_letter_pattern, text, last_match.end())
+    corrected_index = matcher.last_index(matcher.patterns.correcting, text, last_match.end())
     if corrected_index is not None:
         return corrected_index
     from_letter_on = text[last_match.end() - 1 :]
@@ -208,7 +208,7 @@ def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
     Such a text goes through the choices: `A: no. B: yes. C: no.`
     """
     is_right_by_index: dict[int, bool] = {}
-    for match in matcher.letter_with_verdict_pattern.finditer(text):
+    for match in matcher.patterns.with_verdict.finditer(text):
         is_right_by_index[matcher.index_of(match)] = match["yes"] is not None
     right_indices = [index for index, is_right in is_right_by_index.items() if is_right]
     if len(is_right_by_index) < 2 or len(right_indices) != 1:
@@ -218,12 +218,12 @@ def _choice_called_right(matcher: ChoiceMatcher, text: str) -> int | None:
 
 def _choice_by_concluding_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that ends a conclusion, as in `therefore it is B`."""
-    return matcher.last_index(matcher.concluding_letter_pattern, text)
+    return matcher.last_index(matcher.patterns.concluding, text)
 
 
 def _choice_by_leading_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the letter with which the text begins, as in `B. a dam`."""
-    match = matcher.leading_letter_pattern.match(text)
+    match = matcher.patterns.leading.match(text)
     if match is None or matcher.is_one_of_several(text, match):
         return None
     return matcher.index_of(match)
@@ -235,7 +235,7 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
     It is C in `a triangle (C), not a square (B)`.
     """
     indices: list[int] = []
-    for match in matcher.bracketed_letter_pattern.finditer(text):
+    for match in matcher.patterns.bracketed.finditer(text):
         text_before = text[max(0, match.start() - 60) : match.start()]
         is_ruled_out = (
             is_called_wrong(text, match) or _RULING_OUT_PATTERN.search(text_before) is not None
@@ -247,7 +247,7 @@ def _choice_by_bracketed_letter(matcher: ChoiceMatcher, text: str) -> int | None
 
 def _choice_by_fitting_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is said to fit, as in `B matches`."""
-    return matcher.last_index(matcher.fitting_letter_pattern, text)
+    return matcher.last_index(matcher.patterns.fitting, text)
 
 
 def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
@@ -267,7 +267,7 @@ def _choice_by_position(matcher: ChoiceMatcher, text: str) -> int | None:
 
 def _choice_by_named_letter(matcher: ChoiceMatcher, text: str) -> int | None:
     """Return the choice of the last letter that is named as an option, as in `option B`."""
-    return matcher.last_index(matcher.named_letter_pattern, text)
+    return matcher.last_index(matcher.patterns.named, text)
 
 
 def _choice_by_yes_or_no(matcher: ChoiceMatcher, text: str) -> int | None:

@@ -1,32 +1,17 @@
 """The forms in which a response may name one of the choices of a question.
 
-A choice is named by its letter, by its text, or by a value that equals it. `ChoiceMatcher` has the
-patterns of the letters, which depend on how many choices there are; the rules of `choice.py` say in
-which order they are tried.
+A choice is named by its letter, by its text, or by a value that equals it. The rules of `choice.py`
+say in which order these are tried.
 """
 
 import re
 from collections.abc import Sequence
 
 from adora_vl.data.prompts import without_letters
+from adora_vl.evals.scoring.letter_patterns import letter_patterns
 from adora_vl.evals.scoring.response_text import without_markup
 from adora_vl.rewards import grade
 
-# Words that say that the next letter is the answer. `option B` alone does not say so, since it may
-# be called wrong.
-_ANSWER_WORDS_REGEX = (
-    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
-    r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
-    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
-    r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])"
-    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b"
-    r"|\bit (?:must|should|has to) be\b"
-    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
-    r"(?:es|est|ist|é|è)\b)?"
-    r"|答案|选项|故选|应选|选择|选|答えは)"
-    r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
-    r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
-)
 # Words before or behind a letter that call it wrong. ` | ` stands in the place of the letter.
 _CALLED_WRONG_PATTERN = re.compile(
     r"\b(?:incorrect|wrong|false|other)\s+\|"
@@ -34,34 +19,15 @@ _CALLED_WRONG_PATTERN = re.compile(
     r")?(?:incorrect|wrong|false|not)\b",
     re.IGNORECASE,
 )
-# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
-# `Therefore: B`.
-_CONCLUSION_WORDS_REGEX = (
-    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
-    r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
-    r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
-)
-_CORRECTION_WORDS_REGEX = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
 # Words at the end of a text that deny what follows: `not`, `rather than`.
 _DENIAL_PATTERN = re.compile(
     r"(?:\bnot|\bneither|\bnor|n['’]t(?: be)?|\brather than|\binstead of)\s+$"
 )
 # Words behind a letter that only suppose it to be right: `answer B would be right if ...`.
 _SUPPOSITION_PATTERN = re.compile(r"[)）\]]?\s*(?:would|could|might)\b", re.IGNORECASE)
-# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
-_OR_REGEX = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
-_AND_REGEX = (
-    r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
-)
-# What ends a list of letters, and not `A and B are wrong`.
-_LIST_END_REGEX = (
-    r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
-)
-_RIGHT_WORDS_REGEX = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
-_WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
 # Characters of a text that may be a value. Comparing values takes long, and a sentence is none.
 _MAX_VALUE_CHARS = 100
-# What every match of `ChoiceMatcher.list_before_letter_pattern` ends with. It is tried first, since that
+# What every match of `LetterPatterns.list_before` ends with. It is tried first, since that
 # pattern is slow.
 _END_OF_LIST_PATTERN = re.compile(
     r"(?:(?:\bor|\band|[/,，、;；&+或和与及])\s*(?:(?:option|choice)\s+)?[(（]?|[)）]\s*[(（])$",
@@ -72,12 +38,11 @@ _END_OF_LIST_PATTERN = re.compile(
 class ChoiceMatcher:
     """Finds the choices of one question in a text, by letter, by text or by value.
 
-    Each pattern has a group for every way to write a letter, such as `(B)` and `B.`, of which one
-    has matched. Methods return the index of a choice, from 0 on; None stands for no choice.
+    Methods return the index of a choice, from 0 on; None stands for no choice.
     """
 
     def __init__(self, choices: Sequence[str]) -> None:
-        """Build the patterns for the letters of these choices, which go from A on."""
+        """Take the texts of the choices, whose letters go from A on."""
         self.choices = without_letters(choices)
         self.letters = "".join(chr(ord("A") + i) for i in range(len(self.choices)))
         # The texts of the choices in one spelling, by which they are looked for. A choice that is
@@ -86,64 +51,7 @@ class ChoiceMatcher:
         self.choice_keys = [
             "" if len(key) == 1 and key.upper() in self.letters else key for key in keys
         ]
-        last_letter = self.letters[-1]
-        capital = f"[A-{last_letter}]"
-        any_case = f"[A-{last_letter}a-{last_letter.lower()}]"
-        bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
-        # In brackets a letter may have any case. A lone capital needs an end behind it, because
-        # `A` is the article in `A circle`.
-        letter = (
-            rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"
-            rf"|$))|({capital})(?![A-Za-z0-9_'’])"
-            rf"|({any_case})(?=[.!]?\s*$))"
-        )
-        clause_end = (
-            r"(?=\s*(?:[.,:;)!）、。，：で]|\n|$)|\s+(?:is (?:the "
-            r")?(?:correct|right|answer)|because|since)\b)"
-        )
-        letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
-        # `The answer is (B)`.
-        self.stated_letter_pattern = re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}")
-        # `Therefore it is B.`
-        self.concluding_letter_pattern = re.compile(
-            f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}"
-        )
-        # `Wait, B.`
-        self.correcting_letter_pattern = re.compile(
-            f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}"
-        )
-        # `Option B` as a whole text.
-        self.letter_alone_pattern = re.compile(
-            rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
-            re.IGNORECASE,
-        )
-        # `B. a dam` at the beginning of a text.
-        self.leading_letter_pattern = re.compile(
-            rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"
-        )
-        self.bracketed_letter_pattern = re.compile(rf"[(（]\s*({any_case})\s*[)）]")
-        # `Option B` anywhere.
-        self.named_letter_pattern = re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b")
-        listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
-        # What follows a letter that is one of several, as in `A or C` and `A, B and C.`
-        self.list_behind_letter_pattern = re.compile(
-            rf"[)）]?(?:(?:{_AND_REGEX}{listed_letter})*{_OR_REGEX}{listed_letter}|(?:{_AND_REGEX}{listed_letter})+{_LIST_END_REGEX})"
-        )
-        # What stands before such a letter.
-        self.list_before_letter_pattern = re.compile(
-            rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR_REGEX}|{_AND_REGEX})(?:(?i:option|choice)\s+)?[(（]?$"
-        )
-        # `B matches` and `B is correct`.
-        self.fitting_letter_pattern = re.compile(
-            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
-            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
-        )
-        # `A: no` and `B is true`, with the group `yes` where the letter is called right.
-        self.letter_with_verdict_pattern = re.compile(
-            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
-            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_RIGHT_WORDS_REGEX})|({_WRONG_WORDS_REGEX}))(?![A-Za-z])",
-            re.IGNORECASE,
-        )
+        self.patterns = letter_patterns(self.letters[-1])
         self._repeated_options_pattern = _build_options_pattern(self.choices, self.letters)
 
     def index_of(self, match: re.Match[str]) -> int:
@@ -171,19 +79,19 @@ class ChoiceMatcher:
         group_number = next(number for number, group in enumerate(match.groups(), 1) if group)
         start, end = match.span(group_number)
         # The bounds keep the search fast; a list does not need more than its neighbours.
-        if self.list_behind_letter_pattern.match(text, end, end + 60) is not None:
+        if self.patterns.list_behind.match(text, end, end + 60) is not None:
             return True
         text_before = text[max(0, start - 30) : start]
         if _END_OF_LIST_PATTERN.search(text_before) is None:
             return False
-        return self.list_before_letter_pattern.search(text_before) is not None
+        return self.patterns.list_before.search(text_before) is not None
 
     def states_several_letters(self, text: str) -> bool:
         """Return whether a text begins with several letters, or states several as its answer."""
         matches = [
-            self.leading_letter_pattern.match(text),
-            self.bracketed_letter_pattern.match(text),
-            *self.stated_letter_pattern.finditer(text),
+            self.patterns.leading.match(text),
+            self.patterns.bracketed.match(text),
+            *self.patterns.stated.finditer(text),
         ]
         return any(match is not None and self.is_one_of_several(text, match) for match in matches)
 
@@ -234,7 +142,7 @@ class ChoiceMatcher:
         )
         if is_letter:
             return is_letter
-        return self.leading_letter_pattern.match(text) or re.search(
+        return self.patterns.leading.match(text) or re.search(
             rf"(?<!\w)[(（]([{letters}])[)）]\W*$", text
         )
 

@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import conversation
+from adora_vl.export import export
 from adora_vl.models.generation_config import check_generation_config
 from adora_vl.models.load import PRETRAINED_FOLDER, load_model
 from adora_vl.trainer import AdoraGRPOTrainer
@@ -87,6 +88,24 @@ def test_one_that_no_checkpoint_can_have_is_refused_before_the_run(
     )
     assert fault in message
     assert message.endswith("; correct it")
+
+
+def test_weights_of_several_ranks_are_exported_with_the_generation_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = model_with(tmp_path, eos_token_id=[2, 0], repetition_penalty=1.05)
+    whole_weights = load_model(str(checkpoint), {"device_map": None}).state_dict()
+    (checkpoint / "model.safetensors").unlink()
+    monkeypatch.setattr(
+        "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint",
+        lambda folder: whole_weights,
+    )
+    monkeypatch.setattr("adora_vl.export.find_weights", lambda run: run)
+
+    export(checkpoint, tmp_path / "exported")
+
+    exported = GenerationConfig.from_pretrained(tmp_path / "exported")
+    assert (exported.eos_token_id, exported.repetition_penalty) == ([2, 0], 1.05)
 
 
 def test_a_model_without_a_generation_config_is_fine(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from adora_vl.record.rollouts import list_parts, read_parts, write_part
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml
-from adora_vl.report.run_view import ROLLOUT, load_run, weight_reason
+from adora_vl.report.run_view import ROLLOUT, load_run
+from adora_vl.report.weight_reason import weight_reason
 from tests.support.browser import TagsOfPage
 from tests.support.recorded_runs import (
     ADORA_SETTINGS,

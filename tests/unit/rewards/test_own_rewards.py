@@ -702,9 +702,9 @@ def test_what_python_cannot_interrupt_ends_the_process_with_a_traceback():
     code = """
 import time
 from adora_vl.rewards import safe_call
-from adora_vl.utils import own_files
+from adora_vl.utils import call_guards
 import asyncio
-own_files.GRACE_S = 0.5
+call_guards.GRACE_S = 0.5
 async def blocks(**kwargs):
     time.sleep(60)
 asyncio.run(safe_call.safe_call(blocks, "blocks", 0.2, [])(completions=["a"]))

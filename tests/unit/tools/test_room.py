@@ -15,8 +15,8 @@ from adora_vl.rollout.turns import ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.tools.room import ConversationLimits, refuse_no_room
 from adora_vl.tools.run import Toolbox, choose_tools
+from adora_vl.utils.call_guards import OverdueError, backstop, deadline
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import OverdueError, backstop, deadline
 
 SMALL_VIEW = View(3136, 3136, 28)
 LIMITS_WITH_ROOM = ConversationLimits(

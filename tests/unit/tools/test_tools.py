@@ -18,8 +18,8 @@ from adora_vl.data.prompts import with_tools
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.tools.run import CALLS_PER_TURN, Toolbox, choose_tools
 from adora_vl.tools.tries import unsteady_tools
+from adora_vl.utils.call_guards import OverdueError
 from adora_vl.utils.errors import UserError
-from adora_vl.utils.own_files import OverdueError
 
 SMALL_VIEW = View(56 * 56, 56 * 56, 28)
 VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)

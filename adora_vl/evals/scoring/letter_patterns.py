@@ -1,0 +1,118 @@
+"""The patterns by which a response names a choice by its letter, for so many choices as there are."""
+
+import re
+from functools import cache
+from typing import NamedTuple
+
+# Words that say that the next letter is the answer. `option B` alone does not say so, since it may
+# be called wrong.
+_ANSWER_WORDS_REGEX = (
+    r"(?:\b(?:answers?|(?:correct|right|best) (?:option|choice)(?: letter)?|letter)"
+    r"(?: to (?:the|this) (?:question|problem))?(?: \w+)? (?:is|are|would be|should be|must be)\b"
+    r"|\b(?:answer|(?:correct|right|best) (?:option|choice)(?: letter)?)\s*(?=[:：=(（–—-]|[A-Z]\b)"
+    r"|\bfinal(?: (?:answer|choice|option))?\s*(?=[:：=])"
+    r"|\b(?:choose|select|pick|opt for|settle on|go(?:ing)? with)\b"
+    r"|\bit (?:must|should|has to) be\b"
+    r"|\b(?:respuesta|r[ée]ponse|antwort|resposta|risposta|ответ)\b(?: correct[ae])?(?: "
+    r"(?:es|est|ist|é|è)\b)?"
+    r"|答案|选项|故选|应选|选择|选|答えは)"
+    r"\s*[:：=为是–—-]*\s*(?:(?:option|choice|letter|the|therefore|thus|most likely)\b\s*)*[:：]?\s*"
+    r"(?:not\s+[(（]?[A-Z][)）]?,?\s+but\s+(?:rather\s+)?)?"
+)
+# Words behind which a letter is the answer, where it ends its clause: `therefore I think it is B`,
+# `Therefore: B`.
+_CONCLUSION_WORDS_REGEX = (
+    r"(?:\b(?:it|that|this|one|option|choice)(?: is|['’]s)\b|\bmust be\b|\bleaves\b"
+    r"|\b(?:so|therefore|thus|hence|conclusion|finally)\b\s*[,:：]?|因此|所以)"
+    r"\s*[:：]?\s*(?:(?:option|choice|letter)\s+)?"
+)
+_CORRECTION_WORDS_REGEX = r"\b(?:wait|actually|correction|i mean|sorry|no)\b[\s,:：–—-]*"
+# What joins a letter to the next one, so that neither is the answer: `A or C`, `(A) (B)`, `A, B`.
+_OR_REGEX = r"\s*(?:/|,?\s*\b(?:or|and/or)\b|或)\s*"
+_AND_REGEX = (
+    r"\s*(?:[,，、;；&+]|,?\s*\band\b|和|与|及|(?<=[)）])(?=\s*[(（]))\s*(?:\b(?:and|or)\b\s*)?"
+)
+# What ends a list of letters, and not `A and B are wrong`.
+_LIST_END_REGEX = (
+    r"\s*(?:[.。!?)）}\]\"']|\n|$|\b(?:are|is) (?:all |both )?(?:correct|right|true|possible))"
+)
+_RIGHT_WORDS_REGEX = r"(?:yes|correct|right|true|✓|✔|✅|√|正确)"
+_WRONG_WORDS_REGEX = r"(?:no|incorrect|wrong|false|not (?:correct|right|true)|✗|✘|❌|×|错误)"
+
+
+class LetterPatterns(NamedTuple):
+    """The patterns of a letter. Those with the letter have a group for each way to write it.
+
+    One of the groups has matched, such as that of `(B)` or that of `B.`
+    """
+
+    stated: re.Pattern[str]
+    """`The answer is (B)`."""
+    concluding: re.Pattern[str]
+    """`Therefore it is B.`"""
+    correcting: re.Pattern[str]
+    """`Wait, B.`"""
+    alone: re.Pattern[str]
+    """`Option B` as a whole text."""
+    leading: re.Pattern[str]
+    """`B. a dam` at the beginning of a text."""
+    bracketed: re.Pattern[str]
+    """`(B)` anywhere."""
+    named: re.Pattern[str]
+    """`Option B` anywhere."""
+    fitting: re.Pattern[str]
+    """`B matches` and `B is correct`."""
+    with_verdict: re.Pattern[str]
+    """`A: no` and `B is true`, with the group `yes` where the letter is called right."""
+    list_behind: re.Pattern[str]
+    """What follows a letter that is one of several, as in `A or C` and `A, B and C.`"""
+    list_before: re.Pattern[str]
+    """What stands before such a letter."""
+
+
+@cache
+def letter_patterns(last_letter: str) -> LetterPatterns:
+    """Build the patterns for the letters from A to `last_letter`."""
+    capital = f"[A-{last_letter}]"
+    any_case = f"[A-{last_letter}a-{last_letter.lower()}]"
+    bracketed = rf"[(（\[]\s*({any_case})\s*[)）\]]"
+    # In brackets a letter may have any case. A lone capital needs an end behind it, because
+    # `A` is the article in `A circle`.
+    letter = (
+        rf"(?:{bracketed}|({capital})(?=\s*(?:[.,:;)!）、。，：で]|\n"
+        rf"|$))|({capital})(?![A-Za-z0-9_'’])"
+        rf"|({any_case})(?=[.!]?\s*$))"
+    )
+    clause_end = (
+        r"(?=\s*(?:[.,:;)!）、。，：で]|\n|$)|\s+(?:is (?:the "
+        r")?(?:correct|right|answer)|because|since)\b)"
+    )
+    letter_at_end = rf"(?:{bracketed}|({capital}){clause_end})"
+    listed_letter = rf"(?:(?i:option|choice|answer)\s+)?[(（]?{capital}(?![A-Za-z0-9_'’])[)）]?"
+    return LetterPatterns(
+        stated=re.compile(rf"(?i:{_ANSWER_WORDS_REGEX})[\"'“‘]?{letter}"),
+        concluding=re.compile(f"(?i:{_CONCLUSION_WORDS_REGEX}){letter_at_end}"),
+        correcting=re.compile(f"(?i:{_CORRECTION_WORDS_REGEX}){letter_at_end}"),
+        alone=re.compile(
+            rf"\W*(?:(?:ans(?:wer)?|opt(?:ion)?|choice|letter)\b)?\W*({any_case})\W*",
+            re.IGNORECASE,
+        ),
+        leading=re.compile(rf"\W*(?:{bracketed}|({capital})\s*(?:[.,:：;)）、。]|\n|$))"),
+        bracketed=re.compile(rf"[(（]\s*({any_case})\s*[)）]"),
+        named=re.compile(rf"\b(?i:option|choice)\s+[\"'(]?({capital})\b"),
+        fitting=re.compile(
+            rf"(?<![A-Za-z0-9_])[(（]?({capital})[)）]?\s+(?:fits|works|matches|(?:is|must be)"
+            r"(?: the)? (?:correct|right|answer|best|only one)\b)"
+        ),
+        with_verdict=re.compile(
+            rf"(?:^|[\s.;,])(?:(?i:option|choice)\s+)?[(（]?({capital})[)）]?\s*(?:[:.)）、–—-]|is\b)"
+            rf"[^.;\n]{{0,60}}?(?:^|[\s:,–—-])(?:(?P<yes>{_RIGHT_WORDS_REGEX})|({_WRONG_WORDS_REGEX}))(?![A-Za-z])",
+            re.IGNORECASE,
+        ),
+        list_behind=re.compile(
+            rf"[)）]?(?:(?:{_AND_REGEX}{listed_letter})*{_OR_REGEX}{listed_letter}|(?:{_AND_REGEX}{listed_letter})+{_LIST_END_REGEX})"
+        ),
+        list_before=re.compile(
+            rf"(?<![A-Za-z0-9_]){listed_letter}(?:{_OR_REGEX}|{_AND_REGEX})(?:(?i:option|choice)\s+)?[(（]?$"
+        ),
+    )
