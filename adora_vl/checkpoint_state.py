@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from adora_vl.advantage.methods import AdvantagePipeline
+from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.record import trackers
@@ -32,13 +33,13 @@ class CheckpointState:
     table: dict[str, Any]
     """TRL's table of completions."""
 
-    def facts(self, run_facts: dict[str, Any]) -> dict[str, Any]:
+    def facts(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
 
-        `run_facts`: what it says at any time, such as the run's fingerprint.
+        `fingerprint`: everything that influences the steps of the run.
         """
         return {
-            **run_facts,
+            "fingerprint": fingerprint,
             **self.loss_sums.facts(),
             "methods": self.methods.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},

@@ -147,6 +147,7 @@ def save_merged(
         with replacing_folder(folder) as staged:
             model.merge_and_unload().save_pretrained(staged)
             processing_class.save_pretrained(staged)
+            write_training_prompts(folder.parent, staged)  # for a copy of it in another place
     accelerator.wait_for_everyone()
     return True
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, TrainerCallback
 from transformers.utils.generic import is_flash_attention_requested
 from trl import GRPOTrainer
 
-from adora_vl.advantage.methods import AdvantagePipeline
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
@@ -31,7 +30,8 @@ from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, progress
 from adora_vl.record.clocks import StepClocks
-from adora_vl.record.recorder import MetricsLogger, Recorder
+from adora_vl.record.metrics_logger import MetricsLogger
+from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
 from adora_vl.rollout.engine_pair import Collate, EnginePair
@@ -65,7 +65,7 @@ from adora_vl.training.micro_batches import MicroBatcher
 from adora_vl.training.old_logps import OldLogps
 from adora_vl.training.optimizer_steps import ScaledRate, SkipBadSteps
 from adora_vl.training.pool import Pool
-from adora_vl.training.recompute import RecomputedLayers, activation_memory_of, recomputed_layers
+from adora_vl.training.recompute import RecomputedLayers, activation_memory_of, card_bytes
 from adora_vl.training.refill import Refill
 from adora_vl.training.scoring import RewardFunctions, Scorer
 from adora_vl.training.unfinished import UnfinishedGeneration
@@ -150,12 +150,13 @@ def build_parts(
     """
     config = context.config
     accelerator = context.accelerator
+    device = accelerator.device
     toolbox = run.prompts.toolbox
     has_tools = toolbox is not None
     images = DistinctImages(
         models=models,
         processor=trainer.processing_class,
-        device=accelerator.device,
+        device=device,
         config=config,
         dataset=trainer.train_dataset,
         tools_show_images=has_tools,
@@ -164,8 +165,12 @@ def build_parts(
     advantage_computer = AdvantageComputer(
         context, methods=methods, reward_weights_F=trainer.reward_weights, tools=has_tools
     )
-    recomputed = recomputed_layers(
-        context, model=trainer.model, shape=lambda: run.shape, sharding=run.context.sharding
+    recomputed = RecomputedLayers(
+        context,
+        model=trainer.model,
+        shape=lambda: run.shape,
+        sharding=run.context.sharding,
+        read_card=partial(card_bytes, device) if device.type == "cuda" else None,
     )
     policy_pass = PolicyPass(
         accelerator,
@@ -217,7 +222,7 @@ def build_parts(
         phase=clocks.seconds.phase,
         environments=run.tools.environments,
         upcoming_rows=upcoming_rows.rows_after,
-        drift_check=LateDriftCheck(engine_pair, logps.drift_guard.check),
+        drift_check=LateDriftCheck(engine_pair, logps.drift_guard),
     )
     reward_guard = RewardGuard(context)
     ratio_guard = RatioGuard(context)
@@ -249,7 +254,9 @@ def build_parts(
         ),
         extensions=extensions,
         recorder=recorder,
-        metrics_logger=_metrics_logger(trainer, context, recorder=recorder, methods=methods),
+        metrics_logger=_metrics_logger(
+            trainer, context, recorder=recorder, advantage_computer=advantage_computer
+        ),
         micro_batcher=micro_batcher,
         policy_pass=policy_pass,
         recomputed_layers=recomputed,
@@ -475,16 +482,22 @@ def _reward_functions(trainer: GRPOTrainer, guard: RewardGuard) -> RewardFunctio
 
 
 def _metrics_logger(
-    trainer: GRPOTrainer, context: StepContext, *, recorder: Recorder, methods: AdvantagePipeline
+    trainer: GRPOTrainer,
+    context: StepContext,
+    *,
+    recorder: Recorder,
+    advantage_computer: AdvantageComputer,
 ) -> MetricsLogger:
     """Return what logs the metrics of a generation, and records its rollouts."""
+    options = advantage_computer.methods.adora_options
     return MetricsLogger(
         context=context,
         recorder=recorder,
         metrics_by_mode=trainer._metrics,
         table=trainer._logs,
         function_names=trainer.reward_func_names,
-        tie_notice=TieNotice(methods.adora_options, speaks=context.accelerator.is_main_process),
+        tie_notice=TieNotice(options, speaks=context.accelerator.is_main_process),
+        assess=advantage_computer.assess,
         synced_bytes=(lambda: trainer.vllm_generation.bytes_sent) if trainer.use_vllm else None,
     )
 

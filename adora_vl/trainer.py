@@ -6,8 +6,9 @@ can be trusted.
     2. a micro-batch  the policy's pass, its ratio to the engine, the loss
 
 The objects that work in a step are `self.parts`, which `build_parts` in `parts.py` makes; this file
-has the order in which they work. Where a method of stock TRL is overridden, the docstring says what
-TRL does there and why that is not enough.
+has the order in which they work. Behind the step stand the whole run, its data and log, and
+checkpoints. Where a method of stock TRL is overridden, the docstring says what TRL does there and why
+that is not enough.
 """
 
 import time
@@ -40,12 +41,11 @@ from adora_vl.checkpoint.run_files import recording_saved_files
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.batch_plan import BatchLayout, asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import BatchLayout, cuts_generations
 from adora_vl.config.run_context import RunContext
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, NoPrefetch
 from adora_vl.model_setup import prepare_models, use_own_classes_in_trl
 from adora_vl.models.adapter import without_reference_adapter
-from adora_vl.models.families import sees_images
 from adora_vl.models.load import restore_weights
 from adora_vl.packing.policy_pass import generation_logps
 from adora_vl.packing.split_attention import disable_cudnn_attention
@@ -66,7 +66,7 @@ from adora_vl.record.clocks import start_clocks
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
-from adora_vl.training.generation import Generation, PresentGeneration, ScoredGroups
+from adora_vl.training.generation import Generation, ScoredGroups
 from adora_vl.training.guards import errors_with_step
 from adora_vl.training.rollout_facts import rows_of_rank
 from adora_vl.types import Batch, Row, StepContext, loss_mask
@@ -80,13 +80,13 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     """A trainer like `trl.GRPOTrainer`, whose `args` is an `AdoraGRPOConfig`."""
 
     parts: StepParts
-    # The generation that is learned from; None before the first one.
-    _present_generation: PresentGeneration | None = None
-    # What the manifest of every checkpoint says of the run, such as its fingerprint.
-    run_facts: dict[str, Any]
+    run: ResolvedRun
     # The manifest of the run, from the beginning of `train` on.
     manifest: dict[str, Any]
     _step: int  # TRL's count of micro-batches
+    _buffered_inputs: list[Batch] | None  # TRL's: the micro-batches of the present generation
+    # The values of `_step` at which the present generation is learned from.
+    _steps_of_generation: range = range(0)
 
     def __init__(
         self,
@@ -141,7 +141,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             train_dataset = run.data.train
             eval_dataset = run.data.evaluated
         self.run = run
-        self.run_facts = {}  # filled in `train`
         self.manifest = {}  # filled in `train`
         disable_cudnn_attention()
         trackers.prepare_trackers(run.config.report_to, run.config.output_dir)
@@ -199,106 +198,6 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """Return the present policy, and the reference model; None in a run without one."""
         return {"policy": self.model, "reference": self.ref_model}
 
-    def train(
-        self,
-        resume_from_checkpoint: str | bool | None = None,
-        trial: object = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
-        """Train, from the beginning or from a checkpoint.
-
-        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
-        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
-        alone, goes on from its own checkpoints with all that they have, and notes in
-        `manifest.json` how it ends.
-
-        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
-        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
-        `UserError` for a folder of another run, and `RunError` where a step fails.
-        """
-        if self.run.request.cli_args is not None:
-            return self._train_in_folder(trial, ignore_keys_for_eval)
-        # Lock the folder for this run, and choose the checkpoint to go on from.
-        run = self.run.claimed(resume_from_checkpoint)
-        self.run = run
-        is_main = self.accelerator.is_main_process
-        try:
-            if is_main:
-                print("\n".join(run.first_lines()), flush=True)
-            if run.finished is not None:
-                return self._load_finished_run(run.finished)
-            output = self._train_in_folder(trial, ignore_keys_for_eval)
-            if is_main:
-                end_manifest(
-                    self.manifest,
-                    output_dir=Path(self.args.output_dir),
-                    status="finished",
-                    steps=self.state.global_step,
-                )
-            return output
-        finally:
-            run.folder.release()
-
-    def _train_in_folder(
-        self, trial: object, ignore_keys_for_eval: list[str] | None
-    ) -> TrainOutput:
-        """Train in the folder that the run has claimed, and note in its manifest if that fails.
-
-        An older run in the folder that this one replaces is set aside before. The arguments are
-        those of `train`.
-        """
-        run = self.run
-        output_dir = Path(self.args.output_dir)
-        is_main = self.accelerator.is_main_process
-        checkpoint = run.output.start.checkpoint
-        self.run_facts = {"fingerprint": run.fingerprint}
-        self.manifest = self._run_manifest()
-        if is_main:
-            # Not earlier: until here the new run could still have failed.
-            if run.output.start.replaces:
-                set_run_aside(output_dir)
-            write_manifest(self.manifest, output_dir)
-        self.accelerator.wait_for_everyone()
-        if checkpoint:
-            self.restore(checkpoint)
-            if is_universal(Path(checkpoint)):
-                expect_universal_checkpoint(self)
-        steps_done = lambda: self.state.global_step  # noqa: E731
-        with noting_failure(
-            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
-        ):
-            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
-                output = super().train(checkpoint, trial, ignore_keys_for_eval)
-            if self.parts.skip_bad_steps.reason:
-                raise RunError(f"step {self.state.global_step}: {self.parts.skip_bad_steps.reason}")
-        return output
-
-    def _run_manifest(self) -> dict[str, Any]:
-        """Return what `manifest.json` says of the run at its beginning."""
-        run = self.run
-        manifest = run.manifest()
-        manifest["model"]["sees_images"] = sees_images(self.model.config)
-        if run.model.adapters:
-            manifest["model"]["base"] = run.model.name
-        engine_runner = self.vllm_generation.model_runner if self.use_vllm else None
-        manifest["vllm_model_runner"] = engine_runner
-        return manifest
-
-    def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
-        """Load weights and state of a finished run's last checkpoint, in place of training.
-
-        This is for a run from Python, whose caller goes on with the model.
-        """
-        if self.is_deepspeed_enabled:
-            raise UserError(
-                f"{checkpoint} is the last step: nothing left to train; `python -m "
-                "adora_vl.export` loads it"
-            )
-        self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
-        print(f"{checkpoint} is the last step: nothing left to train")
-        return TrainOutput(self.state.global_step, 0.0, {})
-
     # ------------------------------------------------------------------------------ 1. a generation
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
@@ -308,14 +207,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         its longest row. Ours keeps groups together, leaves out those without signal, and cuts
         padding.
         """
-        if not self.model.training or not self._cuts_generations:
+        if not self.model.training or not cuts_generations(self.args):
             micro_batch = super()._prepare_inputs(generation_batch)
         else:
-            generation = self._present_generation
-            if generation is None or self._step not in generation.micro_steps:
-                generation = self._sample_generation(generation_batch)
-                self._present_generation = generation
-            micro_batch = generation.micro_batches[self._step % self.layout.steps_per_generation]
+            if self._step not in self._steps_of_generation:
+                self._buffered_inputs = self._sample_generation(generation_batch)
+                self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
+            assert self._buffered_inputs is not None
+            micro_batch = self._buffered_inputs[self._step % self.layout.steps_per_generation]
             if micro_batch:
                 # Due again where a checkpoint had the generation: another process has checked it.
                 self.parts.generation_logps.check_shared_prompts(micro_batch)
@@ -323,16 +222,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             self.parts.generation_sampler.before_weights_change()
         return micro_batch
 
-    @property
-    def _cuts_generations(self) -> bool:
-        """Whether generations are cut into micro-batches here.
+    def _sample_generation(self, rows: list[Row]) -> list[Batch]:
+        """Sample a generation of rollouts from these rows, and return its micro-batches.
 
-        Otherwise TRL cuts them, into `_buffered_inputs`.
+        An empty one has no work. With several iterations each of them is learned from again.
         """
-        return asks_for_regrouping(self.args) and not regroup_obstacle(self.args)
-
-    def _sample_generation(self, rows: list[Row]) -> PresentGeneration:
-        """Sample a generation of rollouts from these rows, and make it ready to be learned from."""
         key = self._step_key
         generation_logps = self.parts.generation_logps
         with self.parts.generation_sampler.keeping_engine_awake(generation_logps.makes_passes):
@@ -343,10 +237,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         micro_batches = self.parts.micro_batcher.split(batch, key.position)
         # 10. Compute the old log-probabilities of what is learned from after a weight update.
         generation_logps.add_to_later_updates(micro_batches)
-        return PresentGeneration(
-            micro_steps=self.layout.micro_steps_of_generation(self._step),
-            micro_batches=micro_batches,
-        )
+        return micro_batches
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         """Return the batch of a generation, sampled, graded and weighed.
@@ -445,7 +336,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             for extension in parts.extensions:
                 extension.after_weighing(generation, batch, advantages)
         with parts.clocks.seconds.phase("other"):
-            parts.metrics_logger.log_learned(batch, advantages)
+            parts.metrics_logger.log_learned(generation, batch, advantages)
         return batch
 
     def _with_advantages(self, batch: Batch, advantages_PG: Tensor) -> Batch:
@@ -487,7 +378,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         start_time = time.perf_counter()
         model.train()
-        has_rows = not self._cuts_generations or bool(self._prepare_inputs(inputs))
+        has_rows = not cuts_generations(self.args) or bool(self._prepare_inputs(inputs))
         # TRL's own time of the step, of which this was a part.
         self._current_train_step_time += time.perf_counter() - start_time
         if has_rows:
@@ -586,6 +477,100 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             pixels=pixels,
         )
 
+    # ------------------------------------------------------------------------------- the whole run
+
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: object = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        """Train, from the beginning or from a checkpoint.
+
+        Stock TRL leaves this to Transformers, which takes any folder for its own, and goes on from
+        the newest checkpoint in it, of whatever run. Ours holds `output_dir` for this run
+        alone, goes on from its own checkpoints with all that they have, and notes in
+        `manifest.json` how it ends.
+
+        From Python `resume_from_checkpoint` is True, "auto", or a folder; None and False begin
+        anew. A run of the command has claimed its folder, and chosen a checkpoint, before. Raises
+        `UserError` for a folder of another run, and `RunError` where a step fails.
+        """
+        if self.run.request.cli_args is not None:
+            return self._train_in_folder(trial, ignore_keys_for_eval)
+        # Lock the folder for this run, and choose the checkpoint to go on from.
+        run = self.run.claimed(resume_from_checkpoint)
+        self.run = run
+        is_main = self.accelerator.is_main_process
+        try:
+            if is_main:
+                print("\n".join(run.first_lines()), flush=True)
+            if run.finished is not None:
+                return self._load_finished_run(run.finished)
+            output = self._train_in_folder(trial, ignore_keys_for_eval)
+            if is_main:
+                end_manifest(
+                    self.manifest,
+                    output_dir=Path(self.args.output_dir),
+                    status="finished",
+                    steps=self.state.global_step,
+                )
+            return output
+        finally:
+            run.folder.release()
+
+    def _train_in_folder(
+        self, trial: object, ignore_keys_for_eval: list[str] | None
+    ) -> TrainOutput:
+        """Train in the folder that the run has claimed, and note in its manifest if that fails.
+
+        An older run in the folder that this one replaces is set aside before. The arguments are
+        those of `train`.
+        """
+        run = self.run
+        output_dir = Path(self.args.output_dir)
+        is_main = self.accelerator.is_main_process
+        checkpoint = run.output.start.checkpoint
+        model_runner = self.vllm_generation.model_runner if self.use_vllm else None
+        self.manifest = {**run.manifest(), "vllm_model_runner": model_runner}
+        if is_main:
+            # Not earlier: until here the new run could still have failed.
+            if run.output.start.replaces:
+                set_run_aside(output_dir)
+            write_manifest(self.manifest, output_dir)
+        self.accelerator.wait_for_everyone()
+
+        def steps_done() -> int:
+            return int(self.state.global_step)
+
+        with noting_failure(
+            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
+        ):
+            if checkpoint:
+                self.restore(checkpoint)
+                if is_universal(Path(checkpoint)):
+                    expect_universal_checkpoint(self)
+            with errors_with_step(steps_done, self.parts.checkpoint_writer.where_to_go_on):
+                output = super().train(checkpoint, trial, ignore_keys_for_eval)
+            if self.parts.skip_bad_steps.reason:
+                raise RunError(f"step {steps_done()}: {self.parts.skip_bad_steps.reason}")
+        return output
+
+    def _load_finished_run(self, checkpoint: Path) -> TrainOutput:
+        """Load weights and state of a finished run's last checkpoint, in place of training.
+
+        This is for a run from Python, whose caller goes on with the model.
+        """
+        if self.is_deepspeed_enabled:
+            raise UserError(
+                f"{checkpoint} is the last step: nothing left to train; `python -m "
+                "adora_vl.export` loads it"
+            )
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        print(f"{checkpoint} is the last step: nothing left to train")
+        return TrainOutput(self.state.global_step, 0.0, {})
+
     # -------------------------------------------------------------- data, log, and the engine's end
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
@@ -595,10 +580,9 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         once, if possible while the policy learns from the batch before.
         """
         dataset = kwargs["dataset"]
-        options = self.args.adora_rollouts
         shares_rows = self.args.uses("cache_images")
         # Problems that wait for a later generation are read again by their numbers.
-        needs_numbers = options.budget is not None or options.ahead > 0
+        needs_numbers = self.parts.pool.allows_stale_rollouts
         has_length = hasattr(dataset, "__len__")  # a streamed data set has none
         is_training = kwargs.get("is_training", False)
         if not is_training or not has_length or not (shares_rows or needs_numbers):
@@ -663,16 +647,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         trl_save_checkpoint = super()._save_checkpoint
         state = self.parts.checkpoint_state
         facts = state.unfinished_generation.facts_to_save(self._step_began, self._facts())
-        # TRL's buffer, unless this package cuts generations into micro-batches itself.
-        micro_batches: list[Batch] | None = self._buffered_inputs
-        if self._cuts_generations:
-            generation = self._present_generation
-            micro_batches = None if generation is None else generation.micro_batches
 
         def write_files(folder: Path) -> dict[str, Any]:
             """Write all files into the folder, and return the facts for its manifest."""
             trl_save_checkpoint(model, trial)
-            return state.save(folder, facts, self._step_began, micro_batches)
+            return state.save(folder, facts, self._step_began, self._buffered_inputs)
 
         self.parts.checkpoint_writer.write(self.state.global_step, write_files)
 
@@ -696,7 +675,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def _facts(self) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment."""
-        return self.parts.checkpoint_state.facts(self.run_facts)
+        return self.parts.checkpoint_state.facts(self.run.fingerprint)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: PreTrainedModel | None = None
@@ -723,10 +702,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if unfinished is not None:
             self._step = unfinished.micro_step
             self._buffered_inputs = unfinished.micro_batches
-            self._present_generation = PresentGeneration(
-                micro_steps=self.layout.micro_steps_of_generation(unfinished.micro_step),
-                micro_batches=unfinished.micro_batches,
-            )
+            self._steps_of_generation = self.layout.micro_steps_of_generation(self._step)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save weights, processor and model card.

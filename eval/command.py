@@ -26,7 +26,11 @@ from adora_vl.utils.cli import Parser, exit_code_of, optional, path, read_mappin
 from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.own_files import search_files_beside
 
-HELP_BY_VERB = {"infer": "answer the problems", "score": "score answers", "run": "both"}
+HELP_BY_VERB = {
+    "run": "ask the model, and score its answers",
+    "infer": "ask the model alone",
+    "score": "score answers that are there",
+}
 # The options without which a verb cannot run.
 _NEEDED_OPTIONS_BY_VERB = {
     "infer": ("model", "data", "output"),
@@ -133,16 +137,21 @@ def build_parser(benchmark: Benchmark) -> Parser:
     # A benchmark in a file of the user's own is named on the command line by that file.
     name = " FILE.py:NAME" if benchmark.file else f".{benchmark.name}"
     parser = Parser(prog=f"python -m eval{name}")
-    verb_parsers = parser.add_subparsers(dest="verb", required=True, metavar="{infer,score,run}")
+    verb_parsers = parser.add_subparsers(dest="verb", required=True, metavar="{run,infer,score}")
     for verb, help_text in HELP_BY_VERB.items():
-        verb_parser = verb_parsers.add_parser(verb, help=help_text)
+        needed = " ".join(
+            f"--{option} {option.upper()}" for option in _NEEDED_OPTIONS_BY_VERB[verb]
+        )
+        usage = f"{parser.prog} {verb} {needed} [option ...]"
+        verb_parser = verb_parsers.add_parser(verb, help=help_text, usage=usage)
+        output_help = "needed: a folder; a run that is there is resumed"
+        if verb == "score":
+            output_help = "needed: a folder for score.json, or a file whose name ends in .json"
+        verb_parser.add_argument("--output", type=optional(path), help=output_help)
         if verb == "score":
             _add_prediction_options(verb_parser)
-            output_help = "needed: a folder for score.json, or a file whose name ends in .json"
         else:
             _add_ask_options(verb_parser, benchmark)
-            output_help = "needed: a folder; a run that is there is resumed"
-        verb_parser.add_argument("--output", type=optional(path), help=output_help)
         if verb != "infer":
             add_options(verb_parser, benchmark.score_options)
     return parser

@@ -3,7 +3,7 @@ score, and with ours.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -431,15 +431,9 @@ load = partial(
 )
 
 
-def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
-    """Say why a score cannot be compared with the published figures; None where it can."""
-    if score["rules"].get("rules") == "official":
-        return None
-    return "the quoted rows are by the rules `official`"
-
-
 _PUBLISHED = PublishedFigures(
     source="MATH-Vision's repository (mathllm/MATH-V), its outputs by its own score",
+    rules="official",
     rows={
         "Gemini-Pro": {"all": 17.66},
         "InternLM-XComposer2-VL": {"all": 14.54},
@@ -448,7 +442,6 @@ _PUBLISHED = PublishedFigures(
         "SPHINX-v2": {"all": 9.70},
         "LLaVA-v1.5-7B": {"all": 8.52},
     },
-    caution=_describe_incomparability,
 )
 BENCHMARK = Benchmark(
     name="mathvision",

@@ -2,7 +2,7 @@
 
 import re
 from argparse import BooleanOptionalAction
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -404,20 +404,9 @@ load = partial(
 )
 
 
-_OTHER_RULES_MESSAGE = (
-    "the quoted rows are by the rules `vlmevalkit`; score with --rules vlmevalkit to compare"
-)
-
-
-def _describe_incomparability(score: Mapping[str, Any]) -> str | None:
-    """Say why a score cannot be compared with the published figures; None where it can."""
-    if score["rules"].get("rules") == "vlmevalkit":
-        return None
-    return _OTHER_RULES_MESSAGE
-
-
 _PUBLISHED = PublishedFigures(
     source="ADORA, arXiv 2602.10019, pass@1; MathVista by VLMEvalKit's rules",
+    rules="vlmevalkit",
     rows={
         "Qwen2.5-VL-7B-Instruct": {"all": 67.3, "ID": 69.6, "OOD": 65.5},
         "MM-EUREKA-8B": {"all": 68.1, "ID": 73.4, "OOD": 63.8},
@@ -426,7 +415,6 @@ _PUBLISHED = PublishedFigures(
         "GRPO": {"all": 70.2, "ID": 71.6, "OOD": 69.1},
         "ADORA": {"all": 73.5, "ID": 76.1, "OOD": 71.4},
     },
-    caution=_describe_incomparability,
 )
 BENCHMARK = Benchmark(
     name="mathvista",

@@ -244,6 +244,11 @@ def check_row_count(plan: BatchLayout, rows: int) -> None:
         )
 
 
+def cuts_generations(config: AdoraGRPOConfig) -> bool:
+    """Return whether this package cuts a generation into micro-batches, and not TRL."""
+    return asks_for_regrouping(config) and not regroup_obstacle(config)
+
+
 def asks_for_regrouping(config: AdoraGRPOConfig) -> bool:
     """Return whether a config asks for micro-batches that keep the rows of a group together.
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import cuts_generations
 from adora_vl.config.losses import CLIPPED_LOSSES
 from adora_vl.utils.cli import spelled_in_config
 from adora_vl.utils.errors import UserError
@@ -64,7 +64,7 @@ def _uses_plateau_schedule(settings: RunSettings) -> bool:
 
 
 def _keeps_padding(settings: RunSettings) -> bool:
-    return not asks_for_regrouping(settings.config) or bool(regroup_obstacle(settings.config))
+    return not cuts_generations(settings.config)
 
 
 def _reads_epsilon(settings: RunSettings) -> bool:

@@ -117,7 +117,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
     config = request.config
     model = request.model.keys
     uses_deepspeed = sharding_from_environment().stage is not None
-    libraries = checks.check_parts(
+    libraries = checks.check_optional_libraries(
         use_vllm=config.use_vllm,
         use_peft=model.use_peft,
         use_deepspeed=uses_deepspeed,

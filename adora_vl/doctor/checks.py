@@ -14,7 +14,7 @@ from adora_vl.rewards.grade import grade, verify_gold
 from adora_vl.rewards.steps import FIGURE_COLUMN
 from adora_vl.utils.checks import Check, failed, passed, skipped
 from adora_vl.utils.cli import amount
-from adora_vl.utils.files import GIB
+from adora_vl.utils.files import GIB, closest_existing
 from adora_vl.utils.versions import (
     installed_version,
     installed_vllm,
@@ -248,18 +248,13 @@ def check_driver(*, cuda: str | None, driver: str | None) -> Check:
     return passed(title, f"{driver} (CUDA {cuda} needs {oldest} or newer)")
 
 
-def _existing_folder(folder: Path) -> Path:
-    """Return the folder itself, or the closest one above it that exists."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
-
-
 def check_writable(folder: Path) -> Check:
     """Check that a file can be written in a folder, or in the closest existing one above it.
 
     The file is temporary.
     """
     title = "output folder is writable"
-    existing = _existing_folder(folder)
+    existing = closest_existing(folder)
     try:
         if not existing.is_dir():
             raise NotADirectoryError(f"{str(existing)!r} is a file")
@@ -283,7 +278,7 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
         checkpoints: How many checkpoints the run keeps.
     """
     title = "output folder has room"
-    free = shutil.disk_usage(_existing_folder(folder)).free
+    free = shutil.disk_usage(closest_existing(folder)).free
     facts = (
         f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
         f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g}, one being written, "
@@ -326,7 +321,7 @@ def check_libraries() -> list[Check]:
     return [check_version(name, needed=True) for name in SHOWN_LIBRARIES]
 
 
-def check_parts(
+def check_optional_libraries(
     *, use_vllm: bool, use_peft: bool, use_deepspeed: bool, four_bit: bool = False
 ) -> list[Check]:
     """Check the versions of the libraries that only some runs need.

@@ -2,16 +2,14 @@
 after sleep.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from adora_vl.models.families import LANGUAGE_MODEL, component_of, vision_by_model_type
+from adora_vl.doctor.weight_change import changeable_weight, choose_parameter
 from adora_vl.models.precision import CAST_REMEDY as BUFFERS_REMEDY
 from adora_vl.models.precision import ModelsByRole, describe_wrong_buffers_by_role
 from adora_vl.rollout import agreement
@@ -26,9 +24,6 @@ from adora_vl.rollout.agreement import (
 from adora_vl.rollout.engine_pair import EnginePair, Prompts, SampledRollouts
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.utils.checks import Check, Status, failed, passed, skipped
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Nats per token by which a changed weight has to change the policy's log-probabilities: by less it
 # would not be noticed if the engine had the old weight.
@@ -65,92 +60,6 @@ BAN_REMEDY = (
 # Sizes of the noise that is added to a weight, relative to the weight's own; tried in this order
 # until the policy has changed enough.
 NOISE_SCALES = (0.1, 0.3, 1.0, 3.0, 10.0)
-
-
-class NamedParameter(NamedTuple):
-    """A parameter of a model with its name."""
-
-    name: str
-    parameter: Any
-
-
-def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParameter | None:
-    """Choose a trained weight matrix whose change moves the answers of a model most directly.
-
-    That is the last one in the layers of the language model, or with `vision` the last one of the
-    vision tower and projector. Of these the projector's own comes first: others, whose features
-    enter at later layers ("DeepStack"), are added to much larger numbers and hardly move an answer.
-
-    None if no such matrix is trained.
-    """
-    candidates: list[NamedParameter] = []
-    for name, parameter in model.named_parameters():
-        is_of_vision = component_of(name) != LANGUAGE_MODEL
-        is_in_layers = is_of_vision or ".layers." in name
-        is_matrix = len(_whole_shape(parameter)) >= 2
-        if parameter.requires_grad and is_matrix and is_in_layers and is_of_vision == vision:
-            candidates.append(NamedParameter(name, parameter))
-    projector_names = [family.projector[0] for family in vision_by_model_type().values()]
-    of_projector = [
-        candidate
-        for candidate in candidates
-        if any(projector_name in candidate.name for projector_name in projector_names)
-    ]
-    preferred = of_projector or candidates
-    return preferred[-1] if preferred else None
-
-
-def _whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of a whole parameter, also under ZeRO-3.
-
-    There each rank has a part of it, and the parameter itself is empty between its uses.
-    """
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
-
-
-@contextmanager
-def _gathered_parameter(parameter: Any) -> Iterator[Tensor]:
-    """Yield a whole parameter, which ZeRO-3 gathers from all ranks. Collective.
-
-    What rank 0 writes into it inside of the `with` block goes to all ranks.
-    """
-    if not hasattr(parameter, "ds_tensor"):
-        yield parameter.data
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        yield parameter.data
-
-
-@contextmanager
-def changeable_weight(parameter: Any, seed: int = 0) -> Iterator[Callable[[float], None]]:
-    """Yield a function `set_noise(scale)` that replaces a weight by its old value plus noise.
-
-    The noise is normal, with `scale` times the root mean square of the weight. At the end of the
-    `with` block the weight has its old value again. Collective under ZeRO-3, as is `set_noise`.
-    """
-    with _gathered_parameter(parameter) as values:
-        old_values = values.detach().to("cpu", copy=True)
-    noise = torch.randn(old_values.shape, generator=torch.Generator().manual_seed(seed))
-    noise_size = float(old_values.float().square().mean().sqrt())
-    if noise_size == 0:
-        # LoRA's second factor is zero at first. It gets noise of the size of an initialisation.
-        noise_size = 1.0 / max(_whole_shape(parameter)) ** 0.5
-    noise = noise * noise_size
-
-    def write(new_values: Tensor) -> None:
-        with _gathered_parameter(parameter) as weight:
-            weight.copy_(new_values)
-
-    def set_noise(scale: float) -> None:
-        write((old_values.float() + scale * noise).to(old_values.dtype))
-
-    with torch.no_grad():
-        try:
-            yield set_noise
-        finally:
-            write(old_values)
 
 
 def check_features(prompts: Prompts, image_token_id: int | None, merge: int) -> Check:

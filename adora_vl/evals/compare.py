@@ -312,7 +312,15 @@ def _note_lines(runs: Sequence[ScoreFile], quoted_figures: PublishedFigures | No
             "warning: the runs do not have the same problems; the tests use the common ones, the "
             "table all"
         )
-    if quoted_figures is not None and quoted_figures.caution is not None:
-        cautions = [quoted_figures.caution(run.score) for run in runs]
+    if quoted_figures is not None:
+        cautions = [_why_not_comparable(run, quoted_figures) for run in runs]
         notes += [f"note: {caution}" for caution in dict.fromkeys(cautions) if caution]
     return notes
+
+
+def _why_not_comparable(run: ScoreFile, quoted_figures: PublishedFigures) -> str | None:
+    """Say why a score cannot be compared with the published figures; None where it can."""
+    rules = quoted_figures.rules
+    if rules is not None and run.score["rules"].get("rules") != rules:
+        return f"the quoted rows are by the rules `{rules}`; score with --rules {rules} to compare"
+    return quoted_figures.caution(run.score) if quoted_figures.caution is not None else None

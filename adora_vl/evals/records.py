@@ -129,6 +129,8 @@ class PublishedFigures:
 
     source: str
     rows: Mapping[str, Mapping[str, float]]
+    # The rules that they are by; None where the benchmark has one set of rules.
+    rules: str | None = None
     # Says why a score of ours is not comparable with them, in words that are shown beside them;
     # None where it is.
     caution: Callable[[Mapping[str, Any]], str | None] | None = None

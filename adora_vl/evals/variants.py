@@ -16,8 +16,8 @@ from typing import NamedTuple
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
 from adora_vl.evals.records import GradedAnswer, LoadedProblems, Problem
+from adora_vl.evals.score_differences import paired_difference
 from adora_vl.evals.scoring.score import accuracy_cell
-from adora_vl.evals.scoring.statistics import bootstrap_interval
 from adora_vl.utils.errors import UserError
 
 VARIANT_SEPARATOR = "~"  # between the id of an original and the number of its variant
@@ -104,19 +104,13 @@ def variant_lines(graded: Sequence[GradedAnswer]) -> list[str]:
     variant_shares = [_share_right(graded_variants[pid]) for pid in pids]
     # 1 for a problem whose variants are all right, else 0.
     all_right = [float(all(item.correct for item in graded_variants[pid])) for pid in pids]
-    differences = [
-        original_share - variant_share
-        for original_share, variant_share in zip(original_shares, variant_shares, strict=True)
-    ]
-    low, high = bootstrap_interval(differences)
+    difference = paired_difference(before=variant_shares, after=original_shares)
     n_variants = sum(len(graded_variants[pid]) for pid in pids)
-    mean_difference = sum(differences) / len(pids)
     return [
         f"originals with variants: {_mean_percent(original_shares)} right, {len(pids)} problems",
         f"variants: {_mean_percent(variant_shares)} right on average, {n_variants} variants; "
         f"all of a problem's in {_mean_percent(all_right)}",
-        f"originals - variants: {100 * mean_difference:+.1f} points (95 %: "
-        f"{100 * low:+.1f} to {100 * high:+.1f}, paired by problem): the part that may be memory",
+        f"originals - variants: {difference.points} (paired by problem): the part that may be memory",
     ]
 
 

@@ -39,7 +39,7 @@ def check_batches(config: AdoraGRPOConfig, sharding: Sharding) -> BatchLayout:
 
     `sharding`: how the run is spread over processes and machines. Raises `UserError`.
     """
-    check_machines(config, processes=sharding.processes, machines=sharding.machines)
+    check_several_machines(config, processes=sharding.processes, machines=sharding.machines)
     return batch_plan(config, sharding.processes)
 
 
@@ -149,7 +149,7 @@ def _check_optimizer_arguments(optim_args: str) -> None:
             )
 
 
-def check_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
+def check_several_machines(config: AdoraGRPOConfig, processes: int, machines: int) -> None:
     """Raise `UserError` for FSDP, and for keys that do not go with several machines.
 
     `processes`: their number on all machines together.

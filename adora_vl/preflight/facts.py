@@ -14,6 +14,7 @@ from adora_vl.checkpoint.store import manifest_of
 from adora_vl.config.batch_plan import total_optimizer_steps
 from adora_vl.config.methods import method_overheads
 from adora_vl.models.adapter import load_merged, load_policy
+from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import (
     four_bit_folder,
     four_bit_parameter_bytes,
@@ -256,7 +257,7 @@ class ResolvedRun:
         settings: list[Any] = [self.config, self.request.model.keys]
         if self.script is not None:
             settings = [self.script, *settings]
-        return run_manifest(
+        manifest = run_manifest(
             *settings,
             arguments=cli_args.words if cli_args else None,
             data_folders=list(self.data.folders) or ["Python"],
@@ -268,6 +269,10 @@ class ResolvedRun:
             user_code_hashes=self.user_code_hashes,
             overlong_rows=len(self.data.left_out),
         )
+        manifest["model"]["sees_images"] = sees_images(self.model.config)
+        if self.model.adapters:
+            manifest["model"]["base"] = self.model.name
+        return manifest
 
     @property
     def finished(self) -> Path | None:

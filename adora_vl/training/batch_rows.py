@@ -156,20 +156,14 @@ def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
     )
 
 
-def without_padding(
-    batch: dict[str, Any], columns_in_use: UsedColumns | None = None
-) -> dict[str, Any]:
+def without_padding(batch: dict[str, Any], columns_in_use: UsedColumns) -> dict[str, Any]:
     """Cut off token columns that are padding in every row.
 
     They are on the left of prompts and on the right of completions. `columns_in_use`: the
-    `used_columns` of these rows; None: they are found here, for which the CPU waits for the GPU.
+    `used_columns` of these rows.
     """
     prompt_width = batch["prompt_mask"].size(1)
     completion_width = batch["completion_mask"].size(1)
-    if columns_in_use is None:
-        columns_in_use = used_columns(
-            batch["prompt_mask"], batch["completion_mask"].sum(dim=1).tolist()
-        )
     first_of_prompts = columns_in_use.first_of_prompts
     completion_columns = columns_in_use.completion_columns
     if first_of_prompts == 0 and completion_columns == completion_width:

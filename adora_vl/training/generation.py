@@ -123,16 +123,3 @@ class ScoredGroups:
                     number_in_refill = rank * len(refill.groups) + number - groups_per_rank
                     numbers.append(groups_of_all_ranks + number_in_refill)
         return numbers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PresentGeneration:
-    """The generation that is being learned from: its micro-batches, which are copies.
-
-    Its rows, rollouts and images are not held while the policy learns.
-    """
-
-    micro_steps: range
-    """The values of TRL's `_step` at which it is learned from."""
-    micro_batches: list[Batch]
-    """An empty one has no work. With several iterations each of them is learned from again."""

@@ -22,7 +22,9 @@ from adora_vl.types import Batch, StepContext
 class GenerationLogps:
     """Computes old and reference log-probabilities, and compares the engine's with the policy's.
 
-    The old ones are those of the policy that has sampled the rollouts. All methods are collective.
+    The old ones are those of the policy that has sampled the rollouts. TRL's loss takes the ratio of
+    the new policy to them, and with `beta` the distance of the new policy from the reference. All
+    methods are collective: with sharded weights every rank has to make each pass.
     """
 
     context: StepContext

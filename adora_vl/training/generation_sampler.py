@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from adora_vl.data.dataloader import DistinctRows, EpochRepeatSampler, shown_rows
 from adora_vl.data.loading import unreadable_rows
@@ -36,7 +35,7 @@ from adora_vl.rollout.samplers import AsyncServerSampler, PendingSamples, Sample
 from adora_vl.tools.environments import Environments
 from adora_vl.training.generation import Generation
 from adora_vl.training.group_sampler import GroupSampler, limits_to_the_ends
-from adora_vl.training.guards import GenerationGuard
+from adora_vl.training.guards import DriftGuard, GenerationGuard
 from adora_vl.training.pool import Pool, list_row_numbers
 from adora_vl.training.pool_state import PendingGeneration, TokenLimits
 from adora_vl.types import Row, StepContext
@@ -77,19 +76,15 @@ class LateDriftCheck:
     optimizer step, and compared at its end.
     """
 
-    def __init__(
-        self, pair: EnginePair, check: Callable[[Tensor, Tensor, Tensor, int], None]
-    ) -> None:
+    def __init__(self, pair: EnginePair, drift_guard: DriftGuard) -> None:
         """Build the check.
 
         Args:
             pair: the servers that sample, and the policy that scores the same tokens.
-            check: ends the run where the two are too far apart. It gets the log-probabilities of
-                the policy and of the engine, the mask of sampled tokens, (B, C) each, and the
-                optimizer step.
+            drift_guard: ends the run where the two are too far apart.
         """
         self._pair = pair
-        self._check = check
+        self._drift_guard = drift_guard
         # Filled by `request`, emptied by `finish`.
         self._requested: _RequestedSamples | None = None
 
@@ -126,7 +121,9 @@ class LateDriftCheck:
         # make the same passes, and one rank may have an image where another has none.
         with self._pair.images.vision.unshared():
             policy_logps_BC = self._pair.policy_logps(rollouts)
-            self._check(policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step)
+            self._drift_guard.check(
+                policy_logps_BC, rollouts.logps_BC, rollouts.mask_BC, requested.step
+            )
 
 
 class DrawnGeneration(NamedTuple):
@@ -178,6 +175,8 @@ class GenerationSampler:
         self.drift_check = drift_check
         # How many generations servers sample before the policy learns from the present one.
         self.generations_ahead = pool.generations_ahead
+        # How many batches of further problems the present generation has sampled.
+        self._further_batches = 0
 
     @property
     def sampler(self) -> Sampler:
@@ -298,6 +297,15 @@ class GenerationSampler:
         """Return the groups of an evaluation with all rollouts sampled to their ends."""
         return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
 
+    def take_further_batches(self) -> int:
+        """Return how many batches of further problems were sampled since the last call.
+
+        They are those of one generation, as this is called at its end.
+        """
+        count = self._further_batches
+        self._further_batches = 0
+        return count
+
     def sample_further(self, generation: Generation, count: int) -> list[RolloutGroup]:
         """Sample groups of `count` further problems, to replace groups without signal.
 
@@ -307,7 +315,7 @@ class GenerationSampler:
         if self.generations_ahead or count <= 0:
             return []
         groups = self._draw_further_groups(generation, count)
-        self.log("adora/further_batches", 1.0)
+        self._further_batches += 1
         limits: TokenLimits = dict.fromkeys(range(len(groups)), self.pool.token_budget)
         with self.sampling():
             return self.group_sampler.sample(generation, groups, limits)

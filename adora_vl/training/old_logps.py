@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adora_vl.config.batch_plan import asks_for_regrouping, regroup_obstacle
+from adora_vl.config.batch_plan import cuts_generations
 from adora_vl.training.batch_rows import RowReader
 from adora_vl.training.micro_batches import signal_of_units
 from adora_vl.types import Batch, StepContext
@@ -81,7 +81,7 @@ class OldLogps:
         corrects_kl = config.beta != 0.0 and config.use_bias_correction_kl
         self._skips_groups_without_signal = config.uses("skip_zero_signal") and not corrects_kl
         # Whether this package cuts a generation into micro-batches, and not TRL.
-        self._is_cut_here = asks_for_regrouping(config) and not regroup_obstacle(config)
+        self._is_cut_here = cuts_generations(config)
 
     @property
     def needs_pass_over_generation(self) -> bool:

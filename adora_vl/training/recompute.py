@@ -10,7 +10,6 @@ import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -321,21 +320,4 @@ def activation_memory_of(
         # Features of a frozen tower are computed before the pass.
         reads_features=shares_vision and tower_is_frozen,
         on_gpu=on_gpu,
-    )
-
-
-def recomputed_layers(
-    context: StepContext,
-    model: "PreTrainedModel",
-    shape: Callable[[], ModelShape],
-    sharding: Sharding,
-) -> RecomputedLayers:
-    """Return the object that decides how many of the policy's layers are recomputed.
-
-    The arguments are those of `RecomputedLayers`, which gets the GPU of this process, if it has one.
-    """
-    device = context.accelerator.device
-    read_card = partial(card_bytes, device) if device.type == "cuda" else None
-    return RecomputedLayers(
-        context, model=model, shape=shape, sharding=sharding, read_card=read_card
     )

@@ -80,6 +80,9 @@ class Refill:
         if max_rounds:
             groups_of_all_ranks = len(scored_groups.groups) * accelerator.num_processes
             self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
+            self.context.log(
+                "adora/further_batches", self.generation_sampler.take_further_batches()
+            )
         pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
 

@@ -181,6 +181,25 @@ class RolloutFacts:
             missing_reasons=(*self.missing_reasons, *appended.missing_reasons),
         )
 
+    def append_graded(self, appended: RolloutFacts) -> RolloutFacts:
+        """Return the facts of these rollouts followed by those of the appended ones, with metrics.
+
+        A metric that reward functions have logged becomes the mean over both, weighted by rollouts.
+        The extra columns are left out.
+
+        Args:
+            appended: the facts of rollouts that were graded later in the same generation.
+        """
+        rollouts = len(self.length_N)
+        appended_rollouts = len(appended.length_N)
+        metrics = dict(self.logged_metrics)
+        for name, appended_mean in appended.logged_metrics.items():
+            # A metric that was not logged before is that of the appended rollouts.
+            mean = self.logged_metrics.get(name, appended_mean)
+            total = mean * rollouts + appended_mean * appended_rollouts
+            metrics[name] = total / (rollouts + appended_rollouts)
+        return replace(self.append(appended), extra_columns={}, logged_metrics=metrics)
+
     def _tensors(self) -> dict[str, Tensor]:
         """Return the tensors by the names of their fields."""
         names = [spec.name for spec in fields(self) if spec.name.endswith(("_N", "_NF"))]

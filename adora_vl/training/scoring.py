@@ -20,7 +20,7 @@ from adora_vl.rollout.rollouts import row_for_rewards
 from adora_vl.training.generation import BuiltGroups
 from adora_vl.training.guards import RewardGuard
 from adora_vl.training.rollout_facts import RolloutFacts
-from adora_vl.types import Batch, Row, StepContext, loss_mask
+from adora_vl.types import Batch, StepContext, loss_mask
 
 # Columns of a row that functions do not get: `prompts`, `completions` and `completion_ids` of the
 # rollouts take their place.
@@ -51,57 +51,37 @@ class RewardFunctions:
     loop: Callable[[], asyncio.AbstractEventLoop]
 
     def score(self, built_groups: BuiltGroups, state: TrainerState) -> FunctionScores:
-        """Call every reward function on this rank's rollouts of some groups.
+        """Call every reward function on this rank's rollouts, and return what they give.
 
-        `state`: the trainer's, which functions get too.
+        As in TRL a function gets keyword arguments: `prompts`, `completions`, `completion_ids`, the
+        columns of the rows, `trainer_state`, `log_extra` and `log_metric`. Ours also passes
+        `thinking_opened`, which says of each completion whether it begins inside a block of
+        thinking.
+
+        There is no collective call inside, so the ranks may have unequal numbers of rollouts.
+
+        Args:
+            built_groups: the rollouts, with at least one.
+            state: the trainer's state, which functions get too.
         """
         rollouts = built_groups.rollouts
         rows = [
             row_for_rewards(row, rollout)
             for row, rollout in zip(built_groups.rows, rollouts, strict=True)
         ]
-        return self(
-            rows,
-            prompts=built_groups.prompts.messages,
-            completions=built_groups.completions,
-            completion_ids=[rollout.policy_tokens for rollout in rollouts],
-            thinking_opened=built_groups.thinking_opened,
-            state=state,
-        )
-
-    def __call__(
-        self,
-        rows: Sequence[Row],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids: list[list[int]],
-        thinking_opened: list[bool],
-        state: TrainerState,
-    ) -> FunctionScores:
-        """Call every reward function on this rank's rollouts, and return what they give.
-
-        There is no collective call inside, so the ranks may have unequal numbers of rollouts.
-
-        Args:
-            rows: the row of the data set for each rollout; its columns become keyword arguments.
-            prompts: messages or texts.
-            completions: messages or texts.
-            completion_ids: token ids of the completions.
-            thinking_opened: whether each completion begins inside a block of thinking. Stock TRL
-                does not pass this.
-            state: the trainer's state, which functions get too.
-        """
+        prompts = built_groups.prompts.messages
+        completions = built_groups.completions
         logged_metrics = defaultdict[str, list[float]](list)
         arguments: dict[str, Any] = {
             "prompts": prompts,
             "completions": completions,
-            "completion_ids": completion_ids,
+            "completion_ids": [rollout.policy_tokens for rollout in rollouts],
         }
         for name in rows[0]:
             if name not in _REPLACED_COLUMNS:
                 arguments[name] = [row.get(name) for row in rows]
         # Behind the columns of the rows, so that these arguments win over columns of their names.
-        arguments["thinking_opened"] = thinking_opened
+        arguments["thinking_opened"] = built_groups.thinking_opened
         arguments["trainer_state"] = state
         arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
         columns_by_function: list[dict[str, list[Any]]] = [{} for _ in self.functions]

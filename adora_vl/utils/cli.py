@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
-from adora_vl.utils.errors import UserError
+from adora_vl.utils.errors import UserError, did_you_mean
 from adora_vl.utils.interrupts import EXIT_INTERRUPTED
 from adora_vl.utils.secrets import masked_text
 
@@ -153,6 +153,12 @@ def announce_imports(seconds: int) -> None:
     print(f"Reading config and libraries, about {seconds} s", file=sys.stderr, flush=True)
 
 
+_UNKNOWN_OPTION_PATTERN = re.compile(r"unrecognized arguments: (--[\w-]+)")
+_UNKNOWN_COMMAND_PATTERN = re.compile(
+    r"argument [^:]+: invalid choice: '(\w+)' \(choose from (.*)\)"
+)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser of the command line whose errors are one line, and not argparse's whole usage.
 
@@ -168,7 +174,27 @@ class Parser(argparse.ArgumentParser):
         if len(message) > _MAX_MESSAGE_CHARACTERS:
             half = _MAX_MESSAGE_CHARACTERS // 2
             message = f"{message[:half]}...{message[-half:]}"
-        raise UserError(f"{message}; see `{self.prog} --help`")
+        raise UserError(f"{message}{self._nearest_name(message)}; see `{self.prog} --help`")
+
+    def _nearest_name(self, message: str) -> str:
+        """Return which option or command an unknown one was meant to be, as a part of its error."""
+        option = _UNKNOWN_OPTION_PATTERN.match(message)
+        if option is not None:
+            return did_you_mean(option[1], self._options())
+        command = _UNKNOWN_COMMAND_PATTERN.match(message)
+        if command is not None:
+            return did_you_mean(command[1], re.findall(r"\w+", command[2]))
+        return ""
+
+    def _options(self) -> list[str]:
+        """Return the options of this parser and of its commands."""
+        options: list[str] = []
+        for action in self._actions:
+            options += action.option_strings
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    options += parser._options()
+        return options
 
 
 # What `add_subparsers` returns: a command adds its own parser to it.

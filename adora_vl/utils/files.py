@@ -410,6 +410,13 @@ def refuse_dangling(option: str, path: Path) -> None:
             raise UserError(f"{option}: {link}; make that, or remove the link")
 
 
+def closest_existing(path: Path) -> Path:
+    """Return a path itself, or the innermost of the folders on the way to it that exists."""
+    candidates = (path, *path.absolute().parents)
+    # the root exists always
+    return next(candidate for candidate in candidates if candidate.exists())
+
+
 def check_folder(option: str, folder: Path) -> None:
     """Raise `UserError` where a folder could not be made or written into, without making it.
 
@@ -418,9 +425,7 @@ def check_folder(option: str, folder: Path) -> None:
     """
     refuse_dangling(option, folder)
     with naming_write_errors(option, folder):
-        candidates = (folder, *folder.absolute().parents)
-        # the root exists always
-        existing = next(candidate for candidate in candidates if candidate.exists())
+        existing = closest_existing(folder)
         if not existing.is_dir():
             raise UserError(
                 f"{option}: {str(existing)!r} is a file, and a folder is needed; choose another "

@@ -174,7 +174,7 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer.parts.skip_bad_steps.reason = None
         # as in a new process
         trainer._step = 0
-        trainer._present_generation = None
+        trainer._steps_of_generation = range(0)
         trainer.parts.sampler.synced_step = -1
         trainer.parts.checkpoint_writer.saved_at = None
         trainer.parts.checkpoint_writer.began_at = None

@@ -18,7 +18,7 @@ from adora_vl.doctor.checks import (
     check_driver,
     check_golds,
     check_libraries,
-    check_parts,
+    check_optional_libraries,
     check_rewards,
     check_room,
     check_torchvision,
@@ -28,11 +28,10 @@ from adora_vl.doctor.checks import (
 from adora_vl.doctor.engine import (
     FEATURES_CHECK,
     Examination,
-    changeable_weight,
     check_features,
-    choose_parameter,
     examine_in_order,
 )
+from adora_vl.doctor.weight_change import changeable_weight, choose_parameter
 from adora_vl.models.families import freeze
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.rewards.choose import choose_rewards
@@ -48,7 +47,10 @@ IMAGE_TOKEN = 12
 
 def test_the_installed_stack_is_healthy():
     assert is_healthy(
-        [*check_libraries(), *check_parts(use_vllm=True, use_peft=True, use_deepspeed=True)]
+        [
+            *check_libraries(),
+            *check_optional_libraries(use_vllm=True, use_peft=True, use_deepspeed=True),
+        ]
     )
     assert check_torchvision().status is Status.PASSED
 
@@ -74,7 +76,9 @@ def test_either_build_of_vllm_is_looked_at(monkeypatch):
     only_gpu = {"vllm": "0.22.0"}.get
     monkeypatch.setattr(versions, "installed_version", only_gpu)
     monkeypatch.setattr("adora_vl.utils.versions.installed_version", only_gpu)
-    check, *other_checks = check_parts(use_vllm=True, use_peft=False, use_deepspeed=False)
+    check, *other_checks = check_optional_libraries(
+        use_vllm=True, use_peft=False, use_deepspeed=False
+    )
     assert check.status is Status.FAILED
     assert "vllm" in check.name
     assert "0.22.0" in check.detail

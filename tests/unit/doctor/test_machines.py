@@ -39,7 +39,7 @@ from adora_vl.config.dry_run_options import DryRunOptions
 from adora_vl.config.run_context import RunContext
 from adora_vl.config.schema import parse
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
-from adora_vl.preflight.check_machine import check_machines
+from adora_vl.preflight.check_machine import check_several_machines
 from adora_vl.train import main
 from adora_vl.training.guards import errors_with_step
 from adora_vl.utils.errors import RunError, UserError, lost_contact_message
@@ -207,16 +207,16 @@ def test_an_engine_lies_on_one_machine_and_one_machine_saves():
     config = parse_config(
         "--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_tensor_parallel_size", "4"
     )
-    check_machines(config, processes=16, machines=4)
+    check_several_machines(config, processes=16, machines=4)
     with pytest.raises(
         UserError,
         match="vllm_tensor_parallel_size: 4 does not divide the 2 processes of one machine",
     ):
-        check_machines(config, processes=8, machines=4)
+        check_several_machines(config, processes=8, machines=4)
     config = parse_config("--save_on_each_node", "true")
-    check_machines(config, processes=2, machines=1)
+    check_several_machines(config, processes=2, machines=1)
     with pytest.raises(UserError, match="save_on_each_node: true is not supported"):
-        check_machines(config, processes=2, machines=2)
+        check_several_machines(config, processes=2, machines=2)
 
 
 # --------------------------------------------------------------------------- what the ranks compare

@@ -79,7 +79,11 @@ def test_the_users_mistakes_are_one_line_and_exit_code_2(capsys, monkeypatch, ca
             ["run", *REQUIRED_WORDS, "--temperature", "nan"],
             "--temperature: 'nan' is not 0 or a number from 0.01 to 100",
         ),
-        (["run", *REQUIRED_WORDS, "--max_tokens", "9"], "unrecognized arguments: --max_tokens 9"),
+        (
+            ["run", *REQUIRED_WORDS, "--max_tokens", "9"],
+            "unrecognized arguments: --max_tokens 9; did you mean '--max-tokens'?",
+        ),
+        (["rum", *REQUIRED_WORDS], "did you mean 'run'?"),
         (["run", *REQUIRED_WORDS, "--engine", "sglang"], "'sglang'"),
         (
             ["run", *REQUIRED_WORDS, "--model", "./missing"],

@@ -5,13 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
+from peft import LoraConfig, get_peft_model
 
 from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.evals.inference.provenance import resolve_prompts
 from adora_vl.evals.options import PROMPT_OF_TRAINING
-from adora_vl.export import export
-from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.export import export, save_merged
+from adora_vl.models.load import PRETRAINED_FOLDER, load_model, load_processor
 
 TRAINED_WITH = {
     "adora_system_prompt": "Think aloud.",
@@ -52,6 +54,19 @@ def test_what_is_exported_once_more_still_knows_its_prompts(
     export(tmp_path / "first", tmp_path / "second")
 
     assert read_training_config(str(tmp_path / "second")) == TRAINED_WITH
+
+
+def test_a_merged_model_that_is_copied_away_still_knows_its_prompts(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    model = load_model(str(PRETRAINED_FOLDER), {"device_map": None})
+    policy = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    processor = load_processor(str(PRETRAINED_FOLDER))
+
+    assert save_merged(policy, processor, run_folder / "merged", Accelerator(cpu=True))
+
+    copy = shutil.copytree(run_folder / "merged", tmp_path / "elsewhere")
+    assert read_training_config(str(copy)) == TRAINED_WITH
 
 
 def test_a_model_of_unknown_training_is_exported_without_prompts(tmp_path: Path) -> None:

@@ -74,5 +74,5 @@ def test_originals_and_variants_are_compared_problem_by_problem() -> None:
     assert lines[1] == (
         "variants: 50.0 % right on average, 6 variants; all of a problem's in 33.3 %"
     )
-    assert lines[2].startswith("originals - variants: +16.7 points (95 %: +0.0 to +50.0, paired")
+    assert lines[2].startswith("originals - variants: +16.7 points, 95 % [+0.0, +50.0] (paired")
     assert variant_lines([graded_answer("a", 1)]) == []

@@ -51,14 +51,15 @@ def test_no_test_imports_another_test():
 def test_no_part_of_a_step_gets_the_whole_trainer():
     """A part says what it uses. One that has the trainer may use, or change, whatever there is.
 
-    The functions of the file that make a part get it.
+    The functions of the file that make a part get it, and `LossSums`, which reads and writes
+    numbers that Transformers has in attributes of the trainer.
     """
     tree = ast.parse((ROOT / "adora_vl/parts.py").read_text())
     calls = [
         node
         for node in ast.walk(tree)
         if isinstance(node, ast.Call)
-        and ast.unparse(node.func) != "super"
+        and ast.unparse(node.func) not in ("super", "LossSums")
         and not ast.unparse(node.func).startswith("_")
     ]
     assert calls

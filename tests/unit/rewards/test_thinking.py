@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from transformers import TrainerState
 
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.rewards import choose_rewards, explain, grade
@@ -194,15 +195,14 @@ def test_every_reward_function_is_given_which_prompts_open_the_block() -> None:
         raise AssertionError("no reward function is a coroutine")
 
     functions = RewardFunctions([opened_as_reward], [None], {}, lambda value: value, no_loop)
-    rows: list[Any] = [{"prompt": "p"}, {"prompt": "p"}]
-    grades = functions(
-        rows,
-        ["p", "p"],
-        ["c", "c"],
-        [[0], [0]],
+    built_groups: Any = SimpleNamespace(
+        rows=[{"prompt": "p"}, {"prompt": "p"}],
+        rollouts=[Rollout(), Rollout()],
+        prompts=SimpleNamespace(messages=["p", "p"]),
+        completions=["c", "c"],
         thinking_opened=[True, False],
-        state=None,
     )
+    grades = functions.score(built_groups, TrainerState())
     assert grades.rewards_BF.tolist() == [[1.0], [0.0]]
 
 

@@ -277,14 +277,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
     )
     prompts = images.prompts([asked] * 3, "train", refill=False)
     built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
-    scores = functions(
-        built.rows,
-        built.prompts.messages,
-        built.completions,
-        [rollout.policy_tokens for rollout in built.rollouts],
-        built.thinking_opened,
-        TrainerState(),
-    )
+    scores = functions.score(built, TrainerState())
     assessment = computer.assess(scorer.score(built, scores, 3, 0), 3, 0)
     batch = built.batch
     assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]

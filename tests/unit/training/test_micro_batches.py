@@ -197,9 +197,16 @@ def three_rollouts() -> Any:
     }
 
 
+def cut_padding(batch: dict[str, Any]) -> dict[str, Any]:
+    """Return the batch without the token columns that are padding in every row."""
+    lengths = batch["completion_mask"].sum(dim=1).tolist()
+    used = batch_rows.used_columns(batch["prompt_mask"], lengths)
+    return batch_rows.without_padding(batch, used)
+
+
 def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both_sides():
     rows: Any = batch_rows.RowReader(three_rollouts()).take([1, 0])
-    cut = batch_rows.without_padding({**rows, "pixel_values": three_rollouts()["pixel_values"]})
+    cut = cut_padding({**rows, "pixel_values": three_rollouts()["pixel_values"]})
     assert cut["prompt_ids"].tolist() == [[5, 6, 7], [0, 7, 8]]
     assert cut["completion_ids"].tolist() == [[1, 0], [1, 2]]
     assert cut["mm_token_type_ids"].tolist() == [[9, 10, 11, 12, 13], [1, 2, 3, 4, 5]]
@@ -208,14 +215,14 @@ def test_rows_are_taken_with_all_that_belongs_to_them_and_padding_is_cut_on_both
     assert cut["num_images"] == [1, 1]
     assert cut["num_items_in_batch"] == 7
     assert len(cut["pixel_values"]) == 8
-    uncut = batch_rows.without_padding(three_rollouts())
+    uncut = cut_padding(three_rollouts())
     assert uncut["completion_ids"].shape == (3, 4), "the longest completion has no padding"
 
 
 def test_a_batch_of_empty_completions_keeps_a_column():
     batch = three_rollouts()
     batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
-    assert batch_rows.without_padding(batch)["completion_ids"].shape == (3, 1)
+    assert cut_padding(batch)["completion_ids"].shape == (3, 1)
 
 
 # Whether groups of the batch and further ones have signal, slots, and the group in each slot;

@@ -423,6 +423,7 @@ class SimulatedRun:
             policy_logps=lambda _: None,
             images=SimpleNamespace(vision=SimpleNamespace(unshared=nullcontext)),
         )
+        drift_guard: Any = SimpleNamespace(check=lambda *_: None)
         self.generation_sampler = GenerationSampler(
             context=context,
             pool=self.pool,
@@ -431,7 +432,7 @@ class SimulatedRun:
             phase=lambda _: nullcontext(),
             environments=None,
             upcoming_rows=rows_after,
-            drift_check=LateDriftCheck(pair, check=lambda *_: None),
+            drift_check=LateDriftCheck(pair, drift_guard),
         )
         self.trainer = staged_trainer(self, context, scorer)
         self.learned: list[LearnedGeneration] = []

@@ -1,13 +1,15 @@
 """What a checkpoint keeps of a generation that was learned from in part."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from adora_vl.checkpoint.store import MANIFEST_FILE
 from adora_vl.packing.image_store import ImageBanks
-from adora_vl.training.unfinished import UnfinishedGeneration
+from adora_vl.trainer import AdoraGRPOTrainer
+from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
 from tests.support.step_context import step_context
 
 
@@ -38,3 +40,28 @@ def test_images_and_micro_batches_are_read_back_into_a_new_bank(tmp_path):
     assert bank is not None
     assert torch.equal(bank.image(1).patches, patches)
     assert bank.image(1).key == "digest"
+
+
+def test_a_resumed_run_forgets_the_restored_micro_batches_at_its_next_generation():
+    """They would lie on the card until the end of the run."""
+    context = step_context(
+        per_device_train_batch_size=8, steps_per_generation=2, gradient_accumulation_steps=1
+    )
+    restored_batches: list[Any] = [{}, {"completion_ids": "restored"}]
+    restored = RestoredGeneration(micro_step=1, micro_batches=restored_batches, table="")
+    trainer: Any = object.__new__(AdoraGRPOTrainer)
+    trainer.args = context.config
+    trainer.model = SimpleNamespace(training=True)
+    trainer.accelerator = SimpleNamespace(sync_gradients=False)
+    trainer.parts = SimpleNamespace(
+        context=context,
+        checkpoint_writer=SimpleNamespace(),
+        checkpoint_state=SimpleNamespace(restore=lambda folder: restored),
+        generation_logps=SimpleNamespace(check_shared_prompts=lambda batch: None),
+    )
+    trainer._sample_generation = lambda rows: [{"completion_ids": "new"}, {}]
+    trainer.restore("checkpoint-1")
+    assert trainer._prepare_inputs([]) == {"completion_ids": "restored"}
+    trainer._step = 2
+    assert trainer._prepare_inputs([]) == {"completion_ids": "new"}
+    assert trainer._buffered_inputs == [{"completion_ids": "new"}, {}]
