@@ -30,7 +30,8 @@ from adora_vl.packing.split_attention import configured_attention
 from adora_vl.preflight.facts import ResolvedRun
 from adora_vl.record import metrics, progress
 from adora_vl.record.clocks import StepClocks
-from adora_vl.record.recorder import MetricsLogger, Recorder
+from adora_vl.record.metrics_logger import MetricsLogger
+from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import TieNotice
 from adora_vl.rollout.agreement import SelfCheck
 from adora_vl.rollout.engine_pair import Collate, EnginePair

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from adora_vl.record.rollouts import ROLLOUTS_FOLDER, list_parts, read_parts
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_parts
 
 REPOSITORY = Path(__file__).parents[1]
 KILL_PHASES = ("rollout", "grading", "backward", "saving")

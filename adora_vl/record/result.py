@@ -20,7 +20,7 @@ from adora_vl.evals.scoring.statistics import welch_interval
 from adora_vl.evals.scoring.table import name_of_data, percent_with_interval
 from adora_vl.record.figures import PASS_RATE_KEY
 from adora_vl.record.metrics import kind_of_entry
-from adora_vl.record.rollouts import ROLLOUTS_FOLDER, list_parts, read_part
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts, read_part
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 

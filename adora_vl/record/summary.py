@@ -19,8 +19,8 @@ from adora_vl.record.progress import (
     duration_text,
     no_signal_warning,
 )
+from adora_vl.record.record_files import ROLLOUTS_FOLDER
 from adora_vl.record.result import REWARD_KEY, describe_result, interval_text, training_change
-from adora_vl.record.rollouts import ROLLOUTS_FOLDER
 from adora_vl.utils.cli import amount, plain_value, spelled_in_config, yaml_line
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adora_vl.record.rollouts import IMAGES_FOLDER, ROLLOUTS_FOLDER, read_original_size
+from adora_vl.record.diagrams import read_original_size
+from adora_vl.record.record_files import IMAGES_FOLDER, ROLLOUTS_FOLDER
 from adora_vl.tools.calls import CallError, find_calls, read_call, remove_calls
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
 from adora_vl.utils.files import leads_out

@@ -18,15 +18,15 @@ from adora_vl.data.prompts import with_letters
 from adora_vl.record.manifest import describe_run
 from adora_vl.record.metrics import METRICS_FILE, read_metrics
 from adora_vl.record.progress import no_signal_warning
-from adora_vl.record.result import describe_result
-from adora_vl.record.rollouts import (
+from adora_vl.record.record_files import (
     IMAGES_FOLDER,
     ROLLOUTS_FOLDER,
-    SETTINGS_METADATA_KEY,
     RecordPart,
     list_parts,
     read_part,
 )
+from adora_vl.record.result import describe_result
+from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
 from adora_vl.report.conversation import TurnReader
 from adora_vl.report.story import advantages_differ, story_of
 from adora_vl.report.weight_reason import weight_reason

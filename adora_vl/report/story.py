@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from adora_vl.evals.scoring.statistics import welch_interval
-from adora_vl.record.rollouts import RecordPart, read_part
+from adora_vl.record.record_files import RecordPart, read_part
 from adora_vl.utils.cli import amount
 
 _COLUMNS = [

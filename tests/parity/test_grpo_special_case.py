@@ -14,7 +14,7 @@ from adora_vl.advantage.daro import Daro
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.keys import StepPart
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
-from adora_vl.record.recorder import MetricsLogger
+from adora_vl.record.metrics_logger import MetricsLogger
 from adora_vl.rewards import reward_function
 from adora_vl.rollout.prompt_tokens import never_sampled_ids
 from adora_vl.synthetic.generate import generate

@@ -34,7 +34,7 @@ from adora_vl.checkpoint.store import (
 )
 from adora_vl.checkpoint.writer import delete_run_set_aside, set_run_aside
 from adora_vl.export import main as export
-from adora_vl.record.rollouts import write_part
+from adora_vl.record.record_files import write_part
 from adora_vl.train import main
 from adora_vl.trainer import AdoraGRPOTrainer
 from adora_vl.utils.errors import UserError

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from adora_vl.advantage import Groups
-from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_part
+from adora_vl.record.rollouts import make_table
 from data_prep.cli import main
 from data_prep.forecast import forecast_attenuation
 

@@ -18,7 +18,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from adora_vl.evals.scoring.statistics import student_half_width
-from adora_vl.record.rollouts import ROLLOUTS_FOLDER, make_table, write_part
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, write_part
+from adora_vl.record.rollouts import make_table
 from benchmarks import scanned
 from benchmarks.attenuation import task
 from benchmarks.attenuation.__main__ import result_lines, train_or_read

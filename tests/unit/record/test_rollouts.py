@@ -17,8 +17,9 @@ from PIL import Image
 
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
+from adora_vl.record import record_files, rollouts
 from adora_vl.record import recorder as recorder_module
-from adora_vl.record import rollouts
+from adora_vl.record.diagrams import DiagramStore
 from adora_vl.record.metrics import METRICS_FILE, MetricsLine, read_metrics
 from adora_vl.record.recorder import Recorder
 from adora_vl.record.rollout_figures import tool_figures
@@ -47,17 +48,17 @@ def columns_of_step(step: int, count: int = 4, **changed: list[Any]) -> dict[str
 
 def write_step(
     folder: Path, step: int, settings: dict[str, object] | None = None
-) -> rollouts.RecordPart:
+) -> record_files.RecordPart:
     """Write a file of the record with the four rollouts of one step."""
     columns = columns_of_step(step)
     table = rollouts.make_table(columns, settings or {})
-    return rollouts.write_part(folder, table, first_step=step, last_step=step)
+    return record_files.write_part(folder, table, first_step=step, last_step=step)
 
 
 def read_record(folder: Path) -> pa.Table:
     """Every row of a record, as the report reads it."""
-    parts = rollouts.list_parts(folder)
-    return rollouts.read_parts(parts)
+    parts = record_files.list_parts(folder)
+    return record_files.read_parts(parts)
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -144,7 +145,7 @@ def test_generations_of_one_step_are_numbered_through(tmp_path):
     assert group_numbers == [0, 0, 1, 1, 2, 2, 3, 3]
     assert numbers_in_group == [0, 1, 0, 1, 0, 1, 0, 1]
     record.flush(2)  # a step whose rollouts are those of the one before
-    assert len(rollouts.list_parts(record.folder)) == 1
+    assert len(record_files.list_parts(record.folder)) == 1
 
 
 def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
@@ -153,7 +154,7 @@ def test_many_small_files_become_one_and_nothing_is_lost_or_twice(tmp_path):
     for step in range(1, 101):
         record.add(columns_of_step(step), group_size=4)
         record.flush(step)
-    files = rollouts.list_parts(record.folder)
+    files = record_files.list_parts(record.folder)
     assert len(files) < 40
     assert recorded_steps(record.folder) == four_rollouts_of(range(1, 101))
 
@@ -167,12 +168,12 @@ def test_a_crash_between_a_merge_and_its_deletions_leaves_nothing_twice(tmp_path
         write_step(tmp_path, step)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", crash)
-        rollouts.merge_small_parts(tmp_path)
+        record_files.merge_small_parts(tmp_path)
     files = list(tmp_path.glob("*.parquet"))
     # the 32 small ones and the merged one
     assert len(files) == 33
     assert recorded_steps(tmp_path) == four_rollouts_of(range(1, 33))
-    rollouts.delete_steps_after(tmp_path, 32)
+    record_files.delete_steps_after(tmp_path, 32)
     files = list(tmp_path.iterdir())
     assert len(files) == 1
 
@@ -188,7 +189,7 @@ def test_a_crash_while_writing_leaves_only_whole_files(tmp_path, monkeypatch):
         patch.setattr(pq, "write_table", dies)
         write_step(tmp_path, 2)
     assert recorded_steps(tmp_path) == [1, 1, 1, 1]
-    rollouts.delete_steps_after(tmp_path, 1)
+    record_files.delete_steps_after(tmp_path, 1)
     file_names = [path.name for path in tmp_path.iterdir()]
     assert file_names == ["rollouts-00000001-00000001.parquet"]
 
@@ -199,9 +200,9 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         folder.mkdir()
         for number in range(1, 41):
             write_step(folder, number, settings={"kept": 1})
-            rollouts.merge_small_parts(folder)
-        rollouts.delete_steps_after(folder, step)
-        newest_file = rollouts.list_parts(folder)[-1]
+            record_files.merge_small_parts(folder)
+        record_files.delete_steps_after(folder, step)
+        newest_file = record_files.list_parts(folder)[-1]
         metadata = read_record(folder).schema.metadata
         assert recorded_steps(folder) == four_rollouts_of(range(1, step + 1))
         assert newest_file.last_step == step
@@ -209,20 +210,20 @@ def test_a_resume_cuts_at_its_step_also_inside_a_merged_file(tmp_path):
         # a start at 0 deletes the record, and what is no part of it stays
         notes = folder / "notes.txt"
         notes.write_text("somebody else's")
-        rollouts.delete_steps_after(folder, 0)
+        record_files.delete_steps_after(folder, 0)
         assert list(folder.iterdir()) == [notes]
 
 
 def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
     for number in range(1, 11):
         write_step(tmp_path, number)
-    oldest_file = rollouts.list_parts(tmp_path)[0].path
+    oldest_file = record_files.list_parts(tmp_path)[0].path
     file_bytes = oldest_file.stat().st_size
     # room for three files
-    rollouts.delete_oldest_parts(tmp_path, 3.5 * file_bytes)
+    record_files.delete_oldest_parts(tmp_path, 3.5 * file_bytes)
     assert recorded_steps(tmp_path) == four_rollouts_of([8, 9, 10])
     # room for none: the newest one stays
-    rollouts.delete_oldest_parts(tmp_path, 1)
+    record_files.delete_oldest_parts(tmp_path, 1)
     assert recorded_steps(tmp_path) == four_rollouts_of([10])
 
 
@@ -414,7 +415,7 @@ def test_drift_that_the_policys_pass_finds_stands_beside_its_own_rollout(tmp_pat
 def test_a_diagram_is_stored_once_and_small(tmp_path):
     wide = Image.effect_noise((1000, 100), 50).convert("RGB")
     folder = tmp_path / "images"
-    diagrams = rollouts.DiagramStore(folder, limit_bytes=1e9)
+    diagrams = DiagramStore(folder, limit_bytes=1e9)
 
     names = diagrams.store("a", [wide])
     names_of_copy = diagrams.store("b", [wide.copy()])
@@ -429,7 +430,7 @@ def test_a_diagram_is_stored_once_and_small(tmp_path):
         assert stored.size == (512, 51)
 
     # a folder that is full gets no more
-    full = rollouts.DiagramStore(folder, limit_bytes=1)
+    full = DiagramStore(folder, limit_bytes=1)
     (name,) = full.store("d", [Image.new("RGB", (9, 9))])
     unwritten = folder / name
     assert not unwritten.exists()
@@ -440,7 +441,7 @@ def test_a_diagram_is_named_while_another_rank_finishes_its_own_file(tmp_path):
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / ".written-by-another-rank").symlink_to(tmp_path / "gone")
-    diagrams = rollouts.DiagramStore(folder, limit_bytes=1e9)
+    diagrams = DiagramStore(folder, limit_bytes=1e9)
     (name,) = diagrams.store("a", [Image.new("RGB", (9, 9))])
     assert (folder / name).is_file()
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from adora_vl.record.phases import PHASES
-from adora_vl.record.rollouts import list_parts, read_parts, write_part
+from adora_vl.record.record_files import list_parts, read_parts, write_part
 from adora_vl.report import page as module
 from adora_vl.report.__main__ import main
 from adora_vl.report.page import _SCRIPTS, _VIEWER, build_page, formulas, mathml

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from adora_vl.record.rollouts import DiagramStore, Record, list_parts, read_original_size
+from adora_vl.record.diagrams import DiagramStore, read_original_size
+from adora_vl.record.record_files import list_parts
+from adora_vl.record.rollouts import Record
 from adora_vl.report.conversation import TurnReader, spelled_call
 from adora_vl.report.run_view import load_run
 from adora_vl.report.story import story_of

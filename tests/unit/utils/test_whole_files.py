@@ -112,13 +112,13 @@ def write_metrics_file(folder: Path) -> None:
 def write_rollouts_file(folder: Path) -> None:
     import pyarrow as pa
 
-    from adora_vl.record.rollouts import write_part
+    from adora_vl.record.record_files import write_part
 
     write_part(folder, pa.table({"step": list(range(500))}), 1, 1)
 
 
 def write_diagram_file(folder: Path) -> None:
-    from adora_vl.record.rollouts import DiagramStore
+    from adora_vl.record.diagrams import DiagramStore
 
     DiagramStore(folder, 1e9).store("row", [Image.effect_noise((60, 60), 90)])
 

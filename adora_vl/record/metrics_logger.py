@@ -1,0 +1,159 @@
+"""The logger of a generation: its figures, TRL's table of completions, and the record of rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from adora_vl.record.recorder import Recorder
+from adora_vl.record.rollout_figures import (
+    TieNotice,
+    assessment_figures,
+    learned_figures,
+    tool_figures,
+)
+from adora_vl.record.trackers import add_rows, logs_images, logs_tables
+from adora_vl.training.advantages import Advantages, GroupAssessment
+from adora_vl.training.generation import BuiltGroups, Generation, ScoredGroups
+from adora_vl.training.rollout_facts import RolloutFacts
+from adora_vl.types import Batch, StepContext
+
+
+class MetricsLogger:
+    """Logs each generation.
+
+    Collective: all ranks call every method, in the same order.
+    """
+
+    def __init__(
+        self,
+        context: StepContext,
+        recorder: Recorder,
+        metrics_by_mode: Mapping[str, Mapping[str, list[float]]],
+        table: Mapping[str, Any],
+        function_names: Sequence[str],
+        tie_notice: TieNotice,
+        assess: Callable[[RolloutFacts, int, int], GroupAssessment],
+        synced_bytes: Callable[[], int] | None,
+    ) -> None:
+        """Store the places that a generation is logged to.
+
+        Args:
+            context: the run's config, log and state.
+            recorder: the recorder of rollouts.
+            metrics_by_mode: TRL's `_metrics`: for `train` and `eval`, the values of each metric
+                since the last line of the log.
+            table: TRL's `_logs`, the table of completions.
+            function_names: the names of the reward functions.
+            tie_notice: warns where right answers are often exactly as long as wrong ones.
+            assess: returns what is known of groups from the facts of their rollouts, the rollouts
+                of a group, and the optimizer steps that have been made.
+            synced_bytes: returns how many bytes the last weight sync has sent to the engine; None
+                without an engine.
+        """
+        self.recorder = recorder
+        self.metrics_by_mode = metrics_by_mode
+        self.table = table
+        self.function_names = function_names
+        self.tie_notice = tie_notice
+        self.assess = assess
+        self.synced_bytes = synced_bytes
+        self.log = context.log
+        self.state = context.state
+        # With `refill` a generation is graded in several batches, whose facts wait for the last.
+        self._has_further_batches = context.config.adora_rollouts.refill > 0
+        self._graded_facts: RolloutFacts | None = None
+        self.logs_tables = logs_tables(context.config)
+        self.logs_images = logs_images(context.config)
+
+    def log_scored(
+        self, generation: Generation, built_groups: BuiltGroups, scored_groups: ScoredGroups
+    ) -> None:
+        """Log all rollouts that were scored, also those that `refill` replaces later.
+
+        In a training the batch gets the column `rollout_number`, by which values that are known
+        later find the rollout again.
+
+        Args:
+            generation: the step and mode (train or eval) that the rollouts were sampled for.
+            built_groups: the prompts and completions of this rank.
+            scored_groups: rewards, lengths and advantages of the rollouts of all ranks.
+        """
+        facts = scored_groups.facts
+        is_training = generation.key.mode == "train"
+        metrics = self.metrics_by_mode[generation.key.mode]
+        state = self.state()
+        if is_training:
+            state.num_input_tokens_seen += facts.tokens
+        if is_training and self.synced_bytes is not None:
+            self.log("adora/sync_mb", self.synced_bytes() / 2**20)
+        # One value in place of the earlier ones, as in TRL: the log line takes the mean of a
+        # metric's values, and this one is a total already.
+        metrics["num_tokens"].clear()
+        metrics["num_tokens"].append(state.num_input_tokens_seen)
+        if not is_training or not self._has_further_batches:
+            self._log_figures(metrics, scored_groups.assessment, facts)
+        elif self._graded_facts is None:
+            self._graded_facts = facts
+        else:
+            self._graded_facts = self._graded_facts.append_graded(facts)
+        images: list[Any] = []
+        if self.logs_images:
+            # A rank without images gives None for each row, since the table has a row of each.
+            images = built_groups.prompts.images or [None] * len(built_groups.completions)
+        add_rows(
+            self.table,
+            built_groups=built_groups,
+            scored_groups=scored_groups,
+            images=images,
+            function_names=self.function_names,
+            is_training=is_training,
+            as_plain_text=self.logs_tables,
+        )
+        if is_training:
+            scored_groups.batch["rollout_number"] = self.recorder.number_next_rollouts(
+                len(built_groups.completions)
+            )
+            self.recorder.add(
+                step=generation.key.step,
+                built_groups=built_groups,
+                scored_groups=scored_groups,
+                table=self.table,
+                function_names=self.function_names,
+            )
+
+    def _log_figures(
+        self, metrics: Mapping[str, list[float]], assessment: GroupAssessment, facts: RolloutFacts
+    ) -> None:
+        """Add the figures of graded rollouts to `metrics`, which has those since the last log line.
+
+        Args:
+            metrics: the values of each metric of a training, or of an evaluation.
+            assessment: what is known of the groups of all ranks.
+            facts: what is known of their rollouts.
+        """
+        figures = assessment_figures(assessment, facts, self.function_names)
+        has_tools = self.recorder.decode is not None
+        if has_tools:
+            figures |= tool_figures(assessment.groups.rewards_PG, facts)
+        for name, value in figures.items():
+            metrics[name].append(value)
+
+    def log_learned(self, generation: Generation, batch: Batch, advantages: Advantages) -> None:
+        """Log the rollouts that the loss uses, once their advantages are final.
+
+        Args:
+            generation: the step that the rollouts were sampled for.
+            batch: those of this rank.
+            advantages: those of all ranks.
+        """
+        facts = self._graded_facts
+        if facts is not None:
+            # The figures are over all rollouts, however many each batch has had.
+            self._graded_facts = None
+            assessment = self.assess(facts, generation.group_size, generation.key.step)
+            self._log_figures(self.metrics_by_mode["train"], assessment, facts)
+        for name, value in learned_figures(advantages).items():
+            self.log(name, value)
+        self.tie_notice.count(advantages.weighting)
+        self.recorder.add_final_advantages(batch, advantages, self.table)

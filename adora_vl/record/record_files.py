@@ -1,0 +1,161 @@
+"""The files of a run's record: Parquet tables in `output_dir/rollouts`, each with the rows of some steps."""
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from adora_vl.utils.errors import UserError, in_one_line
+from adora_vl.utils.files import remove_partial, replacing_file
+
+ROLLOUTS_FOLDER = "rollouts"
+IMAGES_FOLDER = "_images"  # in it, with the diagrams
+_PART_NAME_PATTERN = re.compile(r"rollouts-(\d+)-(\d+)\.parquet")
+# When so many of the newest files are all within this size, they are merged
+_PARTS_TO_MERGE = 32
+_MAX_BYTES_TO_MERGE = 8_000_000
+
+
+@dataclass(frozen=True)
+class RecordPart:
+    """One file of the record and the first and last step in it."""
+
+    path: Path
+    first_step: int
+    last_step: int
+
+
+def list_parts(folder: Path) -> list[RecordPart]:
+    """Return the record's files in `folder`, in the order of their steps.
+
+    A file whose steps another one has too is left out: it was merged into that one, and a crash
+    came before it was deleted.
+    """
+    parts_or_none = [_part_of_path(path) for path in folder.glob("*")]
+    all_parts = [part for part in parts_or_none if part is not None]
+    merged_parts = set()
+    for outer in all_parts:
+        for inner in all_parts:
+            is_within = outer.first_step <= inner.first_step and inner.last_step <= outer.last_step
+            if is_within and inner != outer:
+                merged_parts.add(inner)
+    return sorted(set(all_parts) - merged_parts, key=lambda part: part.first_step)
+
+
+def _part_of_path(path: Path) -> RecordPart | None:
+    """Return the part with this path; None if the name is not that of a part."""
+    match = _PART_NAME_PATTERN.fullmatch(path.name)
+    if match is None:
+        return None
+    return RecordPart(path, first_step=int(match[1]), last_step=int(match[2]))
+
+
+def write_part(folder: Path, table: pa.Table, first_step: int, last_step: int) -> RecordPart:
+    """Write the rows of the steps from `first_step` to `last_step` as one file of the record.
+
+    The data are on the disk before the file gets its name, so that no crash leaves half a file.
+    """
+    name = f"rollouts-{first_step:08}-{last_step:08}.parquet"
+    part = RecordPart(folder / name, first_step=first_step, last_step=last_step)
+    with replacing_file(part.path) as stream:
+        pq.write_table(table, stream, compression="zstd")
+    return part
+
+
+def merge_small_parts(folder: Path) -> None:
+    """Merge the newest files if they are many and small, so that a long run leaves few files."""
+    newest_parts = list_parts(folder)[-_PARTS_TO_MERGE:]
+    are_small = all(part.path.stat().st_size <= _MAX_BYTES_TO_MERGE for part in newest_parts)
+    if len(newest_parts) < _PARTS_TO_MERGE or not are_small:
+        return
+    # A crash between here and the last deletion does no harm: `list_parts` leaves merged files out.
+    write_part(
+        folder,
+        table=read_parts(newest_parts),
+        first_step=newest_parts[0].first_step,
+        last_step=newest_parts[-1].last_step,
+    )
+    for part in newest_parts:
+        part.path.unlink()
+
+
+def delete_oldest_parts(folder: Path, limit_bytes: float) -> None:
+    """Delete the record's oldest files until the rest has at most `limit_bytes`.
+
+    The newest file always stays.
+    """
+    bytes_by_part = {part: part.path.stat().st_size for part in list_parts(folder)}
+    total_bytes = sum(bytes_by_part.values())
+    oldest_first = list(bytes_by_part)
+    for part in oldest_first[:-1]:
+        if total_bytes <= limit_bytes:
+            return
+        total_bytes -= bytes_by_part[part]
+        part.path.unlink()
+
+
+def delete_steps_after(folder: Path, step: int) -> None:
+    """Delete the rollouts of all steps after `step` from the record, as a run resumes there.
+
+    0 deletes all of them and the diagrams. Files that are not the record's are not touched.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    current_parts = list_parts(folder)
+    current_paths = [part.path for part in current_parts]
+    remove_partial(folder)
+    remove_partial(folder / IMAGES_FOLDER)
+    for path in folder.glob("rollouts-*"):
+        is_merged = _part_of_path(path) is not None and path not in current_paths
+        if is_merged:
+            path.unlink()
+    for part in current_parts:
+        has_steps_on_both_sides = part.first_step <= step < part.last_step
+        if has_steps_on_both_sides:
+            # the rows up to `step` become a file of their own before their old file is deleted
+            write_part(
+                folder,
+                table=read_part(part).filter(pc.field("step") <= step),
+                first_step=part.first_step,
+                last_step=step,
+            )
+        if part.last_step > step:
+            part.path.unlink()
+    if step == 0:
+        shutil.rmtree(folder / IMAGES_FOLDER, ignore_errors=True)
+
+
+def read_parts(record_parts: list[RecordPart]) -> pa.Table:
+    """Return the rows of several files of the record in one table.
+
+    A column that a file lacks is null in its rows.
+    """
+    tables = [read_part(part) for part in record_parts]
+    return pa.concat_tables(tables, promote_options="default")
+
+
+def read_part(part: RecordPart, columns: list[str] | None = None) -> pa.Table:
+    """Return the rows of one file of the record.
+
+    Args:
+        part: the file.
+        columns: the columns to read; None reads all.
+
+    Raises:
+        UserError: the file is damaged.
+        FileNotFoundError: the file is gone, as when a run that goes on has merged it meanwhile.
+    """
+    try:
+        return pq.read_table(part.path, columns=columns)
+    except FileNotFoundError:
+        # an OSError too, but for the caller to handle: the file is not damaged
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(
+            f"the record's file {str(part.path)!r} cannot be read ({in_one_line(error)}); move it "
+            f"out of the run, and the record lacks the steps {part.first_step} to {part.last_step} and no "
+            "others"
+        ) from error
