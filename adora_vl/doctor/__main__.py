@@ -180,11 +180,16 @@ def _room_check(run: ResolvedRun) -> Check:
     checkpoint_bytes = checkpoint_of(config, run.shape, run.context.sharding)
     model_bytes = run.shape.total_parameters * run.shape.weight_bytes
     checkpoints = 0
-    needed_bytes = model_bytes
+    needed_bytes = model_bytes + int(config.adora_record_gb * 1e9)
     if config.save_strategy == "steps":
         # A run without a limit needs room for one at least.
         checkpoints = config.save_total_limit or 1
-        needed_bytes = run_bytes(checkpoint_bytes, model=model_bytes, checkpoints=checkpoints)
+        needed_bytes = run_bytes(
+            checkpoint_bytes,
+            model=model_bytes,
+            checkpoints=checkpoints,
+            record_gb=config.adora_record_gb,
+        )
     return check_room(
         Path(config.output_dir),
         needed=needed_bytes,

@@ -282,13 +282,13 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
     facts = (
         f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
         f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g}, one being written, "
-        "the model"
+        "the model, the record of the rollouts (adora_record_gb)"
     )
     if free < needed:
         return failed(
             title,
             facts,
-            "lower save_total_limit, make room, or choose an output_dir on a larger disk",
+            "lower save_total_limit or adora_record_gb, make room, or choose an output_dir on a larger disk",
         )
     return passed(title, facts)
 

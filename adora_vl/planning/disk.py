@@ -59,15 +59,16 @@ def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding
     )
 
 
-def run_bytes(one_checkpoint: int, model: int, checkpoints: int) -> int:
+def run_bytes(one_checkpoint: int, model: int, checkpoints: int, record_gb: float) -> int:
     """Return the largest size of a run's folder, in bytes.
 
     It is largest when it has all complete checkpoints that the run keeps, another one that is being
-    written, and the final model.
+    written, the final model, and a full record of the rollouts.
 
     Args:
         one_checkpoint: Bytes of one checkpoint.
         model: Bytes of the final model.
         checkpoints: How many checkpoints the run keeps.
+        record_gb: The key `adora_record_gb`, in 10^9 bytes.
     """
-    return one_checkpoint * (checkpoints + 1) + model
+    return one_checkpoint * (checkpoints + 1) + model + int(record_gb * 1e9)

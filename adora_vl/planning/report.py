@@ -247,11 +247,15 @@ def disk_lines(plan: Plan) -> list[str]:
             kept_checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
         model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
         folder_bytes = disk.run_bytes(
-            checkpoint_bytes, model=model_bytes, checkpoints=kept_checkpoints
+            checkpoint_bytes,
+            model=model_bytes,
+            checkpoints=kept_checkpoints,
+            record_gb=config.adora_record_gb,
         )
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, {folder_bytes / GIB:.3g} GiB for the "
-            "run's folder at most."
+            f"run's folder at most, with {config.adora_record_gb:g} GB of recorded rollouts "
+            "(adora_record_gb)."
         ]
     return report_section("Disk", lines)
 

@@ -278,7 +278,8 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     shape = model_shape(AutoConfig.from_pretrained(PRETRAINED_FOLDER))
     predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
-    assert run_bytes(predicted, 10, checkpoints=2) == 3 * predicted + 10
+    largest = run_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
+    assert largest == 3 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
     assert checkpoint_of(config_of(), shape, Sharding(processes=1)) == predicted
     MovingReference(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
