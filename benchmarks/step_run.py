@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from trl.kernels import ChunkedLogProbFunction  # noqa: E402
 from trl.trainer import utils as trl_utils  # noqa: E402
 
-import adora_vl.trainer as our_module  # noqa: E402
+from adora_vl import model_setup  # noqa: E402
 from adora_vl.config import AdoraGRPOConfig  # noqa: E402
 from adora_vl.data.dataset import schema  # noqa: E402
 from adora_vl.data.prompts import conversation  # noqa: E402
@@ -41,6 +41,7 @@ from adora_vl.models.load import PRETRAINED_FOLDER  # noqa: E402
 from adora_vl.models.shape import SHAPES_FOLDER  # noqa: E402
 from adora_vl.preflight import check_model  # noqa: E402
 from adora_vl.synthetic.generate import generate  # noqa: E402
+from adora_vl.trainer import AdoraGRPOTrainer  # noqa: E402
 from adora_vl.training.scoring import RewardFunctions  # noqa: E402
 from benchmarks.measure import Clock, PeakMemory  # noqa: E402
 from benchmarks.recorded_answers import RecordedAnswers  # noqa: E402
@@ -167,13 +168,11 @@ def build(options: argparse.Namespace) -> Any:
         }
         args = AdoraGRPOConfig(**both, **pixels, **ours)
         with (
-            mock.patch.object(our_module, "AdoraVLLMGeneration", RecordedAnswers),
+            mock.patch.object(model_setup, "AdoraVLLMGeneration", RecordedAnswers),
             # 3B has tied embeddings, which an engine on a CPU does not refresh; here is no engine.
             mock.patch.object(check_model, "refuse_on_cpu"),
         ):
-            return our_module.AdoraGRPOTrainer(
-                model=model, args=args, processing_class=processor, **arguments
-            )
+            return AdoraGRPOTrainer(model=model, args=args, processing_class=processor, **arguments)
     stock_module.VLLMGeneration = RecordedAnswers
     if options.way == "stock, as on a card":
         # chooses the positions that are scored, not the kernel

@@ -34,8 +34,10 @@ from adora_vl.evals.scoring.table import (
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
-# The fields of a fingerprint in which compared runs may differ.
-_MODEL_FIELDS = (
+# The fields of a fingerprint in which compared runs may differ. The runs are of one benchmark, so
+# different names of it are aliases.
+_FREE_FIELDS = (
+    "benchmark",
     "model",
     "model_hash",
     "revision",
@@ -64,7 +66,7 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
         unknown = "it is not known whether the prompt, the sampling and the data were the same"
         names = ", ".join(without_fingerprint)
         lines.append(f"warning: {names}: no fingerprint, so {unknown}")
-    may_differ = (*_MODEL_FIELDS, *subject)
+    may_differ = (*_FREE_FIELDS, *subject)
     if group_runs_by_view(runs):
         may_differ = (*may_differ, *VIEW_FIELDS)
     differing_fields = _differing_values(with_fingerprint, "fields", ignored=may_differ)

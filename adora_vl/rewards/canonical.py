@@ -159,6 +159,11 @@ _COMMAND_SUBSTITUTIONS = [
     for word, pattern, replacement in (
         ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         ("binom", r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
+        (
+            "binom",
+            rf"\\binom\s*{_SHORT_ARGUMENT}\s*{_LAST_SHORT_ARGUMENT}",
+            r"\\binom{\1}{\2}",
+        ),
         ("choose", r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}", r"\\binom{\1}{\2}"),
         # The argument after `\log_2 8` and `\sin^2 30` would else stand beside a digit, like one of
         # two numbers.

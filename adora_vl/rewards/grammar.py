@@ -44,6 +44,7 @@ _FORMULA_TOKEN_PATTERN = re.compile(
     r"|[A-Za-z](?:_(?:[0-9A-Za-z]|\{[0-9A-Za-z]{1,4}\}))?|(?<=[A-Za-z]) (?=[A-Za-z])"
     r"|[-+*/^(){}\[\]_!]"
 )
+_ROOT_DEGREE_PATTERN = re.compile("[2-9]|[1-9][0-9]")
 _LONG_WORD_PATTERN = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{4,}")
 _MULTIPLICATION_SIGNS = frozenset({r"\cdot", r"\times", "*"})
 _DIVISION_SIGNS = frozenset({"/", r"\div"})
@@ -347,12 +348,12 @@ class _Parser:
         return ("mixed", integer[1], numerator, denominator)
 
     def _root(self) -> Tree:
-        r"""Return `\sqrt{sum}`, `\sqrt(sum)`, or with a degree of one digit `\sqrt[3]{sum}`."""
+        r"""Return `\sqrt{sum}`, `\sqrt(sum)`, or with a degree from 2 to 99 `\sqrt[3]{sum}`."""
         degree = "2"
         if self.peek() == "[":
             self._take()
             degree = self._take()
-            if degree not in set("23456789"):
+            if not _ROOT_DEGREE_PATTERN.fullmatch(degree):
                 raise NotReadError
             self._take("]")
         return ("root", int(degree), self._group("(" if self.peek() == "(" else "{"))

@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer, get_peft_config, get_quantization_confi
 from trl.kernels import chunked_logprob
 from trl.trainer import grpo_trainer
 
-from adora_vl import trainer as our_trainer
+from adora_vl import model_setup
 from adora_vl.config.schema import parse
 from adora_vl.config.sharding import Sharding
 from adora_vl.data.dataset import schema
@@ -483,7 +483,7 @@ def _patched(card: Card) -> Iterator[None]:
             "refuse_on_cpu",
             lambda *args: None,
         ),  # which asks the vLLM that is installed here
-        (our_trainer, "AdoraVLLMGeneration", RecordedAnswers),
+        (model_setup, "AdoraVLLMGeneration", RecordedAnswers),
         (grpo_trainer, "VLLMGeneration", RecordedAnswers),
         (chunked_logprob, "_forward_kernel", KernelLaunch(card, "TRL's head, forward")),
         (chunked_logprob, "_backward_kernel", KernelLaunch(card, "TRL's head, backward")),

@@ -142,11 +142,14 @@ def test_what_is_published_of_geometry3k_stands_beside_its_whole_test_split_alon
 
 def test_problems_are_compared_under_both_names_of_their_grader(tmp_path, capsys):
     """`geometry3k` and `problems` are two names of one benchmark."""
-    geometry_score = write_score_file(tmp_path / "one.json", "0110", "geometry3k")
-    problems_score = write_score_file(tmp_path / "other.json", "0111", "problems")
-    text = print_comparison(capsys, geometry_score, problems_score)
+    files = []
+    for name, right in (("geometry3k", "0110"), ("problems", "0111")):
+        fingerprint = fingerprint_with(benchmark=name)
+        files.append(write_score_file(tmp_path / f"{name}.json", right, name, **fingerprint))
+    text = print_comparison(capsys, *files)
     assert "4 common problems" in text
     assert "quoted" not in text
+    assert "warning" not in text
 
 
 def test_what_makes_a_comparison_unfair_is_said(tmp_path, capsys):

@@ -109,6 +109,9 @@ def test_no_recipe_trains_weights_whose_updates_rounding_swallows():
     ]
     plan = plan_for_recipe("adora_qwen3_vl_2b_1gpu", "--dtype", "bfloat16")
     assert LOST_UPDATES_WARNING in plan.notes
+    # DeepSpeed, which a dry run only plans for, keeps a float32 copy
+    planned_for_deepspeed = plan_for_recipe("adora_7b_geo3k", "--dtype", "bfloat16")
+    assert LOST_UPDATES_WARNING not in planned_for_deepspeed.notes
 
 
 def test_a_run_whose_updates_rounding_swallows_says_so_at_its_start(tmp_path, capsys):
