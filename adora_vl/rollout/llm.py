@@ -28,12 +28,12 @@ from vllm.transformers_utils.config import checkpoint_has_lm_head
 
 from adora_vl.data.shared_images import KeptImage
 from adora_vl.models.four_bit import FrozenBase
-from adora_vl.rollout.engine_logps import engine_logp
 from adora_vl.rollout.prompt_tokens import collapse_image_runs
 from adora_vl.rollout.rollouts import (
     FinishReason,
     SamplingRequest,
     SamplingResult,
+    engine_logp,
     merge_requests,
 )
 from adora_vl.utils import compat
@@ -264,12 +264,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         for group in groups:
             first = group[0]
             prompts.append(_vllm_prompt(first, image_token_id))
-            options_of_group = {**options, "n": len(group)}
-            if first.seed is not None:
-                options_of_group["seed"] = first.seed
-            if first.max_tokens is not None:
-                options_of_group["max_tokens"] = first.max_tokens
-            parameters.append(SamplingParams(**options_of_group))
+            parameters_of_group = {**first.sampling_parameters(options), "n": len(group)}
+            parameters.append(SamplingParams(**parameters_of_group))
         outputs = []
         if prompts:  # a rank may have no requests
             outputs = self.generate(prompts, sampling_params=parameters, use_tqdm=False)

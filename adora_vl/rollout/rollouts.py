@@ -1,6 +1,7 @@
 """Rollouts and their groups, the requests that samplers get, and the results that come back."""
 
-from collections.abc import Hashable, Iterable, Sequence
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import groupby
@@ -322,6 +323,18 @@ class SamplingRequest:
     max_length: int | None = None
     """Tokens of the whole completion, with those of tools; None where only one turn is sampled."""
 
+    def sampling_parameters(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return vLLM's sampling parameters for this request.
+
+        `settings`: those of the run, of which the request's seed and number of tokens replace some.
+        """
+        parameters = dict(settings)
+        if self.seed is not None:
+            parameters["seed"] = self.seed
+        if self.max_tokens is not None:
+            parameters["max_tokens"] = self.max_tokens
+        return parameters
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingResult:
@@ -335,6 +348,16 @@ class SamplingResult:
     """`RUNNING`: servers do not say why they stopped."""
     prompt_ids_read: list[int] = field(default_factory=list)
     """The prompt as the engine has read it."""
+
+
+def engine_logp(value: float | None) -> float:
+    """Return the log-probability that an engine has returned for a token it was asked for.
+
+    A value that is no finite number becomes minus infinity. Overflowing weights give NaN, which
+    TRL's client reads as None, but elsewhere in this package None and NaN mean that the engine was
+    not asked, and such tokens would pass as agreement.
+    """
+    return -math.inf if value is None or not math.isfinite(value) else value
 
 
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:

@@ -10,8 +10,7 @@ from typing import Any
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from adora_vl.rollout.engine_logps import engine_logp
-from adora_vl.rollout.rollouts import SamplingResult
+from adora_vl.rollout.rollouts import SamplingResult, engine_logp
 from adora_vl.rollout.server_client import TIMEOUTS_IN_USE, Timeouts, mount_timeouts
 from adora_vl.utils.daemon_threads import set_outcome
 from adora_vl.utils.errors import SpokenError

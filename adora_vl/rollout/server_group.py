@@ -89,17 +89,12 @@ class ServerGroup:
         group_requests = []
         for group in merge_requests(requests_of_all):
             first = group[0]
-            group_settings = dict(settings)
-            if first.seed is not None:
-                group_settings["seed"] = first.seed
-            if first.max_tokens is not None:
-                group_settings["max_tokens"] = first.max_tokens
             group_requests.append(
                 GroupRequest(
                     prompt_ids=first.prompt_ids,
                     images=first.images,
                     rollout_count=len(group),
-                    settings=group_settings,
+                    settings=first.sampling_parameters(settings),
                 )
             )
         return group_requests

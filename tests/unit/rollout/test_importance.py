@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adora_vl.rollout import importance
-from adora_vl.rollout.engine_logps import engine_logp
+from adora_vl.rollout.rollouts import engine_logp
 from tests.support.step_context import step_context
 
 

@@ -45,3 +45,14 @@ def test_what_is_not_supported_is_named_with_the_remedy(monkeypatch):
             versions.check_versions(use_vllm=True)
         assert "\n" not in str(error.value)
     assert "use_vllm: false" in str(error.value), "the last one's remedy"
+
+
+def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch):
+    """The one reads pyproject.toml, the other its metadata, where an extra is a marker."""
+    requirements = ["trl>=1.16,<1.17", 'peft>=0.21,<0.22; extra == "lora"']
+    monkeypatch.setattr(versions, "installed_version", lambda name: None)
+    of_checkout = versions.tested_versions.__wrapped__()
+    monkeypatch.setattr(versions, "installed_version", lambda name: "0.1.0")
+    monkeypatch.setattr(versions, "requires", lambda name: requirements)
+    of_package = versions.tested_versions.__wrapped__()
+    assert of_package == {name: of_checkout[name] for name in ("trl", "peft")}
