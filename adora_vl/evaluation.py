@@ -396,6 +396,7 @@ class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers i
         interval = (figures[f"{name}_accuracy_low"], figures[f"{name}_accuracy_high"])
         accuracy = percent_with_interval(figures[f"{name}_accuracy"], interval)
         problem_count = task.problems_in_data or answered_count
-        part_text = f"{answered_count} of " if answered_count < problem_count else ""
-        problems_text = f"{part_text}{amount(problem_count, 'problem')}"
-        print(f"step {step}: {name} {accuracy} of {problems_text}", flush=True)
+        problems_text = f"of {amount(problem_count, 'problem')}"
+        if answered_count < problem_count:
+            problems_text = f"{answered_count} {problems_text} asked"
+        print(f"step {step}: {name} {accuracy} right, {problems_text}", flush=True)

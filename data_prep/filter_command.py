@@ -171,7 +171,8 @@ def _filter(arguments: argparse.Namespace) -> None:
     )
     print(f"{arguments.output}: {filtering.describe_filtered(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
-        print("\n".join(["", *forecast.forecast_of_path(answers.file).lines()]))
+        title = "Would ADORA's attenuation act on these problems (docs/data.md)?"
+        print("\n".join(["", title, *forecast.forecast_of_path(answers.file).lines()]))
 
 
 class _Answers(NamedTuple):

@@ -436,4 +436,4 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     assert len(logged) == 3, "eval_delay: 3 leaves step 2 out"
     output = capsys.readouterr().out
     assert "step 2: geometry3k 75.0 %" in output
-    assert "of 4 of 9 problems" in output
+    assert "right, 4 of 9 problems asked" in output
