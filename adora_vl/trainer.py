@@ -63,6 +63,7 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.clocks import start_clocks
+from adora_vl.record.figures import LARGEST_VALUE_KEYS, add_largest
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
@@ -618,9 +619,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
     def log_figure(self, name: str, value: float) -> None:
         """Add a value of this step to the next log, which averages the values of its steps.
 
-        The value has to be the same on every rank.
+        Of a figure in `LARGEST_VALUE_KEYS` the log has the largest value. The value has to be the
+        same on every rank.
         """
-        self._metrics["train"][name].append(value)
+        values = self._metrics["train"][name]
+        if name in LARGEST_VALUE_KEYS:
+            add_largest(values, value)
+        else:
+            values.append(value)
 
     def close(self) -> None:
         """End what the trainer has started: threads, the lock of the folder, a colocated engine.

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable
 from typing import TypeVar
 
-from adora_vl.conversion.pipeline import MAX_WORKERS, usable_cores
 from adora_vl.conversion.quarantine import MAX_SHARE
+from adora_vl.conversion.workers import MAX_WORKERS, usable_cores
 from adora_vl.data.images import DEFAULT_FAMILY, MAX_PIXELS, SMALLEST_TOKEN_SIDE, VISION_BY_FAMILY
 from adora_vl.utils.cli import (
     number,

@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from adora_vl.conversion.pipeline import (
-    MAX_WORKERS,
     Cleaning,
     OpenedSource,
     SplitRows,
-    ordered_map,
     prepare,
     recorded_options,
-    usable_cores,
 )
 from adora_vl.conversion.problem import RawProblem
+from adora_vl.conversion.workers import MAX_WORKERS, ordered_map, usable_cores
 from adora_vl.data.dataset import VARIANTS_SOURCE, read_manifest, stored_rows
 from adora_vl.data.images import png_bytes
 from adora_vl.geometry.choose import choose_outcome

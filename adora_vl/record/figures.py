@@ -17,6 +17,20 @@ SIGNAL_SHARE_KEY = "adora/signal_share"
 # Share of rollouts without a reward
 MISSING_REWARD_KEY = "rewards/missing"
 
+# Figures that are the largest value since the line before; of others a line has the mean
+LARGEST_VALUE_KEYS = frozenset({"adora/ratio_max", "adora/staleness_max"})
+
+
+def add_largest(values: list[float], value: float) -> None:
+    """Let a figure's values since the last line be the largest alone, a further one included.
+
+    The log takes the mean of these values, which would hide a step that was skipped for its ratio.
+    """
+    if values and value < values[0]:
+        return
+    values[:] = [value]
+
+
 FigureFormat = Literal["number", "share", "tokens", "nats", "seconds"]
 # How a value is written in a table, and in a line, where room is scarce.
 _TABLE_TEMPLATE_BY_FORMAT: dict[FigureFormat, str] = {

@@ -187,7 +187,7 @@ def _held_out_result(folder: Path) -> str | None:
     title = f"held-out accuracy, {name_of_data(score)}"
     score_before = _read_score(folder / SCORE_FILE_BEFORE)
     change = None
-    if score_before is not None and score_before.score["benchmark"] == score["benchmark"]:
+    if score_before is not None and score_before.benchmark == score_after.benchmark:
         change = difference_between([score_before], [score_after])
     if change is None:
         accuracy = percent_with_interval(score["accuracy"], score["wilson_95"])

@@ -133,7 +133,8 @@ def read_last_table(folder: str) -> dict[str, list[Any]]:
         name: table[name].tolist()
         for name in ("advantage", "advantage_raw", "adora_weight", "adora_length")
     }
-    return {**columns, "reward": table["adora_reward"].tolist(), "length": columns["adora_length"]}
+    rewards = table["boxed_accuracy_reward"].tolist()
+    return {**columns, "reward": rewards, "length": columns["adora_length"]}
 
 
 def break_correction(name: str) -> None:

@@ -7,6 +7,7 @@ from adora_vl.record.figures import (
     PASS_RATE_KEY,
     PROGRESS_LINE_KEYS,
     SUMMARY_KEYS,
+    add_largest,
     page_figures,
 )
 
@@ -44,3 +45,10 @@ def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
     assert len(charts) == 1
     assert rows[0]["share"]
     assert charts[0]["share"]
+
+
+def test_the_largest_value_since_the_last_line_is_not_averaged_away():
+    values: list[float] = []
+    for value in (1.0, 60.0, 1.5):
+        add_largest(values, value)
+    assert values == [60.0]
