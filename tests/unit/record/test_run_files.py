@@ -166,8 +166,8 @@ def test_a_run_that_cannot_learn_says_since_when_and_why(figures, reason):
     assert no_signal_warning(history[:-2]) is None  # four steps may be chance
     assert no_signal_warning([*history, _log_entry(8, has_signal=True)]) is None
     # a method that learns from equal rewards, as DAPO's penalty for long answers
-    learned = {"adora/signal_share": 0.25}
-    assert no_signal_warning([*history, _log_entry(8, **learned)]) is None
+    learned = {**_log_entry(8), "adora/signal_share": 0.25}
+    assert no_signal_warning([*history, learned]) is None
     assert no_signal_warning([]) is None
 
 
