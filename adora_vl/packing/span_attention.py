@@ -93,9 +93,9 @@ def _causal_sdpa(
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
     has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
-    if has_flash_attention:  # which aligns the mask without having one
-        aligned_mask = causal_lower_right(queries, keys)
-        return scaled_dot_product_attention(query, key, value, aligned_mask, **options)
+    if has_flash_attention:  # it needs no mask to align queries and keys
+        alignment = causal_lower_right(queries, keys)
+        return scaled_dot_product_attention(query, key, value, alignment, **options)
     if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
         repeats = query.size(1) // key.size(1)
         key = repeat_kv(key, repeats)

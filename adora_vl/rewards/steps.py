@@ -292,5 +292,5 @@ def missing_figure_message() -> str:
     """Return the message for a data set without the column of figures."""
     return (
         f"adora_reward: '{STEPS}' needs the column '{FIGURE_COLUMN}', a solved figure for each row; "
-        "`python -m data_prep geometry3k --source facts` makes such rows"
+        "`python -m data_prep synthetic --figures` and `geometry3k --source facts` make such rows"
     )
