@@ -207,7 +207,7 @@ def test_a_row_whose_picture_cannot_be_shown_is_named() -> None:
     no_numbers = np.full((8, 8), np.nan, np.float32)
     narrow = Image.new("RGB", (8001, 40))  # the processor of the model would raise in a step
     as_narrow_as_allowed = Image.new("RGB", (8000, 40))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"images": [Image.fromarray(no_numbers)], "id": "a"},
         {"images": [as_narrow_as_allowed, narrow], "id": "b"},
         {"image": narrow, "id": "c"},
