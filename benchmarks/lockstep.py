@@ -19,8 +19,9 @@ from itertools import zip_longest
 
 import torch
 
-from adora_vl.models.activations import ActivationMemory, DtypeBytes
+from adora_vl.models.activations import DtypeBytes
 from adora_vl.models.load import PRETRAINED_FOLDER
+from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom, UnitSize
 from adora_vl.training.micro_batches import order_of_learning

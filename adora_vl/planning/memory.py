@@ -11,17 +11,14 @@ from adora_vl.config.batch_plan import unit_size
 from adora_vl.config.keys import Recompute
 from adora_vl.config.sharding import Sharding
 from adora_vl.models import activations
-from adora_vl.models.activations import (
-    FLOAT32_BYTES,
+from adora_vl.models.activations import FLOAT32_BYTES, DtypeBytes, PassSize, PlannedMicroBatch
+from adora_vl.models.families import LANGUAGE_MODEL
+from adora_vl.models.peak_memory import (
     LAYER_BACKWARD_NAME,
     ActivationMemory,
-    DtypeBytes,
-    PassSize,
     PeakCandidate,
-    PlannedMicroBatch,
     usable_bytes,
 )
-from adora_vl.models.families import LANGUAGE_MODEL
 from adora_vl.models.shape import PATCHES_PER_PASS, ModelShape
 from adora_vl.packing.shared_prompt import sharing_pays
 from adora_vl.planning.engine_memory import (

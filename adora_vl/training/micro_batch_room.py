@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from adora_vl.models.activations import ActivationMemory, PassSize
+from adora_vl.models.activations import PassSize
+from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.packing.shared_prompt import MAX_TOKEN_RATIO
 from adora_vl.types import HostRows
 

@@ -19,8 +19,9 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import ActivationMemory, PassSize, usable_bytes
+from adora_vl.models.activations import PassSize
 from adora_vl.models.families import LANGUAGE_MODEL, component_of
+from adora_vl.models.peak_memory import ActivationMemory, usable_bytes
 from adora_vl.models.shape import ModelShape
 from adora_vl.packing.split_attention import configured_attention
 from adora_vl.training.model_states import dtypes_of, predict_state_bytes

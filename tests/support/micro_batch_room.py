@@ -2,7 +2,8 @@
 
 from peft import LoraConfig
 
-from adora_vl.models.activations import ActivationMemory, DtypeBytes
+from adora_vl.models.activations import DtypeBytes
+from adora_vl.models.peak_memory import ActivationMemory
 from adora_vl.models.shape import config_for_planning, model_shape
 from adora_vl.training.micro_batch_room import MicroBatchRoom
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from adora_vl.config.sharding import Sharding
-from adora_vl.models.activations import RESERVED_CARD_SHARE, ActivationMemory, DtypeBytes, PassSize
+from adora_vl.models.activations import DtypeBytes, PassSize
+from adora_vl.models.peak_memory import RESERVED_CARD_SHARE, ActivationMemory
 from adora_vl.models.shape import ModelShape, config_for_planning, model_shape
 from adora_vl.training.recompute import (
     RECOMPUTED_LAYERS_FIGURE,

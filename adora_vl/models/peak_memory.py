@@ -1,0 +1,155 @@
+"""The moment of a training pass at which its activations take the most memory, and how many bytes.
+
+From it follows how many layers have to be recomputed so that a pass fits.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from adora_vl.models.activations import (
+    DtypeBytes,
+    PassSize,
+    SavedBytes,
+    head_saved_bytes,
+    head_transient_bytes,
+    mask_bytes,
+    saved_bytes,
+)
+from adora_vl.models.shape import ModelShape
+
+# The share of a card that stays free when the recomputed layers are chosen: the allocator loses
+# some memory between its blocks, and a prediction is a few per cent off.
+RESERVED_CARD_SHARE = 0.1
+
+
+def usable_bytes(card: int, free: int) -> int:
+    """Return the bytes that a pass may take on a card of `card` bytes, of which `free` are free.
+
+    A share of the card is left free (`RESERVED_CARD_SHARE`).
+    """
+    return free - int(RESERVED_CARD_SHARE * card)
+
+
+@dataclass(frozen=True)
+class PeakCandidate:
+    """A moment of a forward and backward pass at which its memory may be largest, in bytes."""
+
+    name: str
+    transient_bytes: int  # what is held for this moment only
+    kept_bytes: int  # what the language model and its head still keep for the backward pass
+    # share of the language model's layers whose backward pass is over, so that their gradients exist
+    backward_share: float = 0.0
+
+
+LAYER_BACKWARD_NAME = "one layer going back"
+
+
+@dataclass(frozen=True)
+class ActivationMemory:
+    """Predicts the activation memory of a model's training pass from the pass's size."""
+
+    shape: ModelShape
+    dtypes: DtypeBytes
+    checkpointing: bool = True
+    # whether a frozen vision tower sees each image before, so that a pass reads features alone
+    reads_features: bool = False
+    on_gpu: bool = True  # with its kernels
+
+    @property
+    def head_gradient(self) -> int:
+        """Bytes of the gradient of the LM head's weight; 0 where it is not trained."""
+        shape = self.shape
+        if not shape.head_is_trained:
+            return 0
+        return shape.vocabulary_size * shape.text.width * shape.weight_bytes
+
+    @property
+    def tied_head_gradient(self) -> int:
+        """Bytes of the gradient of a weight that head and embedding share; 0 if they are not tied.
+
+        The head's part of this gradient waits for the embedding's part until the end of the
+        backward pass. There both parts and their sum are held.
+        """
+        return self.head_gradient if self.shape.ties_embeddings else 0
+
+    def peak_candidates(self, size: PassSize, recomputed_count: int) -> list[PeakCandidate]:
+        """Return the moments of a pass at which its memory may be largest.
+
+        Gradients of weights are not counted, except those of a weight that head and embedding
+        share. `recomputed_count`: gradient checkpointing recomputes the first so many layers of the
+        language model. The first layers go back last, when the other layers have released what
+        they saved.
+        """
+        layers = self.shape.text.layers
+        saved = self._saved_bytes(size, recomputed_count)
+        head_saved = head_saved_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
+        head_transient = head_transient_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
+        all_kept = saved.text + head_saved
+        tied_head = self.tied_head_gradient
+        gradients = saved.layer_gradients + tied_head
+        in_head = PeakCandidate("logits", head_transient, all_kept)
+        if recomputed_count == layers:
+            one_layer = saved.largest_recomputed + gradients
+            # 3: both parts of a tied gradient and their sum
+            in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(one_layer, 3 * tied_head), all_kept)
+            return [in_head, in_layer]
+        candidates = [in_head, PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)]
+        if recomputed_count:
+            # The layers that are not recomputed have gone back, and have released their values.
+            first_recomputed = PeakCandidate(
+                LAYER_BACKWARD_NAME,
+                transient_bytes=saved.recomputed_layer + gradients,
+                kept_bytes=saved.layer_inputs,
+                backward_share=(layers - recomputed_count) / layers,
+            )
+            candidates.append(first_recomputed)
+        # Behind all layers come the vision tower's blocks and the embedding.
+        vision_block = saved.recomputed_block + gradients
+        for transient_bytes in (vision_block, 3 * tied_head):
+            candidates.append(
+                PeakCandidate(
+                    LAYER_BACKWARD_NAME, transient_bytes, kept_bytes=0, backward_share=1.0
+                )
+            )
+        return candidates
+
+    def mask_and_vision(self, size: PassSize, recomputed_count: int) -> tuple[int, int]:
+        """Return the bytes of the attention mask and of the vision tower, held during the pass."""
+        mask = mask_bytes(size, self.dtypes, on_gpu=self.on_gpu)
+        vision = 0 if self.reads_features else self._saved_bytes(size, recomputed_count).vision
+        return mask, vision
+
+    def peak_bytes(self, size: PassSize, recomputed_count: int) -> int:
+        """Return the most bytes that a pass takes beside the weights and their gradients.
+
+        `recomputed_count`: how many layers gradient checkpointing recomputes.
+        """
+        mask, vision = self.mask_and_vision(size, recomputed_count)
+        candidates = self.peak_candidates(size, recomputed_count)
+        peak = max(candidate.transient_bytes + candidate.kept_bytes for candidate in candidates)
+        return peak + mask + vision
+
+    def fewest_recomputed_layers(self, size: PassSize, limit_bytes: int) -> int:
+        """Return the fewest layers to recompute so that a pass takes at most `limit_bytes`.
+
+        They are all layers where no smaller number is enough.
+        """
+
+        def fits(recomputed_count: int) -> bool:
+            """Return whether the pass fits with so many recomputed layers."""
+            return self.peak_bytes(size, recomputed_count) <= limit_bytes
+
+        # A binary search, since each further recomputed layer takes memory off the peak. The number
+        # of all layers is outside of its range: the last one takes nothing off, because it goes back
+        # first, when its values are there either way.
+        return bisect_left(range(self.shape.text.layers), True, key=fits)
+
+    def _saved_bytes(self, size: PassSize, recomputed_count: int) -> SavedBytes:
+        """Return what a pass of this size saves if so many layers are recomputed."""
+        return saved_bytes(
+            self.shape,
+            size,
+            self.dtypes,
+            checkpointing=self.checkpointing,
+            recomputed_count=recomputed_count,
+        )
