@@ -107,7 +107,7 @@ class HttpClient:
             future.cancel()  # after Ctrl-C; a future that is done stays so
 
     def close(self) -> None:
-        """Close the connections. Without it they are closed with the client, or the process."""
+        """Close the connections. Without it they are closed with the client, or by the end of the process."""
         if self._finalizer is not None:
             self._finalizer()
         self._connections = None
@@ -118,6 +118,9 @@ class HttpClient:
             if self._connections is None or self._connections.process_id != os.getpid():
                 self._connections = _start(self.address)
                 self._finalizer = weakref.finalize(self, _end, self._connections)
+                # The end of a process closes its connections anyway. Requests that are given up in
+                # that moment, as after Ctrl-C, would be warned of.
+                self._finalizer.atexit = False
             return self._connections
 
 

@@ -504,7 +504,7 @@ def test_an_interrupted_evaluation_does_not_wait_for_a_server_that_hangs(
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=40)
     assert process.returncode == 130
-    assert stderr.splitlines()[-1].startswith("interrupted; what was answered is kept")
+    assert stderr.splitlines()[-1].startswith("interrupted; what was answered is kept"), stderr
 
 
 def test_a_server_that_gives_nothing_ends_the_run_at_once(six_problems, tmp_path, serve, capsys):
