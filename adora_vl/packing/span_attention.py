@@ -83,6 +83,13 @@ def _causal_sdpa(
 
     `query` is (1, H, L, D), `key` and `value` are (1, Hk, M, D), M >= L.
     """
+    has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
+    if query.is_cuda and not has_flash_attention:
+        # Of the other kernels only one does not keep all scores, and that one wants as many heads of
+        # keys as of queries.
+        repeats = query.size(1) // key.size(1)
+        key = repeat_kv(key, repeats)
+        value = repeat_kv(value, repeats)
     options: dict[str, Any] = {
         "scale": scaling,
         "dropout_p": dropout,
@@ -92,14 +99,9 @@ def _causal_sdpa(
     keys = key.size(2)
     if queries == keys:
         return scaled_dot_product_attention(query, key, value, is_causal=True, **options)
-    has_flash_attention = query.is_cuda and query.dtype in (torch.float16, torch.bfloat16)
     if has_flash_attention:  # it needs no mask to align queries and keys
         alignment = causal_lower_right(queries, keys)
         return scaled_dot_product_attention(query, key, value, alignment, **options)
-    if query.is_cuda:  # with a mask its kernels want as many heads of keys as of queries
-        repeats = query.size(1) // key.size(1)
-        key = repeat_kv(key, repeats)
-        value = repeat_kv(value, repeats)
     mask = lower_right_mask(queries, keys, query.device)
     return scaled_dot_product_attention(query, key, value, mask, **options)
 
