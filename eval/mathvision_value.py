@@ -67,8 +67,9 @@ _FUNCTION_NAMES_REGEX = (
     "arc?(?:sin|cos|tan)h|[bpv]?matrix|ceil|cols|diag|eig|eye|floor|gcd|lcm|norm|nullspace|ones|orth|[hv]stack|rank|"
     "rows|rref|svd|tr|zeros"
 )
-# Tokens that may follow a whole expression; the official grammar ignores them and the rest.
-_MAY_FOLLOW_PATTERN = re.compile(
+# Tokens that may follow a whole expression; the official grammar ignores them and the rest. The last
+# token of a text is the empty one, which the pattern matches too.
+_MAY_FOLLOW_EXPRESSION_PATTERN = re.compile(
     rf"[)\]}}.&_]|\\(?:}}|right|rbrace|rfloor).*|\\\\|{_FUNCTION_NAMES_REGEX}|"
 )
 # A command is the longest known one that the text starts with: in `\pix` it is `\pi`.
@@ -98,7 +99,7 @@ def evaluate_latex(text: str) -> Number | None:
         parser = _Parser(text)
         value = parser.parse_sum()
         # What follows the expression is ignored if it begins as the official grammar allows it.
-        ends_well = _MAY_FOLLOW_PATTERN.fullmatch(parser.tokens[0]) is not None
+        ends_well = _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(parser.tokens[0]) is not None
         # `isfinite` raises for an integer that is too large for a float.
         return value if ends_well and math.isfinite(value) else None
     except (_NoValueError, ArithmeticError, ValueError, RecursionError):
@@ -166,7 +167,7 @@ class _Parser:
         has none.
         """
         symbol = self.tokens[0]
-        if _MAY_FOLLOW_PATTERN.fullmatch(symbol) or symbol in (
+        if _MAY_FOLLOW_EXPRESSION_PATTERN.fullmatch(symbol) or symbol in (
             *_MULTIPLICATION_SIGNS,
             *_DIVISION_SIGNS,
         ):

@@ -80,19 +80,21 @@ def convert_fields(
     """
     config_class: Any = type(config)
     hints = annotations_of_keys(config_class)
-    library_fields = {key.name: key for key in fields(library_class)} if library_class else {}
-    for key in fields(config):
-        if key.name in converted or key.name not in hints:
+    library_fields = {}
+    if library_class is not None:
+        library_fields = {field.name: field for field in fields(library_class)}
+    for field in fields(config):
+        if field.name in converted or field.name not in hints:
             continue
-        value = getattr(config, key.name)
-        if _is_default(key, value):
+        value = getattr(config, field.name)
+        if _is_default(field, value):
             continue
         # The field of a key that this project declares anew is another object than TRL's.
-        is_of_library = library_fields.get(key.name) is key
-        if is_of_library and _type_of_library_key(key.name) is None:
-            check_finite(key.name, value)
+        is_inherited = library_fields.get(field.name) is field
+        if is_inherited and _type_of_library_key(field.name) is None:
+            check_finite(field.name, value)
         else:
-            setattr(config, key.name, convert_key(key.name, value, hints[key.name]))
+            setattr(config, field.name, convert_key(field.name, value, hints[field.name]))
 
 
 def _is_default(key: Field[Any], value: object) -> bool:

@@ -145,7 +145,9 @@ class DistinctImages:
         settings = effective_settings(processor, overrides={})
         byte_count = 0
         for image in row.get("images") or []:
-            byte_count += cache.get(processor, image, settings).frames_RF.nbytes
+            # `get` processes an image that is not in the cache yet, and puts it there.
+            processed = cache.get(processor, image, settings)
+            byte_count += processed.frames_RF.nbytes  # its R patches of F numbers
         return byte_count
 
     def prefetch(

@@ -247,7 +247,7 @@ def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
 def _read_as_point(answer: Answer, dimensions: int) -> Answer | None:
     """Return `x = 3, y = -4` as the point `(3, -4)`, with that many dimensions.
 
-    None for anything else.
+    None for anything else, such as values in any order that have one name: `x = 3, -4`.
     """
     if answer.kind != "unordered" or answer.label:
         return None

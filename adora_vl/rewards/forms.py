@@ -335,9 +335,10 @@ def _read_plus_minus(text: str) -> Answer | None:
     values = []
     for plus, minus in ("+-", "-+"):
         value = read_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
-        if not value.tree:
+        if not value.tree:  # this text is no expression
             raise NotReadError("enumeration")
-        # 12 + 1 is a way to write 13 here
+        # As an answer `12 + 1` has arithmetic left to do. Here it is one of the two values, which
+        # nobody has written like that, so it has no text of its own either.
         number = value.number and replace(value.number, has_undone_arithmetic=False)
         values.append(replace(value, number=number, raw=""))
     first, second = [value.lone_number for value in values]

@@ -23,7 +23,7 @@ from adora_vl.types import StepContext
 from adora_vl.utils.errors import engine_call
 
 # arguments of vLLM's `SamplingParams`; None: those of the run
-SamplingSettings = Mapping[str, Any] | None
+SamplingSettings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Sampler(Protocol):
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: SamplingSettings = None,
+        settings: SamplingSettings | None = None,
     ) -> list[SamplingResult]:
         """Sample a rollout for each request, with the policy's present weights.
 
@@ -78,7 +78,7 @@ class TransformersSampler:
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: SamplingSettings = None,
+        settings: SamplingSettings | None = None,
     ) -> list[SamplingResult]:
         """Sample a rollout for each of `prompts`, without log-probabilities.
 
@@ -130,11 +130,12 @@ class VLLMSampler:
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: SamplingSettings = None,
+        settings: SamplingSettings | None = None,
     ) -> list[SamplingResult]:
         """Send new weights to the engine, and sample a rollout for each request.
 
-        `prompts` are not used, since vLLM processes the prompts itself.
+        `prompts` are not used, since vLLM processes the prompts itself. `settings` replace those of
+        the run.
         """
         self.sync_weights()
         return self.engine.sample(requests, settings)
@@ -173,7 +174,8 @@ class AsyncServerSampler(VLLMSampler):
 
     def _send_weights(self) -> None:
         """Write the policy's weights to files, and queue a job that lets the servers read them."""
-        # The first rank's thread sets the flag, and all ranks have to write the same tensors.
+        # All weights, or only those that training changes. All ranks have to write the same tensors,
+        # and the first one alone knows whether a server needs all, so its answer goes to all ranks.
         sends_all = self.synced_step < 0 or self.engine.server_group.on_first_rank(
             lambda _: self._server_needs_all_weights
         )
@@ -198,7 +200,7 @@ class AsyncServerSampler(VLLMSampler):
             self._remove_weights(folder)
 
     def begin(
-        self, requests: Sequence[SamplingRequest], settings: SamplingSettings = None
+        self, requests: Sequence[SamplingRequest], settings: SamplingSettings | None = None
     ) -> PendingSamples:
         """Queue requests to the servers, and do not wait for their answers. Collective.
 
@@ -233,7 +235,7 @@ class AsyncServerSampler(VLLMSampler):
         self,
         requests: Sequence[SamplingRequest],
         prompts: PromptBatch | None = None,
-        settings: SamplingSettings = None,
+        settings: SamplingSettings | None = None,
     ) -> list[SamplingResult]:
         """Queue new weights and the requests, and wait for the rollouts.
 

@@ -20,7 +20,7 @@ from adora_vl.utils.secrets import without_login
 
 SERVER_THREAD = "vllm-servers"  # the name of each thread that waits for a server
 # Requests that a server has at a time. This is vLLM's own limit; more would wait in its queue.
-MAX_REQUESTS = 256
+MAX_REQUESTS_PER_SERVER = 256
 _CONNECT_TIMEOUT_S = 10.0
 # A machine that loses its power closes no connection. With these options the kernel closes it after
 # 2 minutes of silence.
@@ -80,7 +80,7 @@ class TimeoutAdapter(HTTPAdapter):
             status_forcelist=[502, 503],
             allowed_methods=["GET", "POST"],
         )
-        super().__init__(max_retries=retry, pool_maxsize=MAX_REQUESTS)
+        super().__init__(max_retries=retry, pool_maxsize=MAX_REQUESTS_PER_SERVER)
 
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         """Open connections with TCP keepalive."""

@@ -24,7 +24,7 @@ from adora_vl.rollout.server import (
     UnusableServerError,
 )
 from adora_vl.rollout.server_client import (
-    MAX_REQUESTS,
+    MAX_REQUESTS_PER_SERVER,
     SERVER_THREAD,
     TIMEOUTS_IN_USE,
     TIMEOUTS_LEFT_OUT,
@@ -262,7 +262,7 @@ def _send_all(
             the batch.
         place_features: adds the positions of a prompt's image tokens to its image features.
 
-    Returns a future for each number, with the sampled rollouts or the exception.
+    Returns a finished future for each number, with the sampled rollouts or the exception.
     """
     failed_servers = set[Server]()
     # Each server computes the features of an image once.
@@ -282,7 +282,9 @@ def _send_all(
             )
         )
     futures = run_on_daemon_threads(
-        jobs, max_threads=MAX_REQUESTS * len(features_by_server), thread_name=SERVER_THREAD
+        jobs,
+        max_threads=MAX_REQUESTS_PER_SERVER * len(features_by_server),
+        thread_name=SERVER_THREAD,
     )
     return dict(zip(server_by_number, futures, strict=True))
 

@@ -137,14 +137,14 @@ def _take_rows(split: _SplitBatch, rows: Sequence[int]) -> _SplitBatch:
 
 
 class UsedColumns(NamedTuple):
-    """The token columns of some rows that are not padding in every row."""
+    """The token columns that at least one of some rows uses; in all others every row has padding."""
 
     first_of_prompts: int  # the first such column of prompts, which are padded on the left
     completion_columns: int  # their number in completions, which are padded on the right
 
 
 def used_columns(prompt_mask: Tensor, lengths: Sequence[int]) -> UsedColumns:
-    """Return which token columns of some rows are not padding in every row.
+    """Return which token columns at least one of some rows uses; the others are padding alone.
 
     Args:
         prompt_mask: (B, P), 0 at padding.

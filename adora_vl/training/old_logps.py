@@ -127,9 +127,11 @@ class OldLogps:
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Return passes over the groups with signal, those with an advantage other than 0.
+        """Mark all old log-probabilities as missing, and return the passes that compute some of them.
 
-        A micro-batch that has such a group on any rank gets a pass on all of them. Collective.
+        The passes are over the groups with signal, those with an advantage other than 0. A
+        micro-batch that has such a group on any rank gets a pass on all of them. The old
+        log-probabilities of the other groups stay missing. Collective.
         """
         if not micro_batches:
             return []
@@ -139,11 +141,11 @@ class OldLogps:
         signal_by_micro_batch = [
             signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches
         ]
-        has_signal_M = torch.stack([has_signal_U.any() for has_signal_U in signal_by_micro_batch])
+        has_signal_M = torch.stack([signal_U.any() for signal_U in signal_by_micro_batch])
         # With sharded weights every pass is collective, so all ranks make one or none does.
         is_due_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
         # One copy for all micro-batches, so that the CPU waits for the GPU once.
-        unit_counts = [len(has_signal_U) for has_signal_U in signal_by_micro_batch]
+        unit_counts = [len(signal_U) for signal_U in signal_by_micro_batch]
         signal_on_cpu = torch.split(torch.cat(signal_by_micro_batch).cpu(), unit_counts)
         passes = []
         for micro, has_signal_U, is_due in zip(micro_batches, signal_on_cpu, is_due_M, strict=True):

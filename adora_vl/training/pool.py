@@ -93,6 +93,8 @@ class Pool:
         """Keep the pool's state from before the first generation of an optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that state.
+        At the beginning of a run a warning names groups that wait, and that the run ends too early
+        to learn from.
         """
         is_first_of_run = self.step < 0
         # Without refill every waiting group needs room in one of the remaining generations.
@@ -219,8 +221,11 @@ class Pool:
             generation: the present one.
         """
         needed_count = min(len(groups), self._count_groups_needed(generation, len(groups)))
-        # For the last generations all requests are made. No later one continues a group.
-        if self.generation_numbers.count_remaining(generation) <= self.generations_ahead:
+        # Requests go out so many generations early. Where no more are left to be made, no later
+        # generation goes on with a group.
+        remaining_count = self.generation_numbers.count_remaining(generation)
+        all_are_requested = remaining_count <= self.generations_ahead
+        if all_are_requested:
             needed_count = len(groups)
         unfinished_numbers = [number for number, group in enumerate(groups) if not group.complete]
         complete_count = len(groups) - len(unfinished_numbers)

@@ -352,7 +352,10 @@ def test_views_of_mathverse_come_with_its_own_versions(tmp_path, capsys):
 
 
 def write_view_scores(folder: Path, right_by_view: dict[str, str]) -> dict[str, str]:
-    """Write the score of one model in each view, and return the paths by view."""
+    """Write the score of one model in each view, and return the paths by view.
+
+    `right_by_view`: for each view a text with a character for each problem, 1 where it is right.
+    """
     files = {}
     for view, right in right_by_view.items():
         # The seed may differ between views.

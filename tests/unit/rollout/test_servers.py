@@ -543,7 +543,7 @@ def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
 def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr("adora_vl.rollout.server_pool.MAX_REQUESTS", 1)
+    monkeypatch.setattr("adora_vl.rollout.server_pool.MAX_REQUESTS_PER_SERVER", 1)
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
