@@ -9,6 +9,7 @@ from adora_vl.checkpoint.fingerprint import Fingerprint
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.record import trackers
+from adora_vl.rewards.entries import present_column
 from adora_vl.training.pool import Pool
 from adora_vl.training.unfinished import RestoredGeneration, UnfinishedGeneration
 from adora_vl.types import Batch
@@ -32,6 +33,8 @@ class CheckpointState:
     """TRL's metrics of the training since the last log, by name."""
     table: dict[str, Any]
     """TRL's table of completions."""
+    function_names: list[str]
+    """The names of the reward functions, after which TRL calls metrics and columns of the table."""
 
     def facts(self, fingerprint: Fingerprint) -> dict[str, Any]:
         """Return what the manifest of a checkpoint says of the run at this moment.
@@ -77,7 +80,14 @@ class CheckpointState:
         self.loss_sums.load(checkpoint)
         unfinished = self.unfinished_generation.load(checkpoint)
         if unfinished is not None:
-            trackers.restore_table(unfinished.table, self.table)
+            trackers.restore_table(unfinished.table, self.table, self.function_names)
         for name, values in facts.get("metrics", {}).items():
-            self.metrics[name] = list(values)
+            self.metrics[self._present_metric(name)] = list(values)
         return unfinished
+
+    def _present_metric(self, name: str) -> str:
+        """Return the present name of a metric: `rewards/NAME/mean` has that of a reward function."""
+        parts = name.split("/")
+        if parts[0] != "rewards" or len(parts) != 3:
+            return name
+        return "/".join([parts[0], present_column(parts[1], self.function_names), parts[2]])

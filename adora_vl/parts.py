@@ -274,6 +274,7 @@ def build_parts(
             loss_sums=LossSums(trainer),
             metrics=trainer._metrics["train"],
             table=trainer._logs,
+            function_names=trainer.reward_func_names,
         ),
         engine_pair=engine_pair,
     )

@@ -38,6 +38,7 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.run_files import recording_saved_files
+from adora_vl.checkpoint.store import step_of
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -541,8 +542,11 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
 
+        steps_of_checkpoint = step_of(Path(checkpoint)) if checkpoint else 0
+
         def steps_done() -> int:
-            return int(self.state.global_step)
+            # TRL's count begins at 0, also where what follows restores a checkpoint.
+            return max(int(self.state.global_step), steps_of_checkpoint)
 
         with noting_failure(
             self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main

@@ -2,8 +2,9 @@
 
 Each prompt with its longest rollout attends to itself. Every other rollout attends to the prompt and
 to itself. On a GPU one call computes all of them (`adora_vl.packing.varlen_attention`). Elsewhere
-each of them is a call (`adora_vl.packing.span_attention`). Nothing grows with the square of a
-group's tokens.
+each of them is a call (`adora_vl.packing.span_attention`). No rollout is compared with another one,
+so nothing grows with the square of a group's tokens; on a CPU, and in float32 on a GPU, each call has
+a mask of its rollout's tokens by those that they see.
 
 This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
 implementation. It takes part only in a forward that gets the argument `packed_layout`; every other

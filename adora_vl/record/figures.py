@@ -4,6 +4,7 @@ Each has one title and one way to be written, wherever it stands. Which of them 
 in which order, is a tuple of their keys.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,10 +26,10 @@ def add_largest(values: list[float], value: float) -> None:
     """Let a figure's values since the last line be the largest alone, a further one included.
 
     The log takes the mean of these values, which would hide a step that was skipped for its ratio.
+    NaN counts only where there is nothing else.
     """
-    if values and value < values[0]:
-        return
-    values[:] = [value]
+    numbers = [number for number in (*values, value) if not math.isnan(number)]
+    values[:] = [max(numbers, default=math.nan)]
 
 
 FigureFormat = Literal["number", "share", "tokens", "nats", "seconds"]

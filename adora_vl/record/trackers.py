@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Mapping, MutableSequence, Sequence
+from collections.abc import Collection, Mapping, MutableSequence, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from trl.trainer.utils import strip_images_from_messages
 
 from adora_vl.config import AdoraGRPOConfig
 from adora_vl.data.prompts import as_text
+from adora_vl.rewards.entries import present_column
 from adora_vl.training.generation import BuiltGroups, ScoredGroups
 from adora_vl.utils.errors import UserError
 
@@ -204,11 +205,12 @@ def _as_json_value(value: object) -> Any:
     return value.item() if hasattr(value, "item") else str(value)
 
 
-def restore_table(text: str, logs: Mapping[str, Any]) -> None:
+def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection[str]) -> None:
     """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
     An empty text changes nothing: the checkpoint has no rows. Some keys of `_logs` have a column,
-    others a dict of columns by their names.
+    others a dict of columns by their names. `function_names`: of the reward functions of the run.
+    A column under another name would stay empty, and TRL makes no table of unequal columns.
     """
     if not text:
         return
@@ -217,7 +219,8 @@ def restore_table(text: str, logs: Mapping[str, Any]) -> None:
         _replace_rows(logs[key], rows_by_key[key])
     for key in _KEYS_OF_COLUMN_DICTS:
         for name, values in rows_by_key[key].items():
-            _replace_rows(logs[key][name], values)
+            column_name = present_column(name, function_names) if key == "rewards" else name
+            _replace_rows(logs[key][column_name], values)
 
 
 def _replace_rows(column: deque[Any], values: Sequence[Any]) -> None:

@@ -59,6 +59,9 @@ TRAINER_ARGUMENTS = (
 )
 # The smallest and the largest reward of each function. The range of a judge or of a function of the
 # user's is unknown.
+# From this likeness on an option is taken for a misspelt argument: `targat` has 0.83 to `target`, and
+# `max_words` has 0.78 to `min_words`.
+_MISSPELLING_LIKENESS = 0.82
 _REWARD_RANGE_BY_NAME: dict[str, tuple[float, float]] = {
     **{name: (min(values), max(values)) for name, values in PRESETS.items()},
     "knights": (
@@ -113,9 +116,18 @@ def bind_options(
     ]
     checked_options = list(options)
     if _takes_any_argument(function):
-        # An option may be meant for `**kwargs`, unless it is nearly the name of an argument.
+        # An option may be meant for `**kwargs`, unless it is nearly the name of an argument that
+        # has a default and is not set itself. The others may be columns of the data.
+        unset_names = [
+            parameter.name
+            for parameter in parameters
+            if parameter.default is not parameter.empty and parameter.name not in options
+        ]
         checked_options = [
-            option for option in options if nearest_choice(option, option_names) is not None
+            option
+            for option in options
+            if option in option_names
+            or nearest_choice(option, unset_names, _MISSPELLING_LIKENESS) is not None
         ]
     refuse_unknown_options(key, checked_options, option_names)
     function_with_options = partial(function, **options)
@@ -233,7 +245,9 @@ def read_rewards(entries: Sequence[RewardEntry]) -> list[RequestedReward]:
                 f"{', '.join(REWARD_NAMES)}{did_you_mean(name, REWARD_NAMES)}"
             )
         key = f"adora_reward.{name}"
-        converted_options = convert(key, options, _OPTIONS_CLASS_BY_NAME[name])
+        # An option without a value, as `timeout:` in YAML, has its default.
+        set_options = {option: value for option, value in options.items() if value is not None}
+        converted_options = convert(key, set_options, _OPTIONS_CLASS_BY_NAME[name])
         requested.append(RequestedReward(name, converted_options))
     return requested
 

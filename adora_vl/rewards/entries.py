@@ -3,7 +3,7 @@
 An entry is a name, or a mapping of names to their options.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from adora_vl.utils.convert import mapping_of_options
@@ -31,6 +31,18 @@ class NamedReward(NamedTuple):
 def present_name(name: str) -> str:
     """Return the present name of a reward; a name that is none of its older ones as it is."""
     return _PRESENT_NAME_BY_OLDER_NAME.get(name, name)
+
+
+def present_column(name: str, function_names: Collection[str]) -> str:
+    """Return the present name of a column of rewards, which a checkpoint may have by an older one.
+
+    TRL calls a column after its reward function: that of `adora` is `adora_reward`, and
+    `boxed_accuracy_reward` now. `function_names`: those of the run, which stay as they are.
+    """
+    preset = name.removesuffix("_reward")
+    if name in function_names or preset == name:
+        return name
+    return f"{present_name(preset)}_reward"
 
 
 def named_rewards(entries: Sequence[RewardEntry]) -> list[NamedReward]:

@@ -148,7 +148,10 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
     return f"; did you mean '{closest}'?" if closest is not None else ""
 
 
-def nearest_choice(word: str, choices: Iterable[str]) -> str | None:
-    """Return that of `choices` which is spelled most like `word`; None where none is alike."""
-    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=0.6)
+def nearest_choice(word: str, choices: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Return that of `choices` which is spelled most like `word`; None where none is alike.
+
+    `likeness`: the least likeness of a choice, from 0 to 1, by Python's `difflib`.
+    """
+    matches = difflib.get_close_matches(word, list(choices), n=1, cutoff=likeness)
     return matches[0] if matches else None

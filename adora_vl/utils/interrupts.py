@@ -5,7 +5,10 @@ from pathlib import Path
 from types import TracebackType
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
-_PACKAGES_WITH_COMMANDS = ("adora_vl", "data_prep", "eval")
+# by where they lie, since a user may have packages of these names
+_FOLDERS_WITH_COMMANDS = tuple(
+    Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
+)
 _INSTALLED_COMMAND = "adora-vl"
 
 
@@ -19,7 +22,8 @@ def _runs_command_of_ours() -> bool:
     spec = getattr(main_module, "__spec__", None)
     if spec is None:
         return Path(getattr(main_module, "__file__", "")).name == _INSTALLED_COMMAND
-    return spec.name.partition(".")[0] in _PACKAGES_WITH_COMMANDS
+    file = Path(spec.origin or "").resolve()
+    return any(file.is_relative_to(folder) for folder in _FOLDERS_WITH_COMMANDS)
 
 
 def end_commands_in_one_line() -> None:

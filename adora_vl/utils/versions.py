@@ -34,16 +34,18 @@ def installed_version(distribution: str) -> str | None:
 def tested_versions() -> dict[str, SpecifierSet]:
     """Return the versions of each library that this project was tested with, by distribution.
 
-    An installed package has the entries of `pyproject.toml` as its metadata. A checkout that is
-    only on the path has the file itself.
+    A checkout has `pyproject.toml`, which counts also where an older one is installed, as before
+    `make setup` is run again. An installed package has its entries as metadata.
     """
-    if installed_version(_OUR_DISTRIBUTION) is not None:
-        requirement_texts = requires(_OUR_DISTRIBUTION) or []
-    else:
-        project = tomllib.loads(_PYPROJECT_FILE.read_text(encoding="utf-8"))["project"]
+    project = {}
+    if _PYPROJECT_FILE.is_file():
+        project = tomllib.loads(_PYPROJECT_FILE.read_text(encoding="utf-8")).get("project", {})
+    if project.get("name") == _OUR_DISTRIBUTION:
         requirement_texts = list(project["dependencies"])
         for extra_texts in project["optional-dependencies"].values():
             requirement_texts += extra_texts
+    else:
+        requirement_texts = requires(_OUR_DISTRIBUTION) or []
     requirements = [Requirement(text) for text in requirement_texts]
     return {requirement.name: requirement.specifier for requirement in requirements}
 

@@ -1,5 +1,7 @@
 """Each figure has one title and one form, in the progress line, the summary, the card and the page."""
 
+import math
+
 from adora_vl.record.figures import (
     CHARTS,
     FIGURE_BY_KEY,
@@ -52,3 +54,15 @@ def test_the_largest_value_since_the_last_line_is_not_averaged_away():
     for value in (1.0, 60.0, 1.5):
         add_largest(values, value)
     assert values == [60.0]
+
+
+def test_a_value_that_is_no_number_hides_no_largest_value():
+    values: list[float] = []
+    add_largest(values, math.nan)
+    assert math.isnan(values[0])
+    for value in (1.5, math.nan, 1.0):
+        add_largest(values, value)
+    assert values == [1.5]
+    of_older_checkpoint = [1.2, 40.0]
+    add_largest(of_older_checkpoint, 3.0)
+    assert of_older_checkpoint == [40.0]
