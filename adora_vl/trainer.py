@@ -38,7 +38,6 @@ from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
 from adora_vl.checkpoint.run_files import recording_saved_files
-from adora_vl.checkpoint.store import step_of
 from adora_vl.checkpoint.universal import expect_universal_checkpoint, is_universal, load_shards
 from adora_vl.checkpoint.writer import set_run_aside
 from adora_vl.config import AdoraGRPOConfig
@@ -542,7 +541,10 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
 
-        steps_of_checkpoint = step_of(Path(checkpoint)) if checkpoint else 0
+        steps_of_checkpoint = 0
+        if checkpoint:
+            state_file = Path(checkpoint) / transformers_trainer.TRAINER_STATE_NAME
+            steps_of_checkpoint = TrainerState.load_from_json(str(state_file)).global_step
 
         def steps_done() -> int:
             # TRL's count begins at 0, also where what follows restores a checkpoint.
