@@ -34,6 +34,7 @@ from transformers import (
     TrainerState,
 )
 from transformers import trainer as transformers_trainer
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput
 from trl import GRPOTrainer
 
@@ -541,10 +542,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             write_manifest(self.manifest, output_dir)
         self.accelerator.wait_for_everyone()
 
-        steps_of_checkpoint = 0
-        if checkpoint:
-            state_file = Path(checkpoint) / transformers_trainer.TRAINER_STATE_NAME
-            steps_of_checkpoint = TrainerState.load_from_json(str(state_file)).global_step
+        steps_of_checkpoint = _read_state(Path(checkpoint)).global_step if checkpoint else 0
 
         def steps_done() -> int:
             # TRL's count begins at 0, also where what follows restores a checkpoint.
@@ -574,7 +572,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
                 "adora_vl.export` loads it"
             )
         self._load_from_checkpoint(str(checkpoint))
-        self.state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+        self.state = _read_state(checkpoint)
         print(f"{checkpoint} is the last step: nothing left to train")
         return TrainOutput(self.state.global_step, 0.0, {})
 
@@ -755,3 +753,8 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         Stock TRL writes a card at every save, which would replace ours.
         """
+
+
+def _read_state(checkpoint: Path) -> TrainerState:
+    """Read Transformers' state of a training from one of its checkpoints."""
+    return TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -237,7 +237,7 @@ def _run_rows(
             first_cell = cells[0]
             cell = cells[number]
             row.append(_cell_text(cell))
-            if number and first_cell is not None and cell is not None:
+            if number > 0 and first_cell is not None and cell is not None:
                 row.append(f"{100 * (cell['accuracy'] - first_cell['accuracy']):+6.1f}")
             elif len(runs) > 1:
                 row.append("")

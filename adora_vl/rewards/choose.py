@@ -107,10 +107,9 @@ def bind_options(
     for option in options:
         if option in TRAINER_ARGUMENTS:
             raise UserError(f"{key}: {option!r} is given by the trainer; choose another name")
-    parameters = inspect.signature(function).parameters.values()
-    option_names = [
-        parameter.name
-        for parameter in parameters
+    parameters = [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         and parameter.name not in TRAINER_ARGUMENTS
     ]
@@ -126,10 +125,9 @@ def bind_options(
         checked_options = [
             option
             for option in options
-            if option in option_names
-            or nearest_choice(option, unset_names, _MISSPELLING_LIKENESS) is not None
+            if nearest_choice(option, unset_names, _MISSPELLING_LIKENESS) is not None
         ]
-    refuse_unknown_options(key, checked_options, option_names)
+    refuse_unknown_options(key, checked_options, [parameter.name for parameter in parameters])
     function_with_options = partial(function, **options)
     # TRL logs the reward under this name, which a partial lacks.
     function_with_options.__name__ = name_in_users_file(entry)  # type: ignore[attr-defined]

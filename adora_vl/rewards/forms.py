@@ -337,8 +337,8 @@ def _read_plus_minus(text: str) -> Answer | None:
         value = read_value(_MINUS_PLUS_PATTERN.sub(minus, _PLUS_MINUS_PATTERN.sub(plus, text)))
         if not value.tree:  # this text is no expression
             raise NotReadError("enumeration")
-        # As an answer `12 + 1` has arithmetic left to do. Here it is one of the two values, which
-        # nobody has written like that, so it has no text of its own either.
+        # As an answer `12 + 1` has arithmetic left to do. In `12 \pm 1` that is how one of the two
+        # values is written, and neither of them has a text of its own.
         number = value.number and replace(value.number, has_undone_arithmetic=False)
         values.append(replace(value, number=number, raw=""))
     first, second = [value.lone_number for value in values]

@@ -5,8 +5,9 @@ from pathlib import Path
 from types import TracebackType
 
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells count
-# by where they lie, since a user may have packages of these names
-_FOLDERS_WITH_COMMANDS = tuple(
+# The folders of this project. Its code is known by where it lies, since a user may have packages and
+# folders of these names.
+PROJECT_FOLDERS = tuple(
     Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
 )
 _INSTALLED_COMMAND = "adora-vl"
@@ -23,7 +24,7 @@ def _runs_command_of_ours() -> bool:
     if spec is None:
         return Path(getattr(main_module, "__file__", "")).name == _INSTALLED_COMMAND
     file = Path(spec.origin or "").resolve()
-    return any(file.is_relative_to(folder) for folder in _FOLDERS_WITH_COMMANDS)
+    return any(file.is_relative_to(folder) for folder in PROJECT_FOLDERS)
 
 
 def end_commands_in_one_line() -> None:

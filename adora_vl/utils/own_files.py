@@ -21,13 +21,9 @@ from typing import Any
 from adora_vl.utils.call_guards import OverdueError, deadline, in_one_process, returning_to
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hashing import content_hash
+from adora_vl.utils.interrupts import PROJECT_FOLDERS
 
 LOAD_TIMEOUT_S = 60.0
-# The folders of this project. A user's own file may lie beside an `eval/` of his own, so they are
-# known by where they lie; `adora_vl` is ours wherever the file lies.
-_PROJECT_FOLDERS = tuple(
-    Path(__file__).resolve().parents[2] / name for name in ("adora_vl", "data_prep", "eval")
-)
 # The folder of the config that this process was started with, as the only entry; empty without one
 _config_folders: list[Path] = []
 
@@ -244,7 +240,7 @@ def with_neighbours(path: Path) -> set[Path]:
         if file in files or not file.is_file():
             continue
         # this project's own modules have a version, and are no part of the user's code
-        is_of_project = any(file.is_relative_to(folder) for folder in _PROJECT_FOLDERS)
+        is_of_project = any(file.is_relative_to(folder) for folder in PROJECT_FOLDERS)
         if is_of_project and file != path:
             continue
         files.add(file)

@@ -354,6 +354,6 @@ def test_the_step_of_stock_trl_and_ours_are_measured_on_the_same_gradients(tmp_p
     subprocess.run(command, check=True, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     measured = json.loads((tmp_path / "step.json").read_text())[case]
     norms = [measured["turns"][way][0]["grad_norm"] for way in ("stock", "ours")]
+    # Both ways learn from the same rollouts in float32; a gradient that differs is not of rounding.
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-    for way in ("stock", "ours"):
-        assert measured["medians"][way]["whole step"] > 0
+    assert norms[0] > 0

@@ -24,7 +24,13 @@ from PIL import Image, ImageDraw
 from transformers import TrainerState
 
 from adora_vl.data.shared_images import as_kept_image
-from adora_vl.rewards.choose import RewardSet, choose_rewards, try_rewards
+from adora_vl.rewards.choose import (
+    RewardSet,
+    bind_options,
+    choose_rewards,
+    read_rewards,
+    try_rewards,
+)
 from adora_vl.rewards.explain import main as explain
 from adora_vl.rewards.safe_call import RewardFailure, safe_call
 from adora_vl.training.guards import RewardGuard
@@ -171,6 +177,30 @@ def test_a_reward_that_does_not_exist_is_one_line(chosen_rewards, subtests):
             with pytest.raises(UserError, match=message) as error:
                 chosen_rewards(REWARD_FILE_BODY, *entries, options=options)
             assert "\n" not in str(error.value)
+
+
+def lengthy(completions, *, answer, min_words=3, **kwargs):
+    """A reward with an option, and a column of the data; further options are in `kwargs`."""
+    return [kwargs.get("max_words", 0) + min_words for _ in completions]
+
+
+def test_an_option_that_resembles_an_argument_is_meant_for_the_others():
+    for options, expected in (
+        ({"max_words": 9}, 12),  # 0.78 like `min_words`
+        ({"min_words": 1, "min_word": 9}, 1),  # the argument that it resembles is set
+        ({"answers": "x"}, 3),  # `answer` is a column
+    ):
+        assert bind_options("f.py:lengthy", lengthy, options)(["a"], answer=["5"]) == [expected]
+    with pytest.raises(UserError, match="'min_wrods'.*did you mean 'min_words'"):
+        bind_options("f.py:lengthy", lengthy, {"min_wrods": 9})
+
+
+def test_an_option_without_a_value_has_its_default():
+    """YAML reads null where nothing follows the name."""
+    judge = {"base_url": "http://localhost:8000/v1", "model": "m"}
+    (plain,) = read_rewards([{"judge": judge}])
+    (without_value,) = read_rewards([{"judge": {**judge, "timeout": None, "budget": None}}])
+    assert without_value == plain
 
 
 def test_a_file_that_cannot_be_loaded_is_one_line_with_its_line(chosen_rewards, subtests):
