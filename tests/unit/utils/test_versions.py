@@ -47,12 +47,22 @@ def test_what_is_not_supported_is_named_with_the_remedy(monkeypatch):
     assert "use_vllm: false" in str(error.value), "the last one's remedy"
 
 
-def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch):
+def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch, tmp_path):
     """The one reads pyproject.toml, the other its metadata, where an extra is a marker."""
     requirements = ["trl>=1.16,<1.17", 'peft>=0.21,<0.22; extra == "lora"']
-    monkeypatch.setattr(versions, "installed_version", lambda name: None)
-    of_checkout = versions.tested_versions.__wrapped__()
-    monkeypatch.setattr(versions, "installed_version", lambda name: "0.1.0")
     monkeypatch.setattr(versions, "requires", lambda name: requirements)
-    of_package = versions.tested_versions.__wrapped__()
-    assert of_package == {name: of_checkout[name] for name in ("trl", "peft")}
+    of_checkout = versions.tested_versions.__wrapped__()
+    # Site-packages have no such file, or that of somebody else.
+    for content in (None, "[tool.ruff]", '[project]\nname = "other"\ndependencies = []'):
+        file = tmp_path / "pyproject.toml"
+        if content is not None:
+            file.write_text(content)
+        monkeypatch.setattr(versions, "_PYPROJECT_FILE", file)
+        of_package = versions.tested_versions.__wrapped__()
+        assert of_package == {name: of_checkout[name] for name in ("trl", "peft")}
+
+
+def test_a_checkout_counts_where_an_older_one_is_installed(monkeypatch):
+    """So it is after `git pull`, before `make setup` is run again."""
+    monkeypatch.setattr(versions, "requires", lambda name: ["trl>=1.10,<1.11"])
+    assert "1.16.0" in versions.tested_versions.__wrapped__()["trl"]
