@@ -266,7 +266,7 @@ def test_an_exception_in_the_place_of_a_reward_is_a_failed_call_of_that_completi
 
 
 def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
-    """This is rank 1 of 3, of four rollouts each. A call on rank 0 failed too."""
+    """Rank 1 of 3, of four rollouts each, is looked at. A call on rank 0 failed too."""
     guard = RewardGuard(step_context())
     (function,) = guard.wrap_functions([flaky], ["flaky"])
     function(completions=["fine", "lost", "fine", "fine"])
@@ -278,7 +278,7 @@ def test_rollouts_of_other_ranks_keep_their_place(monkeypatch):
 
 
 def test_a_mistake_of_the_user_on_one_rank_ends_all(monkeypatch, tmp_path):
-    """For example, one machine lacks the key of a judge.
+    """One machine may lack the key of a judge, say.
 
     The other ranks must not wait for its rank in a collective call.
     """

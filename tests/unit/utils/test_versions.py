@@ -63,6 +63,6 @@ def test_a_checkout_and_an_installed_package_know_the_same_versions(monkeypatch,
 
 
 def test_a_checkout_counts_where_an_older_one_is_installed(monkeypatch):
-    """So it is after `git pull`, before `make setup` is run again."""
+    """After `git pull` and before `make setup` is run again, the two differ."""
     monkeypatch.setattr(versions, "requires", lambda name: ["trl>=1.10,<1.11"])
     assert "1.16.0" in versions.tested_versions.__wrapped__()["trl"]
