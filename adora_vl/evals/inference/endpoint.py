@@ -39,6 +39,8 @@ _PLAIN_SAMPLING = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
+# What a fingerprint says of a server that does not name its program.
+UNKNOWN_SERVER = "unknown"
 # The options that only an engine in this process obeys.
 _LOCAL_OPTIONS = ("min_pixels", "max_pixels", "revision", "dtype")
 
@@ -83,16 +85,24 @@ class EndpointEngine:
         """Create the client of the endpoint that the settings name."""
         assert settings.endpoint is not None  # there is one for the engine `openai`
         self.batch_size = settings.batch_size or _DEFAULT_BATCH_SIZE
-        # What the fingerprint of a run says of its engine.
-        self.resolved: dict[str, Any] = {"base_url": settings.endpoint.url}
         self._client = ChatClient(settings.endpoint)
+        program = self._client.name_server_program()
+        # What the fingerprint of a run says of its engine.
+        self.resolved: dict[str, Any] = {
+            "base_url": settings.endpoint.url,
+            "server": program or UNKNOWN_SERVER,
+        }
         # The fields of each call beside the messages and the seed.
         self._body: dict[str, Any] = {
             "max_tokens": settings.max_tokens,
             "temperature": settings.temperature,
         }
-        if self._client.name_server_program() in _SERVERS_WITH_MODEL_DEFAULTS:
+        # The note on the server's own defaults, until it is printed.
+        self._pending_note: str | None = None
+        if program in _SERVERS_WITH_MODEL_DEFAULTS:
             self._body |= _PLAIN_SAMPLING
+        else:
+            self._pending_note = _note_on_server_defaults(settings.endpoint, program)
         if settings.template:
             self._body["chat_template_kwargs"] = dict(settings.template)
 
@@ -102,6 +112,10 @@ class EndpointEngine:
         Failures are printed as one warning. Raises `UserError` if all calls failed, since the
         server is not there then, or takes no call with this key.
         """
+        # Not printed by the constructor, whose output goes into the log of the start.
+        if self._pending_note is not None:
+            print(self._pending_note, file=sys.stderr)
+            self._pending_note = None
         outcomes = self._client.each(self._ask, requests)
         failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
         if failures and len(failures) == len(outcomes):
@@ -128,6 +142,24 @@ class EndpointEngine:
             return self._client.chat(openai_messages(request), seed=request.seed, **self._body)
         except EndpointError as error:
             return Unanswerable(str(error)) if error.too_long else error
+
+
+def _note_on_server_defaults(endpoint: Endpoint, program: str) -> str:
+    """Say that a server may sample by defaults of its own, and how to rule that out.
+
+    Args:
+        endpoint: The server and the model on it.
+        program: What the server's list of models says of the program; empty where it says nothing.
+    """
+    if program:
+        who = f"names its program {program!r}, which is not known here"
+    else:
+        who = f"does not say in its list of models what serves {endpoint.model!r}"
+    return (
+        f"note: base_url: {endpoint.url} {who}; it may apply the model's own sampling defaults "
+        "(repetition_penalty, top_k) to every answer: start vLLM with --generation-config vllm, "
+        "SGLang with --sampling-defaults openai, and look at the defaults of any other"
+    )
 
 
 def openai_messages(request: AnswerRequest) -> Messages:

@@ -107,6 +107,35 @@ def write_or_check_fingerprint(
         write_json(path, {**fingerprint, "fields": fields, "asked": answer_counts})
 
 
+# A server is the same one at another address, such as after a restart on another port.
+_RESOLVED_SETTINGS_THAT_MAY_CHANGE = ("base_url",)
+
+
+def refuse_other_resolved_settings(
+    output: Path, fingerprint: Mapping[str, Any], resolved: Mapping[str, Any]
+) -> None:
+    """Raise `UserError` where an engine has other settings than that of the predictions.
+
+    The options of a run may be the same, and yet mean something else on another machine or of
+    another server. A setting that the fingerprint does not have, as one of an older version, is not
+    compared.
+
+    Args:
+        output: The folder of the predictions.
+        fingerprint: Its fingerprint.
+        resolved: The settings that the options left to the model, as the engine has them now.
+    """
+    stored_settings = fingerprint.get("resolved") or {}
+    for name, stored_value in stored_settings.items():
+        if name in _RESOLVED_SETTINGS_THAT_MAY_CHANGE or name not in resolved:
+            continue
+        if resolved[name] != stored_value:
+            raise UserError(
+                f"{name}: the predictions in {str(output)!r} were made with {stored_value!r}, the "
+                f"engine has {resolved[name]!r} now; make it the same or use another --output"
+            )
+
+
 def read_fingerprint(path: Path) -> dict[str, Any]:
     """Read a stored fingerprint.
 

@@ -32,6 +32,7 @@ from adora_vl.evals.inference.provenance import (
     FINGERPRINT_FILE,
     FingerprintFields,
     read_fingerprint,
+    refuse_other_resolved_settings,
     write_json,
     write_or_check_fingerprint,
 )
@@ -120,7 +121,7 @@ class _Answerer:
         resumed_count = sum(sample.key in log.done for sample in samples)
         if resumed_count == len(samples):
             return 0.0
-        engine = self._build_engine()
+        engine = self._build_engine(has_predictions=bool(log.done))
         batch_size = engine.batch_size
         start = time.perf_counter()
         # `disable=None` shows no bar where stderr is not a terminal.
@@ -143,17 +144,25 @@ class _Answerer:
                 bar.update(len(rows))
         return time.perf_counter() - start
 
-    def _build_engine(self) -> AnswerEngine:
-        """Build the engine, and add the settings that it took from the model to the fingerprint."""
+    def _build_engine(self, *, has_predictions: bool) -> AnswerEngine:
+        """Build the engine, and add the settings that it took from the model to the fingerprint.
+
+        Raises `UserError` where they are not those of the predictions that the folder has already.
+        """
         is_rank_0 = self.ranks.rank == 0
         # The libraries print much while they load a model.
         with StartupLog(self.output / STARTUP_LOG, first=is_rank_0):
             engine = self.build(self.settings)
         resolved_settings = getattr(engine, "resolved", None)  # an engine of a trainer has none
-        if resolved_settings and is_rank_0:
-            path = self.output / FINGERPRINT_FILE
+        if not resolved_settings:
+            return engine
+        path = self.output / FINGERPRINT_FILE
+        fingerprint = read_fingerprint(path)
+        if has_predictions:
+            refuse_other_resolved_settings(self.output, fingerprint, resolved_settings)
+        if is_rank_0:
             with naming_write_errors("output", self.output):
-                write_json(path, {**read_fingerprint(path), "resolved": resolved_settings})
+                write_json(path, {**fingerprint, "resolved": resolved_settings})
         return engine
 
 

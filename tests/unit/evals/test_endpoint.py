@@ -39,3 +39,42 @@ def test_a_server_that_samples_by_the_models_own_config_is_told_not_to(
     (request,) = server.requests
     sampling_fields = {name: value for name, value in request.items() if name in PLAIN_SAMPLING}
     assert sampling_fields == sampling
+
+
+def engine_at(server, model: str = "qwen") -> EndpointEngine:
+    """The engine `openai` for a model on a server."""
+    endpoint = Endpoint(server.url, model)
+    return EndpointEngine(
+        AnswerEngineSettings(model=model, engine="openai", max_tokens=8, endpoint=endpoint)
+    )
+
+
+@pytest.mark.parametrize(
+    "models, known_as, note",
+    [
+        ({}, "unknown", "does not say in its list of models what serves 'qwen'"),
+        ({"other": "vllm"}, "unknown", "does not say in its list of models what serves 'qwen'"),
+        ({"qwen": "gateway"}, "gateway", "names its program 'gateway'"),
+        ({"qwen": "vllm"}, "vllm", None),
+    ],
+)
+def test_a_server_whose_defaults_are_not_known_is_told_of_once(
+    serve, capsys, models, known_as, note
+) -> None:
+    """The line has the remedy, and the fingerprint has the program by which a run is resumed."""
+    server = serve(lambda body, call: completion_reply("5"))
+    server.models = models
+    engine = engine_at(server)
+    question = AnswerRequest([{"role": "user", "content": "2 + 3?"}], [])
+
+    engine.generate([question])
+    engine.generate([question])
+
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note: ")]
+    assert engine.resolved["server"] == known_as
+    if note is None:
+        assert notes == []
+        return
+    (line,) = notes
+    assert note in line
+    assert "--generation-config vllm" in line

@@ -48,6 +48,7 @@ class RecordingEngine:
     batch_size = 2
 
     def __init__(self, dies_after: int | None = None) -> None:
+        self.resolved: dict[str, str] = {}
         self.requests: list[AnswerRequest] = []
         self.built: list[AnswerEngineSettings] = []
         self._dies_after = dies_after
@@ -206,6 +207,30 @@ def test_another_setting_is_refused_and_named(case):
                 infer_with(folder, engine, fingerprint=fields | {name: "other"})
             assert not engine.built
             assert (folder / "predictions.jsonl").read_bytes() == predictions_before
+
+
+def test_settings_that_the_engine_finds_are_those_of_the_answers_before(tmp_path):
+    """A resumed run refuses another dtype or server program, and takes another address."""
+
+    def engine_with(**resolved: str) -> RecordingEngine:
+        engine = RecordingEngine()
+        engine.resolved = resolved
+        return engine
+
+    server = {"base_url": "http://a:1/v1", "server": "vllm"}
+    infer_with(tmp_path, engine_with(**server), FIVE_PROBLEMS[:2])
+    other_program = engine_with(**server | {"server": "unknown"})
+    message = "^server: .* were made with 'vllm', the engine has 'unknown' now"
+    with pytest.raises(UserError, match=message):
+        infer_with(tmp_path, other_program)
+    assert not other_program.requests
+    infer_with(tmp_path, engine_with(**server | {"base_url": "http://b:2/v1"}))
+    fingerprint = json.loads((tmp_path / "fingerprint.json").read_text())
+    assert fingerprint["resolved"] == {"base_url": "http://b:2/v1", "server": "vllm"}
+    # A fingerprint of an older version does not have the program.
+    fingerprint["resolved"] = {"base_url": "http://a:1/v1"}
+    (tmp_path / "fingerprint.json").write_text(json.dumps(fingerprint))
+    infer_with(tmp_path, engine_with(server="unknown"), [*FIVE_PROBLEMS, problem(5)])
 
 
 def test_a_run_that_died_before_its_first_answer_does_not_bind_the_folder(tmp_path):
