@@ -121,6 +121,15 @@ def grade(row: Prediction, options: ScoreOptions) -> RowGrade:
     )
 
 
+def _version_of(row: Prediction) -> str:
+    """Return the id of the problem that a row has a variant of.
+
+    The id of a row begins with the split of its variant.
+    """
+    _, _, problem_id = str(row["pid"]).rpartition("/")
+    return problem_id
+
+
 def _summary(
     rows: Sequence[Prediction], graded: Sequence[GradedAnswer], options: ScoreOptions
 ) -> BenchmarkFigures:
@@ -133,8 +142,7 @@ def _summary(
     # Whether each variant is right, by the problem and the number of the sample.
     are_variants_right: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for item in graded:
-        problem_id = item.pid.rpartition("/")[2]  # the id begins with the split of the variant
-        are_variants_right[problem_id, item.sample].append(item.correct)
+        are_variants_right[item.problem, item.sample].append(item.correct)
     n_all_right = sum(all(are_right) for are_right in are_variants_right.values())
     n_answers = answers_per_problem(graded)
     worst_case = cell_from_counts(n_all_right, len(are_variants_right), n_answers)
@@ -191,6 +199,7 @@ BENCHMARK = Benchmark(
     check=check_row,
     fingerprint=("data_revision",),
     id_column="id",
+    version_of=_version_of,
     summary=_summary,
     item=describe_extracted_answer,
 )

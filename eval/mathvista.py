@@ -28,6 +28,7 @@ from adora_vl.evals.scoring.judge import (
     extract_answers,
 )
 from adora_vl.evals.scoring.score import (
+    accuracy_cell,
     answers_per_problem,
     cell_from_counts,
     metadata_groups,
@@ -354,17 +355,17 @@ def _summary(
     distribution) over all others. As in the table, a problem counts in ID once if its task is
     geometry, and once more if geometry is among its skills.
     """
-    id_total = 0
-    id_correct = 0
+    id_items: list[GradedAnswer] = []
     for item in graded:
         groups = item.grade.groups
         count = groups.get("task", []).count(_GEOMETRY_TASK)
         count += groups.get("skills", []).count(_GEOMETRY_SKILL)
-        id_total += count
-        if item.correct:
-            id_correct += count
+        id_items += count * [item]
+    # The interval of the cell knows that an item that counts twice is one problem.
+    id_cell = accuracy_cell(id_items) if id_items else None
+    id_correct = sum(item.correct for item in id_items)
+    id_total = len(id_items)
     n_answers = answers_per_problem(graded)
-    id_cell = cell_from_counts(id_correct, id_total, n_answers)
     # What is left for OOD may be negative in a small set, where many problems count twice. Its cell
     # is None then.
     ood_correct = sum(item.correct for item in graded) - id_correct

@@ -35,7 +35,7 @@ from adora_vl.evals.scoring.score import (
     grade_rows,
     verdict_of,
 )
-from adora_vl.evals.scoring.statistics import bootstrap_interval
+from adora_vl.evals.scoring.statistics import difference_interval
 from adora_vl.evals.scoring.table import percent_with_interval
 from adora_vl.utils.cli import optional, path
 from adora_vl.utils.errors import UserError
@@ -137,12 +137,12 @@ def _summary(
     leakage = _compute_leakage(rows, graded, options)
     lines: list[str] = []
     if leakage is not None:
-        gain = percent_with_interval(leakage["MG"], leakage["MG_bootstrap_95"])
+        gain = percent_with_interval(leakage["MG"], leakage["MG_95"])
         lines.append(
             f"multi-modal gain MG: {gain}, S_v {leakage['S_v']:.3f}, S_wv {leakage['S_wv']:.3f}"
         )
         if "ML" in leakage:
-            leakage_text = percent_with_interval(leakage["ML"], leakage["ML_bootstrap_95"])
+            leakage_text = percent_with_interval(leakage["ML"], leakage["ML_95"])
             lines.append(f"leakage ML: {leakage_text}, S_t {leakage['S_t']:.3f}")
     return BenchmarkFigures(notes={"leakage": leakage}, lines=lines)
 
@@ -154,7 +154,7 @@ def _compute_leakage(
 
     Source: Chen et al. 2024, MMStar, section 3.3. Each S is an accuracy on the same problems: S_v
     with the images, S_wv without them, and S_t that of the language model which the model was built
-    from. Both differences have a bootstrap interval over the problems.
+    from. Both differences have an interval over the problems.
 
     Args:
         rows: The predictions of this run.
@@ -179,11 +179,12 @@ def _compute_leakage(
         with_image - without_image
         for with_image, without_image in zip(shares_with_image, shares_without_image, strict=True)
     ]
+    pids = list(correct_by_problem(graded))
     figures: dict[str, Any] = {
         "S_v": _mean(shares_with_image),
         "S_wv": _mean(shares_without_image),
         "MG": _mean(gains),
-        "MG_bootstrap_95": bootstrap_interval(gains),
+        "MG_95": difference_interval(gains, pids),
     }
     if shares_of_language_model is not None:
         leaks = [
@@ -192,10 +193,10 @@ def _compute_leakage(
                 shares_without_image, shares_of_language_model, strict=True
             )
         ]
-        low, high = bootstrap_interval(leaks)
+        low, high = difference_interval(leaks, pids)
         figures["S_t"] = _mean(shares_of_language_model)
         figures["ML"] = max(0.0, _mean(leaks))
-        figures["ML_bootstrap_95"] = (max(0.0, low), max(0.0, high))
+        figures["ML_95"] = (max(0.0, low), max(0.0, high))
     return figures
 
 

@@ -23,7 +23,7 @@ from adora_vl.evals.records import (
     RowGrade,
 )
 from adora_vl.evals.scoring.score import metadata_groups
-from adora_vl.evals.variants import add_variants, variant_lines
+from adora_vl.evals.variants import add_variants, original_of, variant_lines
 from adora_vl.rewards import grade as graded_as_in_training
 from adora_vl.utils.cli import amount, optional, text, whole
 
@@ -204,6 +204,7 @@ BENCHMARK = Benchmark(
     score_options=GraderOptions,
     data_options=PreparedDataOptions,
     fingerprint=("prompt",),
+    version_of=original_of,
     summary=_summary,
     published=_PUBLISHED,
 )

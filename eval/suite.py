@@ -227,7 +227,7 @@ def table_lines(runs: Sequence[ScoreFile], beside_runs: Sequence[ScoreFile] = ()
     if any(describe_scored_part(run.score) for run in (*runs, *beside_runs)):
         caption += "; (n of N): over a part of the problems"
     if beside_runs:
-        caption += "; differences by paired bootstrap over the problems"
+        caption += "; differences with their paired intervals over the problems"
     return [*align_columns(rows), caption]
 
 

@@ -188,7 +188,8 @@ def _summary(
         cells[f"CM_{name}"] = cell_from_counts(counts["CM"], len(diagnoses), n_answers)
         # RM is a share of the problems whose whole is right.
         cells[f"RM_{name}"] = cell_from_counts(counts["RM"], counts["CM"] + counts["RM"], n_answers)
-        figure = mean_with_interval(_points_of_problems(complete_answers, diagnoses))
+        points_by_id = _points_of_problems(complete_answers, diagnoses)
+        figure = mean_with_interval(list(points_by_id.values()), list(points_by_id))
         scores[name] = figure["value"]
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"We-Math's score, {name}: {accuracy}")
@@ -230,7 +231,7 @@ _POINTS_BY_DIAGNOSIS = {"CM": 1.0, "IG": 0.5, "IK": 0.0, "RM": 0.0}
 
 def _points_of_problems(
     problem_samples: Iterable[_ProblemSample], diagnoses: Sequence[str]
-) -> list[float]:
+) -> dict[str, float]:
     """Return what each problem counts in We-Math's score, which is the mean of its samples.
 
     Samples of one problem are not independent, so the interval of the score is over the problems.
@@ -242,7 +243,7 @@ def _points_of_problems(
     points_by_id: dict[str, list[float]] = defaultdict(list)
     for problem_sample, kind in zip(problem_samples, diagnoses, strict=True):
         points_by_id[problem_sample.id].append(_POINTS_BY_DIAGNOSIS[kind])
-    return [fmean(points) for points in points_by_id.values()]
+    return {problem_id: fmean(points) for problem_id, points in points_by_id.items()}
 
 
 def _diagnoses(problems: Sequence[dict[str, bool]], *, strict: bool) -> list[str]:
@@ -284,6 +285,7 @@ BENCHMARK = Benchmark(
     check=check_row,
     fingerprint=("data_revision",),
     id_column="question number",
+    version_of=lambda row: str(row["ID"]),
     summary=_summary,
 )
 if __name__ == "__main__":

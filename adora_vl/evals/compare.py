@@ -18,7 +18,12 @@ from adora_vl.evals.compare_views import (
     view_lines,
 )
 from adora_vl.evals.records import AccuracyCell, PublishedFigures
-from adora_vl.evals.score_differences import common_problems, difference_between, paired_test
+from adora_vl.evals.score_differences import (
+    common_problems,
+    difference_between,
+    paired_test,
+    problem_amount,
+)
 from adora_vl.evals.score_files import ScoreFile, check_one_benchmark, fingerprint_part
 from adora_vl.evals.scoring.coverage import (
     describe_scored_part,
@@ -31,7 +36,6 @@ from adora_vl.evals.scoring.table import (
     name_of_data,
     step_lines,
 )
-from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 
 # The fields of a fingerprint in which compared runs may differ. The runs are of one benchmark, so
@@ -44,6 +48,8 @@ _FREE_FIELDS = (
     "seed",
 )
 _MAX_VALUE_CHARS = 60
+# The benchmarks of ours that always ask several versions of each problem.
+_BENCHMARKS_WITH_VERSIONS = ("mathverse", "dynamath", "wemath")
 
 
 def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> list[str]:
@@ -60,6 +66,7 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
     lines: list[str] = []
     for run in runs:
         lines += _named_partial_notes(run)
+        lines += _unknown_versions_notes(run)
     without_fingerprint = [run.name for run in runs if not fingerprint_part(run.score, "fields")]
     with_fingerprint = [run for run in runs if run.name not in without_fingerprint]
     if without_fingerprint:
@@ -86,6 +93,20 @@ def caution_lines(runs: Sequence[ScoreFile], subject: Sequence[str] = ()) -> lis
     for key, values in differing_versions.items():
         lines.append(f"note: the runs differ in the version of {key}: {values}")
     return lines
+
+
+def _unknown_versions_notes(run: ScoreFile) -> list[str]:
+    """Warn of a score that does not say which answers are to versions of one problem.
+
+    An earlier version of this package wrote it. The versions would count as problems.
+    """
+    has_versions = run.benchmark in _BENCHMARKS_WITH_VERSIONS
+    if not has_versions or any("problem" in item for item in run.score["items"]):
+        return []
+    return [
+        f"warning: {run.name}: it does not say which answers are versions of one problem, so the "
+        "intervals are too narrow; score the predictions again"
+    ]
 
 
 def _named_partial_notes(run: ScoreFile) -> list[str]:
@@ -277,22 +298,24 @@ def _group_rows(runs: Sequence[ScoreFile], kind: str) -> list[list[str]]:
 def _test_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     """Test the difference of two runs on their common problems, in lines.
 
-    They have the difference with its paired bootstrap interval. For runs with one answer to each
-    problem they also have McNemar's test, and for runs with and without tools what tools change.
+    They have the difference with its paired interval over the problems. For runs with one answer to
+    each problem they also have McNemar's test, and for runs with and without tools what tools
+    change.
     """
     difference = difference_between([first], [second])
     if difference is None:
         raise UserError(f"run: {second.name!r} and {first.name!r} have no problem in common")
     common_pids = common_problems([first, second])
+    problems = first.problems_of(common_pids)
     text = (
-        f"{second.name} - {first.name}: {difference.points} (paired bootstrap, "
-        f"{amount(len(common_pids), 'common problem')})"
+        f"{second.name} - {first.name}: {difference.points} (paired, "
+        f"{problem_amount(problems, 'common problem')})"
     )
     if differ_in_tools(first, second):
         return [text, *tool_lines(first, second)]
     first_shares = [first.shares[pid] for pid in common_pids]
     second_shares = [second.shares[pid] for pid in common_pids]
-    test = paired_test(first_shares, second_shares)
+    test = paired_test(first_shares, second_shares, problems)
     if test.p is None:
         return [text + "; several answers a problem, so no McNemar test"]
     counts = f"{test.gained} gained, {test.lost} lost"

@@ -13,13 +13,13 @@ from adora_vl.evals.score_differences import (
     common_problems,
     paired_difference,
     paired_test,
+    problem_amount,
     solves_more,
 )
 from adora_vl.evals.score_files import ScoreFile, fingerprint_part
 from adora_vl.evals.scoring.score import mean_with_interval
-from adora_vl.evals.scoring.statistics import bootstrap_ratio_interval
+from adora_vl.evals.scoring.statistics import ratio_interval
 from adora_vl.evals.scoring.table import percent_with_interval
-from adora_vl.utils.cli import amount
 
 # The fields of a fingerprint in which runs of one model with other views, or other tools, differ.
 VIEW_FIELDS = ("view", "left_out", "seed")
@@ -64,9 +64,10 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
     shares_by_view = {
         view: [run.shares[pid] for pid in common_pids] for view, run in run_by_view.items()
     }
-    lines = ["", f"what it was shown, {amount(len(common_pids), 'common problem')}:"]
+    problems = next(iter(run_by_view.values())).problems_of(common_pids)
+    lines = ["", f"what it was shown, {problem_amount(problems, 'common problem')}:"]
     for view, shares in shares_by_view.items():
-        figure = mean_with_interval(shares)
+        figure = mean_with_interval(shares, problems)
         accuracy = percent_with_interval(figure["value"], figure["interval_95"])
         lines.append(f"  {view:<6} {accuracy}  {DESCRIPTION_BY_VIEW[view]}")
     views = shares_by_view.keys()
@@ -74,18 +75,16 @@ def view_lines(run_by_view: Mapping[str, ScoreFile]) -> list[str]:
         from_words = shares_by_view["text"]
         from_picture = shares_by_view["image"]
         from_both = [text * image for text, image in zip(from_words, from_picture, strict=True)]
-        lines.append(
-            f"of what it solves from words, it solves {_ratio_text(from_both, from_words)} from the "
-            "picture"
-        )
+        solved_share = _ratio_text(from_both, from_words, problems)
+        lines.append(f"of what it solves from words, it solves {solved_share} from the picture")
     if {"text", "both"} <= views:
-        gain = paired_difference(shares_by_view["text"], shares_by_view["both"]).points
-        lines.append(f"the picture adds {gain} to the words")
+        gain = paired_difference(shares_by_view["text"], shares_by_view["both"], problems)
+        lines.append(f"the picture adds {gain.points} to the words")
     if {"image", "blank"} <= views:
-        remaining = _ratio_text(shares_by_view["blank"], shares_by_view["image"])
+        remaining = _ratio_text(shares_by_view["blank"], shares_by_view["image"], problems)
         lines.append(f"without looking {remaining} of the accuracy with the picture remains")
     if {"text", "image", "blank"} <= views:
-        lines.append(_sees_or_reasons_verdict(shares_by_view))
+        lines.append(_sees_or_reasons_verdict(shares_by_view, problems))
     return lines
 
 
@@ -115,16 +114,17 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     tools = _tool_names(run_with)
     shares_without = [run_without.shares[pid] for pid in common_pids]
     shares_with = [run_with.shares[pid] for pid in common_pids]
-    test = paired_test(shares_without, shares_with)
+    problems = run_without.problems_of(common_pids)
+    test = paired_test(shares_without, shares_with, problems)
     if test.p is None:  # there are several answers to a problem
         how_often = "more often"
         test_text = ""
     else:
         how_often = "only"
         test_text = f", McNemar p = {test.p:.3g}"
-    if solves_more(shares_without, shares_with):
+    if solves_more(shares_without, shares_with, problems):
         effect = "helps"
-    elif solves_more(shares_with, shares_without):
+    elif solves_more(shares_with, shares_without, problems):
         effect = "harms"
     else:
         effect = "shows no effect"
@@ -136,28 +136,32 @@ def tool_lines(first: ScoreFile, second: ScoreFile) -> list[str]:
     ]
 
 
-def _ratio_text(parts: Sequence[float], wholes: Sequence[float]) -> str:
-    """Format sum(parts) / sum(wholes) in percent, with its bootstrap interval over the pairs."""
+def _ratio_text(parts: Sequence[float], wholes: Sequence[float], problems: Sequence[str]) -> str:
+    """Format sum(parts) / sum(wholes) in percent, with its interval over the problems."""
     if not sum(wholes):
         return "nothing of nothing,"
-    interval = list(bootstrap_ratio_interval(parts, wholes))
+    interval = list(ratio_interval(parts, wholes, problems))
     return percent_with_interval(sum(parts) / sum(wholes), interval)
 
 
-def _sees_or_reasons_verdict(shares_by_view: Mapping[str, Sequence[float]]) -> str:
+def _sees_or_reasons_verdict(
+    shares_by_view: Mapping[str, Sequence[float]], problems: Sequence[str]
+) -> str:
     """Say whether a model sees and whether it reasons.
 
     It reasons if it solves more from words than from a grey picture, which it can only guess at. It
     sees if it solves more from the picture. Where both hold, the line says by which of the two the
     model loses more.
 
-    `shares_by_view` has the share of right answers to each problem for the views `text`, `image` and
-    `blank`, paired by problem.
+    Args:
+        shares_by_view: The shares of right answers for the views `text`, `image` and `blank`,
+            paired by problem.
+        problems: The problem of each share; versions of one problem have the same.
     """
     from_words = shares_by_view["text"]
     from_picture = shares_by_view["image"]
-    model_reasons = solves_more(shares_by_view["blank"], from_words)
-    model_sees = solves_more(shares_by_view["blank"], from_picture)
+    model_reasons = solves_more(shares_by_view["blank"], from_words, problems)
+    model_sees = solves_more(shares_by_view["blank"], from_picture, problems)
     if model_reasons and model_sees:
         # Right from words and wrong from the picture, problem by problem.
         only_from_words = [

@@ -86,6 +86,13 @@ class GradedAnswer:
     # What became of its block of thinking: there was none, it stood before the answer, or no answer
     # stands behind it.
     thinking: Literal["none", "set_aside", "without_answer"] = "none"
+    # The problem that the answer is to, where it is asked in several versions: each has a pid.
+    version_of: str | None = None
+
+    @property
+    def problem(self) -> str:
+        """The id of the problem, which its versions share: their answers are not independent."""
+        return self.pid if self.version_of is None else self.version_of
 
     @property
     def correct(self) -> bool:
@@ -176,6 +183,9 @@ class Benchmark:
     """The names of those data options on which an answer depends."""
     id_column: str = "pid"
     """The column of the data with the id of a row, which is `pid` in a predictions row."""
+    version_of: Callable[[Prediction], str] | None = None
+    """Returns the id of the problem that a row asks a version of, for a benchmark that asks several
+    versions of one problem. Intervals are over problems."""
     prepare: Callable[[Sequence[Prediction], Any], Sequence[Prediction]] | None = None
     """Makes the rows that `grade` gets, for work that is done on all of them at once."""
     summary: (

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from adora_vl.evals.score_files import ScoreFile
-from adora_vl.evals.scoring.statistics import bootstrap_interval, mcnemar_p
+from adora_vl.evals.scoring.statistics import difference_interval, mcnemar_p
 from adora_vl.utils.cli import amount
 
 
@@ -50,23 +50,39 @@ def difference_between(
 ) -> Difference | None:
     """Compute the difference of accuracy between two sides, on the problems that all runs answered.
 
-    A side is one run, or several runs whose shares are averaged. The interval is a paired bootstrap
-    over the problems: how the difference would vary if other problems had been drawn. None where
-    the runs have no common problem.
+    A side is one run, or several runs whose shares are averaged. The interval is paired, and over
+    the problems: how the difference would vary if other problems had been drawn. None where the
+    runs have no common problem.
     """
     common_pids = common_problems([*first_side, *second_side])
     if not common_pids:
         return None
     first_shares = [fmean(run.shares[pid] for run in first_side) for pid in common_pids]
     second_shares = [fmean(run.shares[pid] for run in second_side) for pid in common_pids]
-    difference = paired_difference(first_shares, second_shares)
-    return replace(difference, over=amount(len(common_pids), "problem"))
+    problems = first_side[0].problems_of(common_pids)
+    difference = paired_difference(first_shares, second_shares, problems)
+    return replace(difference, over=problem_amount(problems))
 
 
-def paired_difference(before: Sequence[float], after: Sequence[float]) -> Difference:
-    """Compute the difference of the means of paired values, with its bootstrap interval."""
+def problem_amount(problems: Sequence[str], noun: str = "problem") -> str:
+    """Say how many problems there are, and in how many versions: `788 problems in 3940 versions`.
+
+    `problems`: the problem of each version; versions are not mentioned where each has one.
+    """
+    n_problems = len(set(problems))
+    text = amount(n_problems, noun)
+    return text if n_problems == len(problems) else f"{text} in {len(problems)} versions"
+
+
+def paired_difference(
+    before: Sequence[float], after: Sequence[float], problems: Sequence[str]
+) -> Difference:
+    """Compute the difference of the means of paired shares, with its interval over the problems.
+
+    `problems` has the problem of each pair; see `difference_interval`.
+    """
     differences = [second - first for first, second in zip(before, after, strict=True)]
-    low, high = bootstrap_interval(differences)
+    low, high = difference_interval(differences, problems)
     return Difference(first=fmean(before), second=fmean(after), low=low, high=high)
 
 
@@ -78,11 +94,17 @@ class PairedTest(NamedTuple):
     lost: int
     """The values that were larger before."""
     p: float | None
-    """McNemar's p; None where a value is neither 0 nor 1, since the test is for single answers."""
+    """McNemar's p; None where a value is neither 0 nor 1, or a problem has several versions, since
+    the test is for single answers to independent problems."""
 
 
-def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
-    """Count the paired values that grew and shrank, and test by McNemar whether that is chance."""
+def paired_test(
+    before: Sequence[float], after: Sequence[float], problems: Sequence[str]
+) -> PairedTest:
+    """Count the paired values that grew and shrank, and test by McNemar whether that is chance.
+
+    `problems` has the problem of each pair.
+    """
     gained = 0
     lost = 0
     for first, second in zip(before, after, strict=True):
@@ -90,19 +112,20 @@ def paired_test(before: Sequence[float], after: Sequence[float]) -> PairedTest:
             gained += 1
         elif second < first:
             lost += 1
-    are_single_answers = {*before, *after} <= {0.0, 1.0}
+    has_versions = len(set(problems)) < len(problems)
+    are_single_answers = {*before, *after} <= {0.0, 1.0} and not has_versions
     p = mcnemar_p(only_first=lost, only_second=gained) if are_single_answers else None
     return PairedTest(gained=gained, lost=lost, p=p)
 
 
-def solves_more(before: Sequence[float], after: Sequence[float]) -> bool:
+def solves_more(before: Sequence[float], after: Sequence[float], problems: Sequence[str]) -> bool:
     """Return whether significantly more is solved after than before.
 
     The values are the shares of right answers to each problem. For single answers McNemar's test
-    decides, at 5 %. It does not apply to several answers to a problem, where the interval of the
-    difference has to lie over 0.
+    decides, at 5 %. It does not apply to several answers to a problem or to versions of it, where
+    the interval of the difference has to lie over 0. `problems` has the problem of each pair.
     """
-    test = paired_test(before, after)
+    test = paired_test(before, after, problems)
     if test.p is None:
-        return (paired_difference(before, after).low or 0) > 0
+        return (paired_difference(before, after, problems).low or 0) > 0
     return test.gained > test.lost and test.p < 0.05

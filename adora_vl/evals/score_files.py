@@ -26,19 +26,28 @@ class ScoreFile:
     score: Score
     """The content of the file."""
     shares: dict[str, float]
-    """The share of right answers to each problem, from 0 to 1, by its id."""
+    """The share of right answers to each problem, from 0 to 1, by its id. Where one problem is asked
+    in several versions, each has an id and a share."""
+    problem_by_pid: dict[str, str]
+    """The problem of each id; versions of one problem have the same."""
 
     @classmethod
     def of(cls, name: str, score: Score) -> ScoreFile:
         """Build a score file from its content, and compute the shares from its items."""
         verdicts_by_pid: dict[str, list[bool]] = {}
+        problem_by_pid: dict[str, str] = {}
         for item in score["items"]:
+            problem_by_pid[item["pid"]] = item.get("problem", item["pid"])
             is_right = item["verdict"] == "correct"
             verdicts_by_pid.setdefault(item["pid"], []).append(is_right)
         shares = {
             pid: sum(are_right) / len(are_right) for pid, are_right in verdicts_by_pid.items()
         }
-        return cls(name=name, score=score, shares=shares)
+        return cls(name=name, score=score, shares=shares, problem_by_pid=problem_by_pid)
+
+    def problems_of(self, pids: Sequence[str]) -> list[str]:
+        """Return the problem of each id."""
+        return [self.problem_by_pid[pid] for pid in pids]
 
     @property
     def benchmark(self) -> str:

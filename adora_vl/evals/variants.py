@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from adora_vl.evals.checklist import CHECKLIST_VIEW
 from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load as load_prepared
-from adora_vl.evals.records import GradedAnswer, LoadedProblems, Problem
+from adora_vl.evals.records import GradedAnswer, LoadedProblems, Prediction, Problem
 from adora_vl.evals.score_differences import paired_difference
 from adora_vl.evals.scoring.score import accuracy_cell
 from adora_vl.utils.errors import UserError
@@ -39,6 +40,20 @@ def parse_variant_id(pid: str) -> VariantId | None:
     if not separator or not number.isdigit():
         return None
     return VariantId(original, number=int(number))
+
+
+def original_of(row: Prediction) -> str:
+    """Return the id of the problem that a row is a version of.
+
+    A variant belongs to its original, and a question on the marks in a picture, whose id is that of
+    a problem with `#` and a number, to the problem of the picture. Any other row is its own problem.
+    """
+    pid = str(row["pid"])
+    metadata = row.get("metadata") or {}
+    if metadata.get("family") == CHECKLIST_VIEW:
+        pid = pid.rpartition("#")[0] or pid
+    variant_id = parse_variant_id(pid)
+    return pid if variant_id is None else variant_id.original
 
 
 def add_variants(
@@ -85,7 +100,7 @@ def variant_lines(graded: Sequence[GradedAnswer]) -> list[str]:
     """Compare the answers to problems with those to their variants, in lines for the table.
 
     A model that remembers a problem may fail at its variants. The difference is paired by problem,
-    and its interval is a bootstrap over the problems. There are no lines where no problem has
+    and its interval is over the problems. There are no lines where no problem has
     variants.
     """
     graded_originals: dict[str, list[GradedAnswer]] = defaultdict(list)
@@ -104,7 +119,7 @@ def variant_lines(graded: Sequence[GradedAnswer]) -> list[str]:
     variant_shares = [_share_right(graded_variants[pid]) for pid in pids]
     # 1 for a problem whose variants are all right, else 0.
     all_right = [float(all(item.correct for item in graded_variants[pid])) for pid in pids]
-    difference = paired_difference(before=variant_shares, after=original_shares)
+    difference = paired_difference(before=variant_shares, after=original_shares, problems=pids)
     n_variants = sum(len(graded_variants[pid]) for pid in pids)
     return [
         f"originals with variants: {_mean_percent(original_shares)} right, {len(pids)} problems",

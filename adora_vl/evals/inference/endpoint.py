@@ -152,11 +152,11 @@ def _note_on_server_defaults(endpoint: Endpoint, program: str) -> str:
         program: What the server's list of models says of the program; empty where it says nothing.
     """
     if program:
-        who = f"names its program {program!r}, which is not known here"
+        server_text = f"names its program {program!r}, which is not known here"
     else:
-        who = f"does not say in its list of models what serves {endpoint.model!r}"
+        server_text = f"does not say in its list of models what serves {endpoint.model!r}"
     return (
-        f"note: base_url: {endpoint.url} {who}; it may apply the model's own sampling defaults "
+        f"note: base_url: {endpoint.url} {server_text}; it may apply the model's own sampling defaults "
         "(repetition_penalty, top_k) to every answer: start vLLM with --generation-config vllm, "
         "SGLang with --sampling-defaults openai, and look at the defaults of any other"
     )

@@ -24,7 +24,7 @@ from adora_vl.evals.records import (
     Scored,
 )
 from adora_vl.evals.scoring.statistics import (
-    bootstrap_interval,
+    mean_interval,
     pass_at,
     wilson_interval,
     wilson_over_problems,
@@ -56,15 +56,22 @@ def length_statistics(token_counts: Sequence[int]) -> dict[str, float | int] | N
 _CUT_OFF_REASONS = ("length", "calls", "room")
 
 
-def reflection_figures(rows: Sequence[Prediction]) -> dict[str, Any] | None:
+def reflection_figures(
+    rows: Sequence[Prediction], problems: Sequence[str]
+) -> dict[str, Any] | None:
     """Compute the share of responses with reflective words, such as `wait`, and how often each occurs.
 
     The occurrences of a word are per 1,000 responses. None where there is no response.
+
+    Args:
+        rows: The rows with the responses.
+        problems: The problem of each row, over which the interval of the share is.
     """
     if not rows:
         return None
     counts_of_responses = [reflective_words(row["response"]) for row in rows]
-    n_reflective = sum(bool(counts) for counts in counts_of_responses)
+    are_reflective = [bool(counts) for counts in counts_of_responses]
+    n_reflective = sum(are_reflective)
     total = len(rows)
     per_1000_answers = {}
     for word in REFLECTIVE_WORD_REGEX:
@@ -75,7 +82,7 @@ def reflection_figures(rows: Sequence[Prediction]) -> dict[str, Any] | None:
         "answers": n_reflective,
         "total": total,
         "share": n_reflective / total,
-        "wilson_95": wilson_over_problems(n_reflective, [row["pid"] for row in rows]),
+        "wilson_95": list(wilson_over_problems(are_reflective, problems)),
         "per_1000_answers": per_1000_answers,
     }
 
@@ -235,7 +242,11 @@ def grade_row(benchmark: Benchmark, row: Prediction, options: ScoreOptions) -> G
     if failure is not None:
         grade = grade._replace(verdict=FAILED, extracted=None, reason=failure)
     return GradedAnswer(
-        pid=row["pid"], grade=grade, n_tokens=row.get("n_tokens"), sample=row.get("sample", 0)
+        pid=row["pid"],
+        grade=grade,
+        version_of=None if benchmark.version_of is None else benchmark.version_of(row),
+        n_tokens=row.get("n_tokens"),
+        sample=row.get("sample", 0),
     )
 
 
@@ -288,9 +299,12 @@ def describe_extracted_answer(row: Prediction, graded: GradedAnswer) -> dict[str
 def _describe_answer(benchmark: Benchmark, row: Prediction, graded: GradedAnswer) -> dict[str, Any]:
     """Describe one answer for the score file, in the benchmark's own way if it has one.
 
-    The number of a sample is left out for the first answer to a problem.
+    The number of a sample is left out for the first answer to a problem, and the problem where it
+    has no other versions and so the same id.
     """
     item: dict[str, Any] = {"pid": graded.pid}
+    if graded.problem != graded.pid:
+        item["problem"] = graded.problem
     if graded.sample:
         item["sample"] = graded.sample
     if benchmark.item is not None:
@@ -376,45 +390,64 @@ def answer_figures(rows: Sequence[Prediction], graded: Sequence[GradedAnswer]) -
     and empty responses. The share is None where no answer says why it ended.
     """
     asked_rows: list[Prediction] = []
+    asked_problems: list[str] = []
     correct_lengths: list[int] = []
     wrong_lengths: list[int] = []
     for row, item in zip(rows, graded, strict=True):
         if row.get("finish_reason") in NOT_ASKED_REASONS:
             continue
         asked_rows.append(row)
+        asked_problems.append(item.problem)
         if item.n_tokens is None:
             continue
         if item.correct:
             correct_lengths.append(item.n_tokens)
         else:
             wrong_lengths.append(item.n_tokens)
-    rows_with_reason = [row for row in asked_rows if row.get("finish_reason")]
-    truncated = None
-    if rows_with_reason:
-        n_cut_off = sum(row["finish_reason"] in _CUT_OFF_REASONS for row in rows_with_reason)
-        total = len(rows_with_reason)
-        truncated = {
-            "count": n_cut_off,
-            "total": total,
-            "share": n_cut_off / total,
-            "wilson_95": wilson_over_problems(n_cut_off, [row["pid"] for row in rows_with_reason]),
-        }
     return {
         "tokens": {
             "correct": length_statistics(correct_lengths),
             "wrong": length_statistics(wrong_lengths),
         },
-        "truncated": truncated,
-        "reflective_words": reflection_figures(asked_rows),
+        "truncated": _truncation_figures(asked_rows, asked_problems),
+        "reflective_words": reflection_figures(asked_rows, asked_problems),
         "empty_responses": sum(not row["response"].strip() for row in asked_rows),
+    }
+
+
+def _truncation_figures(
+    rows: Sequence[Prediction], problems: Sequence[str]
+) -> dict[str, Any] | None:
+    """Compute the share of answers that were cut off; None where no answer says why it ended.
+
+    Args:
+        rows: The rows of the answers.
+        problems: The problem of each, over which the interval is.
+    """
+    are_cut_off: list[bool] = []
+    problems_with_reason: list[str] = []
+    for row, problem in zip(rows, problems, strict=True):
+        if row.get("finish_reason"):
+            are_cut_off.append(row["finish_reason"] in _CUT_OFF_REASONS)
+            problems_with_reason.append(problem)
+    if not are_cut_off:
+        return None
+    n_cut_off = sum(are_cut_off)
+    total = len(are_cut_off)
+    return {
+        "count": n_cut_off,
+        "total": total,
+        "share": n_cut_off / total,
+        "wilson_95": list(wilson_over_problems(are_cut_off, problems_with_reason)),
     }
 
 
 def accuracy_cell(items: Sequence[GradedAnswer]) -> AccuracyCell:
     """Compute the accuracy of answers, with its counts and its Wilson interval over the problems."""
-    correct = sum(item.correct for item in items)
+    are_correct = [item.correct for item in items]
+    correct = sum(are_correct)
     total = len(items)
-    interval = wilson_over_problems(correct, [item.pid for item in items])
+    interval = list(wilson_over_problems(are_correct, [item.problem for item in items]))
     return {"correct": correct, "total": total, "accuracy": correct / total, "wilson_95": interval}
 
 
@@ -452,33 +485,40 @@ def _sample_figures(graded: Sequence[GradedAnswer]) -> dict[str, Any]:
     k = answers_per_problem(graded)
     if k == 1:
         return {}
-    answers_of_problems = list(correct_by_problem(graded).values())
-    complete = [answers for answers in answers_of_problems if len(answers) == k]
+    answers_by_pid = correct_by_problem(graded)
+    problem_by_pid = {item.pid: item.problem for item in graded}
+    complete = {pid: answers for pid, answers in answers_by_pid.items() if len(answers) == k}
+    problems = [problem_by_pid[pid] for pid in complete]
     figures: dict[str, Any] = {
         "k": k,
         "problems": len(complete),
-        "incomplete": len(answers_of_problems) - len(complete),
+        "incomplete": len(answers_by_pid) - len(complete),
     }
-    figures[f"avg@{k}"] = mean_with_interval([sum(answers) / k for answers in complete])
+    shares = [sum(answers) / k for answers in complete.values()]
+    figures[f"avg@{k}"] = mean_with_interval(shares, problems)
     powers_of_two = {1 << power for power in range(k.bit_length())}
     for j in sorted(powers_of_two | {k}):
-        chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete]
-        figures[f"pass@{j}"] = mean_with_interval(chances)
+        chances = [pass_at(j, samples=k, correct=sum(answers)) for answers in complete.values()]
+        figures[f"pass@{j}"] = mean_with_interval(chances, problems)
     return {"samples": figures}
 
 
-def mean_with_interval(values: Sequence[float]) -> dict[str, Any]:
-    """Compute the mean of a value of each problem, with its 95 % interval.
+def mean_with_interval(values: Sequence[float], problems: Sequence[str]) -> dict[str, Any]:
+    """Compute the mean of shares, with its 95 % interval over the problems.
 
     It is a Wilson interval if all values are 0 or 1, because the bootstrap of few or equal values is
     too narrow. Otherwise it is a bootstrap interval.
+
+    Args:
+        values: The share of right answers to each version of a problem, or a chance.
+        problems: The problem of each value. Values of one problem are not independent.
     """
     mean = sum(values) / len(values)
     are_single_answers = set(values) <= {0.0, 1.0}
     interval = (
-        wilson_interval(sum(values), len(values))
+        wilson_over_problems([value == 1.0 for value in values], problems)
         if are_single_answers
-        else bootstrap_interval(values)
+        else mean_interval(values, problems, lowest=0.0, highest=1.0)
     )
     return {
         "value": mean,

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import comb, sqrt
 from statistics import fmean, stdev, variance
+from typing import NamedTuple
 
 _NORMAL_QUANTILE_95 = 1.959963984540054  # the normal distribution's 97.5 % quantile
 # The resamples of a bootstrap. The ends of an interval vary by about a tenth of its width.
@@ -92,13 +93,14 @@ def welch_interval(first: Sequence[float], second: Sequence[float]) -> tuple[flo
     return difference - half, difference + half
 
 
-def wilson_interval(correct: float, total: int) -> tuple[float, float]:
+def wilson_interval(correct: float, total: float) -> tuple[float, float]:
     """Return the 95 % score interval of an accuracy (Wilson 1927, without continuity correction).
 
     Args:
         correct: The number of right answers. It may be a fraction, where several answers to a
             problem count as one.
-        total: The number of answers, at least 1.
+        total: The number of answers, more than 0. It may be a fraction too, where answers are not
+            independent and count as fewer (see `wilson_over_problems`).
     """
     share = correct / total
     spread = _NORMAL_QUANTILE_95**2 / total
@@ -110,22 +112,47 @@ def wilson_interval(correct: float, total: int) -> tuple[float, float]:
     return low, high
 
 
-def wilson_over_problems(count: int, pids: Sequence[str]) -> list[float]:
+def wilson_over_problems(
+    are_counted: Sequence[bool], problems: Sequence[str]
+) -> tuple[float, float]:
     """Return the 95 % score interval of the share of answers that are counted, over the problems.
 
-    Several answers to one problem are not independent. The interval is therefore that of as many
-    answers as there are problems. It is never too narrow, and wider than necessary where the
-    answers to a problem differ.
+    Answers to one problem, or to versions of it, are not independent. The interval is therefore
+    that of fewer answers, which would have the same standard error if they were independent. Their
+    number is the number of answers by the design effect: the variance of the share over its
+    variance for independent answers (Kish 1965), here from the sums of the residuals of each
+    problem. With few problems that variance is itself uncertain, which Student's t accounts for
+    (Korn and Graubard 1998). It is at least the number that is right where all answers to a problem
+    are equal: that of the problems, if each has equally many answers.
 
     Args:
-        count: The number of answers that are counted, such as the right ones.
-        pids: The problem of each answer, at least one.
+        are_counted: Whether each answer is counted, such as whether it is right; at least one.
+        problems: The problem of each answer.
     """
-    n_problems = len(set(pids))
-    counted_problems: float = count
-    if n_problems < len(pids):
-        counted_problems = count / len(pids) * n_problems
-    return list(wilson_interval(counted_problems, n_problems))
+    n_answers = len(are_counted)
+    count = sum(are_counted)
+    share = count / n_answers
+    residual_by_problem = dict.fromkeys(problems, 0.0)
+    answers_by_problem = dict.fromkeys(problems, 0)
+    for is_counted, problem in zip(are_counted, problems, strict=True):
+        residual_by_problem[problem] += is_counted - share
+        answers_by_problem[problem] += 1
+    n_problems = len(answers_by_problem)
+    if n_problems == n_answers:
+        return wilson_interval(count, n_answers)
+    effective_answers = n_answers**2 / sum(n**2 for n in answers_by_problem.values())
+    if 0 < count < n_answers and n_problems > 1:
+        squared_residuals = sum(residual**2 for residual in residual_by_problem.values())
+        variance_of_share = squared_residuals * n_problems / (n_problems - 1) / n_answers**2
+        independent_variance = share * (1 - share) / n_answers
+        # Answers that differ within a problem more than chance would are not worth more than others.
+        design_effect = max(1.0, variance_of_share / independent_variance)
+        quantile_ratio = _NORMAL_QUANTILE_95 / student_quantile(n_problems - 1)
+        estimated_answers = n_answers / design_effect * quantile_ratio**2
+        effective_answers = max(effective_answers, estimated_answers)
+    # The ends stay exact where all answers are counted, or none is.
+    effective_count = effective_answers if count == n_answers else share * effective_answers
+    return wilson_interval(effective_count, effective_answers)
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
@@ -139,17 +166,168 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
     return means[int(0.025 * BOOTSTRAP_RESAMPLES)], means[int(0.975 * BOOTSTRAP_RESAMPLES) - 1]
 
 
-def bootstrap_ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float]
-) -> tuple[float, float]:
-    """Return the 95 % percentile interval of sum(numerators) / sum(denominators), by resampling.
+class ProblemSums(NamedTuple):
+    """The sum of the values of one problem, and the number of them."""
 
-    The values are paired, and pairs are drawn. A draw whose denominators sum to 0 has no ratio and
-    is left out. If that is so for all draws, the interval is from 0 to infinity. The seed is fixed,
-    so that the same values always have the same interval.
+    total: float
+    n_values: int
+
+
+def sum_by_problem(values: Sequence[float], problems: Sequence[str]) -> list[ProblemSums]:
+    """Sum the values of each problem, in the order in which the problems come first.
+
+    Args:
+        values: The values, such as the share of right answers to each version of a problem.
+        problems: The problem of each value.
+    """
+    sums_by_problem: dict[str, ProblemSums] = {}
+    for value, problem in zip(values, problems, strict=True):
+        total, count = sums_by_problem.get(problem, ProblemSums(0.0, 0))
+        sums_by_problem[problem] = ProblemSums(total + value, count + 1)
+    return list(sums_by_problem.values())
+
+
+def mean_interval(
+    values: Sequence[float], problems: Sequence[str], *, lowest: float, highest: float
+) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of values, over the problems, by resampling.
+
+    Problems are drawn, each with all its values (a cluster bootstrap). Where all problems have the
+    same mean, resampling would say that nothing is uncertain. The interval is then that of
+    `interval_of_equal_values`.
+
+    Args:
+        values: At least one.
+        problems: The problem of each value.
+        lowest: The least value that there may be.
+        highest: The largest one.
+    """
+    sums = sum_by_problem(values, problems)
+    means = [total / count for total, count in sums]
+    if min(means) == max(means):
+        return interval_of_equal_values(means[0], len(means), lowest=lowest, highest=highest)
+    if len(sums) == len(values):
+        return bootstrap_interval(values)
+    low, high = _bootstrap_ratio(sums)
+    return low, high
+
+
+def interval_of_equal_values(
+    value: float, count: int, *, lowest: float, highest: float
+) -> tuple[float, float]:
+    """Return a 95 % interval of the mean where all values that were seen are the same.
+
+    Of all problems a share could have other values that none of `count` drawn ones shows: up to
+    3.84 / (count + 3.84), the upper end of Wilson's interval for none (the rule of three). In the
+    worst case their values are the lowest ones, or the highest.
+
+    Args:
+        value: The value.
+        count: How often it was seen.
+        lowest: The least value that there may be.
+        highest: The largest one.
+    """
+    _, unseen_share = wilson_interval(0, count)
+    low = value - unseen_share * (value - lowest)
+    high = value + unseen_share * (highest - value)
+    return low, high
+
+
+def paired_answers_interval(only_first: int, only_second: int, total: int) -> tuple[float, float]:
+    """Return the 95 % interval of the difference of two accuracies on the same items, second - first.
+
+    It is the adjusted Wald interval of Bonett and Price (2012), Journal of Educational and
+    Behavioral Statistics 37, equation 3: one item is added to those that only the first run has
+    right, and one to those that only the second has. It is no point where the runs agree on all
+    items, and does not exclude 0 for four items that only one of them has right, as resampling
+    does.
+
+    Args:
+        only_first: The number of items that only the first run has right.
+        only_second: The number of those that only the second has right.
+        total: The number of all items.
+    """
+    lost_share = (only_first + 1) / (total + 2)
+    gained_share = (only_second + 1) / (total + 2)
+    centre = gained_share - lost_share
+    error = sqrt((gained_share + lost_share - centre**2) / (total + 2))
+    half = _NORMAL_QUANTILE_95 * error
+    return max(-1.0, centre - half), min(1.0, centre + half)
+
+
+def difference_interval(
+    differences: Sequence[float], problems: Sequence[str]
+) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of paired differences from -1 to 1, over the problems.
+
+    For single answers, one to a problem, it is that of `paired_answers_interval`, else that of
+    `mean_interval`.
+
+    Args:
+        differences: The difference in the share of right answers to each version of a problem.
+        problems: The problem of each difference.
+    """
+    are_single_answers = set(differences) <= {-1.0, 0.0, 1.0}
+    if are_single_answers and len(set(problems)) == len(differences):
+        return paired_answers_interval(
+            only_first=sum(difference < 0 for difference in differences),
+            only_second=sum(difference > 0 for difference in differences),
+            total=len(differences),
+        )
+    return mean_interval(differences, problems, lowest=-1.0, highest=1.0)
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], problems: Sequence[str]
+) -> tuple[float, float]:
+    """Return the 95 % interval of sum(numerators) / sum(denominators), over the problems.
+
+    Where each denominator is 0 or 1 and each numerator a part of it, the ratio is a share of
+    answers, with the interval of `wilson_over_problems`. Otherwise problems are drawn, each with
+    all its pairs. Where all draws have the same ratio, as many problems as none of those drawn
+    shows could still have other numerators (see `interval_of_equal_values`).
+
+    Args:
+        numerators: From 0 to 1.
+        denominators: From 0 to 1, with a sum above 0.
+        problems: The problem of each pair.
+    """
+    pairs = list(zip(numerators, denominators, strict=True))
+    is_share = {*numerators, *denominators} <= {0.0, 1.0} and all(a <= b for a, b in pairs)
+    if is_share:
+        are_counted: list[bool] = []
+        counted_problems: list[str] = []
+        for (numerator, denominator), problem in zip(pairs, problems, strict=True):
+            if denominator:
+                are_counted.append(bool(numerator))
+                counted_problems.append(problem)
+        return wilson_over_problems(are_counted, counted_problems)
+    sums = [
+        (numerator.total, denominator.total)
+        for numerator, denominator in zip(
+            sum_by_problem(numerators, problems),
+            sum_by_problem(denominators, problems),
+            strict=True,
+        )
+    ]
+    low, high = _bootstrap_ratio(sums)
+    if low == high:
+        _, unseen_share = wilson_interval(0, len(sums))
+        margin = unseen_share * len(pairs) / sum(denominators)
+        return max(0.0, low - margin), high + margin
+    return low, high
+
+
+def _bootstrap_ratio(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the 95 % percentile interval of the ratio of two sums, by resampling pairs.
+
+    A draw whose denominators sum to 0 has no ratio and is left out. If that is so for all draws,
+    the interval is from 0 to infinity. The seed is fixed, so that the same values always have the
+    same interval.
+
+    `pairs`: a numerator and a denominator each.
     """
     generator = random.Random(BOOTSTRAP_SEED)
-    pairs = list(zip(numerators, denominators, strict=True))
     ratios: list[float] = []
     for _ in range(BOOTSTRAP_RESAMPLES):
         drawn_pairs = generator.choices(pairs, k=len(pairs))

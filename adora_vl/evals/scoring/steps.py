@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from adora_vl.evals.records import GradedAnswer, Prediction
-from adora_vl.evals.scoring.statistics import bootstrap_interval, wilson_over_problems
+from adora_vl.evals.scoring.statistics import mean_interval, wilson_over_problems
 from adora_vl.rewards.steps import ResponseWork, check_claims_if_possible
 
 
@@ -35,7 +35,7 @@ def step_figures(
             answers.append((item, work))
     if not answers:
         return None
-    right_answers = [(item.pid, work.is_luck) for item, work in answers if item.correct]
+    right_answers = [(item.problem, work.is_luck) for item, work in answers if item.correct]
     figures: dict[str, Any] = {
         "answers": len(answers),
         "true": _mean_over_problems(answers, "new"),
@@ -43,13 +43,16 @@ def step_figures(
         "lucky": None,
     }
     if right_answers:
-        count = sum(is_luck for _, is_luck in right_answers)
+        are_luck = [is_luck for _, is_luck in right_answers]
+        count = sum(are_luck)
         total = len(right_answers)
         figures["lucky"] = {
             "count": count,
             "total": total,
             "value": count / total,
-            "interval_95": wilson_over_problems(count, [pid for pid, _ in right_answers]),
+            "interval_95": list(
+                wilson_over_problems(are_luck, [problem for problem, _ in right_answers])
+            ),
         }
     return figures
 
@@ -65,6 +68,8 @@ def _mean_over_problems(
     """
     counts_by_problem: dict[str, list[float]] = defaultdict(list)
     for item, work in answers:
-        counts_by_problem[item.pid].append(float(getattr(work, field)))
+        counts_by_problem[item.problem].append(float(getattr(work, field)))
     means = [sum(counts) / len(counts) for counts in counts_by_problem.values()]
-    return {"value": sum(means) / len(means), "interval_95": list(bootstrap_interval(means))}
+    # Where all counts are the same, problems that were not drawn could have none or one more.
+    interval = mean_interval(means, list(counts_by_problem), lowest=0.0, highest=max(means) + 1.0)
+    return {"value": sum(means) / len(means), "interval_95": list(interval)}

@@ -125,7 +125,7 @@ def test_gain_and_leakage_by_hand(tmp_path, capsys):
     assert leakage["S_t"] == 0.2
     assert leakage["MG"] == pytest.approx(0.4)
     assert leakage["ML"] == pytest.approx(0.2)
-    low, high = leakage["MG_bootstrap_95"]
+    low, high = leakage["MG_95"]
     assert low < 0.4 < high
     assert "MG: 40.0 %" in capsys.readouterr().out
     # A language model that knows more than the model without images has leaked nothing.
