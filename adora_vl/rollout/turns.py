@@ -93,6 +93,7 @@ def append_result(
     max_turn: int | None,
     stop: StopCriteria | None,
     saw_trainer_images: bool = True,
+    context_length: int | None = None,
 ) -> Rollout:
     """Append sampled tokens to a rollout as a further segment, and note whether it has ended.
 
@@ -106,6 +107,8 @@ def append_result(
             None for a sampler that says it.
         saw_trainer_images: whether the engine saw the trainer's images. Otherwise its
             log-probabilities belong to another prompt, and are left out.
+        context_length: how many tokens of a prompt with its completion a server takes; None: any
+            number, or a sampler that says where it was the reason.
 
     Returns the longer rollout, with a reason to finish if it has ended.
     """
@@ -117,12 +120,11 @@ def append_result(
     )
     turn_tokens = longer_rollout.last_turn_tokens
     finish_reason = result.finish_reason
-    if finish_reason is FinishReason.RUNNING:  # a server's result, without a reason
-        is_at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
-        finish_reason = FinishReason.LENGTH if is_at_limit else FinishReason.STOP
-        # The last token that fits may also be the one that ends the turn.
-        if is_at_limit and stop is not None and stop.has_stopped(turn_tokens):
-            finish_reason = FinishReason.STOP
+    if finish_reason is FinishReason.RUNNING:
+        has_stopped = stop is not None and stop.has_stopped(turn_tokens)
+        finish_reason = _finish_reason_of_server(
+            request, result, has_stopped=has_stopped, context_length=context_length
+        )
     if finish_reason is FinishReason.LENGTH:
         is_completion_full = len(longer_rollout.tokens) >= request.max_length
         is_turn_full = max_turn is not None and len(turn_tokens) >= max_turn
@@ -130,6 +132,32 @@ def append_result(
             # Only the token budget of this generation is used up. The next one goes on.
             return longer_rollout
     return replace(longer_rollout, finish_reason=finish_reason)
+
+
+def _finish_reason_of_server(
+    request: SamplingRequest,
+    result: SamplingResult,
+    *,
+    has_stopped: bool,
+    context_length: int | None,
+) -> FinishReason:
+    """Return why a server has ended a result. Servers do not say it, so it follows from the limits.
+
+    Args:
+        request: what the server was asked.
+        result: what it has sampled.
+        has_stopped: whether the turn ends as the stop criteria say. The last token that fits may
+            also be the one that ends the turn.
+        context_length: how many tokens of a prompt with its completion it takes; None: any number.
+    """
+    sampled_count = len(result.tokens)
+    is_context_full = (
+        context_length is not None and len(request.prompt_ids) + sampled_count >= context_length
+    )
+    is_at_limit = sampled_count >= (request.max_tokens or request.max_length)
+    if has_stopped or not (is_context_full or is_at_limit):
+        return FinishReason.STOP
+    return FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from PIL import Image
 
+from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.images import model_size
 from adora_vl.rollout.turns import CALL_TAG, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_ANSWER_CHARS
@@ -37,8 +38,8 @@ class ConversationLimits:
     """The key of the config that sets `max_completion`."""
     max_completion: int
     """The largest number of tokens of a completion."""
-    max_context: int | None = None
-    """The largest number of tokens of prompt and completion together."""
+    context: ContextLimit | None = None
+    """The engine's limit on prompt and completion together."""
     shortest_prompt: int | None = None
     """The number of tokens of the shortest prompt."""
     fewest_pictures: int | None = None
@@ -162,12 +163,14 @@ def _check_token_limits(
             f"{need_in_words}; set it to {needed_tokens} or more"
         )
     # The context is known only where vLLM samples, the prompt only where the data are known.
-    if limits.max_context is None or limits.shortest_prompt is None:
+    if limits.context is None or limits.shortest_prompt is None:
         return
-    if limits.max_context - limits.shortest_prompt < needed_tokens:
+    if limits.context.tokens - limits.shortest_prompt < needed_tokens:
+        # The model's own limit cannot be raised.
+        remedy = limits.context.raise_hint or "choose a model that takes"
         raise UserError(
-            f"vllm_max_model_length: {limits.max_context} leaves no room for an answer of {need_in_words}, "
-            f"where the shortest prompt has {limits.shortest_prompt}; set it to "
+            f"{limits.context.name} leaves no room for an answer of {need_in_words}, where the "
+            f"shortest prompt has {limits.shortest_prompt}; {remedy} "
             f"{limits.shortest_prompt + needed_tokens} or more"
         )
 
