@@ -161,9 +161,9 @@ def build_parts(
         dataset=trainer.train_dataset,
         tools_show_images=has_tools,
     )
-    methods = build_pipeline(config)
+    pipeline = build_pipeline(config)
     advantage_computer = AdvantageComputer(
-        context, methods=methods, reward_weights_F=trainer.reward_weights, tools=has_tools
+        context, pipeline=pipeline, reward_weights_F=trainer.reward_weights, tools=has_tools
     )
     recomputed = RecomputedLayers(
         context,
@@ -267,7 +267,7 @@ def build_parts(
             Path(config.output_dir), config.save_total_limit, accelerator
         ),
         checkpoint_state=CheckpointState(
-            methods=methods,
+            pipeline=pipeline,
             pool=pool,
             unfinished_generation=UnfinishedGeneration(context, images.banks),
             moving_reference=_moving_reference(trainer, context),
@@ -299,7 +299,7 @@ def callbacks_of_run(
     """
     callbacks: list[TrainerCallback] = [
         parts.checkpoint_state.loss_sums,
-        ScaledRate(lambda: parts.advantage_computer.methods.learning_rate_factor),
+        ScaledRate(lambda: parts.advantage_computer.pipeline.learning_rate_factor),
         parts.clocks.seconds,
         parts.recorder,
         progress.ProgressLine(),
@@ -490,7 +490,7 @@ def _metrics_logger(
     advantage_computer: AdvantageComputer,
 ) -> MetricsLogger:
     """Return what logs the metrics of a generation, and records its rollouts."""
-    options = advantage_computer.methods.adora_options
+    options = advantage_computer.pipeline.adora_options
     return MetricsLogger(
         context=context,
         recorder=recorder,

@@ -149,7 +149,7 @@ class Tools(Protocol):
         images: Sequence[Image.Image],
         *,
         seed: str,
-        last: bool,
+        is_last: bool,
         environment: object,
     ) -> ToolAnswer | None:
         """Answer the calls in a turn of the policy; None where it called nothing.
@@ -158,7 +158,7 @@ class Tools(Protocol):
             text: the text of the turn.
             images: the images of the problem, then those that tools have returned.
             seed: a text from which the random numbers of the tools follow.
-            last: whether this is the last turn of the rollout that is answered.
+            is_last: whether this is the last turn of the rollout that is answered.
             environment: the environment of this rollout, whose methods are tools too; None in a run
                 without environments.
         """
@@ -222,7 +222,7 @@ class ToolLoop:
             text,
             [*images, *(picture.image for picture in rollout.pictures)],
             seed=f"{seed}/{answer_count}",
-            last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
+            is_last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
             environment=rollout.environment,
         )
         if answer is None:

@@ -70,9 +70,9 @@ class Says:
         self.asked = list[Any]()
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
+        self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
-        self.asked.append((text, len(images), seed, last))
+        self.asked.append((text, len(images), seed, is_last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
