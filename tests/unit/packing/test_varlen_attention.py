@@ -93,7 +93,8 @@ def test_one_call_is_attention_span_by_span(groups, heads):
 
 def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
     layout = layout_of((8, [64, 64, 8]))
-    inputs = [random_tensor(1, sum(layout.span_lengths), seed) for seed in range(3)]
+    length = sum(layout.span_lengths)
+    query, key, value = (random_tensor(1, length, seed) for seed in range(3))
     sizes: list[int] = []
 
     def note_size(tensor: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def test_span_by_span_no_mask_of_a_long_rollout_is_kept():
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note_size, lambda tensor: tensor):
-        attend_by_sdpa(*inputs, layout=layout, scaling=SCALING)
+        attend_by_sdpa(query, key, value, layout=layout, scaling=SCALING)
     # The largest are the keys that a long rollout sees. Its mask would have 64 x 72 entries.
     assert max(sizes) == (8 + 64) * SIZE
 
