@@ -298,7 +298,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
 def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
     """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
 
-    def most(rows: int | None = None, **keys: Any) -> int | None:
+    def most(rows: int | None = None, **keys: object) -> int | None:
         config = config_of(
             num_generations=4,
             per_device_train_batch_size=16,

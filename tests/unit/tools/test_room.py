@@ -22,7 +22,9 @@ from adora_vl.utils.errors import UserError
 SMALL_VIEW = View(3136, 3136, 28)
 
 
-def context_of(tokens: int, name: str = "vllm_max_model_length", hint: str = "set it to") -> ContextLimit:
+def context_of(
+    tokens: int, name: str = "vllm_max_model_length", hint: str = "set it to"
+) -> ContextLimit:
     return ContextLimit(
         tokens=tokens,
         completion_tokens=1000,
