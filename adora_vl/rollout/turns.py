@@ -122,8 +122,14 @@ def append_result(
     finish_reason = result.finish_reason
     if finish_reason is FinishReason.RUNNING:
         has_stopped = stop is not None and stop.has_stopped(turn_tokens)
+        is_context_full = (
+            context_length is not None
+            and len(request.prompt_ids) + len(result.tokens) >= context_length
+        )
         finish_reason = _finish_reason_of_server(
-            request, result, has_stopped=has_stopped, context_length=context_length
+            has_stopped=has_stopped,
+            is_context_full=is_context_full,
+            is_at_limit=len(result.tokens) >= (request.max_tokens or request.max_length),
         )
     if finish_reason is FinishReason.LENGTH:
         is_completion_full = len(longer_rollout.tokens) >= request.max_length
@@ -135,26 +141,16 @@ def append_result(
 
 
 def _finish_reason_of_server(
-    request: SamplingRequest,
-    result: SamplingResult,
-    *,
-    has_stopped: bool,
-    context_length: int | None,
+    *, has_stopped: bool, is_context_full: bool, is_at_limit: bool
 ) -> FinishReason:
     """Return why a server has ended a result. Servers do not say it, so it follows from the limits.
 
     Args:
-        request: what the server was asked.
-        result: what it has sampled.
         has_stopped: whether the turn ends as the stop criteria say. The last token that fits may
             also be the one that ends the turn.
-        context_length: how many tokens of a prompt with its completion it takes; None: any number.
+        is_context_full: whether prompt and completion have as many tokens as the server takes.
+        is_at_limit: whether as many tokens were sampled as were asked for.
     """
-    sampled_count = len(result.tokens)
-    is_context_full = (
-        context_length is not None and len(request.prompt_ids) + sampled_count >= context_length
-    )
-    is_at_limit = sampled_count >= (request.max_tokens or request.max_length)
     if has_stopped or not (is_context_full or is_at_limit):
         return FinishReason.STOP
     return FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
