@@ -19,7 +19,7 @@ from adora_vl.types import Batch
 class CheckpointState:
     """Writes what TRL does not into a checkpoint, and restores it. Collective."""
 
-    methods: AdvantagePipeline
+    pipeline: AdvantagePipeline
     """What the methods of the run remember."""
     pool: Pool
     """Groups that are still to be learned from."""
@@ -44,7 +44,7 @@ class CheckpointState:
         return {
             "fingerprint": fingerprint,
             **self.loss_sums.facts(),
-            "methods": self.methods.state(),
+            "methods": self.pipeline.state(),
             "metrics": {name: list(values) for name, values in self.metrics.items()},
         }
 
@@ -74,7 +74,7 @@ class CheckpointState:
     def restore(self, checkpoint: Path) -> RestoredGeneration | None:
         """Restore what `save` wrote, and return the generation that is left to learn from, if any."""
         facts = manifest_of(checkpoint)
-        self.methods.load(facts.get("methods", {}))
+        self.pipeline.load(facts.get("methods", {}))
         self.pool.load(checkpoint)
         self.moving_reference.load(checkpoint)
         self.loss_sums.load(checkpoint)

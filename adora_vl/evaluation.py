@@ -265,6 +265,8 @@ class SamplerEngine(ConversationEngine):
             any_rank=group_sampler.any_rank_continues,
         )
         self.tool_loop = group_sampler.tool_loop
+        if group_sampler.server_context is not None:
+            self.context_length = min(self.context_length, group_sampler.server_context)
 
 
 class EvaluateOnTheWay(TrainerCallback):  # type: ignore[misc]  # transformers is untyped to mypy

@@ -64,6 +64,7 @@ _PROCESSOR_FILE_PATTERNS = (
     "*processor_config.json",
     "tokenizer*",
     "chat_template*",
+    "additional_chat_templates/*.jinja",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",
@@ -184,10 +185,15 @@ def find_weights(run: Path) -> Path:
 
 
 def _copy_files(source: Path, target: Path, patterns: Sequence[str]) -> None:
-    """Copy the files of a folder whose names match a pattern, each whole or not at all."""
+    """Copy the files of a folder whose names match a pattern, each whole or not at all.
+
+    A pattern may name a subfolder, which the copy then has too.
+    """
     paths = {path for pattern in patterns for path in source.glob(pattern)}
     for path in sorted(paths):
-        with replacing_file(target / path.name, durable=False) as copy, path.open("rb") as original:
+        copied_path = target / path.relative_to(source)
+        copied_path.parent.mkdir(exist_ok=True)
+        with replacing_file(copied_path, durable=False) as copy, path.open("rb") as original:
             shutil.copyfileobj(original, copy, _COPY_CHUNK_BYTES)
 
 

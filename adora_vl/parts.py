@@ -14,6 +14,7 @@ from adora_vl.checkpoint.trl_state import LossSums, MovingReference
 from adora_vl.checkpoint.writer import CheckpointWriter
 from adora_vl.checkpoint_state import CheckpointState
 from adora_vl.config.methods import build_pipeline
+from adora_vl.data.context_limit import served_length
 from adora_vl.data.prompts import control_tokens
 from adora_vl.evaluation import EvaluateOnTheWay
 from adora_vl.models.precision import RefuseWrongBuffers
@@ -161,9 +162,9 @@ def build_parts(
         dataset=trainer.train_dataset,
         tools_show_images=has_tools,
     )
-    methods = build_pipeline(config)
+    pipeline = build_pipeline(config)
     advantage_computer = AdvantageComputer(
-        context, methods=methods, reward_weights_F=trainer.reward_weights, tools=has_tools
+        context, pipeline=pipeline, reward_weights_F=trainer.reward_weights, tools=has_tools
     )
     recomputed = RecomputedLayers(
         context,
@@ -206,13 +207,21 @@ def build_parts(
     )
     upcoming_rows = UpcomingRows()
     prompt_reader = PromptReader(images)
+    server_context = _server_context(trainer, context)
     group_sampler = GroupSampler(
         context,
         prompt_reader=prompt_reader,
         sampler=sampler,
         stop_criteria=stop_criteria,
         extensions=extensions,
-        tool_loop=_tool_loop(trainer, context, toolbox=toolbox, images=images),
+        tool_loop=_tool_loop(
+            trainer,
+            context,
+            toolbox=toolbox,
+            images=images,
+            context_length=server_context or config.vllm_max_model_length,
+        ),
+        server_context=server_context,
     )
     generation_sampler = GenerationSampler(
         context,
@@ -267,7 +276,7 @@ def build_parts(
             Path(config.output_dir), config.save_total_limit, accelerator
         ),
         checkpoint_state=CheckpointState(
-            methods=methods,
+            pipeline=pipeline,
             pool=pool,
             unfinished_generation=UnfinishedGeneration(context, images.banks),
             moving_reference=_moving_reference(trainer, context),
@@ -299,7 +308,7 @@ def callbacks_of_run(
     """
     callbacks: list[TrainerCallback] = [
         parts.checkpoint_state.loss_sums,
-        ScaledRate(lambda: parts.advantage_computer.methods.learning_rate_factor),
+        ScaledRate(lambda: parts.advantage_computer.pipeline.learning_rate_factor),
         parts.clocks.seconds,
         parts.recorder,
         progress.ProgressLine(),
@@ -452,10 +461,33 @@ def _engine_pair(
     )
 
 
+def _server_context(trainer: GRPOTrainer, context: StepContext) -> int | None:
+    """Return how many tokens of a prompt with its completion the run's servers take.
+
+    None without servers, and where they do not say it. Collective: the first rank asks them.
+    """
+    config = context.config
+    if not config.uses_servers:
+        return None
+    served: int | None = trainer.vllm_generation.server_group.on_first_rank(
+        lambda _: served_length(config)
+    )
+    return served
+
+
 def _tool_loop(
-    trainer: GRPOTrainer, context: StepContext, *, toolbox: Toolbox | None, images: DistinctImages
+    trainer: GRPOTrainer,
+    context: StepContext,
+    *,
+    toolbox: Toolbox | None,
+    images: DistinctImages,
+    context_length: int | None,
 ) -> ToolLoop | None:
-    """Return what runs the tools that the policy calls; None in a run without tools."""
+    """Return what runs the tools that the policy calls; None in a run without tools.
+
+    `context_length`: how many tokens of a prompt with its completion the engine takes; None: any
+    number.
+    """
     if toolbox is None:
         return None
     config = context.config
@@ -467,7 +499,7 @@ def _tool_loop(
         max_answers=config.max_tool_calling_iterations,
         decode=_decode(trainer),
         turn_tokens=config.adora_tool_options.turn_tokens,
-        context_length=config.vllm_max_model_length,
+        context_length=context_length,
     )
 
 
@@ -490,7 +522,7 @@ def _metrics_logger(
     advantage_computer: AdvantageComputer,
 ) -> MetricsLogger:
     """Return what logs the metrics of a generation, and records its rollouts."""
-    options = advantage_computer.methods.adora_options
+    options = advantage_computer.pipeline.adora_options
     return MetricsLogger(
         context=context,
         recorder=recorder,

@@ -34,14 +34,16 @@ class StandIn:
         tokens: int = 8,
         shortest: int | None = None,
         vocabulary: int = 300,
+        context: int = 4096,
     ) -> None:
         """`seconds_per_token`: how long a request for rollouts waits, by its limit.
 
-        `tokens`: of a rollout, or with `shortest` at the most.
+        `tokens`: of a rollout, or with `shortest` at the most. `context`: its `--max-model-len`.
         """
         self.seconds_per_token = seconds_per_token
         self.tokens = tokens
         self.vocabulary = vocabulary
+        self.context = context
         self.shortest = tokens if shortest is None else shortest
         # times those seconds, by the syncs so far
         self.pace: Callable[[int], float] = lambda syncs: 1.0
@@ -74,14 +76,18 @@ class StandIn:
                 body = json.loads(
                     self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}"
                 )
-                self._reply(outer.answered(self.path.partition("?")[0], body))
+                path = self.path.partition("?")[0]
+                if outer.exceeds_context(path, body):
+                    self._reply({"error": "the prompt is longer than the context"}, status=400)
+                else:
+                    self._reply(outer.answered(path, body))
 
-            def _reply(self, reply: RequestBody | None) -> None:
+            def _reply(self, reply: RequestBody | None, status: int = 200) -> None:
                 if outer.dead:
                     self.close_connection = True
                     return
                 content = json.dumps(reply).encode()
-                self.send_response(404 if reply is None else 200)
+                self.send_response(404 if reply is None else status)
                 self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
                 self.wfile.write(content)
@@ -118,7 +124,7 @@ class StandIn:
         config = {"instance_id": self.life, "model_config": model, "lora_config": self.lora}
         answers: dict[str, RequestBody] = {
             "/health": {},
-            "/v1/models": {"data": [{"id": "stand-in", "max_model_len": 4096}]},
+            "/v1/models": {"data": [{"id": "stand-in", "max_model_len": self.context}]},
             "/server_info": {
                 "vllm_config": config,
                 "vllm_env": {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": True},
@@ -146,6 +152,17 @@ class StandIn:
             self.served.remove(body["lora_name"])
         return {"success": True}
 
+    def exceeds_context(self, path: str, body: RequestBody) -> bool:
+        """Return whether vLLM refuses a request for its length.
+
+        A prompt has to leave room for a token, and one of text for all tokens that are asked for.
+        """
+        if path not in GENERATE_PATHS:
+            return False
+        if "token_ids" in body:
+            return len(body["token_ids"]) >= self.context
+        return len(body["prompt"][0]) + int(body["max_tokens"]) > self.context
+
     def _read(self, folder: Path) -> None:
         """Note the names of the tensors in a folder of weights."""
         names: list[str] = []
@@ -171,7 +188,7 @@ class StandIn:
             tokens = rng.choices(allowed, k=length)
             if self.turns and rng.random() < 0.5:
                 tokens = rng.choice(self.turns)
-            tokens = tokens[: parameters.get("max_tokens")]
+            tokens = tokens[: parameters.get("max_tokens")][: self.context - len(ids)]
             names = [f"token_id:{token}" for token in tokens]
             logps = [-rng.random() for _ in tokens]
             pairs = list(zip(names, logps, strict=True))

@@ -144,7 +144,7 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     """
     weighing = weigh_groups(groups)  # the weights that a training would give
     # A group whose answers were all truncated has no score, and so no signal.
-    has_signal_P = groups.differs_P & groups.has_reward_PG.any(dim=1)
+    has_signal_P = groups.rewards_differ_P & groups.has_reward_PG.any(dim=1)
     is_tds_P = weighing.tds_P & has_signal_P
     is_tie_P = weighing.tds_by_tie_P & has_signal_P
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)

@@ -126,7 +126,7 @@ class Adora(Method):
             )
 
     def is_on(self, step: int) -> bool:
-        """Return whether groups can get other weights than 1 at an optimizer step.
+        """Return whether groups can get weights other than 1 at an optimizer step.
 
         `step` is counted from 0.
         """
@@ -143,24 +143,23 @@ class Adora(Method):
         return self.mode == "off" or is_factor_one
 
     def assign_weights(
-        self, weighting: AdoraWeighting, signal_P: Tensor, *, seed: int, step: int
+        self, weighting: AdoraWeighting, has_signal_P: Tensor, *, seed: int, step: int
     ) -> AdoraWeighting:
-        """Return the weighting with its weights given to the groups that `assign` says.
+        """Redistribute the weights among the groups, as the option `assign` says.
 
-        All values of `assign` but `criterion` are controls for experiments: they show what it
-        matters which groups are weighed. The verdicts (TAS, TDS) stay as they are.
+        ADORA itself is `criterion`, which leaves the weights as they are. The other values are
+        controls for experiments: they show whether it matters which groups get the weights.
 
-        - `criterion` leaves the weights as they are.
         - `random` shuffles the weights among the groups with signal, so that as many groups are
           attenuated as by the criteria.
-        - `reversed` gives the factor to the opposite side: to TAS groups under attenuation, to TDS
-          groups under amplification.
+        - `reversed` gives the factor to the wrong groups: to advantageous ones (TAS) under
+          attenuation, to disadvantageous ones (TDS) under amplification.
         - `rate` gives every group the weight 1, and multiplies the learning rate by the mean of the
           weights that the criteria give to groups with signal.
 
         Args:
-            weighting: the weights by the criteria.
-            signal_P: which groups of all ranks have signal, that is an advantage other than 0;
+            weighting: the weights by the criteria. Its verdicts, TAS and TDS, stay as they are.
+            has_signal_P: which groups of all ranks have signal, that is an advantage other than 0;
                 bool.
             seed: that of the run.
             step: the optimizer step, counted from 0.
@@ -169,18 +168,18 @@ class Adora(Method):
         if self.assign == "criterion" or not self.is_on(step):
             return weighting
         if self.assign == "reversed":
-            is_reweighted_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
+            gets_factor_P = weighting.tas_P if self.mode == "attenuation" else weighting.tds_P
             factor = as_schedule(self.factor).at(step)
-            reversed_P = torch.where(is_reweighted_P, factor, torch.ones_like(weights_P))
+            reversed_P = torch.where(gets_factor_P, factor, torch.ones_like(weights_P))
             return replace(weighting, weights_P=reversed_P)
         if self.assign == "random":
             shuffled_P = weights_P.clone()
-            shuffled_P[signal_P] = _shuffle(weights_P[signal_P], seed=seed, step=step)
+            shuffled_P[has_signal_P] = _shuffle(weights_P[has_signal_P], seed=seed, step=step)
             return replace(weighting, weights_P=shuffled_P)
         # What remains is `rate`. Where no group has signal, nothing is learned anyway.
         learning_rate_factor = 1.0
-        if bool(signal_P.any()):
-            learning_rate_factor = weights_P[signal_P].mean().item()
+        if bool(has_signal_P.any()):
+            learning_rate_factor = weights_P[has_signal_P].mean().item()
         return replace(
             weighting,
             weights_P=torch.ones_like(weights_P),
@@ -257,6 +256,43 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
         )
     if "working" in options.criteria and groups.work_PG is None:
         raise ValueError("criteria: working needs the work of each rollout, which is not measured")
+    verdict = _judge_by_all_criteria(groups, options, step)
+    tas_P = verdict.applies_P & verdict.holds_P
+    tds_P = verdict.applies_P & ~verdict.holds_P
+    if options.no_correct == "keep":
+        # A group without a correct rollout keeps the weight 1.
+        has_correct_P = groups.correct_PG.any(dim=1)
+        tds_P = tds_P & has_correct_P
+    gets_factor_P = tds_P if options.mode == "attenuation" else tas_P
+    weights_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
+    if options.is_on(step):
+        weights_P = torch.where(gets_factor_P, as_schedule(options.factor).at(step), weights_P)
+    return AdoraWeighting(
+        weights_P=weights_P,
+        tds_P=tds_P,
+        tas_P=tas_P,
+        groups=groups,
+        tds_by_tie_P=tds_P & verdict.is_tie_P,
+    )
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What one criterion, or all of them together, say of each group: (P,) each, bool."""
+
+    holds_P: Tensor
+    """Whether the group is advantageous to learn from."""
+    applies_P: Tensor
+    """Whether anything is said of the group."""
+    is_tie_P: Tensor
+    """Whether its correct and wrong rollouts compare as equal."""
+
+
+def _judge_by_all_criteria(groups: Groups, options: Adora, step: int) -> _Verdict:
+    """Decide for each of P groups whether any or all criteria hold that apply to it.
+
+    `options.combine` says which, `any` or `all`.
+    """
     verdicts = [
         _judge_by_criterion(groups, options, criterion=name, step=step) for name in options.criteria
     ]
@@ -264,114 +300,72 @@ def weigh_groups(groups: Groups, options: Adora | None = None, step: int = 0) ->
     holds_KP = torch.stack([verdict.holds_P for verdict in verdicts])
     applies_KP = torch.stack([verdict.applies_P for verdict in verdicts])
     is_tie_KP = torch.stack([verdict.is_tie_P for verdict in verdicts])
-    any_applies_P = applies_KP.any(dim=0)
-    if options.combine == "any":
-        tas_P = (holds_KP & applies_KP).any(dim=0)
-    else:
-        # A criterion that does not apply must not stop the others. Without one that applies
-        # `all` would be true.
-        holds_or_does_not_apply_KP = holds_KP | ~applies_KP
-        tas_P = any_applies_P & holds_or_does_not_apply_KP.all(dim=0)
-    tds_P = any_applies_P & ~tas_P
-    if options.no_correct == "keep":
-        # A group without a correct rollout keeps the weight 1.
-        has_correct_P = groups.correct_PG.any(dim=1)
-        tds_P = tds_P & has_correct_P
-    is_reweighted_P = tds_P if options.mode == "attenuation" else tas_P
-    weights_P = torch.ones(len(rewards_PG), dtype=torch.float32, device=rewards_PG.device)
-    if options.is_on(step):
-        weights_P = torch.where(is_reweighted_P, as_schedule(options.factor).at(step), weights_P)
-    return AdoraWeighting(
-        weights_P=weights_P,
-        tds_P=tds_P,
-        tas_P=tas_P,
-        groups=groups,
-        tds_by_tie_P=tds_P & is_tie_KP.any(dim=0),
-    )
+    holds_P = (holds_KP & applies_KP).any(dim=0)
+    if options.combine == "all":
+        # A criterion that does not apply must not stop the others.
+        holds_P = (holds_KP | ~applies_KP).all(dim=0)
+    return _Verdict(holds_P=holds_P, applies_P=applies_KP.any(dim=0), is_tie_P=is_tie_KP.any(dim=0))
 
 
-@dataclass(frozen=True)
-class _CriterionVerdict:
-    """What one criterion says of each group, (P,) each, bool."""
-
-    holds_P: Tensor
-    """Whether the group is advantageous by this criterion."""
-    applies_P: Tensor
-    """Whether the criterion says anything of the group."""
-    is_tie_P: Tensor
-    """Whether its correct and wrong rollouts compare as equal by this criterion."""
-
-
-def _judge_by_criterion(
-    groups: Groups, options: Adora, criterion: str, step: int
-) -> _CriterionVerdict:
+def _judge_by_criterion(groups: Groups, options: Adora, criterion: str, step: int) -> _Verdict:
     """Decide for each of P groups whether one criterion holds, at an optimizer step.
 
-    There are G rollouts in a group.
-
     - `difficulty` holds where the pass rate is at most `tau` (Eq. 6 of the paper).
-    - `length` holds where the longest correct rollout is longer than the mean wrong one.
-    - `working` compares the work of rollouts instead, that is their true and new claims about the
-      figure less their false ones. The work of a problem without a figure is unknown; such groups
-      are compared by length, or with `no_figure: keep` not at all.
+    - `length` holds where the longest correct rollout is longer than the wrong ones on average.
+    - `working` compares the work of rollouts in place of their length: their true and new claims
+      about the figure less their false ones. The work of a problem without a figure is unknown.
+      Such a group is compared by length, or with `no_figure: keep` the criterion does not apply.
     """
-    all_groups_P = torch.ones_like(groups.has_reward_PG[:, 0])
     if criterion == "difficulty":
         is_hard_P = groups.pass_rate_P <= as_schedule(options.tau).at(step)
         # A group without a scored rollout has no pass rate, so the criterion does not hold for it.
-        counts_P = groups.has_reward_PG.any(dim=1)
+        can_hold_P = groups.has_reward_PG.any(dim=1)
         if options.needs_correct:
             # Eq. 6 holds for a pass rate of 0 too. With this option a group has to be hard, but
             # solvable: it needs a correct rollout.
-            counts_P = groups.correct_PG.any(dim=1)
-        return _CriterionVerdict(
-            holds_P=counts_P & is_hard_P,
-            applies_P=all_groups_P,
-            is_tie_P=torch.zeros_like(all_groups_P),
+            can_hold_P = groups.correct_PG.any(dim=1)
+        return _Verdict(
+            holds_P=can_hold_P & is_hard_P,
+            applies_P=torch.ones_like(is_hard_P),
+            is_tie_P=torch.zeros_like(is_hard_P),
         )
-    by_length = _compare_correct_with_wrong(
-        groups, options, measure_PG=groups.lengths_PG, applies_P=all_groups_P
-    )
+    by_length = _compare_correct_with_wrong(groups, options, measure_PG=groups.lengths_PG)
     if criterion == "length":
         return by_length
     assert groups.work_PG is not None, "weigh_groups refuses groups without it"
-    by_work = _compare_correct_with_wrong(
-        groups, options, measure_PG=groups.work_PG, applies_P=groups.has_work_P
-    )
+    by_work = _compare_correct_with_wrong(groups, options, measure_PG=groups.work_PG)
     if options.no_figure == "keep":
-        return by_work
-    return _CriterionVerdict(
+        return replace(by_work, applies_P=groups.has_work_P)
+    return _Verdict(
         holds_P=torch.where(groups.has_work_P, by_work.holds_P, by_length.holds_P),
-        applies_P=all_groups_P,
+        applies_P=torch.ones_like(groups.has_work_P),
         is_tie_P=torch.where(groups.has_work_P, by_work.is_tie_P, by_length.is_tie_P),
     )
 
 
-def _compare_correct_with_wrong(
-    groups: Groups, options: Adora, measure_PG: Tensor, applies_P: Tensor
-) -> _CriterionVerdict:
-    """Decide for each group whether its largest correct measure exceeds its mean wrong one.
+def _compare_correct_with_wrong(groups: Groups, options: Adora, measure_PG: Tensor) -> _Verdict:
+    """Decide for each group whether a correct rollout exceeds the mean of its wrong ones.
 
-    Truncated wrong rollouts are left out of the mean. Where no wrong rollout remains there is no
-    mean, and the option `empty_wrong` decides:
+    The largest measure of a correct rollout, such as its length, is compared with the mean measure
+    of the wrong rollouts. Truncated ones are left out of the mean. Where no wrong rollout remains
+    there is no mean, and the option `empty_wrong` decides:
 
     - `attenuate` takes the mean as +inf, as the reference for vision-language models does. The
       criterion does not hold, so the group is disadvantageous.
     - `keep` takes it as -inf, as the reference for language models does. The criterion holds if the
       group has a correct rollout.
 
-    Where both sides are equal, the criterion holds with `ties: keep` alone.
+    Where both sides are equal, the criterion holds only with `ties: keep`.
 
     Args:
         groups: whole groups.
         options: those of the method; `empty_wrong` and `ties` are read.
         measure_PG: what is compared, one number for each of G rollouts: its length, or its work.
-        applies_P: the groups whose measure is known, bool; passed on.
     """
-    mean_of_none = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
+    mean_without_wrong = torch.inf if options.empty_wrong == "attenuate" else -torch.inf
     has_finished_wrong_P = groups.finished_wrong_PG.any(dim=1)
     mean_wrong_P = torch.where(
-        has_finished_wrong_P, groups.mean_of_finished_wrong_P(measure_PG), mean_of_none
+        has_finished_wrong_P, groups.mean_of_finished_wrong_P(measure_PG), mean_without_wrong
     )
     largest_correct_P = groups.largest_correct_P(measure_PG)
     holds_P = largest_correct_P > mean_wrong_P
@@ -379,4 +373,4 @@ def _compare_correct_with_wrong(
     is_tie_P = has_finished_wrong_P & (largest_correct_P == mean_wrong_P)
     if options.ties == "keep":
         holds_P = holds_P | is_tie_P
-    return _CriterionVerdict(holds_P=holds_P, applies_P=applies_P, is_tie_P=is_tie_P)
+    return _Verdict(holds_P=holds_P, applies_P=torch.ones_like(holds_P), is_tie_P=is_tie_P)

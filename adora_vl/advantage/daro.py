@@ -41,8 +41,8 @@ def assign_bins(pass_rates: Tensor, group_size: int) -> Tensor:
     """Return the index of each prompt's bin, by its pass rate: int64, (P,), 0 to G - 2.
 
     The index is the number of right rollouts minus one. Prompts without a right rollout, and
-    prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. If some rollouts are unscored,
-    the pass rate may lie between two bins; the nearer one is taken.
+    prompts with only right ones, belong to no bin and get `OUTSIDE_ALL_BINS`. If some rollouts are
+    unscored, the pass rate may lie between two bins; the nearer one is taken.
     """
     right_P = (pass_rates * group_size).round().long().clamp(1, group_size - 1)
     is_mixed_P = (pass_rates > 0) & (pass_rates < 1)
@@ -218,7 +218,8 @@ class Daro(Method):
         if self.by_bin_tokens:
             scored_tokens_PG = torch.where(has_reward_PG, tokens_PG, 0.0)
             tokens_M = sum_by_bin(scored_tokens_PG, bins_P, bin_count=len(weights_M))
-            factors_M = weights_M * tokens_PG.to(torch.float64).sum() / tokens_M.clamp(min=1)
+            all_tokens = tokens_PG.to(torch.float64).sum()
+            factors_M = weights_M * all_tokens / tokens_M.clamp(min=1)
         # A prompt outside of all bins may have advantages too, if its rewards are 0.0 and 0.1.
         outside_factor = 0.0 if self.drop_outside else 1.0
         is_outside_P = bins_P == OUTSIDE_ALL_BINS
@@ -229,8 +230,8 @@ class Daro(Method):
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
         """Weigh the advantages with the present weights, then update the weights on the same loss.
 
-        This runs on the CPU: a GPU adds sums by index in any order, and all ranks have to agree to
-        the bit.
+        It runs on the CPU. A GPU adds numbers in an order that changes from call to call, and all
+        ranks have to agree to the bit.
         """
         group_size = advantages_PG.shape[1]
         bin_count = max(1, group_size - 1)
@@ -256,7 +257,7 @@ class Daro(Method):
         )
         is_present_M = sum_by_bin(torch.ones_like(tokens_PG), bins_P, bin_count) > 0
         for index in range(bin_count):
-            # The bin with this index has `index + 1` right rollouts.
+            # The groups of this bin have `index + 1` right rollouts.
             bin_name = f"{index + 1}_of_{group_size}"
             run.figures[f"daro/weight_{bin_name}"] = weights_M[index].item()
             if is_present_M[index]:  # an empty bin has no loss

@@ -94,8 +94,11 @@ class Groups:
     """A rollout is correct if its reward is above this."""
     step: int = 0
     """The optimizer step, counted from 0."""
-    varied_P: Tensor | None = None
-    """Whether rewards differ within a group, bool; None compares `rewards_PG`."""
+    any_function_differs_P: Tensor | None = None
+    """Whether any reward function gives a group different rewards, bool.
+
+    None where only the sums of the functions' rewards count, which are `rewards_PG`.
+    """
     work_PG: Tensor | None = None
     """The true and new claims of each rollout less its false ones, at least 0.
 
@@ -108,9 +111,11 @@ class Groups:
         return ~torch.isnan(self.rewards_PG)
 
     @property
-    def differs_P(self) -> Tensor:
-        """Whether rewards differ within a group, bool."""
-        return ~is_constant(self.rewards_PG) if self.varied_P is None else self.varied_P
+    def rewards_differ_P(self) -> Tensor:
+        """Whether the rewards of a group differ, so that it can have advantages, bool."""
+        if self.any_function_differs_P is not None:
+            return self.any_function_differs_P
+        return ~is_constant(self.rewards_PG)
 
     @property
     def loss_tokens_PG(self) -> Tensor:
@@ -156,12 +161,18 @@ class Groups:
         return ~torch.isnan(self.work_PG).any(dim=1)
 
     def largest_correct_P(self, measure_PG: Tensor) -> Tensor:
-        """Return the largest measure of a correct rollout, float32; -inf where no rollout is correct."""
+        """Return the largest measure of a correct rollout in each group, float32.
+
+        It is -inf where no rollout is correct.
+        """
         measure_PG = measure_PG.to(torch.float32)
         return torch.where(self.correct_PG, measure_PG, -torch.inf).amax(dim=1)
 
     def mean_of_finished_wrong_P(self, measure_PG: Tensor) -> Tensor:
-        """Return the mean measure of the untruncated wrong rollouts, float32; NaN without any."""
+        """Return the mean measure of the untruncated wrong rollouts of each group, float32.
+
+        It is NaN where there are none.
+        """
         measure_PG = measure_PG.to(torch.float32)
         total_P = torch.where(self.finished_wrong_PG, measure_PG, 0.0).sum(dim=1)
         return total_P / self.finished_wrong_PG.sum(dim=1)
@@ -172,9 +183,9 @@ def find_missing_scores(
 ) -> Tensor:
     """Return for each rollout and reward function whether a score is missing: bool, (N, F).
 
-    None from a reward function has two meanings. If it returns None for a whole group, without a
-    failed call, it does not apply to the problem: TRL then leaves it out of the sum. Any other None
-    is a missing score. A function with the weight 0 is never missed.
+    A reward function that returns None for a whole group, without a failed call, does not apply to
+    the problem, and TRL leaves it out of the sum. Any other None is a missing score. The score of a
+    function with the weight 0 is never missing.
 
     Args:
         rewards_NF: the scores, group by group, NaN where a function returned None.
@@ -183,25 +194,26 @@ def find_missing_scores(
         group_size: the number of rollouts in a group, G.
     """
     has_no_score_NF = torch.isnan(rewards_NF)
-    shows_it_applies_NF = ~has_no_score_NF | failed_NF
-    shows_it_applies_PGF = shows_it_applies_NF.view(-1, group_size, len(weights_F))
-    applies_PF = shows_it_applies_PGF.any(dim=1)
+    # A function applies to a problem if it has scored one of its rollouts, or has tried to.
+    scored_or_failed_NF = ~has_no_score_NF | failed_NF
+    scored_or_failed_PGF = scored_or_failed_NF.view(-1, group_size, len(weights_F))
+    applies_PF = scored_or_failed_PGF.any(dim=1)
     applies_NF = applies_PF.repeat_interleave(group_size, dim=0)
     return has_no_score_NF & applies_NF & (weights_F != 0)
 
 
-def rollouts_without_reward(rewards_NF: Tensor, lacks_NF: Tensor, weights_F: Tensor) -> Tensor:
+def rollouts_without_reward(rewards_NF: Tensor, is_missing_NF: Tensor, weights_F: Tensor) -> Tensor:
     """Return which rollouts have no complete reward: bool, (N,).
 
     Such a rollout lacks a score, or no function with a weight other than 0 has scored it.
 
     Args:
         rewards_NF: the score of each reward function, NaN where it returned None.
-        lacks_NF: which scores are missing, from `find_missing_scores`.
+        is_missing_NF: which scores are missing, from `find_missing_scores`.
         weights_F: TRL's `reward_weights`.
     """
-    counts_NF = ~torch.isnan(rewards_NF) & (weights_F != 0)
-    return lacks_NF.any(dim=1) | ~counts_NF.any(dim=1)
+    has_weighted_score_NF = ~torch.isnan(rewards_NF) & (weights_F != 0)
+    return is_missing_NF.any(dim=1) | ~has_weighted_score_NF.any(dim=1)
 
 
 def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
@@ -213,5 +225,5 @@ def rollouts_that_leave(is_unrewarded_N: Tensor, group_size: int) -> Tensor:
     remaining_P = (~is_unrewarded_N).view(-1, group_size).sum(dim=1)
     # With `num_generations: 1` a group has one rollout and has lost none.
     has_lost_rollouts_P = remaining_P < group_size
-    is_dissolved_P = has_lost_rollouts_P & (remaining_P < 2)
-    return is_unrewarded_N | is_dissolved_P.repeat_interleave(group_size)
+    leaves_as_a_whole_P = has_lost_rollouts_P & (remaining_P < 2)
+    return is_unrewarded_N | leaves_as_a_whole_P.repeat_interleave(group_size)

@@ -186,9 +186,10 @@ class Dapo(Method):
         return not self.drop_constant and self.overlong_cache is None
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Return the advantages with the penalty, for a token mean without constant groups: (P, G).
+        """Add the penalty, and leave groups of equal rewards out of the token mean: (P, G).
 
-        There are P groups of G rollouts. A constant group is one of equal rewards.
+        TRL's loss is a mean over the tokens of all rollouts. Advantages that are scaled up have the
+        same effect as a mean over fewer tokens.
         """
         if self.overlong_cache is not None:
             penalized_PG = self._penalized_rewards(groups, run, self.overlong_cache)
@@ -197,11 +198,9 @@ class Dapo(Method):
             has_signal_P1 = advantages_PG.any(dim=1, keepdim=True)
             counts_in_mean_PG = has_signal_P1 & groups.has_reward_PG
             tokens_PG = groups.loss_tokens_PG
-            remaining_tokens = torch.where(counts_in_mean_PG, tokens_PG, 0.0).sum()
-            if bool(remaining_tokens > 0):
-                # TRL divides the loss by all its tokens. This factor makes it a mean over those
-                # that remain.
-                advantages_PG = advantages_PG * (tokens_PG.sum() / remaining_tokens)
+            tokens_in_mean = torch.where(counts_in_mean_PG, tokens_PG, 0.0).sum()
+            if bool(tokens_in_mean > 0):
+                advantages_PG = advantages_PG * (tokens_PG.sum() / tokens_in_mean)
         return advantages_PG
 
     def signal(self, groups: Groups, signal_P: Tensor, run: AdvantagePipeline) -> Tensor:

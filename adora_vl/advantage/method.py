@@ -109,12 +109,12 @@ class Method:
         return False
 
     def apply(self, groups: Groups, advantages_PG: Tensor, run: AdvantagePipeline) -> Tensor:
-        """Return the advantages to learn from, (P, G).
+        """Return the advantages to learn from, (P, G). This base class leaves them as they are.
 
         Args:
             groups: all groups of the generation that are learned from, of all ranks.
             advantages_PG: the advantages after the earlier methods.
-            run: the scale, lengths and figures of the run.
+            run: the pipeline that calls this, with the settings and the metrics of the run.
         """
         return advantages_PG
 
@@ -124,13 +124,13 @@ class Method:
         Args:
             groups: some groups. The answer for one must not depend on the others.
             signal_P: what the earlier methods returned, bool, (P,).
-            run: the scale and lengths of the run.
+            run: the pipeline that calls this, with the settings of the run.
 
         Returns a bool tensor, (P,).
         """
-        if not self.remakes:
+        if not self.remakes:  # it changes earlier advantages, and none of them to or from 0
             return signal_P
-        # Such a method ignores the advantages before it, so zeros serve as well as any.
+        # It computes advantages anew and ignores earlier ones, so zeros serve as well as any.
         ignored_PG = torch.zeros_like(groups.rewards_PG)
         return self.apply(groups, ignored_PG, run).any(dim=1)
 

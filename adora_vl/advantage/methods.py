@@ -22,7 +22,7 @@ METHODS: Mapping[str, type[Method]] = {
 
 
 class AdvantagePipeline:
-    """Applies the methods of a run in order, and keeps their state."""
+    """Applies the methods of a run in order (GRPO, DAPO, ADORA, ...), and keeps their state."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class AdvantagePipeline:
         self.max_length = max_length
         self.sums_rewards = sums_rewards
         self.seed = seed
-        # Each call sets these three: what the learning rate of the generation's optimizer steps is
-        # multiplied with, the metrics to log by name, and ADORA's weights.
+        # `compute_advantages` sets these three: what the learning rate of the generation's optimizer
+        # steps is multiplied with, the metrics to log by name, and ADORA's weights.
         self.learning_rate_factor = 1.0
         self.figures: dict[str, float] = {}
         self.weighting: AdoraWeighting | None = None
@@ -67,7 +67,7 @@ class AdvantagePipeline:
         return "working" in self.adora_options.criteria
 
     @property
-    def is_plain(self) -> bool:
+    def keeps_trl_advantages(self) -> bool:
         """Whether no method changes TRL's advantages, so that they stay equal to the bit."""
         return all(method.plain for method in self.methods.values())
 
@@ -78,21 +78,25 @@ class AdvantagePipeline:
         """
         weighting = weigh_groups(groups, self.adora_options, groups.step)
         return self.adora_options.assign_weights(
-            weighting, signal_P=self.signal(groups), seed=self.seed, step=groups.step
+            weighting,
+            has_signal_P=self.groups_with_signal(groups),
+            seed=self.seed,
+            step=groups.step,
         )
 
-    def signal(self, groups: Groups) -> Tensor:
+    def groups_with_signal(self, groups: Groups) -> Tensor:
         """Return which groups get an advantage other than 0, so that they can be learned from.
 
         The answer for a group does not depend on the rest of the batch. So groups can be selected
         by it before they are weighed. The call changes no state. Returns a bool tensor, (P,).
         """
-        signal_P = groups.differs_P
+        # Equal rewards give equal advantages, which are 0.
+        has_signal_P = groups.rewards_differ_P
         for method in self.methods.values():
-            signal_P = method.signal(groups, signal_P, self)
-        return signal_P & groups.has_reward_PG.any(dim=1)
+            has_signal_P = method.signal(groups, has_signal_P, self)
+        return has_signal_P & groups.has_reward_PG.any(dim=1)
 
-    def __call__(self, groups: Groups, advantages_PG: Tensor) -> Tensor:
+    def compute_advantages(self, groups: Groups, trl_advantages_PG: Tensor) -> Tensor:
         """Turn TRL's advantages of whole groups into the advantages to learn from, both (P, G).
 
         Call it once in a generation, with exactly the groups that are learned from: some methods
@@ -105,11 +109,11 @@ class AdvantagePipeline:
         self.figures = {}
         if self.adora_options.assign == "rate":
             self.figures["rate_scale"] = self.learning_rate_factor
-        if self.is_plain:
-            return advantages_PG
+        if self.keeps_trl_advantages:
+            return trl_advantages_PG
         # In a group of equal rewards the rounding of TRL's float32 mean leaves advantages of up to
         # 6e-4, which a method could scale up.
-        advantages_PG = torch.where(groups.differs_P[:, None], advantages_PG, 0.0)
+        advantages_PG = torch.where(groups.rewards_differ_P[:, None], trl_advantages_PG, 0.0)
         for method in self.methods.values():
             advantages_PG = method.apply(groups, advantages_PG, self)
         return advantages_PG

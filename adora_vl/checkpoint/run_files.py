@@ -54,6 +54,7 @@ _MODEL_NAME_PATTERNS = (
     "*processor_config.json",
     "tokenizer*",
     "chat_template*",
+    "additional_chat_templates",
     "vocab.json",
     "merges.txt",
     "special_tokens_map.json",

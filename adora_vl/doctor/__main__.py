@@ -174,22 +174,21 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
 def _room_check(run: ResolvedRun) -> Check:
     """Check that the disk of `output_dir` has room for the run's checkpoints and final model."""
     from adora_vl.doctor.checks import check_room
-    from adora_vl.planning.disk import checkpoint_of, run_bytes
+    from adora_vl.planning.disk import checkpoint_of, most_checkpoints, run_bytes
 
     config = run.config
     checkpoint_bytes = checkpoint_of(config, run.shape, run.context.sharding)
     model_bytes = run.shape.total_parameters * run.shape.weight_bytes
-    checkpoints = 0
-    needed_bytes = model_bytes + int(config.adora_record_gb * 1e9)
-    if config.save_strategy == "steps":
-        # A run without a limit needs room for one at least.
-        checkpoints = config.save_total_limit or 1
-        needed_bytes = run_bytes(
-            checkpoint_bytes,
-            model=model_bytes,
-            checkpoints=checkpoints,
-            record_gb=config.adora_record_gb,
-        )
+    checkpoints = most_checkpoints(config, run.layout, run.data.rows)
+    if checkpoints is None:
+        # Without a limit, and of unknown length: the run needs room for one at least.
+        checkpoints = 1
+    needed_bytes = run_bytes(
+        checkpoint_bytes,
+        model=model_bytes,
+        checkpoints=checkpoints,
+        record_gb=config.adora_record_gb,
+    )
     return check_room(
         Path(config.output_dir),
         needed=needed_bytes,

@@ -275,13 +275,13 @@ def check_room(folder: Path, needed: int, checkpoint_bytes: int, checkpoints: in
         folder: The run's folder, which may not exist yet.
         needed: The most bytes that the run's folder will take.
         checkpoint_bytes: Bytes of one checkpoint.
-        checkpoints: How many checkpoints the run keeps.
+        checkpoints: How many checkpoints the folder has at once, with the one being written.
     """
     title = "output folder has room"
     free = shutil.disk_usage(closest_existing(folder)).free
     facts = (
         f"{free / GIB:.3g} GiB free, {needed / GIB:.3g} needed: "
-        f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g}, one being written, "
+        f"{amount(checkpoints, 'checkpoint')} of {checkpoint_bytes / GIB:.3g} at once, "
         "the model, the record of the rollouts (adora_record_gb)"
     )
     if free < needed:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import repeat_kv
 
 from adora_vl.packing.shared_prompt import PackedLayout
@@ -102,6 +102,14 @@ def _causal_sdpa(
     if has_flash_attention:  # it needs no mask to align queries and keys
         alignment = causal_lower_right(queries, keys)
         return scaled_dot_product_attention(query, key, value, alignment, **options)
+    if keys <= 2 * queries:
+        # A rollout that is as long as its prompt or longer. Its mask would be the largest tensor of
+        # the layer, kept in the dtype of the queries for the backward pass. With a query for each
+        # key no mask is needed, nor is it slower: half of the scores are skipped.
+        missing_queries = keys - queries
+        square_query = pad(query, (0, 0, missing_queries, 0))  # zeros before the first query
+        output = scaled_dot_product_attention(square_query, key, value, is_causal=True, **options)
+        return output[:, :, missing_queries:]
     mask = lower_right_mask(queries, keys, query.device)
     return scaled_dot_product_attention(query, key, value, mask, **options)
 

@@ -1,6 +1,9 @@
 """The disk space that a run will need, computed from shapes alone, in bytes."""
 
+import math
+
 from adora_vl.config import AdoraGRPOConfig
+from adora_vl.config.batch_plan import BatchLayout, total_optimizer_steps
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import FLOAT32_BYTES
 from adora_vl.models.shape import ModelShape
@@ -59,16 +62,46 @@ def checkpoint_of(config: AdoraGRPOConfig, shape: ModelShape, sharding: Sharding
     )
 
 
+def most_checkpoints(config: AdoraGRPOConfig, layout: BatchLayout, rows: int | None) -> int | None:
+    """Return the largest number of checkpoints that a run's folder has at once.
+
+    An old checkpoint is deleted only after a new one is complete, so that there is one more than
+    `save_total_limit` while it is written. A short run never writes as many.
+
+    Args:
+        config: The run's.
+        layout: The sizes of its batches.
+        rows: The rows to train on; None where they are not known.
+
+    Returns None where no limit is set and the length of the run is not known.
+    """
+    if config.save_strategy == "no":
+        return 0
+    counts = []
+    if config.save_total_limit is not None:
+        counts.append(config.save_total_limit + 1)
+    steps_between_checkpoints: int | None = int(config.save_steps)
+    if config.save_strategy == "epoch":
+        steps_between_checkpoints = None
+        if rows is not None:
+            steps_between_checkpoints = layout.optimizer_steps_per_epoch(rows)
+    total_steps = total_optimizer_steps(config, layout, rows)
+    if total_steps is not None and steps_between_checkpoints is not None:
+        # The last step of a run is saved too.
+        counts.append(math.ceil(total_steps / steps_between_checkpoints))
+    return min(counts, default=None)
+
+
 def run_bytes(one_checkpoint: int, model: int, checkpoints: int, record_gb: float) -> int:
     """Return the largest size of a run's folder, in bytes.
 
-    It is largest when it has all complete checkpoints that the run keeps, another one that is being
-    written, the final model, and a full record of the rollouts.
+    It is largest when it has as many checkpoints as it has at once, the final model, and a full
+    record of the rollouts.
 
     Args:
         one_checkpoint: Bytes of one checkpoint.
         model: Bytes of the final model.
-        checkpoints: How many checkpoints the run keeps.
+        checkpoints: How many checkpoints the folder has at once, as `most_checkpoints` counts them.
         record_gb: The key `adora_record_gb`, in 10^9 bytes.
     """
-    return one_checkpoint * (checkpoints + 1) + model + int(record_gb * 1e9)
+    return one_checkpoint * checkpoints + model + int(record_gb * 1e9)

@@ -1,6 +1,5 @@
 """The report of a dry run, section by section: config, batches, prompts, memory and disk."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +133,8 @@ def batch_lines(plan: Plan) -> list[str]:
         lines.append(
             f"A checkpoint is saved every {amount(int(config.save_steps), 'optimizer step')}."
         )
+    elif config.save_strategy == "epoch":
+        lines.append("A checkpoint is saved after every epoch.")
     return report_section("Batches", lines)
 
 
@@ -232,24 +233,20 @@ def disk_lines(plan: Plan) -> list[str]:
     setup = plan.setup
     config = plan.run.config
     checkpoint_bytes = disk.checkpoint_of(config, setup.shape, setup.sharding)
-    kept_checkpoints = config.save_total_limit
-    total_steps = plan.total_steps
-    if config.save_strategy != "steps":
+    checkpoints = disk.most_checkpoints(config, plan.run.layout, plan.rows)
+    if checkpoints == 0:
         lines = ["No checkpoints on the way (save_strategy)."]
-    elif kept_checkpoints is None and total_steps is None:
+    elif checkpoints is None:
         lines = [
             f"{checkpoint_bytes / GIB:.3g} GiB per checkpoint, without a limit to their number "
             "(save_total_limit)."
         ]
     else:
-        if kept_checkpoints is None:
-            # All checkpoints of the run are there at its end.
-            kept_checkpoints = math.ceil((total_steps or 0) / int(config.save_steps))
         model_bytes = setup.shape.total_parameters * setup.shape.weight_bytes
         folder_bytes = disk.run_bytes(
             checkpoint_bytes,
             model=model_bytes,
-            checkpoints=kept_checkpoints,
+            checkpoints=checkpoints,
             record_gb=config.adora_record_gb,
         )
         lines = [

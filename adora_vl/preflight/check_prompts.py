@@ -72,7 +72,7 @@ def check_prompts(
     toolbox = None
     if tools.functions:
         toolbox = Toolbox(
-            chosen=tools,
+            tool_set=tools,
             options=config.adora_tool_options,
             view=build_view(model.config, pixel_limits),
             control_tokens=tokens,

@@ -73,7 +73,7 @@ def with_environment_reward(
     if environments is None:
         return rewards
     name = environments.name
-    if not environments.grades:
+    if not environments.give_rewards:
         if not rewards.functions:
             raise UserError(
                 f"reward_funcs: None would train on nothing, as {name} has no "
@@ -93,7 +93,7 @@ def with_environment_reward(
     return replace(
         rewards,
         entries=(*rewards.entries, name),
-        functions=(*rewards.functions, environments.reward()),
+        functions=(*rewards.functions, environments.reward_function()),
         from_python=rewards.from_python | {name},
     )
 
@@ -139,7 +139,7 @@ def check_user_code(
         group_size=group_size,
     )
     if tools.environments is not None:
-        groups = tools.environments.enter(groups, config.seed, begins_generation=True)
+        groups = tools.environments.reset_for_groups(groups, config.seed, begins_generation=True)
     rows_to_grade = [
         row_for_rewards(group.row, rollout) for group in groups for rollout in group.rollouts
     ]

@@ -30,7 +30,7 @@ from adora_vl.record.rollouts import SETTINGS_METADATA_KEY
 from adora_vl.report.conversation import TurnReader
 from adora_vl.report.story import advantages_differ, story_of
 from adora_vl.report.weight_reason import weight_reason
-from adora_vl.rewards.grade import comparison
+from adora_vl.rewards.grade import compare_parts
 from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.files import leads_out, refuse_links_out
@@ -341,7 +341,7 @@ def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
         return None
     for answer_tags in (False, True):
         for rounding in (False, True):
-            result = comparison(
+            result = compare_parts(
                 response or "", reference, rounding=rounding, answer_tags=answer_tags
             )
             if result is None:

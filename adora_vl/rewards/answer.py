@@ -170,6 +170,7 @@ def read_single_value(text: str) -> Answer:
     value = read_value(angle[1] if angle else text)
     if not value.is_value:
         raise NotReadError(value.reason)
+    # Without `raw` the part is known by its value alone; the whole answer keeps the names.
     return replace(value, raw="")
 
 
@@ -190,7 +191,7 @@ def _read_value_cached(raw: str) -> Answer:
 def _read_canonical(text: str, raw: str) -> Answer:
     """Return the answer in a canonical text without a unit.
 
-    It is a number, expression, text or percentage.
+    It is a number, expression, text or percentage, and `unreadable` for any other text.
     """
     # Most answers are a plain number, to which neither of these two applies.
     if not _PLAIN_NUMBER_PATTERN.fullmatch(text):
@@ -206,20 +207,24 @@ def _read_canonical(text: str, raw: str) -> Answer:
     except NotReadError as error:
         if error.reason == "has_unknown":
             return Answer(kind="expression", text=text, reason="not_a_number", raw=raw, tree=tree)
-        has_letter = _LETTER_PATTERN.search(_LATEX_COMMAND_PATTERN.sub("", text))
-        is_readable = has_letter and _READABLE_TEXT_PATTERN.fullmatch(text)
-        if error.reason == "not_read" and (
-            is_readable or _CLOCK_TIME_PATTERN.fullmatch(text) or _ratio_terms(text)
-        ):
+        if error.reason == "not_read" and _is_readable_text(text):
             return Answer(kind="text", text=text, reason="not_a_number", raw=raw)
         return Answer(kind="unreadable", text=text, reason=error.reason, raw=raw)
+
+
+def _is_readable_text(text: str) -> bool:
+    """Return whether a text that is no closed form can be an answer as text: words, time, ratio."""
+    if _CLOCK_TIME_PATTERN.fullmatch(text) or _ratio_terms(text):
+        return True
+    has_letter = _LETTER_PATTERN.search(_LATEX_COMMAND_PATTERN.sub("", text)) is not None
+    return has_letter and _READABLE_TEXT_PATTERN.fullmatch(text) is not None
 
 
 def _read_percentage(text: str, raw: str) -> Answer | None:
     """Return the percentage in a text, None if the text is none."""
     percentage = _PERCENTAGE_PATTERN.fullmatch(text)
     quantity = read_value(percentage[1]) if percentage else None
-    if quantity is None or not quantity.tree:
+    if quantity is None or not quantity.tree:  # neither a number nor an expression
         return None
     return Answer(
         kind="percentage",
@@ -269,23 +274,22 @@ def _ratio_terms(text: str) -> tuple[Ball, ...]:
 def amount_of_money(answer: Answer) -> Answer:
     """Return the amount of money in an answer: 5 in `5 dollars`.
 
-    Without a currency the answer itself.
+    An answer without a currency is returned as it is.
     """
-    amount = MONEY_PATTERN.fullmatch(answer.text)
-    if not amount:
+    money = MONEY_PATTERN.fullmatch(answer.text)
+    if not money:
         return answer
-    # One of three spellings: `5 dollars`, `5.00$` and `-$5.00`.
-    digits = (
-        amount["before_word"] or amount["before_sign"] or amount["minus"] + amount["after_sign"]
-    )
-    return read_value(digits)
+    # One of three spellings has matched: `5 dollars`, `5.00$` or `-$5.00`.
+    if money["before_word"] or money["before_sign"]:
+        return read_value(money["before_word"] or money["before_sign"])
+    return read_value(money["minus"] + money["after_sign"])
 
 
 def convert_angle(answer: Answer, dimension: str) -> Answer:
     r"""Return an angle converted to `dimension`, which is `radians` or `angle` (degrees).
 
-    An answer of `\frac{\pi}{3}` radians becomes 60 degrees. The answer must be in the opposite
-    unit.
+    An answer of `\frac{\pi}{3}` radians becomes 60 degrees, to be compared with a reference answer
+    in degrees. The answer must be in the opposite unit.
     """
     if answer.tree is None:
         return answer
@@ -293,7 +297,9 @@ def convert_angle(answer: Answer, dimension: str) -> Answer:
     if dimension == RADIANS:
         factors = (("/", ("num", "180")), ("*", ("pi",)))
     tree = ("product", ("*", answer.tree), *factors)
-    return replace(answer, tree=tree, number=answer.number and evaluate_closed_form(tree))
+    if answer.number is None:  # an expression with unknowns
+        return replace(answer, tree=tree)
+    return replace(answer, tree=tree, number=evaluate_closed_form(tree))
 
 
 def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
@@ -314,7 +320,7 @@ def convert_to_unit(answer: Answer, unit: Unit) -> Answer:
     )
     if answer.number is None:
         return replace(answer, tree=tree)
-    # The arithmetic of the conversion is ours, not the answer's.
+    # The product of the conversion is no arithmetic that the answer leaves to be done.
     number = replace(
         evaluate_closed_form(tree), has_undone_arithmetic=answer.number.has_undone_arithmetic
     )

@@ -34,13 +34,13 @@ class Ball:
     has_undone_arithmetic: bool = False
     r"""Whether a rational number is written as arithmetic still to be done.
 
-    Such as `180-40`, `(180-40)/2` or `\sqrt{3^2+4^2}`.
+    Examples are `180-40`, `(180-40)/2` and `\sqrt{3^2+4^2}`.
     """
     last_digit_growth: Value | None = None
     """How much the value grows with one unit in the last place of its long decimal.
 
-    That is 0.0000001 for `1.0471976`. None if it is written without a decimal of `MIN_DIGITS`
-    digits or more, or with several.
+    It is 0.0000001 for `1.0471976`. A long decimal has six digits or more, so it may stand for a
+    value with more digits. None if the value is written without one, or with several.
     """
 
     @property

@@ -289,7 +289,7 @@ def choose_rewards(
     hash_by_file: dict[str, str] = {}
     function: Callable[..., Any]
     for name, options in rewards:
-        if isinstance(options, Mapping):
+        if isinstance(options, Mapping):  # those of a user's function are converted by itself
             user_function = load_from_file("adora_reward", name)
             hash_by_file[user_function.file] = user_function.hash
             function = in_trl_form(bind_options(name, user_function.value, options))

@@ -21,7 +21,7 @@ from adora_vl.rewards.compare_values import (
 from adora_vl.rewards.forms import read_structured
 from adora_vl.rewards.grammar import unknowns
 from adora_vl.rewards.numeric import same_function, sign_of_factor_between
-from adora_vl.rewards.relations import chain_of_numbers, undecorated_name
+from adora_vl.rewards.relations import ChainedNumber, chain_of_numbers, undecorated_name
 from adora_vl.rewards.solutions import same_solutions
 
 _DECIMAL_COMMA_PATTERN = re.compile(r"[^,;0-9]*[0-9]+,(?![0-9]{3}(?![0-9]))[0-9]+[^,;]*")
@@ -55,17 +55,19 @@ def compare(answer: Answer, reference: Answer, rounding: bool = False) -> Compar
         return ComparisonResult("wrong", f"gold_{reference.refusal or reference.reason}")
     if reference.kind == "number" and answer.reason in {"equation", "relation"}:
         chain = chain_of_numbers(answer.text_with_names)
-        is_single_approximation = len(chain) == 1 and chain[0][0] == "~"
+        # `x \approx 5` is no chain but a value with a name, which `_read_named_value` reads.
+        is_single_approximation = len(chain) == 1 and chain[0].sign == "~"
         if chain and not is_single_approximation:
             return _compare_chain(chain, reference)
+    value = _read_decimal_comma(answer) if reference.number else None
     return compare_values(
-        _read_named_value(answer, reference),
+        value or _read_named_value(answer, reference),
         _read_unit_letter(reference, opposite=answer),
         rounding=rounding,
     )
 
 
-def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> ComparisonResult:
+def _compare_chain(chain: Sequence[ChainedNumber], reference: Answer) -> ComparisonResult:
     r"""Return the verdict on a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
     It is correct if all its numbers are the reference answer, and at least one exactly so. An
@@ -73,10 +75,10 @@ def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Co
     the digits of a reference answer that is a decimal, as in `20\sqrt{3} \approx 34.64`.
 
     Args:
-        chain: the sign before each number (`=`, or `~` for an approximation) and the number.
+        chain: from `chain_of_numbers`.
         reference: a number.
     """
-    has_approximation = any(sign == "~" for sign, _ in chain)
+    has_approximation = any(link.sign == "~" for link in chain)
     reference_may_be_rounded = "." in reference.text and has_approximation
     any_is_exact = False
     for sign, answer in chain:
@@ -87,52 +89,61 @@ def _compare_chain(chain: Sequence[tuple[str, Answer]], reference: Answer) -> Co
             any_is_exact = True
             continue
         if sign == "~":
-            is_near = reference.number and is_rounding_of(answer.text, reference.number.value)
+            agrees_to_digits = reference.number and is_rounding_of(
+                answer.text, reference.number.value
+            )
         else:
-            is_near = (
+            agrees_to_digits = (
                 reference_may_be_rounded
                 and answer.number
                 and is_rounding_of(reference.text, answer.number.value)
             )
-        if result.reason == "different_number" and not is_near:
+        if result.reason == "different_number" and not agrees_to_digits:
             return ComparisonResult("wrong", "chain_differs")
-        if result.reason == "different_unit" or not is_near:
+        if result.reason == "different_unit" or not agrees_to_digits:
             return result
     if not any_is_exact:
         return ComparisonResult("wrong", "chain_differs")
     return ComparisonResult("correct", "same_number")
 
 
+def _read_decimal_comma(answer: Answer) -> Answer | None:
+    """Return an answer such as `3,5` or `1.234,5` with its comma read as a decimal point.
+
+    None for any other answer. It is for a numeric reference answer, beside which `3,5` is one
+    number; alone it may be two.
+    """
+    if answer.reason != "enumeration":
+        return None
+    text = answer.text
+    if _THOUSANDS_AND_DECIMAL_COMMA_PATTERN.fullmatch(text):
+        text = re.sub("[. ]", "", text)
+    elif not _DECIMAL_COMMA_PATTERN.fullmatch(text):
+        return None
+    return replace(read_value(text.replace(",", ".")), unit=answer.unit)
+
+
 def _read_named_value(answer: Answer, reference: Answer) -> Answer:
     r"""Return the value that an answer gives with a name before it, else the answer itself.
 
     It is `2x + 1` in `y = 2x + 1` and 5 in `|AB| = 5`. An approximation such as `x \approx 5` counts
-    for a reference answer in digits. For a numeric reference answer a decimal comma is read as a
-    point.
+    for a reference answer in digits.
     """
-    if answer.reason == "enumeration" and reference.number:
-        has_thousands = _THOUSANDS_AND_DECIMAL_COMMA_PATTERN.fullmatch(answer.text)
-        if has_thousands or _DECIMAL_COMMA_PATTERN.fullmatch(answer.text):
-            text = re.sub("[. ]", "", answer.text) if has_thousands else answer.text
-            return replace(read_value(text.replace(",", ".")), unit=answer.unit)
     # A name that the canonical form has taken off, which stands in the text that was read.
     label = answer.text_with_names.partition("=")[0] if "=" in answer.raw else ""
     answer = _read_unit_letter(answer, opposite=reference)
     value = answer
     if answer.reason in NO_VALUE_REASONS and answer.kind != "percentage":
-        reference_in_digits = _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text)
+        is_reference_in_digits = _NUMBER_IN_DIGITS_PATTERN.fullmatch(reference.text)
+        is_reference_rounded = _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text)
         approximation = _APPROXIMATION_PATTERN.fullmatch(answer.text_with_names)
-        if (
-            approximation
-            and reference_in_digits
-            and _ROUNDED_DECIMAL_PATTERN.fullmatch(reference.text)
-        ):
+        if approximation and is_reference_rounded:  # `\approx 3.14`, without a name
             return read_value(approximation[1])
         named_value = NAMED_VALUE_PATTERN.fullmatch(answer.text_with_names)
         if named_value is None:
             return answer
         label, sign, value_text = named_value.groups()
-        if sign != "=" and not reference_in_digits:
+        if sign != "=" and not is_reference_in_digits:
             return answer
         value = read_value(value_text)
     if value.kind == "expression":
@@ -146,7 +157,7 @@ def _read_named_value(answer: Answer, reference: Answer) -> Answer:
 def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
     """Return the answer with its last letter read as a unit, as the litres in `5 L`.
 
-    That is so where the opposite side of the comparison has a unit. Else the letter stays an
+    The letter is a unit only where the opposite side of the comparison has one. Else it stays an
     unknown, and the answer is returned as it is.
     """
     if answer.unit or not opposite.unit:
@@ -158,8 +169,9 @@ def _read_unit_letter(answer: Answer, opposite: Answer) -> Answer:
 def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict where the reference answer is a list, point, relation or named value.
 
-    Both sides are from `read_structured`. The function calls itself for the parts of lists, points
-    and tuples.
+    Both sides are from `read_structured`. The function reads the answer in the form of the
+    reference answer where the form allows another spelling, and is called again for the parts of
+    lists, points and tuples.
     """
     if answer.kind == "unreadable":
         verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
@@ -169,7 +181,6 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
         adapted_answer = _adapt_function_label(answer, opposite=reference)
         reference = _adapt_function_label(reference, opposite=answer)
         answer = adapted_answer
-    are_ordered = answer.kind == reference.kind == "ordered"
     if _have_different_names(answer, reference):
         pair = ComparedPart(answer.label, reference.label, "different_label")
         return ComparisonResult("wrong", "different_label", (pair,))
@@ -180,7 +191,13 @@ def _compare_structured(answer: Answer, reference: Answer, *, rounding: bool) ->
             return _compare_vectors(answer, reference)
     if reference.kind == "unordered" and answer.kind == "text" and not answer.label:
         answer = _read_as_list_of_letters(answer, reference)
+    return _compare_forms(answer, reference, rounding=rounding)
+
+
+def _compare_forms(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
+    """Return the verdict on an answer that has been read in the form of the reference answer."""
     # Two pairs of numbers may be points rather than intervals, so they are compared as pairs.
+    are_ordered = answer.kind == reference.kind == "ordered"
     if answer.solution and reference.solution and not are_ordered:
         if same_solutions(answer.solution, reference.solution):
             return ComparisonResult("correct", "same_solutions")
@@ -222,23 +239,23 @@ def _have_different_names(answer: Answer, reference: Answer) -> bool:
 def _adapt_function_label(answer: Answer, opposite: Answer) -> Answer:
     """Return one side with its label adapted, where one side defines `y` and the other `f(x)`.
 
-    A label is the name of a value: `y` in `y = 2x + 1`. This equation becomes the value `2x + 1` of
-    `f(x)`, and `f(x) = 2x + 1` becomes a value without a label, so that both can be compared. Any
-    other answer is returned as it is, as is a function in whose value its `x` does not occur.
+    A label is the name of a value: `y` in `y = 2x + 1`. Beside `f(x) = 2x + 1` this equation becomes
+    the value `2x + 1` with the label `f(x)`, and beside `y = 2x + 1` the value of `f(x)` loses its
+    label, so that both can be compared. Any other answer is returned as it is, as is a function in
+    whose value its `x` does not occur.
     """
     label = undecorated_name(answer.label)
     opposite_label = undecorated_name(opposite.label)
-    function = _FUNCTION_NAME_PATTERN.fullmatch(label)
-    if function:
-        (argument,) = function.groups()
-        is_function_of_it = argument in unknowns(answer.tree or ())
+    function_name = _FUNCTION_NAME_PATTERN.fullmatch(label)
+    if function_name:
+        argument = function_name[1]
+        depends_on_argument = argument in unknowns(answer.tree or ())
         is_y_opposite = opposite_label == "y" and opposite.kind == "equation"
-        return replace(answer, label="") if is_function_of_it and is_y_opposite else answer
-    opposite_function = _FUNCTION_NAME_PATTERN.fullmatch(opposite_label)
-    if opposite_function and label == "y" and answer.kind == "equation" and answer.parts:
-        # The first part of such an equation is its right side.
-        right_side = answer.parts[0]
-        (argument,) = opposite_function.groups()
+        return replace(answer, label="") if depends_on_argument and is_y_opposite else answer
+    opposite_function_name = _FUNCTION_NAME_PATTERN.fullmatch(opposite_label)
+    if opposite_function_name and label == "y" and answer.kind == "equation" and answer.parts:
+        right_side = answer.parts[0]  # the only part of an equation
+        argument = opposite_function_name[1]
         if argument in unknowns(right_side.tree or ()):
             return replace(right_side, label=opposite.label)
     return answer
@@ -282,8 +299,7 @@ def _compare_vectors(answer: Answer, reference: Answer) -> ComparisonResult:
     terms = []
     for part, axis in zip(reference.parts, axes, strict=True):
         product = ("product", ("*", part.tree), ("*", ("unknown", axis)))
-        sign = 1
-        terms.append((sign, product))
+        terms.append((1, product))  # a term of a sum is its sign and a tree
     if same_function(answer_tree, ("sum", *terms)) == "equal":
         return ComparisonResult("correct", "same_value")
     return ComparisonResult("wrong", "different_expression")
@@ -318,7 +334,7 @@ def _compare_lists(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     """
     reference_labels = [part.label for part in reference.parts]
     answer_labels = [part.label for part in answer.parts]
-    if answer.brackets == "()" and any(reference_labels):
+    if answer.brackets == "()" and any(reference_labels):  # (4, 5) for AB = 4, CD = 5
         if all(answer_labels):
             return _compare_in_any_order(answer, reference, rounding=rounding)
         return _compare_in_order(answer, reference, rounding=rounding)
@@ -337,9 +353,9 @@ def _compare_in_order(answer: Answer, reference: Answer, *, rounding: bool) -> C
     """Compare the parts by position, up to the first wrong one."""
     if len(answer.parts) != len(reference.parts):
         return ComparisonResult("wrong", "different_length")
-    pairs = []
     if _names_contradict_order(answer, reference):
         return ComparisonResult("wrong", "different_label")
+    pairs = []
     for part, reference_part in zip(answer.parts, reference.parts, strict=True):
         result = _compare_structured(part, reference_part, rounding=rounding)
         pairs.append(

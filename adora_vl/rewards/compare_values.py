@@ -61,7 +61,7 @@ class ComparisonResult:
 def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> ComparisonResult:
     """Return the verdict on an answer of a single value.
 
-    That is a number, quantity, percentage, expression or text. The rules are tried in the order of
+    It is a number, quantity, percentage, expression or text. The rules are tried in the order of
     the code, and the first one that applies decides.
 
     Args:
@@ -69,17 +69,10 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
         reference: the reference answer, from `read_value` too.
         rounding: whether a decimal may be the reference answer rounded.
     """
-    unit = answer.unit
-    if unit and reference.unit:
-        reference_dimension = reference.unit.dimension
-        if {unit.dimension, reference_dimension} == {"angle", RADIANS}:
-            answer = convert_angle(answer, reference_dimension)
-        elif unit.dimension == reference_dimension:
-            answer = convert_to_unit(answer, reference.unit)
-        else:
-            return ComparisonResult("wrong", "different_unit")
-    elif unit and unit.dimension == RADIANS and not _may_be_radians(answer):
+    answer_in_unit = _in_unit_of_reference(answer, reference)
+    if answer_in_unit is None:
         return ComparisonResult("wrong", "different_unit")
+    answer = answer_in_unit
     # The same text is right, whether or not it can be read as a value.
     is_compared_by_text = (
         answer.kind in {"text", "expression", "percentage"} or answer.reason == "not_read"
@@ -91,22 +84,39 @@ def compare_values(answer: Answer, reference: Answer, *, rounding: bool) -> Comp
     answer = amount_of_money(answer)
     reference = amount_of_money(reference)
     if not answer.is_value:
-        return ComparisonResult(
-            "unparseable" if answer.reason in UNREAD_REASONS else "wrong", answer.reason
-        )
+        verdict: Verdict = "unparseable" if answer.reason in UNREAD_REASONS else "wrong"
+        return ComparisonResult(verdict, answer.reason)
     if (answer.kind == "percentage") != (reference.kind == "percentage"):
-        return ComparisonResult(
-            "wrong", "percentage" if answer.kind == "percentage" else "different_text"
-        )
-    answer_is_undone = answer.number and answer.number.has_undone_arithmetic
-    reference_is_undone = reference.number and reference.number.has_undone_arithmetic
-    if answer_is_undone and not reference_is_undone:
+        reason = "percentage" if answer.kind == "percentage" else "different_text"
+        return ComparisonResult("wrong", reason)
+    is_answer_undone = answer.number and answer.number.has_undone_arithmetic
+    is_reference_undone = reference.number and reference.number.has_undone_arithmetic
+    if is_answer_undone and not is_reference_undone:
         return ComparisonResult("wrong", "unevaluated")  # `2 + 3` where 5 is asked for
     if answer.number and reference.number:
         return _compare_numbers(
             answer.number, reference.number, answer_text=answer.text, rounding=rounding
         )
     return _compare_expressions(answer, reference)
+
+
+def _in_unit_of_reference(answer: Answer, reference: Answer) -> Answer | None:
+    """Return the answer converted to the unit of the reference answer, None where it cannot be.
+
+    An answer in radians may also mean the angle of a reference answer without a unit. Where only
+    one side has any other unit, the answer stays as it is.
+    """
+    unit = answer.unit
+    if unit is None:
+        return answer
+    if reference.unit is None:
+        is_other_angle = unit.dimension == RADIANS and not _may_be_radians(answer)
+        return None if is_other_angle else answer
+    if {unit.dimension, reference.unit.dimension} == {"angle", RADIANS}:
+        return convert_angle(answer, reference.unit.dimension)
+    if unit.dimension == reference.unit.dimension:
+        return convert_to_unit(answer, reference.unit)
+    return None
 
 
 def _compare_numbers(
@@ -133,15 +143,15 @@ def _compare_expressions(answer: Answer, reference: Answer) -> ComparisonResult:
     answer_unknowns = unknowns(answer.tree or ())
     reference_unknowns = unknowns(reference.tree or ())
     have_trees = bool(answer.tree and reference.tree)
-    formula = _read_reference_formula(reference, answer)
-    if formula and not (have_trees and answer_unknowns == reference_unknowns):
-        return _compare_formulas(answer, formula)
+    # As expressions both sides may already have the same unknowns. Else a letter can be a quantity.
+    reference_formula = _read_reference_formula(reference, answer)
+    if reference_formula and not (have_trees and answer_unknowns == reference_unknowns):
+        return _compare_formulas(answer, reference_formula)
     if not answer.tree or not reference.tree:
         return ComparisonResult("wrong", answer.reason or "different_text")
     if answer_unknowns != reference_unknowns:
-        return ComparisonResult(
-            "wrong", "different_expression" if reference_unknowns else "not_a_number"
-        )
+        reason = "different_expression" if reference_unknowns else "not_a_number"
+        return ComparisonResult("wrong", reason)
     return _compare_functions(answer.tree, reference.tree)
 
 

@@ -136,20 +136,7 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
     response = final_part(response)[-MAX_CHARS_OF_ROW:]
     if answer_tags:
         response = response[max(0, response.rfind(ANSWER_TAGS[0])) :]
-    boxes: list[_Box] = []  # filled from the last box back
-    for box in reversed(_complete_boxes(response)):
-        if boxes:
-            next_box = boxes[-1]
-            if box.end > next_box.start:
-                continue  # it stands inside of that box
-            between = response[box.end + 1 : next_box.start]
-            is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
-                _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
-            )
-            if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
-                break
-        boxes.append(box)
-    boxes.reverse()
+    boxes = _last_joint_boxes(response)
     contents = [response[box.content_start : box.end].strip(_SPACE_CHARACTERS) for box in boxes]
     has_equation = any("=" in content for content in contents)
     if not with_names or has_equation:
@@ -164,6 +151,25 @@ def boxes_in_a_row(response: str, answer_tags: bool, with_names: bool = False) -
             return contents
         named_contents.append(f"{name[1]} = {content}")
     return named_contents
+
+
+def _last_joint_boxes(response: str) -> list[_Box]:
+    """Return the last boxes between which little but a comma, "and" or "or" stands, in order."""
+    boxes: list[_Box] = []  # filled from the last box back
+    for box in reversed(_complete_boxes(response)):
+        if boxes:
+            next_box = boxes[-1]
+            if box.end > next_box.start:
+                continue  # it stands inside of that box
+            between = response[box.end + 1 : next_box.start]
+            is_joint = len(between) <= MAX_CHARS_BETWEEN_BOXES and (
+                _TEXT_BETWEEN_BOXES_PATTERN.fullmatch(between)
+            )
+            if not is_joint or len(boxes) > MAX_BOXES_IN_ROW:
+                break
+        boxes.append(box)
+    boxes.reverse()
+    return boxes
 
 
 def last_answer(response: str) -> str | None:
@@ -351,7 +357,8 @@ def reflective_words(text: str) -> dict[str, int]:
     """Count the occurrences of each reflective word that occurs at all."""
     lower_text = text.lower()
     words = list(REFLECTIVE_WORD_PATTERN)
-    # A quick look for the stems spares most searches; characters of odd case may hide a stem.
+    # Looking for the stem of each word first spares most searches, which are slow. A stem could be
+    # spelled with letters of odd case; then all words are searched for.
     if not _ODD_CASED_LETTERS_PATTERN.search(text):
         words = [word for word in words if _STEM_BY_REFLECTIVE_WORD[word] in lower_text]
     counts = {}

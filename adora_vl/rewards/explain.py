@@ -19,7 +19,13 @@ from adora_vl.rewards.completion import last_answer, last_boxed
 from adora_vl.rewards.entries import RewardEntry, named_rewards
 from adora_vl.rewards.explain_steps import read_figure_file, step_lines
 from adora_vl.rewards.forms import read_reference
-from adora_vl.rewards.grade import REMEDY_BY_REASON, comparison, grade, read_answer_for, verify_gold
+from adora_vl.rewards.grade import (
+    REMEDY_BY_REASON,
+    compare_parts,
+    grade,
+    read_answer_for,
+    verify_gold,
+)
 from adora_vl.rewards.presets import PRESETS, reward
 from adora_vl.rewards.relations import chain_of_numbers
 from adora_vl.rewards.thinking import final_part
@@ -29,6 +35,7 @@ from adora_vl.utils.errors import UserError
 from adora_vl.utils.own_files import is_users_file
 
 TRIAL_TIMEOUT_S = 300.0  # the default of adora_reward_timeout
+_MAX_PATH_CHARS = 200
 
 # What the reasons of a grade mean. A reason `gold_x` is `x`, found in the reference answer.
 RULE_IN_WORDS = {
@@ -87,7 +94,13 @@ RULE_IN_WORDS = {
 
 
 def explain_grade(
-    response: str, gold: str, choices: Sequence[str] | None = None, **accepted: bool
+    response: str,
+    gold: str,
+    choices: Sequence[str] | None = None,
+    *,
+    rounding: bool = False,
+    answer_tags: bool = False,
+    thinking_opened: bool = False,
 ) -> list[str]:
     """Return the lines that explain the grade of a response.
 
@@ -95,7 +108,9 @@ def explain_grade(
         response: the whole response.
         gold: the reference answer.
         choices: the values of A, B, C, ...
-        accepted: `rounding`, `answer_tags` and `thinking_opened` of `grade`.
+        rounding: as in `grade`.
+        answer_tags: as in `grade`.
+        thinking_opened: as in `grade`.
 
     Raises `UserError` for a reference answer that cannot be graded against.
     """
@@ -103,34 +118,24 @@ def explain_grade(
     if reason:
         reason_in_words = reason if ":" in reason else f"{reason}: {RULE_IN_WORDS.get(reason, '')}"
         raise UserError(f"--gold: {gold!r} cannot be graded against ({reason_in_words})")
-    result = grade(response, gold, choices=choices, **accepted)
-    answer_tags = accepted.get("answer_tags", False)
-    thinking_opened = accepted.pop("thinking_opened", False)
-    full_response = response
-    response = final_part(full_response, thinking_opened)
+    result = grade(
+        response,
+        gold,
+        choices=choices,
+        rounding=rounding,
+        answer_tags=answer_tags,
+        thinking_opened=thinking_opened,
+    )
+    final_response = final_part(response, thinking_opened)
     lines: list[str] = []
-    if response != full_response:
-        characters = len(full_response) - len(response)
-        lines.append(f"thinking   {amount_of(characters, 'character')} set aside")
+    if final_response != response:
+        thinking_chars = len(response) - len(final_response)
+        lines.append(f"thinking   {amount_of(thinking_chars, 'character')} set aside")
     extracted = "(no complete box)"
     if result.extracted is not None:
         extracted = _printable(result.extracted)
     lines.append(f"extracted  {extracted}")
-    content = last_answer(response) if answer_tags else last_boxed(response)
-    if content is not None:
-        answer = read_answer_for(
-            read_reference(gold), response=response, content=content, answer_tags=answer_tags
-        )
-        lines.append(
-            f"answer     {_answer_with_kind(read_reference(answer.raw) if answer.raw else answer)}"
-        )
-    lines.append(f"gold       {_answer_with_kind(read_reference(gold))}")
-    compared = comparison(response, gold, **accepted)
-    for number, pair in enumerate(compared.pairs if compared else (), 1):
-        lines.append(
-            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
-            f"{pair.reason}"
-        )
+    lines += _comparison_lines(final_response, gold, rounding=rounding, answer_tags=answer_tags)
     for letter, value in zip(ascii_uppercase, choices or (), strict=False):
         lines.append(f"choice {letter}   {_answer_with_kind(read_reference(value))}")
     lines.append(
@@ -142,13 +147,37 @@ def explain_grade(
     return lines
 
 
+def _comparison_lines(
+    final_response: str, gold: str, *, rounding: bool, answer_tags: bool
+) -> list[str]:
+    """Return the lines with both answers as they are read, and with each part that is compared."""
+    lines: list[str] = []
+    content = last_answer(final_response) if answer_tags else last_boxed(final_response)
+    if content is not None:
+        answer = read_answer_for(
+            read_reference(gold), response=final_response, content=content, answer_tags=answer_tags
+        )
+        # The answer is shown with the kind that it would have as a reference answer.
+        answer = read_reference(answer.raw) if answer.raw else answer
+        lines.append(f"answer     {_answer_with_kind(answer)}")
+    lines.append(f"gold       {_answer_with_kind(read_reference(gold))}")
+    result = compare_parts(final_response, gold, rounding=rounding, answer_tags=answer_tags)
+    for number, pair in enumerate(result.pairs if result else (), 1):
+        lines.append(
+            f"part {number:<6}{_printable(pair.answer)} against {_printable(pair.reference)}: "
+            f"{pair.reason}"
+        )
+    return lines
+
+
 def _answer_with_kind(answer: Answer) -> str:
     """Return the canonical text of an answer with its kind, and its value where it is a number."""
     answer = amount_of_money(answer)
     text = _printable(answer.text_with_names if answer.is_structured else answer.text)
     kind: str = answer.kind
-    if kind == "unreadable" and (chain := chain_of_numbers(answer.text_with_names)):
-        answer = chain[-1][1]
+    chain = chain_of_numbers(answer.text_with_names) if kind == "unreadable" else []
+    if chain:
+        answer = chain[-1].answer  # the result of the working
         kind = "working"
     if answer.number:
         return f"{text}  [{kind}, {float(answer.number.value):.9g}]"
@@ -242,7 +271,8 @@ def _read_response(word: str, *, may_be_file: bool) -> str:
         if may_be_file and Path(word).is_file():
             return Path(word).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError, ValueError) as error:
-        if "\n" not in word and len(word) < 200:
+        # A long response is no path: looking for a file of that name fails, and it is meant itself.
+        if "\n" not in word and len(word) < _MAX_PATH_CHARS:
             raise UserError(f"--response: {word!r} cannot be read ({error})") from error
     return word
 
@@ -312,12 +342,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             is_users_file(reward.name) for reward in named_rewards(options.reward)
         )
         if options.gold is not None and not only_user_functions:
-            accepted = {
-                "rounding": options.rounding,
-                "answer_tags": options.answer_tags,
-                "thinking_opened": options.thinking_opened,
-            }
-            lines = explain_grade(response, gold=options.gold, choices=options.choices, **accepted)
+            lines = explain_grade(
+                response,
+                gold=options.gold,
+                choices=options.choices,
+                rounding=options.rounding,
+                answer_tags=options.answer_tags,
+                thinking_opened=options.thinking_opened,
+            )
         if options.figure is not None:
             lines += step_lines(response, read_figure_file(options.figure))
         if options.reward:

@@ -17,10 +17,10 @@ _SYMMETRIC_RELATION_PATTERN = re.compile(r"(\\(?:parallel|perp|cong|sim)(?![A-Za
 
 
 def unify_figure_names(text: str) -> str:
-    """Return a canonical text with the names of its figures in one spelling.
+    r"""Return a canonical text with the names of its figures in one spelling, to be compared as text.
 
-    A relation of two figures has its sides in alphabetical order. A text with several relations
-    stays as it is.
+    `\overline{BA}` becomes `AB`. A relation of two figures has its sides in alphabetical order. A
+    text with several relations stays as it is.
     """
     if not _SEGMENT_NAME_PATTERN.search(text):  # names no figure
         return text

@@ -6,6 +6,7 @@ wrong.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -49,10 +50,8 @@ _INFINITY_BY_SPELLING = {  # the ends of intervals
     for name in (r"\infty", "∞")
     for sign in ("", "+", "-")
 }
-_REFUSED_PATTERNS = (
-    ("matrix", re.compile(r"\\begin|\\end|&|\\\\")),
-    ("open_list", re.compile(r"…|\.\.|\\[lc]?dots")),
-)
+_SEVERAL_LINES_PATTERN = re.compile(r"\\begin|\\end|&|\\\\")
+_OPEN_LIST_PATTERN = re.compile(r"…|\.\.|\\[lc]?dots")
 _MATRIX_PATTERN = re.compile(
     r"[(\[]?\\begin\{(p|b|small|)(?:matrix|array)\}(?:\{[clr|]+\})?((?:(?!\\begin).)+)\\end\{\1(?:matrix|array)\}[)\]]?"
 )
@@ -70,8 +69,10 @@ def read_reference(raw: str) -> Answer:
 def _read_reference_cached(raw: str) -> Answer:
     """Return `read_reference` with a cache, since the rollouts of a group share the reference."""
     value = read_value(raw)
+    # `y = 2x + 1` has been read as the expression behind its name, and may be an equation.
     may_be_structured = value.kind == "expression" and "=" in raw
     if value.kind == "unreadable":
+        # Relations, lists and intervals are no single value, so they are read as a form.
         may_be_structured = value.reason in NO_VALUE_REASONS
     if not may_be_structured:
         return value
@@ -79,7 +80,9 @@ def _read_reference_cached(raw: str) -> Answer:
     if answer.is_value and not answer.label:
         # One value in braces is a set of one.
         answer = Answer("unordered", value.text, parts=(answer,))
-    reason = "equation" if answer.kind == "unreadable" and value.tree else value.reason
+    reason = value.reason
+    if answer.kind == "unreadable" and value.kind == "expression":
+        reason = "equation"
     return replace(answer, text=value.text, reason=reason, raw=raw)
 
 
@@ -104,14 +107,14 @@ def read_structured(answer: Answer) -> Answer:
     """Read an answer anew for a reference answer of several values, or of a value with a name.
 
     `x = 5` then keeps its name, and `1000,99` may be two values. What cannot be read becomes an
-    answer of the kind `unreadable`, so that nothing is raised. Its `refusal` has the reason if it
-    says more than why the answer is no single value.
+    answer of the kind `unreadable`, so that nothing is raised. `reason` still says why it is no
+    single value; `refusal` says why it is none of several either, if that says more.
     """
     try:
         return _parse_structured(answer.text_with_names)
     except NotReadError as error:
-        refusal = error.reason if error.reason in REFUSAL_REASONS or not answer.reason else ""
-        return replace(answer, kind="unreadable", refusal=refusal)
+        says_more = error.reason in REFUSAL_REASONS or not answer.reason
+        return replace(answer, kind="unreadable", refusal=error.reason if says_more else "")
 
 
 @lru_cache(maxsize=256)
@@ -120,9 +123,10 @@ def _parse_structured(text: str) -> Answer:
 
     Raises `NotReadError`.
     """
-    for reason, pattern in _REFUSED_PATTERNS:
-        if pattern.search(text) and not (reason == "matrix" and _MATRIX_PATTERN.search(text)):
-            raise NotReadError(reason)
+    if _SEVERAL_LINES_PATTERN.search(text) and not _MATRIX_PATTERN.search(text):
+        raise NotReadError("matrix")
+    if _OPEN_LIST_PATTERN.search(text):
+        raise NotReadError("open_list")
     text = (
         text.replace(r"\langle", "(")
         .replace(r"\rangle", ")")
@@ -216,22 +220,31 @@ def _read_list(text: str, pieces: list[str], separators: list[str], depth: int) 
         if any(is_or) and not all(is_or):
             raise NotReadError("relation")  # `and` and `or` side by side
         return join_conditions(text, word="or" if is_or[0] else "and", parts=parts)
-    # The name of each value, such as `x` in `x = 5`; empty without one.
-    labels = [part.label for part in parts]
-    label = ""
-    only_first_has_name = labels[0] != "" and not any(labels[1:])
-    all_have_one_name = labels[0] != "" and len(set(labels)) == 1
-    if only_first_has_name or all_have_one_name:
-        # One name for all values: a = 4, -8 and x = 5 or x = 6
-        label = labels[0]
+    label = _common_name(parts)
+    if label:
         parts = [replace(part, label="") for part in parts]
-    elif any(labels):
-        has_repeated_name = len(set(labels)) < len(labels)
-        if not all(labels) or has_repeated_name:
-            raise NotReadError("labels")
     if len(parts) > MAX_PARTS:
         raise NotReadError("too_large")
     return Answer(kind="unordered", text=text, label=label, parts=tuple(parts))
+
+
+def _common_name(parts: Sequence[Answer]) -> str:
+    """Return the one name of all values of a list: `a` for `a = 4, -8`, `x` for `x = 5 or x = 6`.
+
+    Empty where no value has a name, or each one has another. Raises `NotReadError` where only some
+    have names, or names repeat.
+    """
+    labels = [part.label for part in parts]
+    if not any(labels):
+        return ""
+    only_first_has_name = labels[0] != "" and not any(labels[1:])
+    all_have_one_name = labels[0] != "" and len(set(labels)) == 1
+    if only_first_has_name or all_have_one_name:
+        return labels[0]
+    has_repeated_name = len(set(labels)) < len(labels)
+    if not all(labels) or has_repeated_name:
+        raise NotReadError("labels")
+    return ""
 
 
 def _read_bracketed(text: str, depth: int) -> Answer | None:
@@ -244,52 +257,70 @@ def _read_bracketed(text: str, depth: int) -> Answer | None:
         name, coordinates = point.groups()
         coordinates_answer = _read_bracketed(coordinates, depth)
         return coordinates_answer and replace(coordinates_answer, label=name, text=text)
-    opening, closing = (r"\{", r"\}") if text.startswith(r"\{") else (text[0], text[-1])
+    if text.startswith(r"\{"):
+        opening = r"\{"
+        closing = r"\}"
+    else:
+        opening = text[0]
+        closing = text[-1]
     text_inside = text[len(opening) : -len(closing)]
     # In `(1, 2) + (3, 4)` the plus has depth 0, so the outer brackets are no pair.
     depths_inside = bracket_depths(text)[len(opening) : -1]
-    is_enclosed = text.endswith(closing) and 0 not in depths_inside
-    if opening not in {"(", "[", "{", r"\{"} or not is_enclosed:
+    if not text.endswith(closing) or 0 in depths_inside:
         return None
-    if opening in {"{", r"\{"}:
-        return _read_braces(text, opening, closing, text_inside, depth)
+    if opening == r"\{" or (opening == "{" and closing == "}"):
+        has_backslash = opening == r"\{"
+        return _read_braces(text, text_inside, has_backslash=has_backslash, depth=depth)
+    if opening not in {"(", "["}:
+        return None
+    return _read_tuple(text, text_inside, brackets=opening + closing, depth=depth)
+
+
+def _read_tuple(text: str, text_inside: str, brackets: str, depth: int) -> Answer | None:
+    """Read a point, tuple or interval in round or square brackets; None for a single value in them.
+
+    Args:
+        text: the whole text.
+        text_inside: what stands between its brackets.
+        brackets: the opening one and what ends the text, such as `[)`.
+        depth: the nesting.
+
+    Raises `NotReadError`.
+    """
     pieces, semicolons = split_outside_brackets(text_inside, _SEMICOLON_PATTERN)
     if not semicolons:
         pieces, _ = split_outside_brackets(text_inside, re.compile(","))
-    brackets = opening + closing
     # `[2, 5)` is an interval, while more than two parts need brackets that match.
     are_brackets_unlike = brackets not in {"()", "[]"}
-    if len(pieces) < 2 or closing not in {")", "]"} or (len(pieces) > 2 and are_brackets_unlike):
+    is_closed = brackets[-1] in ")]"
+    if len(pieces) < 2 or not is_closed or (len(pieces) > 2 and are_brackets_unlike):
         return None
     parts = []
     for piece in pieces:
-        parts.append(
-            _INFINITY_BY_SPELLING[piece]
-            if piece in _INFINITY_BY_SPELLING
-            else _parse_form(piece, depth + 1)
-        )
+        if piece in _INFINITY_BY_SPELLING:
+            parts.append(_INFINITY_BY_SPELLING[piece])
+        else:
+            parts.append(_parse_form(piece, depth + 1))
     if any(part.kind == "unordered" and not part.is_plus_minus for part in parts):
         raise NotReadError("enumeration")  # (3,5; 4)
     interval = None
     if len(parts) == 2:
-        first, second = [part.lone_number or part.text for part in parts]
+        low, high = [part.lone_number or part.text for part in parts]
         # None where the two cannot be the ends of an interval.
-        interval = interval_solution(low=first, high=second, brackets=brackets)
+        interval = interval_solution(low=low, high=high, brackets=brackets)
     return Answer(
         kind="ordered", text=text, parts=tuple(parts), brackets=brackets, solution=interval
     )
 
 
-def _read_braces(text: str, opening: str, closing: str, inside: str, depth: int) -> Answer | None:
-    r"""Read a set in `\{\}` or `{}`; None where one brace has a backslash and the other has none.
+def _read_braces(text: str, text_inside: str, *, has_backslash: bool, depth: int) -> Answer:
+    r"""Read a set in `\{\}`, or in plain braces, for which `has_backslash` is false.
 
     Plain braces around one value are no set: `{5}` is 5. Raises `NotReadError` for a set of sets.
     """
-    if (opening == "{") != (closing == "}"):
-        return None
-    inner_answer = _parse_form(inside, depth + 1)
+    inner_answer = _parse_form(text_inside, depth + 1)
     is_set_inside = inner_answer.text.startswith(r"\{")
-    if opening == "{" and (is_set_inside or inner_answer.kind != "unordered"):
+    if not has_backslash and (is_set_inside or inner_answer.kind != "unordered"):
         return inner_answer
     is_list = inner_answer.kind == "unordered" and not inner_answer.label
     parts = inner_answer.parts if is_list else (inner_answer,)
@@ -308,13 +339,13 @@ def _read_matrix(text: str, inside: str) -> Answer:
     for line in inside.split(r"\\"):
         if line.strip():
             rows.append([read_single_value(entry.strip()) for entry in line.split("&")])
-    has_equal_rows = len({len(row) for row in rows}) == 1
+    has_equal_rows = len({len(row) for row in rows}) == 1  # false without any row, too
     if not has_equal_rows or len(rows) * len(rows[0]) > MAX_PARTS:
         raise NotReadError("matrix")
     if any(not entry.tree for row in rows for entry in row):
         raise NotReadError("matrix")
     # A column is a vector, which may be written as a tuple too.
-    if len(rows[0]) == 1 < len(rows):
+    if len(rows) > 1 and len(rows[0]) == 1:
         return Answer(kind="ordered", text=text, parts=tuple(row[0] for row in rows), brackets="()")
     row_answers = []
     for row in rows:
@@ -372,30 +403,27 @@ def _read_relation(text: str, sides: list[str], signs: list[str], depth: int) ->
         return read_inequality(text, sides, signs)
     if len(sides) > 2:
         return read_chain(sides)
-    left_side, right_side = sides
+    name, value_text = sides
     is_equality = signs == ["="]
     if is_equality and all(FIGURE_NAME_PATTERN.fullmatch(side) for side in sides):
         return read_equation(text, sides)  # AB = CD
-    if (
-        is_equality
-        and VALUE_NAME_PATTERN.fullmatch(right_side)
-        and not VALUE_NAME_PATTERN.fullmatch(left_side)
-    ):
-        left_side, right_side = right_side, left_side  # 5 = x
-    if _TUPLE_OF_NAMES_PATTERN.fullmatch(left_side):
-        return _read_named_tuple(text, names_text=left_side, values_text=right_side, depth=depth)
-    if not VALUE_NAME_PATTERN.fullmatch(left_side):
+    is_name = [VALUE_NAME_PATTERN.fullmatch(side) is not None for side in sides]
+    if is_equality and is_name == [False, True]:
+        value_text, name = sides  # 5 = x
+    if _TUPLE_OF_NAMES_PATTERN.fullmatch(name):
+        return _read_named_tuple(text, names_text=name, values_text=value_text, depth=depth)
+    if not VALUE_NAME_PATTERN.fullmatch(name):
         if not is_equality:
             raise NotReadError("equation")
-        return read_equation(text, sides)
-    right_answer = _parse_form(right_side, depth + 1)
-    left_tree = read_value(left_side).tree
-    is_left_unknown = left_tree is not None and left_tree[0] == "unknown"
-    if is_equality and right_answer.kind == "expression" and is_left_unknown:
+        return read_equation(text, sides)  # 2x + 4y = 3
+    value = _parse_form(value_text, depth + 1)
+    name_tree = read_value(name).tree
+    is_unknown = name_tree is not None and name_tree[0] == "unknown"
+    if is_equality and value.kind == "expression" and is_unknown:
         equation = read_equation(text, sides)  # y = 2x + 1
-        return replace(equation, parts=(right_answer,), label=left_side)
-    if right_answer.is_value:
-        return replace(right_answer, label=left_side)
-    if right_answer.kind not in {"ordered", "unordered"}:
+        return replace(equation, parts=(value,), label=name)
+    if value.is_value:
+        return replace(value, label=name)
+    if value.kind not in {"ordered", "unordered"}:
         raise NotReadError("equation")
-    return replace(right_answer, text=text, label=left_side)
+    return replace(value, text=text, label=name)

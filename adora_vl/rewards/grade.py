@@ -211,6 +211,7 @@ def _decide_verdict(
         # The policy asks for exactly that choice's value.
         reference = value
         rounding = False
+    letter_result = None
     if answer_choice is not None:
         letter_result = _grade_by_letter(
             answer_choice, reference_choice=reference_choice, reference=reference, choices=choices
@@ -227,9 +228,9 @@ def _decide_verdict(
         choices=choices,
         rounding=rounding,
     )
-    if answer_choice is None or value_result.verdict == "correct":
+    if letter_result is None or value_result.verdict == "correct":
         return value_result
-    return letter_result
+    return letter_result  # neither the letter nor the value is right
 
 
 def _decide_without_choices(
@@ -272,10 +273,13 @@ def _grade_by_value(
     answer_text = join_letters(answer.text_with_names.replace(", ", ","))
     reference_text = join_letters(reference.text_with_names.replace(", ", ","))
     has_same_text = answer.text != "" and answer_text == reference_text
-    if has_same_text and reference_choice and result.verdict != "correct":
-        return ComparisonResult("correct", "same_text")
-    if has_same_text or result.verdict != "correct":
+    if result.verdict != "correct":
+        if has_same_text and reference_choice:
+            return ComparisonResult("correct", "same_text")
         return result
+    if has_same_text:
+        return result
+    # A value without that text is right only where no other choice has the same value.
     for choice in choices:
         choice_value = read_value(choice)
         is_another_text = choice_value.text != reference.text
@@ -303,7 +307,7 @@ def _grade_by_letter(
     if reference_choice:
         is_same = answer_choice.letter == reference_choice.letter
     else:
-        # The choice takes the part of an answer here, so it is read as one.
+        # `value` is read as a reference answer. As the answer here, the choice is read anew.
         is_same = compare(read_value(value.raw), reference).verdict == "correct"
     if not is_same:
         return ComparisonResult("wrong", "different_letter")
@@ -333,7 +337,7 @@ def read_answer_for(reference: Answer, response: str, content: str, answer_tags:
     return read_value(", ".join(boxes))
 
 
-def comparison(
+def compare_parts(
     response: str,
     gold: str,
     *,
@@ -378,13 +382,14 @@ def _read_named_choice(answer: Answer, choices: Sequence[str]) -> _NamedChoice |
         return None
     letter_before = _LETTER_BEFORE_VALUE_PATTERN.fullmatch(answer.text)
     letter_behind = _LETTER_BEHIND_VALUE_PATTERN.fullmatch(answer.text)
+    # In both patterns each spelling of the letter, such as `(C)` and `C.`, has its own group, of
+    # which one is set. The value beside the letter is the last group, or the first one.
     if letter_before:
         *letter_groups, text_beside = letter_before.groups()
     elif letter_behind:
         text_beside, *letter_groups = letter_behind.groups()
     else:
         return None
-    # Each spelling, such as `(C)` and `C.`, has a group of its own, of which one is set.
     letter = next(group for group in letter_groups if group)
     if _value_of_letter(letter.upper(), choices) is None:
         return None

@@ -55,6 +55,7 @@ FUNCTION_NAMES = frozenset(
 _FUNCTION_COMMANDS = frozenset({f"\\{name}" for name in FUNCTION_NAMES} | {r"\log"})
 _COSTLY_TOKENS = _FUNCTION_COMMANDS | {"^", r"\sqrt", "!", r"\binom", r"\exp"}
 _INVERSE_BY_COMMAND = {r"\sin": "arcsin", r"\cos": "arccos", r"\tan": "arctan"}
+_MINUS_ONE = ("sum", (-1, ("num", "1")))  # the tree of `-1`
 
 
 class NotReadError(ValueError):
@@ -75,23 +76,23 @@ class NotReadError(ValueError):
         self.reason = reason
 
 
-def read_tree(text: str, *, formula: bool = False) -> Tree:
+def read_tree(text: str, *, is_formula: bool = False) -> Tree:
     """Read a text in canonical form into a tree.
 
-    With `formula` the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
+    In a formula the letters are quantities, so that `ab` is a product and `R` an unknown. Raises
     `NotReadError` for anything that is not in the grammar.
     """
     if len(text) > MAX_CHARS:
         raise NotReadError("too_large")
     if _deepest_nesting(text) > MAX_NESTING:
         raise NotReadError("too_large")
-    tokens = (_FORMULA_TOKEN_PATTERN if formula else _TOKEN_PATTERN).findall(text)
+    tokens = (_FORMULA_TOKEN_PATTERN if is_formula else _TOKEN_PATTERN).findall(text)
     if "".join(tokens) != text:
         raise NotReadError  # the pattern skips characters that begin no token
     if sum(symbol in _COSTLY_TOKENS for symbol in tokens) > MAX_COSTLY_TOKENS:
         raise NotReadError("too_large")
     symbols = [symbol for symbol in tokens if symbol != " "]
-    if formula:
+    if is_formula:
         symbols = [_unify_name(symbol) for symbol in symbols]
     parser = _Parser(symbols)
     tree = parser.sum()
@@ -140,11 +141,14 @@ def nodes(tree: Tree) -> Iterator[Tree]:
 def children(tree: Tree) -> Iterator[Tree]:
     """Yield the trees directly inside a tree.
 
-    A term of a sum or product is a pair of its sign or operator and a tree.
+    A term of a sum is a pair of its sign, 1 or -1, and a tree, and a factor of a product one of its
+    operator and a tree.
     """
     for child in tree[1:]:
-        if isinstance(child, tuple):
-            yield child[1] if child[0] in (1, -1, "*", "/") else child
+        if not isinstance(child, tuple):
+            continue  # a name, a degree, or digits
+        is_pair = child[0] in (1, -1, "*", "/")
+        yield child[1] if is_pair else child
 
 
 def _is_unknown(symbol: str) -> bool:
@@ -172,7 +176,7 @@ def read_formula(text: str) -> Tree | None:
     if text.isalpha() or not has_sign_of_formula or _LONG_WORD_PATTERN.search(text):
         return None
     try:
-        return read_tree(text, formula=True)
+        return read_tree(text, is_formula=True)
     except NotReadError:
         return None
 
@@ -280,7 +284,7 @@ class _Parser:
             return self._literal()
         if symbol != "{" and not _is_unknown(symbol):
             raise NotReadError  # `2^34` is 2^3 beside a 4 in TeX
-        return self._primary()
+        return self._primary()  # the group in braces, or the letter
 
     def _primary(self) -> Tree:
         """Read the smallest unit.
@@ -330,6 +334,7 @@ class _Parser:
         With anything but integers in the fraction it is a product, as in `7\frac{\sqrt{3}}{2}`, and
         `integer` is returned. `3\frac{5}{2}` can be meant in both ways and is not read.
         """
+        # `\frac{1}{2}` is seven tokens: the command and two integers in braces.
         fraction_tokens = self._tokens[self._next : self._next + 7]
         if len(fraction_tokens) < 7:
             return integer
@@ -371,7 +376,7 @@ class _Parser:
                 base = self._group() if self.peek() == "{" else self._literal()
             return ("log", base, self._argument())
         exponent = self._exponent() if self.peek() == "^" else None
-        if exponent == ("sum", (-1, ("num", "1"))):
+        if exponent == _MINUS_ONE:
             if name not in _INVERSE_BY_COMMAND:
                 raise NotReadError
             return ("call", _INVERSE_BY_COMMAND[name], self._argument())

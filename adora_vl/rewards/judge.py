@@ -174,8 +174,9 @@ class JudgeReward:
         if self._budget is not None:
             replies = replies[: self._budget]
         scores = [self._trial_score(reply) for reply in replies]
-        if len(set(scores)) == len(scores):
-            return  # the judge tells them apart
+        tells_replies_apart = len(set(scores)) == len(scores)
+        if tells_replies_apart:
+            return
         print(
             f"warning: adora_reward: judge: the model {self._endpoint.model!r} gives {scores[0]} "
             "for a right and for a wrong answer to 2 + 3; look at its instruction",
@@ -188,12 +189,12 @@ class JudgeReward:
 
         Raises `UserError` where the judge cannot be reached or gives no score.
         """
-        where = f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r}"
+        judge = f"adora_reward: judge: {self._endpoint.url} with the model {self._endpoint.model!r}"
         try:
             reply = self.client.chat(self.messages("What is 2 + 3?", "5", answer))
         except EndpointError as error:
             remedy = error.remedy(KEY_VARIABLE)
-            raise UserError(f"{where} gave no answer: {error}; {remedy}") from None
+            raise UserError(f"{judge} gave no answer: {error}; {remedy}") from None
         try:
             return read_score(reply.text)
         except EndpointError as error:
@@ -204,7 +205,7 @@ class JudgeReward:
                     f"it was cut off at max_tokens, {max_tokens}: raise it for a judge that thinks"
                 )
             excerpt = reply.text[:_MAX_EXCERPT_CHARS]
-            raise UserError(f"{where} gave no score: {error}: {excerpt!r}; {remedy}") from None
+            raise UserError(f"{judge} gave no score: {error}: {excerpt!r}; {remedy}") from None
 
     def _score(self, messages: Messages | None) -> float | EndpointError:
         """Return the score of one completion, from the cache or a call, or the error of the call."""
@@ -224,9 +225,9 @@ class JudgeReward:
         A cached text that is no score counts as none and is requested again, since the file may
         have been edited or be damaged.
         """
-        word = self.client.cached(messages)
+        score_text = self.client.cached(messages)
         try:
-            return None if word is None else _parse_score(word)
+            return None if score_text is None else _parse_score(score_text)
         except EndpointError:
             return None
 
@@ -240,20 +241,20 @@ def read_score(text: str) -> str:
     text = final_part(text)
     if "<score>" not in text or "</score>" not in text:
         raise EndpointError("the reply has no <score>...</score>")
-    word = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
-    _parse_score(word)
-    return word
+    score_text = text.rsplit("<score>", 1)[1].split("</score>", 1)[0].strip()
+    _parse_score(score_text)  # raises for anything but a score
+    return score_text
 
 
-def _parse_score(word: str) -> float:
-    """Return the score that a word says.
+def _parse_score(score_text: str) -> float:
+    """Return the number that a score says.
 
     Raises `EndpointError` unless it is a number from 0 to 1.
     """
     try:
-        number = float(word)
+        score = float(score_text)
     except ValueError:
-        raise EndpointError(f"the score {word:.40} is no number") from None
-    if not 0 <= number <= 1:
-        raise EndpointError(f"the score {word:.40} is not from 0 to 1")
-    return number
+        raise EndpointError(f"the score {score_text:.40} is no number") from None
+    if not 0 <= score <= 1:
+        raise EndpointError(f"the score {score_text:.40} is not from 0 to 1")
+    return score

@@ -96,7 +96,9 @@ def logic_rl_verdict(response: str, reference: str) -> tuple[str, str | None]:
     A box does not count, and `read_logic_rl_roles` reads the last `<answer>` block.
     """
     expected_roles = _read_reference_roles(reference)
-    answer = (answer_block(response) or "").partition(ANSWER_TAGS[1])[0].strip()
+    # `answer_block` includes the rest of the response where a box stands in it.
+    block, _, _ = (answer_block(response) or "").partition(ANSWER_TAGS[1])
+    answer = block.strip()
     return _verdict_on_roles(answer, read_logic_rl_roles(answer, expected_roles), expected_roles)
 
 
@@ -138,7 +140,7 @@ def knights_logic_rl_reward(completions: Sequence[Any] = (), **columns: Any) -> 
 
 
 def _judge_responses(
-    judge: Callable[[str, str], tuple[str, str | None]],
+    grade_response: Callable[[str, str], tuple[str, str | None]],
     completions: Sequence[Any],
     answer: Sequence[str] | None = None,
     thinking_opened: Sequence[bool] | None = None,
@@ -148,15 +150,18 @@ def _judge_responses(
 ) -> list[tuple[str, str]]:
     """Return each response with its verdict; the verdicts also go into the record and the log.
 
-    `judge` grades a response against its reference answer. The other arguments are those of TRL.
-    Raises `UserError` where the data set has no column `answer`.
+    `grade_response` returns the verdict on a response by its reference answer, and the answer that
+    it has read. The other arguments are those of TRL. Raises `UserError` where the data set has no
+    column `answer`.
     """
     if answer is None:
         raise UserError(
             "the dataset has no column 'answer': the reward needs the reference answer of every row"
         )
     texts = response_texts(completions, thinking_opened)
-    results = [judge(text, reference) for text, reference in zip(texts, answer, strict=True)]
+    results = [
+        grade_response(text, reference) for text, reference in zip(texts, answer, strict=True)
+    ]
     verdicts = [verdict for verdict, _ in results]
     if log_extra:
         log_extra("verdict", verdicts)

@@ -54,18 +54,18 @@ _ValueOrReason = Ball | Literal["too_large", "undefined"]
 
 
 def evaluate_closed_form(tree: Tree) -> Ball:
-    r"""Return the value of a tree without unknowns, and how it is written.
+    r"""Return the value of a tree without unknowns, with a bound on its error.
 
-    The value has a bound on its error. The result also says whether a rational number is written as
-    arithmetic still to be done, as in `180-40`; and, if it is written with one decimal of many
-    digits, how much the last digit counts (`Ball.last_digit_growth`).
+    The `Ball` also says how the value is written, which decides what is right: whether a rational
+    number is arithmetic still to be done, as in `180-40`; and, if it is written with one decimal of
+    many digits, how much the last digit counts (`Ball.last_digit_growth`).
 
     Raises `NotReadError` with the reason `too_large`, `undefined` (no value, as `1/0`), or `has_unknown`
     for a tree that has unknowns.
     """
     ball = _evaluate(tree, None)
     if tree[0] == "num" and len(tree[1]) <= MIN_DIGITS_OF_LONG_DECIMAL:
-        return ball  # neither applies to a short number, as most are
+        return ball  # neither applies to a short number, and most answers are one
     all_nodes = list(nodes(tree))
     has_undone_arithmetic = False
     if ball.is_exact:
@@ -152,8 +152,8 @@ def _is_scientific(first_factor: Tree, second_operator_and_factor: tuple[str, Tr
 def _raise_last_digit(tree: Tree) -> Tree | None:
     """Return the tree with its long decimal increased by one unit in the last place.
 
-    A long decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or
-    several.
+    The change in value tells how far the decimal may be from the value that it stands for. A long
+    decimal has `MIN_DIGITS_OF_LONG_DECIMAL` digits or more. None if the tree has none, or several.
     """
     long_decimals = [node for node in nodes(tree) if _is_long_decimal(node)]
     if len(long_decimals) != 1:
@@ -193,8 +193,9 @@ def _last_digit_growth(
 ) -> Value | None:
     """Return how much a tree grows with one unit in the last place of its long decimal.
 
-    None if it has no long decimal, or several. `ball` is the value of the tree at `point`, which
-    has the value of each unknown, or is None for a tree without unknowns.
+    `same_number` allows that much between the decimal and the value that it stands for. None if the
+    tree has no long decimal, or several. `ball` is the value of the tree at `point`, which has the
+    value of each unknown, or is None for a tree without unknowns.
     """
     raised_tree = _raise_last_digit(tree)
     if raised_tree is None:
@@ -215,11 +216,12 @@ def same_number(answer: Ball, reference: Ball) -> bool | None:
     None where the errors leave the question open: `10^{60}\cdot10^{60}+\pi-10^{60}\cdot10^{60}` has
     no digit of pi left.
     """
-    # What one unit in the last place of a long decimal counts. None unless exactly one side is one.
-    growths = [
-        side.last_digit_growth for side in (answer, reference) if side.last_digit_growth is not None
-    ]
-    last_digit_growth = growths[0] if len(growths) == 1 else None
+    # What one unit in the last place of the long decimal counts, where exactly one side is one.
+    last_digit_growth = None
+    if reference.last_digit_growth is None:
+        last_digit_growth = answer.last_digit_growth
+    elif answer.last_digit_growth is None:
+        last_digit_growth = reference.last_digit_growth
     if answer.is_exact and reference.is_exact:
         is_equal = bool(answer.value == reference.value)
         if is_equal or last_digit_growth is None:
@@ -259,6 +261,7 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_with_last_digit(answer, point)
+        is_over_cap = "too_large" in (answer_value, reference_value)
         if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
             is_same = same_number(answer_value, reference_value)
             if is_same is None:
@@ -267,8 +270,8 @@ def same_function(answer: Tree, reference: Tree) -> Comparison:
                 return "different"
             compared_points += 1
         elif isinstance(answer_value, Ball) or isinstance(reference_value, Ball):
-            return "too_large" if "too_large" in (answer_value, reference_value) else "different"
-        elif "too_large" in (answer_value, reference_value):
+            return "too_large" if is_over_cap else "different"
+        elif is_over_cap:
             result_without_points = "too_large"
     return "equal" if compared_points > 0 else result_without_points
 
@@ -286,37 +289,42 @@ class _ValuePair(NamedTuple):
 
     def is_proportional_to(self, base: _ValuePair) -> bool:
         """Return whether the answer is the same multiple of the reference answer in both pairs."""
-        return _is_same_product(self.answer, b=base.reference, c=base.answer, d=self.reference)
+        return _are_equal_products((self.answer, base.reference), (base.answer, self.reference))
 
 
 def sign_of_factor_between(answer: Tree, reference: Tree) -> int:
     """Return the sign of the constant c with `answer = c * reference`: 1, -1, or 0 without such a c.
 
-    The trees are compared at six points. At a point where one is 0 the other has to be 0 too.
+    Two inequalities say the same where their trees differ by a positive factor. The trees are
+    compared at six points. At a point where one is 0 the other has to be 0 too.
     """
-    base: _ValuePair | None = None
-    pairs_before_base = []
+    pairs = _value_pairs(answer, reference)
+    # The first point at which both have a sign gives the factor, which has to hold at all others.
+    base = next((pair for pair in pairs if pair.are_real_and_nonzero), None)
+    if base is None:
+        return 0
+    if not all(pair is base or pair.is_proportional_to(base) for pair in pairs):
+        return 0
+    return 1 if (base.answer.value > 0) == (base.reference.value > 0) else -1
+
+
+def _value_pairs(answer: Tree, reference: Tree) -> list[_ValuePair]:
+    """Return the values of two trees at each of the six points at which they have one.
+
+    Returns no pair at all if at any point only one of them has a value, or both have none for
+    different reasons: such trees are not the same up to a factor.
+    """
     names = unknowns(answer) | unknowns(reference)
+    pairs = []
     for point, reference_value in zip(
         _comparison_points(names), _reference_values(reference, names), strict=True
     ):
         answer_value = _value_at(answer, point)
-        if not isinstance(answer_value, Ball) or not isinstance(reference_value, Ball):
-            # One without a value at a point fits only one without it for the same reason.
-            if answer_value != reference_value:
-                return 0
-            continue
-        pair = _ValuePair(answer_value, reference_value)
-        if base is not None:
-            if not pair.is_proportional_to(base):
-                return 0
-        elif pair.are_real_and_nonzero:
-            base = pair  # gives the factor, with which all other points are compared
-        else:
-            pairs_before_base.append(pair)
-    if base is None or not all(pair.is_proportional_to(base) for pair in pairs_before_base):
-        return 0
-    return 1 if (base.answer.value > 0) == (base.reference.value > 0) else -1
+        if isinstance(answer_value, Ball) and isinstance(reference_value, Ball):
+            pairs.append(_ValuePair(answer_value, reference_value))
+        elif answer_value != reference_value:
+            return []
+    return pairs
 
 
 def is_constant(tree: Tree) -> bool:
@@ -328,9 +336,8 @@ def is_constant(tree: Tree) -> bool:
     for point in _comparison_points(unknowns(tree)):
         value = _value_at(tree, point)
         if isinstance(value, Ball):
-            # With factors of 1 the products are the same where the values are.
-            if earlier_value is not None and not _is_same_product(
-                value, b=ONE, c=earlier_value, d=ONE
+            if earlier_value is not None and not _are_equal_products(
+                (value, ONE), (earlier_value, ONE)
             ):
                 return False
             earlier_value = value
@@ -373,22 +380,24 @@ def _zero_and_slope(tree: Tree, name: str) -> tuple[Ball, Ball] | None:
             if not isinstance(at_x, Ball):
                 return None
             rise = at_x - at_0
-            if not _is_same_product(rise, b=ONE, c=slope, d=Ball(x)):
+            if not _are_equal_products((rise, ONE), (slope, Ball(x))):
                 return None
     except NotReadError:
         return None
     return zero, slope
 
 
-def _is_same_product(a: Ball, b: Ball, c: Ball, d: Ball) -> bool:
-    """Return whether `ab = cd`.
+def _are_equal_products(
+    first_factors: tuple[Ball, Ball], second_factors: tuple[Ball, Ball]
+) -> bool:
+    """Return whether two factors have the same product as two others.
 
     Products that are not exact fractions count as equal if they differ by no more than their error,
     and the error is small beside them.
     """
     try:
-        first = a * b
-        second = c * d
+        first = first_factors[0] * first_factors[1]
+        second = second_factors[0] * second_factors[1]
         difference = first - second
     except NotReadError:
         return False

@@ -94,6 +94,8 @@ def _adapt(
     to `function` in its own form.
     """
 
+    function_name = getattr(function, "__name__", "reward")
+
     def reward(
         completions: Sequence[Any],
         answer: Sequence[str],
@@ -102,22 +104,7 @@ def _adapt(
         **columns: Any,
     ) -> list[float]:
         """Return the total of each row, and log the mean of every other number of the scores."""
-        count = len(completions)
-        data_sources = columns.get("data_source", [""] * count)
-        extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
-        lengths = [len(ids) for ids in completion_ids] or [0] * count
-        reward_inputs = [
-            {
-                "response": completion_text(completion),
-                "response_length": length,
-                "ground_truth": reference,
-                "data_source": data_source,
-                "extra_info": extra_info,
-            }
-            for completion, length, reference, data_source, extra_info in zip(
-                completions, lengths, answer, data_sources, extra_infos, strict=True
-            )
-        ]
+        reward_inputs = _reward_inputs(completions, answer, completion_ids, columns)
         sub_scores_by_name: defaultdict[str, list[float]] = defaultdict(list)
         totals = []
         for score in call(function, reward_inputs):
@@ -131,5 +118,30 @@ def _adapt(
             log_metric(f"{function_name}/{name}", fmean(sub_scores))
         return totals
 
-    function_name = reward.__name__ = getattr(function, "__name__", "reward")
+    reward.__name__ = function_name
     return reward
+
+
+def _reward_inputs(
+    completions: Sequence[Any],
+    answer: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    columns: Mapping[str, Any],
+) -> RewardInputs:
+    """Return the input of each completion, with the keys of EasyR1 and the columns of verl."""
+    count = len(completions)
+    data_sources = columns.get("data_source", [""] * count)
+    extra_infos = [_as_mapping(value) for value in columns.get("extra_info", [{}] * count)]
+    lengths = [len(ids) for ids in completion_ids] or [0] * count
+    return [
+        {
+            "response": completion_text(completion),
+            "response_length": length,
+            "ground_truth": reference,
+            "data_source": data_source,
+            "extra_info": extra_info,
+        }
+        for completion, length, reference, data_source, extra_info in zip(
+            completions, lengths, answer, data_sources, extra_infos, strict=True
+        )
+    ]

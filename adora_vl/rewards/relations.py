@@ -7,7 +7,7 @@ inequality in one unknown also gets its solution.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from adora_vl.rewards.answer import Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import split_outside_brackets
@@ -46,6 +46,13 @@ _WORD_PATTERN = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
 _NAME_DECORATION_PATTERN = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
+class ChainedNumber(NamedTuple):
+    """A number in a chain of equal ones, and the sign before it: `=`, or `~` for about equal."""
+
+    sign: str
+    answer: Answer
+
+
 def read_chain(sides: Sequence[str]) -> Answer:
     """Return a name and several numbers, which have to be equal; the last number is the value.
 
@@ -62,46 +69,44 @@ def read_chain(sides: Sequence[str]) -> Answer:
     return replace(values[-1], label=sides[0])
 
 
-def chain_of_numbers(text: str) -> list[tuple[str, Answer]]:
+def chain_of_numbers(text: str) -> list[ChainedNumber]:
     r"""Return the numbers in a chain such as `AB = 1.8 \cdot 9 / 1.5 \approx 10.8`.
 
-    Each number comes with the sign before it, `=` or `~`. A chain begins with a name or number,
-    ends with a number, and says more than `9 = 9`; formulas may stand inside. Any other text gives
-    [].
+    A chain begins with a name or number, ends with a number, and says more than `9 = 9`; formulas
+    may stand inside. Any other text gives [].
     """
     try:
-        sides, signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
+        sides, spelled_signs = split_outside_brackets(text, RELATION_SIGN_PATTERN)
     except NotReadError:
         return []
-    if (
-        len(sides) < 2
-        or not all(sides)
-        or {RELATION_SIGN_BY_SPELLING[sign] for sign in signs} - {"=", "~"}
-    ):
+    signs = [RELATION_SIGN_BY_SPELLING[sign] for sign in spelled_signs]
+    if len(sides) < 2 or not all(sides) or set(signs) - {"=", "~"}:
         return []
     values = [read_value(side) for side in sides]
-    signs_before = ["=", *(RELATION_SIGN_BY_SPELLING[sign] for sign in signs)]
-    numbers = []
-    for sign, value in zip(signs_before, values, strict=True):
-        if value.kind == "number":
-            numbers.append((sign, value))
-    # |x| is no name here, since it stands for two values.
-    is_name = [
-        bool(VALUE_NAME_PATTERN.fullmatch(side)) and not re.fullmatch(r"\|[a-z]\|", side)
-        for side in sides
-    ]
-    for is_side_a_name, value in zip(is_name, values, strict=True):
+    for side, value in zip(sides, values, strict=True):
         has_words = value.kind == "unreadable" or _WORD_PATTERN.search(value.text)
-        if has_words and not is_side_a_name:
+        if has_words and not _is_name_of_one_value(side):
             return []
-    begins_with_name_or_number = values[0].kind == "number" or is_name[0]
-    has_formula_or_name = len(numbers) < len(sides)
-    all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", value.text) for _, value in numbers)
-    has_working = has_formula_or_name or not all_in_digits
+    if values[0].kind != "number" and not _is_name_of_one_value(sides[0]):
+        return []
     result = values[-1].lone_number
-    ends_with_number = result is not None and not result.has_undone_arithmetic
-    is_chain = begins_with_name_or_number and has_working and ends_with_number
-    return numbers if is_chain else []
+    if result is None or result.has_undone_arithmetic:
+        return []
+    numbers = [
+        ChainedNumber(sign, value)
+        for sign, value in zip(["=", *signs], values, strict=True)
+        if value.kind == "number"
+    ]
+    all_in_digits = all(re.fullmatch(r"[+-]?[0-9.]+", link.answer.text) for link in numbers)
+    is_without_working = len(numbers) == len(sides) and all_in_digits  # `9 = 9`
+    return [] if is_without_working else numbers
+
+
+def _is_name_of_one_value(text: str) -> bool:
+    """Return whether a text can be the name of a value; `|x|` is none, since two values have it."""
+    return (
+        VALUE_NAME_PATTERN.fullmatch(text) is not None and re.fullmatch(r"\|[a-z]\|", text) is None
+    )
 
 
 def _read_side(text: str) -> Tree:
@@ -110,9 +115,10 @@ def _read_side(text: str) -> Tree:
     A name such as `AB` or `f(2)` is an unknown in it. Raises `NotReadError`.
     """
     tree = read_value(text).tree
-    if _FUNCTION_VALUE_PATTERN.fullmatch(text) or (
-        tree is None and VALUE_NAME_PATTERN.fullmatch(text)
-    ):
+    # `f(2)` could also be read as the product of f and 2.
+    is_function_value = _FUNCTION_VALUE_PATTERN.fullmatch(text) is not None
+    is_name = tree is None and VALUE_NAME_PATTERN.fullmatch(text) is not None
+    if is_function_value or is_name:
         return ("unknown", undecorated_name(text))
     if tree is None:
         raise NotReadError("relation")

@@ -403,16 +403,22 @@ def _describe_failure(
         reason = f"it called sys.exit({code}){location}"
     else:
         reason = f"{in_one_line(error)[:_MAX_REASON_CHARS]}{location}"
-    # A row of the data set is named by its id, where it has one; else by its place in the batch.
+    return RewardFailure(name, _failed_rows(arguments, row), reason)
+
+
+def _failed_rows(arguments: Mapping[str, Any], row: int | None) -> str:
+    """Return which rows of the data set a failed call was about, in words.
+
+    A row is named by its id, where it has one, else by its place in the batch. `row` is the number
+    of a completion that also fails alone, None if unknown: it may be all of them together.
+    """
     count = len(arguments["completions"])
     ids = arguments.get("id")
-    index = 0 if row is None else row
-    where = f"row {ids[index]}" if ids else f"completion {index + 1} of {count}"
     if row is None and count > 1:
-        where = f"{count} completions together"
-        if ids:
-            where += f", of row {ids[0]} and others"
-    return RewardFailure(name, where, reason)
+        together = f"{count} completions together"
+        return f"{together}, of row {ids[0]} and others" if ids else together
+    number = 0 if row is None else row
+    return f"row {ids[number]}" if ids else f"completion {number + 1} of {count}"
 
 
 def _error_location(function: Callable[..., Any], error: BaseException) -> str:

@@ -131,15 +131,15 @@ def _sorted_ends(*solutions: Solution) -> list[Ball]:
 def _truth_by_position(solution: Solution, ends: Sequence[Ball]) -> list[bool]:
     """Return whether the solution holds before, at and behind each of the ends, in order.
 
-    The 2 n + 1 positions alternate between open gaps (even) and ends (odd).
+    The 2 n + 1 positions on the number line alternate between open gaps (even) and ends (odd). A
+    position is compared with that of a condition's number as the unknown is with the number.
     """
     if isinstance(solution, SingleCondition):
         sign, number = solution
-        end = next(index for index, end in enumerate(ends) if same_number(number, end))
-        end_position = 2 * end + 1
-        return [
-            _OPERATOR_BY_SIGN[sign](position, end_position) for position in range(2 * len(ends) + 1)
-        ]
+        end_index = next(index for index, end in enumerate(ends) if same_number(number, end))
+        number_position = 2 * end_index + 1
+        holds = _OPERATOR_BY_SIGN[sign]
+        return [holds(position, number_position) for position in range(2 * len(ends) + 1)]
     # The conditions that `and` or `or` joins hold together, or one of them holds, at each position.
     truths_of_parts = [_truth_by_position(part, ends) for part in solution.parts]
     combine = all if solution.word == "and" else any

@@ -137,7 +137,8 @@ def _normalise_unit(text: str) -> str:
 def _dimension_and_size(name: str) -> tuple[str, Fraction | None]:
     """Return the dimension of a unit without its power, and its size in base units.
 
-    The size is None where it is not definite. An unknown name is that of such a length.
+    The size is None where it is not definite. An unknown name counts as a length of no definite
+    size.
     """
     for pattern, dimension_and_size in _DIMENSION_AND_SIZE_BY_PATTERN.items():
         if re.fullmatch(pattern, name):

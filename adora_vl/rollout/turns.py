@@ -93,6 +93,7 @@ def append_result(
     max_turn: int | None,
     stop: StopCriteria | None,
     saw_trainer_images: bool = True,
+    context_length: int | None = None,
 ) -> Rollout:
     """Append sampled tokens to a rollout as a further segment, and note whether it has ended.
 
@@ -106,6 +107,8 @@ def append_result(
             None for a sampler that says it.
         saw_trainer_images: whether the engine saw the trainer's images. Otherwise its
             log-probabilities belong to another prompt, and are left out.
+        context_length: how many tokens of a prompt with its completion a server takes; None: any
+            number, or a sampler that says where it was the reason.
 
     Returns the longer rollout, with a reason to finish if it has ended.
     """
@@ -117,12 +120,17 @@ def append_result(
     )
     turn_tokens = longer_rollout.last_turn_tokens
     finish_reason = result.finish_reason
-    if finish_reason is FinishReason.RUNNING:  # a server's result, without a reason
-        is_at_limit = len(result.tokens) >= (request.max_tokens or request.max_length)
-        finish_reason = FinishReason.LENGTH if is_at_limit else FinishReason.STOP
-        # The last token that fits may also be the one that ends the turn.
-        if is_at_limit and stop is not None and stop.has_stopped(turn_tokens):
-            finish_reason = FinishReason.STOP
+    if finish_reason is FinishReason.RUNNING:
+        has_stopped = stop is not None and stop.has_stopped(turn_tokens)
+        is_context_full = (
+            context_length is not None
+            and len(request.prompt_ids) + len(result.tokens) >= context_length
+        )
+        finish_reason = _finish_reason_of_server(
+            has_stopped=has_stopped,
+            is_context_full=is_context_full,
+            is_at_limit=len(result.tokens) >= (request.max_tokens or request.max_length),
+        )
     if finish_reason is FinishReason.LENGTH:
         is_completion_full = len(longer_rollout.tokens) >= request.max_length
         is_turn_full = max_turn is not None and len(turn_tokens) >= max_turn
@@ -130,6 +138,22 @@ def append_result(
             # Only the token budget of this generation is used up. The next one goes on.
             return longer_rollout
     return replace(longer_rollout, finish_reason=finish_reason)
+
+
+def _finish_reason_of_server(
+    *, has_stopped: bool, is_context_full: bool, is_at_limit: bool
+) -> FinishReason:
+    """Return why a server has ended a result. Servers do not say it, so it follows from the limits.
+
+    Args:
+        has_stopped: whether the turn ends as the stop criteria say. The last token that fits may
+            also be the one that ends the turn.
+        is_context_full: whether prompt and completion have as many tokens as the server takes.
+        is_at_limit: whether as many tokens were sampled as were asked for.
+    """
+    if has_stopped or not (is_context_full or is_at_limit):
+        return FinishReason.STOP
+    return FinishReason.CONTEXT if is_context_full else FinishReason.LENGTH
 
 
 @dataclass(frozen=True)
@@ -149,7 +173,7 @@ class Tools(Protocol):
         images: Sequence[Image.Image],
         *,
         seed: str,
-        last: bool,
+        is_last: bool,
         environment: object,
     ) -> ToolAnswer | None:
         """Answer the calls in a turn of the policy; None where it called nothing.
@@ -158,7 +182,7 @@ class Tools(Protocol):
             text: the text of the turn.
             images: the images of the problem, then those that tools have returned.
             seed: a text from which the random numbers of the tools follow.
-            last: whether this is the last turn of the rollout that is answered.
+            is_last: whether this is the last turn of the rollout that is answered.
             environment: the environment of this rollout, whose methods are tools too; None in a run
                 without environments.
         """
@@ -222,7 +246,7 @@ class ToolLoop:
             text,
             [*images, *(picture.image for picture in rollout.pictures)],
             seed=f"{seed}/{answer_count}",
-            last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
+            is_last=self.max_answers is not None and answer_count + 1 >= self.max_answers,
             environment=rollout.environment,
         )
         if answer is None:

@@ -116,7 +116,7 @@ class _Reader:
     def sum(self) -> Tree:
         """Read the rule `product (+|- product)*`, and return its tree.
 
-        The tree of a sum has pairs of a sign, 1 or -1, and a product.
+        It is `("sum", (1, product), (-1, product), ...)`, or one product as it is.
         """
         terms = [(1, self._product())]
         while self.next in {"+", "-"}:
@@ -127,8 +127,8 @@ class _Reader:
     def _product(self) -> Tree:
         """Read the rule `signed (operator signed | power)*`, and return its tree.
 
-        Factors side by side are multiplied. The tree of a product has pairs of `*` or `/` and a
-        factor.
+        Factors side by side are multiplied. The tree is `("product", ("*", factor), ("/", factor),
+        ...)`, or one factor as it is.
         """
         factors = [("*", self._signed())]
         is_behind_divisor = False

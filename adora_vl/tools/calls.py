@@ -58,8 +58,8 @@ def build_tool_schema(
 ) -> dict[str, Any]:
     """Return the JSON schema of a tool, which tells the model how to call it.
 
-    Transformers makes it from type hints and a Google docstring. The parameters in `HIDDEN_PARAMETERS` are
-    left out, since the run itself passes them.
+    Transformers makes it from type hints and a Google docstring. The parameters `images` and `view`
+    (`HIDDEN_PARAMETERS`) are left out, since the run itself passes them.
 
     Args:
         entry: the tool's entry in the key `tools`, for messages.
@@ -79,35 +79,45 @@ def build_tool_schema(
             for parameter in signature.parameters.values()
             if parameter.name not in HIDDEN_PARAMETERS
         ]
-
-        # Transformers reads a schema off a function. This one stands in for the tool: it has the
-        # tool's name, docstring and hints, but not the hidden parameters.
-        def stand_in() -> None: ...
-
-        assert isinstance(stand_in, FunctionType)
-        stand_in.__name__ = function.__name__
-        stand_in.__doc__ = inspect.getdoc(function)
-        stand_in.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        stand_in.__annotations__ = {
-            parameter.name: hints[parameter.name]
-            for parameter in parameters
-            if parameter.name in hints
-        }
-        schema: dict[str, Any] = get_json_schema(stand_in)
+        signature = signature.replace(parameters=parameters)
+        schema: dict[str, Any] = get_json_schema(_stand_in(function, signature, hints))
     except Exception as error:  # Transformers has classes of its own for what a docstring lacks
         raise UserError(
             f"tools: {entry!r} needs type hints and a docstring with `Args:` that says what each "
             f"of its parameters is ({in_one_line(error)[:_MAX_ERROR_CHARS]})"
         ) from error
-    kinds = {parameter.kind for parameter in parameters}
-    if kinds & {
-        inspect.Parameter.VAR_POSITIONAL,
-        inspect.Parameter.VAR_KEYWORD,
-        inspect.Parameter.POSITIONAL_ONLY,
-    }:
-        raise UserError(f"tools: {entry!r} has to name each of its parameters; leave out * and **")
+    for parameter in parameters:
+        # A model gives every argument by name.
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise UserError(
+                f"tools: {entry!r} has to name each of its parameters; leave out * and **"
+            )
+    return _with_texts(schema, text_by_placeholder or {})
+
+
+def _stand_in(
+    function: Callable[..., Any], signature: inspect.Signature, hints: Mapping[str, Any]
+) -> Callable[[], None]:
+    """Return a function with the name and docstring of a tool, and this signature.
+
+    Transformers reads the schema of a tool off it, since the tool itself has parameters of which
+    the model is not told. It is never called.
+    """
+
+    def stand_in() -> None: ...
+
+    assert isinstance(stand_in, FunctionType)
+    stand_in.__name__ = function.__name__
+    stand_in.__doc__ = inspect.getdoc(function)
+    stand_in.__signature__ = signature  # type: ignore[attr-defined]
+    stand_in.__annotations__ = {name: hints[name] for name in signature.parameters if name in hints}
+    return stand_in
+
+
+def _with_texts(schema: dict[str, Any], text_by_placeholder: Mapping[str, str]) -> dict[str, Any]:
+    """Return a schema in which texts replace the placeholders, such as `{points}`."""
     schema_text = json.dumps(schema)
-    for placeholder, text in (text_by_placeholder or {}).items():
+    for placeholder, text in text_by_placeholder.items():
         escaped_text = json.dumps(text).removeprefix('"').removesuffix('"')
         schema_text = schema_text.replace(f"{{{placeholder}}}", escaped_text)
     schema_with_texts: dict[str, Any] = json.loads(schema_text)
@@ -203,21 +213,24 @@ def check_arguments(arguments: Mapping[str, Any], schema: Mapping[str, Any]) -> 
 
 
 def _check_argument(name: str, value: object, schema: Mapping[str, Any]) -> object:
-    """Check one argument, and return its value in the type of its schema. Raises `CallError`."""
+    """Check one argument of a call, and return its value in the type of its schema.
+
+    `schema`: the JSON schema of this argument alone. Raises `CallError` for a wrong value.
+    """
     if value is None and schema.get("nullable"):
         return None
     type_or_types = schema.get("type", ())
     json_types = [type_or_types] if isinstance(type_or_types, str) else [*type_or_types]
     if "integer" in json_types and isinstance(value, float) and value.is_integer():
         value = int(value)
-    any_type = (object,)  # for a type that JSON schema does not know
-    has_type = any(
-        isinstance(value, _PYTHON_TYPES_BY_JSON_TYPE.get(json_type, any_type))
+    any_python_type = (object,)  # where JSON schema has no type of this name
+    has_a_right_type = any(
+        isinstance(value, _PYTHON_TYPES_BY_JSON_TYPE.get(json_type, any_python_type))
         for json_type in json_types
     )
     # To Python `True` is an integer too, to a tool it is not.
     is_unwanted_boolean = isinstance(value, bool) and "boolean" not in json_types
-    if json_types and (not has_type or is_unwanted_boolean):
+    if json_types and (not has_a_right_type or is_unwanted_boolean):
         raise CallError(f"{name} is no {' or '.join(json_types)}")
     if "number" in json_types and isinstance(value, int) and not _fits_a_float(value):
         raise CallError(f"{name} is too large a number")
@@ -257,14 +270,14 @@ def clean(text: str) -> str:
 def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
     """Run code of the user inside the block with a time limit and random states of its own.
 
-    Inside, the random states of `random`, NumPy and torch derive from `seed`; afterwards they are
-    as before. So is the working folder. A process that the code forks and that would leave the block
-    ends there, since it would be a second run.
+    Inside, the random states of `random`, NumPy and torch follow from `seed`; afterwards they are as
+    before, and so is the working folder. A process that the code forks ends with the block, since
+    it would go on as a second run.
 
     Args:
         label: names the code in messages.
         seconds: the time limit.
-        seed: names the random numbers.
+        seed: a text that decides the random numbers.
 
     Raises `OverdueError` in the block when the time is over.
     """
@@ -273,7 +286,8 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
         random.seed(number)
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
-        # `deadline` interrupts the code. Compiled code hears no interrupt, so `backstop` ends the
-        # process some time later. `in_one_process` has to be the innermost, as it says itself.
+        # `deadline` raises `OverdueError` in Python code. Compiled code cannot be interrupted, so
+        # `backstop` ends the whole process some time later. `in_one_process` ends forked processes,
+        # and has to be the innermost: `backstop` would wait in them for a thread that they lack.
         with returning_to(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
             yield

@@ -47,22 +47,22 @@ class Environments:
     def __post_init__(self) -> None:
         """Build the first environment, and find out from its class what the model may call.
 
-        Sets `name` (that of the class), `tools` (its public methods by name) and `grades` (whether
-        it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
+        Sets `name` (that of the class), `tools` (its public methods by name) and `give_rewards`
+        (whether it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
         """
         self.name = self.factory_name  # for messages, until the class is known
-        environment = self._take_unused(f"{ENVIRONMENT_KEY}: {self.factory_name}")
-        self._in_use = 0  # no rollout has it yet, so the first rollout may take it
+        environment = self._build_instance(f"{ENVIRONMENT_KEY}: {self.factory_name}")
         self.name = type(environment).__name__  # TRL names its reward function so
         methods = dict(inspect.getmembers(type(environment), inspect.isfunction))
         self.tools: dict[str, Callable[..., Any]] = {}
         for method_name in methods:
             if method_name not in _HIDDEN_METHODS and not method_name.startswith("_"):
                 self.tools[method_name] = getattr(environment, method_name)
-        self.grades = "get_reward" in methods
+        self.give_rewards = "get_reward" in methods
         if "reset" not in methods:
             raise UserError(
-                f"{ENVIRONMENT_KEY}: {self.name} has no method reset(self, **row), which begins a rollout"
+                f"{ENVIRONMENT_KEY}: {self.name} has no method reset(self, **row), which begins a "
+                "rollout"
             )
         if not self.tools:
             raise UserError(
@@ -74,7 +74,7 @@ class Environments:
                     f"{ENVIRONMENT_KEY}: {self.name}.{method_name} is async; write a plain method"
                 )
 
-    def reward(self) -> Callable[..., list[float | None]]:
+    def reward_function(self) -> Callable[..., list[float | None]]:
         """Return a reward function that asks each rollout's environment for its reward.
 
         As in TRL it is named after the environments' class.
@@ -86,7 +86,7 @@ class Environments:
         get_reward.__name__ = self.name
         return get_reward
 
-    def enter(
+    def reset_for_groups(
         self, groups: Sequence[RolloutGroup], run_seed: int, *, begins_generation: bool
     ) -> list[RolloutGroup]:
         """Give each rollout of new groups an environment, and reset it.
@@ -96,18 +96,18 @@ class Environments:
         Args:
             groups: groups that begin.
             run_seed: the seed of the run.
-            begins_generation: whether a generation begins. The rollouts of the last one then no
-                longer need their environments.
+            begins_generation: whether these are the first groups of a generation. All environments
+                are then free again, since no rollout of the last one needs its own any longer.
 
         Returns the groups with their environments. Raises `UserError` where an environment fails,
         or its text differs within a group.
         """
         if begins_generation:
             self._in_use = 0
-        return [self._enter_group(group, run_seed) for group in groups]
+        return [self._reset_for_group(group, run_seed) for group in groups]
 
-    def _enter_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
-        """Give each rollout of one group an environment: see `enter`.
+    def _reset_for_group(self, group: RolloutGroup, run_seed: int) -> RolloutGroup:
+        """Give each rollout of one group an environment, and append the text of `reset` to the prompt.
 
         All of them are reset with the same random numbers, so that the rollouts begin alike.
         """
@@ -136,18 +136,24 @@ class Environments:
         `where` begins the message if it cannot be built: the key, and the row that needed it.
         """
         if self._in_use == len(self._instances):
-            environment = self._run(
-                self.factory, label=f"{where}: it cannot be made", seed=ENVIRONMENT_KEY
-            )
-            is_shared = any(environment is instance for instance in self._instances)
-            if is_shared:
-                raise UserError(
-                    f"{where}: {self.name} is one object for two rollouts; give what makes one at "
-                    "each call"
-                )
-            self._instances.append(environment)
+            self._build_instance(where)
+        environment = self._instances[self._in_use]
         self._in_use += 1
-        return self._instances[self._in_use - 1]
+        return environment
+
+    def _build_instance(self, where: str) -> Any:
+        """Build a further environment, which no rollout has yet. `where` is as in `_take_unused`."""
+        environment = self._run(
+            self.factory, label=f"{where}: it cannot be made", seed=ENVIRONMENT_KEY
+        )
+        is_shared = any(environment is instance for instance in self._instances)
+        if is_shared:
+            raise UserError(
+                f"{where}: {self.name} is one object for two rollouts; give what makes one at each "
+                "call"
+            )
+        self._instances.append(environment)
+        return environment
 
     def _reset(self, environment: Any, row: Row, where: str, seed: str) -> str:
         """Reset an environment for a row, and return the text that its `reset` returns.
@@ -235,8 +241,9 @@ def _append_to_prompt(row: Row, text: str) -> Row:
     if isinstance(content, str):
         content += text
     else:
-        # All parts of a column of messages have the same keys.
+        # A dataset gives all parts of its messages the same keys, so the new part gets them too.
         keys = content[0] if content else ()
-        content = [*content, {**dict.fromkeys(keys), "type": "text", "text": text}]
+        new_part = {**dict.fromkeys(keys), "type": "text", "text": text}
+        content = [*content, new_part]
     prompt = [*earlier_messages, {**last_message, "content": content}]
     return Row(**{**row, "prompt": prompt})

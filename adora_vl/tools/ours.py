@@ -99,7 +99,8 @@ def zoom(
     )
     region = image.crop(region_box)
     # A model sees no picture with a side shorter than that of an image token.
-    factor = max(1.0, view.unit / min(region.size))
+    token_side = view.unit
+    factor = max(1.0, token_side / min(region.size))
     if factor == 1:
         return region
     return region.resize((math.ceil(region.width * factor), math.ceil(region.height * factor)))
@@ -216,16 +217,17 @@ def calculate(expression: str) -> str:
         expression: For example 2*sqrt(3)+1, 7/4, 2^10 or sin(30), with angles in degrees.
     """
     try:
-        ball = evaluate_expression(expression)
+        result = evaluate_expression(expression)
     except NotReadError as error:
         if error.reason != "not_read":
             raise ValueError(_no_value_message(error.reason)) from None
-        ball = _evaluate_as_answer(expression)
-    if not ball.is_exact and ball.magnitude <= ball.error:
-        return "0"  # nothing else is known of it: cos(90) is 6e-98, within its error
-    if ball.is_exact and ball.value.denominator == 1:
-        return str(ball.value)
-    return f"{float(ball.value):.{_ANSWER_DIGITS}g}"
+        result = _evaluate_as_answer(expression)
+    # The result is a value with a bound on its error, or an exact fraction.
+    if not result.is_exact and result.magnitude <= result.error:
+        return "0"  # as far as is known: cos(90) is computed as 6e-98, which is within its error
+    if result.is_exact and result.value.denominator == 1:
+        return str(result.value)
+    return f"{float(result.value):.{_ANSWER_DIGITS}g}"
 
 
 def _evaluate_as_answer(expression: str) -> Ball:

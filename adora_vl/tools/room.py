@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from PIL import Image
 
+from adora_vl.data.context_limit import ContextLimit
 from adora_vl.data.images import model_size
 from adora_vl.rollout.turns import CALL_TAG, MIN_TOKENS_LEFT, ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, SHORTEST_ANSWER_CHARS
@@ -37,8 +38,8 @@ class ConversationLimits:
     """The key of the config that sets `max_completion`."""
     max_completion: int
     """The largest number of tokens of a completion."""
-    max_context: int | None = None
-    """The largest number of tokens of prompt and completion together."""
+    context: ContextLimit | None = None
+    """The engine's limit on prompt and completion together."""
     shortest_prompt: int | None = None
     """The number of tokens of the shortest prompt."""
     fewest_pictures: int | None = None
@@ -60,12 +61,12 @@ def refuse_no_room(
         template_arguments: those of the chat template.
         limits: the limits of a conversation.
     """
-    for name, tool in toolbox.chosen.functions.items():
+    for name, tool in toolbox.tool_set.functions.items():
         _check_picture_limits(toolbox, name=name, tool=tool, limits=limits)
         _check_text_limit(toolbox, name, tool)
     if processor is None:
         return
-    # It counts the tokens of texts here, so what concerns pictures and sampling is left empty.
+    # It only counts the tokens of texts here, so what concerns pictures and sampling stays empty.
     tool_loop = ToolLoop(
         tools=toolbox,
         processor=processor,
@@ -84,22 +85,23 @@ def _check_picture_limits(
     toolbox: Toolbox, name: str, tool: Callable[..., Any], limits: ConversationLimits
 ) -> None:
     """Raise `UserError` where the limits on pictures forbid each picture that a tool returns."""
-    images = toolbox.options.images
-    max_pixels = toolbox.options.max_pixels
     if not _returns_a_picture(tool) or toolbox.view is None:
         return
-    fewest_pictures = limits.fewest_pictures
     # The limit counts the problem's own pictures too.
-    if fewest_pictures is not None and images <= fewest_pictures:
+    max_pictures = toolbox.options.images
+    fewest_pictures = limits.fewest_pictures
+    if fewest_pictures is not None and max_pictures <= fewest_pictures:
         raise UserError(
-            f"adora_tool_options.images: {images} leaves no picture for {name}, since each problem "
+            f"adora_tool_options.images: {max_pictures} leaves no picture for {name}, since each problem "
             f"has {fewest_pictures} or more of them; set it to {fewest_pictures + 1} or more"
         )
+    max_pixels = toolbox.options.max_pixels
     unit = toolbox.view.unit  # the side of an image token in pixels
     if max_pixels is not None and max_pixels < unit**2:
         raise UserError(
             f"adora_tool_options.max_pixels: {max_pixels} holds no picture that {name} could show, "
-            f"as an image token of this model has {unit} x {unit} pixels; set it to {unit**2} or more"
+            f"as an image token of this model has {unit} x {unit} pixels; set it to {unit**2} or "
+            "more"
         )
 
 
@@ -143,7 +145,7 @@ def _check_token_limits(
     """
     name = function["name"]
     call_length = _shortest_call_tokens(tool_loop, function)
-    picture_tokens = _fewest_picture_tokens(toolbox, toolbox.chosen.functions[name])
+    picture_tokens = _fewest_picture_tokens(toolbox, toolbox.tool_set.functions[name])
     answer_length = tool_loop.empty_answer_length + picture_tokens
     needed_tokens = call_length + answer_length + MIN_TOKENS_LEFT
     need_in_words = (
@@ -162,12 +164,14 @@ def _check_token_limits(
             f"{need_in_words}; set it to {needed_tokens} or more"
         )
     # The context is known only where vLLM samples, the prompt only where the data are known.
-    if limits.max_context is None or limits.shortest_prompt is None:
+    if limits.context is None or limits.shortest_prompt is None:
         return
-    if limits.max_context - limits.shortest_prompt < needed_tokens:
+    if limits.context.tokens - limits.shortest_prompt < needed_tokens:
+        # The model's own limit cannot be raised.
+        remedy = limits.context.raise_hint or "choose a model that takes"
         raise UserError(
-            f"vllm_max_model_length: {limits.max_context} leaves no room for an answer of {need_in_words}, "
-            f"where the shortest prompt has {limits.shortest_prompt}; set it to "
+            f"{limits.context.name} leaves no room for an answer of {need_in_words}, where the "
+            f"shortest prompt has {limits.shortest_prompt}; {remedy} "
             f"{limits.shortest_prompt + needed_tokens} or more"
         )
 
@@ -175,8 +179,8 @@ def _check_token_limits(
 def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> int:
     """Return the number of tokens of the shortest call that the schema of a tool allows.
 
-    The same JSON takes more or fewer tokens by its spaces, so the shortest spelling counts. The
-    mark `</tool_call>` is not counted, since a model may omit it.
+    The number depends on the spaces in the JSON, so the shortest spelling counts. The mark
+    `</tool_call>` is not counted, since a model may omit it.
     """
     parameters = function["parameters"]
     properties = parameters["properties"]
@@ -187,8 +191,8 @@ def _shortest_call_tokens(tool_loop: ToolLoop, function: Mapping[str, Any]) -> i
     without_spaces = json.dumps(call, separators=(",", ":"))
     # Which spelling takes fewest tokens depends on the tokenizer.
     spellings = [with_spaces, f"\n{with_spaces}", without_spaces]
-    end_of_turn = 1
-    return min(tool_loop.count(f"{CALL_TAG}{text}") for text in spellings) + end_of_turn
+    fewest_tokens = min(tool_loop.count(f"{CALL_TAG}{text}") for text in spellings)
+    return fewest_tokens + 1  # with the token that ends the turn
 
 
 def shortest_value(schema: Mapping[str, Any]) -> Any:

@@ -102,27 +102,15 @@ def choose_tools(
     same name.
     """
     tools: list[_NamedTool] = []
-    hashes = dict(environments.hashes) if environments is not None else {}
+    hashes: dict[str, str] = {}
+    if environments is not None:
+        hashes |= environments.hashes
     for entry in entries:
-        if not isinstance(entry, str):
-            name = function_name(entry)
-            tools.append(_NamedTool(name, label=name, function=entry))
-            hashes[name] = source_hash(entry)
-        elif is_users_file(entry):
-            user_function = load_from_file("tools", entry)
-            function = user_function.value
-            tools.append(_NamedTool(function.__name__, label=entry, function=function))
-            hashes[user_function.file] = user_function.hash
-        elif entry in BUILT_IN_TOOLS:
-            tools.append(_NamedTool(entry, label=entry, function=BUILT_IN_TOOLS[entry]))
-        else:
-            names = ", ".join(BUILT_IN_TOOLS)
-            raise UserError(
-                f"tools: {entry!r} is none of {names}, nor "
-                f"FILE.py:FUNCTION{did_you_mean(entry, BUILT_IN_TOOLS)}"
-            )
-        if not is_function(tools[-1].function):
+        tool = _find_tool(entry)
+        if not is_function(tool.function):
             raise UserError(f"tools: {entry!r:.80} is no function")
+        tools.append(tool)
+        hashes |= tool.hashes
     if environments is not None:
         for name, method in environments.tools.items():
             tools.append(_NamedTool(name, label=name, function=method))
@@ -141,6 +129,29 @@ class _NamedTool(NamedTuple):
     name: str  # by which a model calls it
     label: str  # in messages: the user's entry
     function: Any
+    hashes: Mapping[str, str] = {}  # the hash of the user's file or function, by its path or name
+
+
+def _find_tool(entry: str | Callable[..., Any]) -> _NamedTool:
+    """Return the tool that an entry of the key `tools` names. Raises `UserError` if there is none."""
+    if not isinstance(entry, str):
+        name = function_name(entry)
+        return _NamedTool(name, label=name, function=entry, hashes={name: source_hash(entry)})
+    if is_users_file(entry):
+        user_function = load_from_file("tools", entry)
+        return _NamedTool(
+            user_function.value.__name__,
+            label=entry,
+            function=user_function.value,
+            hashes={user_function.file: user_function.hash},
+        )
+    if entry in BUILT_IN_TOOLS:
+        return _NamedTool(entry, label=entry, function=BUILT_IN_TOOLS[entry])
+    names = ", ".join(BUILT_IN_TOOLS)
+    raise UserError(
+        f"tools: {entry!r} is none of {names}, nor "
+        f"FILE.py:FUNCTION{did_you_mean(entry, BUILT_IN_TOOLS)}"
+    )
 
 
 def build_view(config: "PreTrainedConfig", pixels: ResizeLimits) -> View | None:
@@ -186,7 +197,7 @@ def _number_pictures(parts: Sequence[AnswerPart], first: int) -> list[AnswerPart
 
 
 def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Call:
-    """Return a call as the record of the run has it.
+    """Return a call and its outcome as the record of the run has them.
 
     `call_text`: the call as the model wrote it. `seconds`: how long it took.
     """
@@ -198,7 +209,6 @@ def _call_record(outcome: _CallOutcome, call_text: str, *, seconds: float) -> Ca
         text="\n".join([*texts, *["<image>"] * picture_count]),
         seconds=seconds,
         failed=outcome.failed,
-        span=-1,  # `ToolLoop` sets the number of the segment
     )
 
 
@@ -207,7 +217,7 @@ class Toolbox:
 
     def __init__(
         self,
-        chosen: ToolSet,
+        tool_set: ToolSet,
         options: ToolOptions,
         view: View | None,
         control_tokens: Sequence[str] = CONTROL_TOKENS,
@@ -215,7 +225,7 @@ class Toolbox:
         """Build the schemas of the tools, and check that the model can use them.
 
         Args:
-            chosen: the tools of the run.
+            tool_set: the tools of the run.
             options: the limits of calls and answers.
             view: what the model sees of a picture; None for a model that reads text alone.
             control_tokens: the control tokens of the model, which no schema may contain.
@@ -223,10 +233,10 @@ class Toolbox:
         Raises `UserError` for a schema with a control token, and for a tool that needs pictures
         where the model sees none.
         """
-        self.chosen = chosen
+        self.tool_set = tool_set
         self.options = options
         self.view = view
-        self.schemas = chosen.schemas(view)
+        self.schemas = tool_set.schemas(view)
         self._schema_by_name = {schema["function"]["name"]: schema for schema in self.schemas}
         for name, schema in self._schema_by_name.items():
             token = control_token_in(schema, control_tokens)
@@ -236,7 +246,7 @@ class Toolbox:
                     "which the model is told; remove it from the text"
                 )
         self._has_warned = False  # of a tool that was stopped by its time limit
-        for name, tool in chosen.functions.items():
+        for name, tool in tool_set.functions.items():
             if view is None and tool in _TOOLS_FOR_PICTURES:
                 raise UserError(f"tools: {name!r} needs a model that sees images; leave it out")
 
@@ -246,7 +256,7 @@ class Toolbox:
         images: Sequence[Image.Image],
         *,
         seed: str,
-        last: bool,
+        is_last: bool,
         environment: object = None,
     ) -> ToolAnswer | None:
         """Run the calls in a turn of the policy, and return the answer to all of them.
@@ -255,7 +265,7 @@ class Toolbox:
             text: the text of the turn.
             images: the pictures of the problem, then those of earlier answers.
             seed: a text from which the random numbers of the calls follow.
-            last: whether no calls remain after this turn; the answer then says so.
+            is_last: whether no calls remain after this turn; the answer then says so.
             environment: the environment of the rollout, if it has one.
 
         Returns None if the turn calls nothing.
@@ -284,7 +294,7 @@ class Toolbox:
                 break
         if not calls:
             return None
-        if last:
+        if is_last:
             parts.append(f"\n{NO_CALLS_LEFT}")
         return ToolAnswer(tuple(parts), tuple(calls))
 
@@ -347,10 +357,10 @@ class Toolbox:
         if name not in self._schema_by_name:
             raise CallError(f"no tool {name[:40]!r}; there are {', '.join(self._schema_by_name)}")
         kwargs: dict[str, Any] = check_arguments(call.arguments, self._schema_by_name[name])
-        tool = self.chosen.functions[name]
-        environments = self.chosen.environments
+        tool = self.tool_set.functions[name]
+        environments = self.tool_set.environments
         if environments is not None and environment is not None and name in environments.tools:
-            # `chosen` has the method of the first environment; the rollout has its own.
+            # `tool_set` has the method of the first environment; the rollout has its own.
             tool = getattr(environment, name)
         # A tool gets the pictures and the view only if it has parameters of these names.
         parameters = signature(tool).parameters
@@ -394,7 +404,7 @@ class Toolbox:
                 text_length += len(part)
             else:
                 new_picture_count += 1
-            # It is checked in the loop, since iterating over a list of a user's class may never end.
+            # It is checked in the loop, since a list of a user's class may never end.
             if text_length > self.options.max_text or len(parts) > _MAX_ANSWER_PARTS:
                 raise CallError(
                     f"the tool's text has {text_length} characters, at most {self.options.max_text}"

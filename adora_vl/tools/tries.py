@@ -40,12 +40,12 @@ def unsteady_tools(
             Without them these tools are skipped.
     """
     lines = []
-    environments_of_run = toolbox.chosen.environments
+    environments_of_run = toolbox.tool_set.environments
     for schema in toolbox.schemas:
         function = schema["function"]
         name = function["name"]
         is_method = environments_of_run is not None and name in environments_of_run.tools
-        is_built_in = BUILT_IN_TOOLS.get(name) is toolbox.chosen.functions[name]
+        is_built_in = BUILT_IN_TOOLS.get(name) is toolbox.tool_set.functions[name]
         lacks_environment = is_method and not environments
         if is_built_in or lacks_environment:
             continue
@@ -83,8 +83,10 @@ def _different_answers(
     for arguments in _trial_arguments(function["parameters"]):
         call = json.dumps({"name": function["name"], "arguments": arguments})
         text = f"{CALL_TAG}{call}"
-        first = toolbox.answer(text, images, seed="try", last=False, environment=environments[0])
-        second = toolbox.answer(text, images, seed="try", last=False, environment=environments[1])
+        first = toolbox.answer(text, images, seed="try", is_last=False, environment=environments[0])
+        second = toolbox.answer(
+            text, images, seed="try", is_last=False, environment=environments[1]
+        )
         assert first is not None, "the text has a call"
         assert second is not None, "the text has a call"
         if not _are_same_answers(first, second):

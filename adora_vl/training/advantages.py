@@ -83,7 +83,7 @@ class AdvantageComputer:
     def __init__(
         self,
         context: StepContext,
-        methods: AdvantagePipeline,
+        pipeline: AdvantagePipeline,
         reward_weights_F: Tensor,
         *,
         tools: bool = False,
@@ -92,7 +92,7 @@ class AdvantageComputer:
 
         Args:
             context: accelerator, config, log and state, which every part of a training step gets.
-            methods: change TRL's advantages one after the other, for example by ADORA's weights.
+            pipeline: its methods change TRL's advantages one after the other, for example by ADORA's weights.
             reward_weights_F: the weight of each reward function in the sum.
             tools: whether the run has tools. Their answers take up part of a completion, so the
                 number of sampled tokens does not tell whether it was truncated. With tools every
@@ -102,7 +102,7 @@ class AdvantageComputer:
         self.scale_rewards = str(config.scale_rewards)
         self.num_ranks = context.accelerator.num_processes
         self.correct_above = config.adora_correct_above
-        self.methods = methods
+        self.pipeline = pipeline
         self.reward_weights_F = reward_weights_F
         # A rollout of at least this many tokens is truncated; None: a rollout without an end is.
         self.truncated_at = None if tools else config.truncated_at
@@ -123,13 +123,13 @@ class AdvantageComputer:
             facts.counted_rewards_NF.view(len(groups.rewards_PG), group_size, -1),
             weights_F=self.reward_weights_F,
             scale=self.scale_rewards,
-            sums_rewards=self.methods.sums_rewards,
+            sums_rewards=self.pipeline.sums_rewards,
         )
         return GroupAssessment(
             groups=groups,
-            weighting=self.methods.weigh(groups),
+            weighting=self.pipeline.weigh(groups),
             trl_advantages_PG=trl_advantages_PG,
-            has_signal_P=self.methods.signal(groups),
+            has_signal_P=self.pipeline.groups_with_signal(groups),
             equal_reward_share=self._equal_reward_share(groups, trl_advantages_PG),
             num_ranks=self.num_ranks,
         )
@@ -139,13 +139,13 @@ class AdvantageComputer:
 
         Call it once in a generation: DARO learns its weights from every call.
         """
-        final_PG = self.methods(assessment.groups, assessment.trl_advantages_PG)
-        assert self.methods.weighting is not None, "the call above has set it"
+        final_PG = self.pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
+        assert self.pipeline.weighting is not None, "the call above has set it"
         return Advantages(
             assessment=assessment,
-            weighting=self.methods.weighting,
+            weighting=self.pipeline.weighting,
             final_PG=final_PG,
-            figures=dict(self.methods.figures),
+            figures=dict(self.pipeline.figures),
         )
 
     def _equal_reward_share(self, groups: Groups, trl_advantages_PG: Tensor) -> float:
@@ -156,7 +156,7 @@ class AdvantageComputer:
         groups count or none does.
         """
         rewards_PG = groups.rewards_PG
-        if not self.methods.sums_rewards:
+        if not self.pipeline.sums_rewards:
             # TRL divides these advantages by their own standard deviation plus 1e-4, and looks at
             # that standard deviation.
             spread = (
@@ -191,7 +191,7 @@ class AdvantageComputer:
         has_surprisal = not surprisal_PG.isnan().any()
         # Work: true claims of a rollout less its errors. NaN: nothing has counted them.
         work_PG = facts.work_N.view(-1, group_size)
-        is_work_known = self.methods.compares_work or not work_PG.isnan().all()
+        is_work_known = self.pipeline.compares_work or not work_PG.isnan().all()
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=lengths_PG,
@@ -200,7 +200,7 @@ class AdvantageComputer:
             surprisal_PG=surprisal_PG if has_surprisal else None,
             correct_above=self.correct_above,
             step=step,
-            varied_P=self._rewards_vary(rewards_NF, group_size),
+            any_function_differs_P=self._rewards_vary(rewards_NF, group_size),
             work_PG=work_PG if is_work_known else None,
         )
 
@@ -210,7 +210,7 @@ class AdvantageComputer:
         None where TRL sums the rewards of the functions first: then the sums are compared. Functions
         of weight 0 do not count.
         """
-        if self.methods.sums_rewards:
+        if self.pipeline.sums_rewards:
             return None
         has_weight_F = self.reward_weights_F.to(rewards_NF.device) != 0
         rewards_PGF = rewards_NF.view(-1, group_size, rewards_NF.size(1))

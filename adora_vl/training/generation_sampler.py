@@ -468,7 +468,7 @@ class GenerationSampler:
         """
         if self.environments is not None:
             with self.guard.guarding_user_code(step):
-                groups = self.environments.enter(
+                groups = self.environments.reset_for_groups(
                     groups, self.config.seed, begins_generation=begins_generation
                 )
         return groups

@@ -107,6 +107,7 @@ class GroupSampler:
         stop_criteria: StopCriteria,
         extensions: Sequence[Extension],
         tool_loop: ToolLoop | None,
+        server_context: int | None = None,
     ) -> None:
         """Build a sampler of groups.
 
@@ -118,6 +119,8 @@ class GroupSampler:
             extensions: of the run, in their order; they may show the engine other images.
             tool_loop: runs the tools that a turn calls, and appends their answers; None without
                 tools.
+            server_context: how many tokens of a prompt with its completion the servers take. None
+                without servers: an engine of this process ends a rollout there by itself.
         """
         self.accelerator = context.accelerator
         self.config = context.config
@@ -126,6 +129,7 @@ class GroupSampler:
         self.stop_criteria = stop_criteria
         self.extensions = extensions
         self.tool_loop = tool_loop
+        self.server_context = server_context
 
     def begin(
         self, generation: Generation, groups: Sequence[RolloutGroup], limits: TokenLimits
@@ -296,6 +300,7 @@ class GroupTurns:
                 stop=self.group_sampler.stop_criteria,
                 step=step_of_weights,
                 saw_trainer_images=self.parts_by_rollout[key].saw_trainer_images,
+                context_length=self.group_sampler.server_context,
             )
             for (key, rollout), request, result in zip(
                 rollouts.items(), requests, results, strict=True
@@ -375,8 +380,8 @@ class GroupTurns:
     def _max_tokens(self, parts: RequestParts, rollout: Rollout) -> int:
         """Return how many tokens the rollout may sample in its next turn.
 
-        A completion, a generation (`adora_rollouts.budget`) and a turn (`turn_tokens`) have limits.
-        Tokens of tools count in the first one alone.
+        A completion, a generation (`adora_rollouts.budget`), a turn (`turn_tokens`) and a server's
+        context have limits. Tokens of tools count in the first and the last one alone.
         """
         max_completion_length: int = self.group_sampler.config.max_completion_length
         limits = [max_completion_length - len(rollout.tokens)]
@@ -386,6 +391,12 @@ class GroupTurns:
         tool_loop = self.group_sampler.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens is not None:
             limits.append(tool_loop.turn_tokens - len(rollout.last_turn_tokens))
+        server_context = self.group_sampler.server_context
+        if server_context is not None:
+            # A server refuses a text request that could pass its context. At least 1, so that it
+            # names the length of a prompt that leaves no room at all.
+            context_left = server_context - len(parts.prompt_ids) - len(rollout.tokens)
+            limits.append(max(1, context_left))
         return min(limits)
 
 

@@ -231,7 +231,7 @@ def test_what_python_gives_as_tools_is_told_before_each_problem(tmp_path):
         "tool Board",
     }
     call = '<tool_call>{"name": "area", "arguments": {"width": 3}}</tool_call>'
-    assert run.prompts.toolbox.answer(call, [], seed="", last=True).calls[0].text == "9"
+    assert run.prompts.toolbox.answer(call, [], seed="", is_last=True).calls[0].text == "9"
 
 
 def test_columns_that_rewards_log_under_names_of_the_record_end_no_run(tmp_path):

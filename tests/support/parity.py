@@ -179,7 +179,13 @@ class DrawnPictureTools:
         return mock.patch("adora_vl.trainer.build_parts", build_with_tools)
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, environment: Any
+        self,
+        text: str,
+        images: Sequence[Image.Image],
+        *,
+        seed: str,
+        is_last: bool,
+        environment: Any,
     ) -> Any:
         draw = random.Random(seed)
         self.seeds.append(seed)

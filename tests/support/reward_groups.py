@@ -60,7 +60,7 @@ def random_groups(prompts=40, generations=8, seed=0, step=0) -> Groups:
 def apply_method(name, groups, options=None, scale="group"):
     """A method as the trainer applies it, on GRPO's advantages."""
     method = AdvantagePipeline({name: METHODS[name]() if options is None else options}, scale=scale)
-    return method(groups, group_advantages(groups.rewards_PG, scale=scale))
+    return method.compute_advantages(groups, group_advantages(groups.rewards_PG, scale=scale))
 
 
 def adora_weights(

@@ -129,7 +129,7 @@ def _build_toolbox(options: EngineOptions, settings: AnswerEngineSettings) -> To
     view = build_view(chat.config, pixels)
     limits = options.tool_options or ToolOptions()
     toolbox = Toolbox(
-        chosen=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
+        tool_set=chosen, options=limits, view=view, control_tokens=control_tokens(chat.processor)
     )
     # The answers of tools have to fit into what may be sampled; the rest is not known here.
     conversation = ConversationLimits(

@@ -61,6 +61,8 @@ class ConversationEngine:
         self.batch_size = batch_size
         self.stop = stop
         self.any_rank = any_rank
+        # The most tokens of a prompt with its answer.
+        self.context_length = chat.context
 
     def generate(self, requests: Sequence[AnswerRequest]) -> list[Reply | Unanswerable]:
         """Return one answer per request, in their order.
@@ -70,7 +72,7 @@ class ConversationEngine:
         """
         chat = self.chat
         prompts = [chat.prompt_ids(request.messages, request.images) for request in requests]
-        faults = [chat.why_too_long(ids, chat.context) for ids in prompts]
+        faults = [chat.why_too_long(ids, self.context_length) for ids in prompts]
         # The conversations by the index of their request.
         started_rollouts: dict[int, Rollout] = {}
         for index, fault in enumerate(faults):
@@ -184,7 +186,7 @@ class ConversationTurns:
 
         The bounds are the length of an answer, the model's context, and that of a turn with tools.
         """
-        context_left = self.engine.chat.context - len(self.prompts[key])
+        context_left = self.engine.context_length - len(self.prompts[key])
         tokens_left = min(self.engine.max_length, context_left) - len(rollout.tokens)
         tool_loop = self.engine.tool_loop
         if tool_loop is not None and tool_loop.turn_tokens:

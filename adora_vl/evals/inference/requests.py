@@ -180,7 +180,7 @@ class AnswerEngineSettings(SamplingOptions):
         """
         fields: dict[str, Any] = {}
         if self.toolbox:
-            tools = self.toolbox.chosen
+            tools = self.toolbox.tool_set
             fields["tools"] = [*tools.functions]
             fields["max_tool_calling_iterations"] = self.max_tool_calling_iterations
             fields["tool_options"] = vars(self.toolbox.options)

@@ -437,7 +437,7 @@ def weigh_with_assignment(assign, batch, seed=5, **options):
 
 def apply_with_assignment(assign, batch, **options):
     run = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
-    return run(batch, group_advantages(batch.rewards_PG)), run
+    return run.compute_advantages(batch, group_advantages(batch.rewards_PG)), run
 
 
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
@@ -447,7 +447,7 @@ def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
     for assign, neutral in cases:
         with subtests.test(f"{assign} {neutral!r:.80}"):
             advantages, run = apply_with_assignment(assign, groups(), **neutral)
-            assert run.is_plain
+            assert run.keeps_trl_advantages
             assert run.learning_rate_factor == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
 
@@ -735,7 +735,7 @@ def test_controls_act_on_weights_by_work_as_on_those_by_length():
     groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
     options = Adora(criteria=("working",))
     weighting = weigh_groups(groups, options)
-    signal_P = groups.differs_P
+    signal_P = groups.rewards_differ_P
     shuffled = replace(options, assign="random").assign_weights(weighting, signal_P, seed=1, step=2)
     assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
     assert not torch.equal(shuffled.weights_P, weighting.weights_P)

@@ -78,7 +78,7 @@ def test_a_constant_group_is_exactly_zero(subtests):
 def test_the_rounding_noise_of_a_constant_group_is_taken_out_before_any_method():
     groups = groups_of_rewards([[0.1] * 7, [1.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0]])
     noisy = torch.full((2, 7), 6e-4)
-    result = AdvantagePipeline({"adora": Adora()})(groups, noisy)
+    result = AdvantagePipeline({"adora": Adora()}).compute_advantages(groups, noisy)
     assert result[0].tolist() == [0.0] * 7
     assert (result[1] != 0).all()
 
@@ -92,7 +92,7 @@ def test_dapo_by_hand():
     assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
     pipeline = AdvantagePipeline({"dapo": Dapo(overlong_cache=10)}, max_length=100)
-    penalized = pipeline(groups, group_advantages(groups.rewards_PG))
+    penalized = pipeline.compute_advantages(groups, group_advantages(groups.rewards_PG))
     expected = group_advantages(torch.tensor([[1.0, 0.5, 0.0]]))
     assert penalized.tolist() == expected.tolist()
 
@@ -105,7 +105,7 @@ def test_adora_amplifies_with_dapos_pieces():
     amplifying = Adora(mode="amplification", factor=Schedule(2.0))
     pipeline = AdvantagePipeline({"dapo": Dapo(), "adora": amplifying})
     grpo = group_advantages(groups.rewards_PG)
-    advantages = pipeline(groups, grpo)
+    advantages = pipeline.compute_advantages(groups, grpo)
     all_tokens = 24 + 16
     tokens_with_signal = 24
     expected = grpo[0] * 2.0 * all_tokens / tokens_with_signal
@@ -226,7 +226,7 @@ def _run_steps(pipeline, count, first=0):
         rewards = torch.randint(0, 2, (8, 4), generator=generator).float()
         lengths = torch.randint(1, 30, (8, 4), generator=generator)
         groups = Groups(rewards, lengths, lengths > 99, step=step)
-        results.append(pipeline(groups, group_advantages(rewards)))
+        results.append(pipeline.compute_advantages(groups, group_advantages(rewards)))
     return results
 
 
@@ -333,12 +333,12 @@ def test_the_neutral_setting_is_grpo_to_the_bit(subtests):
 def test_plain_is_what_the_trainer_leaves_untouched():
     plain_names = set()
     for name, (options, _) in NEUTRAL.items():
-        if AdvantagePipeline({name: options}).is_plain:
+        if AdvantagePipeline({name: options}).keeps_trl_advantages:
             plain_names.add(name)
     assert plain_names == BY_SETTINGS | {"dapo", "adora"}
-    assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).is_plain
+    assert AdvantagePipeline({"adora": Adora(factor=Schedule(1.0))}).keeps_trl_advantages
     for name in METHODS.keys() - BY_SETTINGS:
-        assert not AdvantagePipeline({name: METHODS[name]()}).is_plain, name
+        assert not AdvantagePipeline({name: METHODS[name]()}).keeps_trl_advantages, name
 
 
 def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
@@ -358,9 +358,9 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
             method = AdvantagePipeline(
                 {name: options.get(name) or METHODS[name]() for name in names}, max_length=40
             )
-            assert method.signal(groups).tolist() == expected
+            assert method.groups_with_signal(groups).tolist() == expected
             assert method.state() == {}
-            advantages = method(groups, group_advantages(groups.rewards_PG))
+            advantages = method.compute_advantages(groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == expected, "so no method takes one for silent"
 
 
@@ -368,7 +368,9 @@ def test_a_group_to_which_another_method_gives_a_signal_counts_in_dapos_mean():
     """Two of three groups are wrong throughout, which ngrpo learns from: nothing is silent."""
     groups = groups_of_rewards([[1.0, 0], [0.0, 0], [0.0, 0]])
     both = AdvantagePipeline({"ngrpo": Ngrpo(), "dapo": Dapo()})
-    assert torch.equal(both(groups, torch.zeros(3, 2)), apply_alone(Ngrpo(), groups.rewards_PG))
+    assert torch.equal(
+        both.compute_advantages(groups, torch.zeros(3, 2)), apply_alone(Ngrpo(), groups.rewards_PG)
+    )
 
 
 def test_permuting_a_group_permutes_its_advantages(subtests):
@@ -485,14 +487,16 @@ for name, options in cases:
         whole = AdvantagePipeline({name: options}, seed=3) if step == 0 else whole
         def groups(r, l):
             return Groups(r, l, l > 45, surprisal_PG=l / 50, step=step)
-        alone = whole(groups(rewards, lengths), group_advantages(rewards))
+        alone = whole.compute_advantages(groups(rewards, lengths), group_advantages(rewards))
         # this rank graded its half of the sequences: a group may lie over both ranks
         def gathered(values):
             mine = values.flatten().chunk(2)[rank].contiguous()
             parts = [torch.empty_like(mine) for _ in range(2)]
             dist.all_gather(parts, mine)
             return torch.cat(parts).view(6, 4)
-        both = method(groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards)))
+        both = method.compute_advantages(
+            groups(gathered(rewards), gathered(lengths)), group_advantages(gathered(rewards))
+        )
         assert torch.equal(alone, both) and method.learning_rate_factor == whole.learning_rate_factor, name
     states = [None, None]
     dist.all_gather_object(states, method.state())

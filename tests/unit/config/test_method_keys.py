@@ -47,9 +47,9 @@ def test_the_default_is_adora_by_its_own_keys():
         Schedule(0.4),
         "attenuation",
     )
-    assert not build_pipeline(ours).is_plain
+    assert not build_pipeline(ours).keeps_trl_advantages
     assert method_overheads(ours) == []
-    assert build_pipeline(config(options="{mode: off}")).is_plain
+    assert build_pipeline(config(options="{mode: off}")).keeps_trl_advantages
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
@@ -214,10 +214,12 @@ def test_a_method_may_come_from_a_file_as_a_function_or_with_options_and_a_signa
     stock = group_advantages(groups.rewards_PG)
     ours = config("grpo+my_methods.py:cautious", '{"most": 0.5}')
     check_methods(ours)
-    assert torch.equal(build_pipeline(ours)(groups, stock), stock.clamp(-0.5, 0.5))
+    assert torch.equal(
+        build_pipeline(ours).compute_advantages(groups, stock), stock.clamp(-0.5, 0.5)
+    )
     both = build_pipeline(config("my_methods.py:Solvable+adora"))
-    assert both.signal(groups).tolist() == [False, True]
-    assert not both(groups, stock)[0].any()
+    assert both.groups_with_signal(groups).tolist() == [False, True]
+    assert not both.compute_advantages(groups, stock)[0].any()
     (mine / "elsewhere").mkdir()
     (mine / "c.yaml").write_text("adora_method: my_methods.py:cautious")
     monkeypatch.chdir(mine / "elsewhere")  # so it is found beside the config

@@ -263,7 +263,7 @@ def test_another_method_on_the_command_line_leaves_the_groups_judged_by_the_crit
         )
     assert build_pipeline(
         parse(["--config", str(path), *CPU, "--adora_method", "grpo"])[1]
-    ).is_plain
+    ).keeps_trl_advantages
 
 
 def test_every_option_of_the_help_is_known_for_a_word_that_is_nearly_one():

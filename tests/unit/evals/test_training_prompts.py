@@ -8,6 +8,7 @@ import pytest
 from accelerate import Accelerator
 from peft import LoraConfig, get_peft_model
 
+from adora_vl.checkpoint.run_files import list_users_files, recording_saved_files
 from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
 from adora_vl.evals.inference.provenance import resolve_prompts
@@ -54,6 +55,23 @@ def test_what_is_exported_once_more_still_knows_its_prompts(
     export(tmp_path / "first", tmp_path / "second")
 
     assert read_training_config(str(tmp_path / "second")) == TRAINED_WITH
+
+
+def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: Path) -> None:
+    """Transformers writes those beside the first into a folder of their own."""
+    processor = load_processor(str(PRETRAINED_FOLDER))
+    processor.chat_template = {"default": processor.chat_template, "tool_use": "{{ tools }}"}
+    with recording_saved_files(run_folder, writes=True):
+        processor.save_pretrained(run_folder)
+
+    export(run_folder, tmp_path / "exported")
+
+    exported = load_processor(str(tmp_path / "exported"))
+    assert exported.chat_template == processor.chat_template
+    template = "additional_chat_templates/tool_use.jinja"
+    assert template not in list_users_files(run_folder), "the run has written it"
+    (run_folder / template).write_text("mine")
+    assert template in list_users_files(run_folder)
 
 
 def test_a_merged_model_that_is_copied_away_still_knows_its_prompts(

@@ -253,7 +253,7 @@ def test_gradient_checkpointing_computes_the_same_attention_again(subtests):
 
 
 def test_float32_weights_under_autocast_get_the_kernel_for_bfloat16(monkeypatch):
-    """A GPU has flash attention for bfloat16 queries; float32 ones would need a mask in every call."""
+    """A GPU has flash attention for bfloat16 queries, which needs neither masks nor copies of keys."""
     sdpa = Mock(side_effect=nn.functional.scaled_dot_product_attention)
     monkeypatch.setattr(span_attention, "scaled_dot_product_attention", sdpa)
     model = Qwen2ForCausalLM(Qwen2Config(**TEXT_CONFIG, use_cache=False))

@@ -18,12 +18,17 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from trl import ModelConfig, get_peft_config
 
 from adora_vl.checkpoint.trl_state import MovingReference
-from adora_vl.config.batch_plan import unit_size
+from adora_vl.config.batch_plan import batch_plan, unit_size
 from adora_vl.config.sharding import Sharding, sharding_from_environment, sharding_from_file
 from adora_vl.models.activations import PlannedMicroBatch
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.models.shape import ModelShape, Tower, config_for_planning, model_shape
-from adora_vl.planning.disk import checkpoint_bytes, checkpoint_of, run_bytes
+from adora_vl.planning.disk import (
+    checkpoint_bytes,
+    checkpoint_of,
+    most_checkpoints,
+    run_bytes,
+)
 from adora_vl.planning.engine_memory import Engine, cache_bytes_per_token, engine_memory
 from adora_vl.planning.memory import Setup, Sharing, frozen_tower_memory, predict_memory
 from adora_vl.planning.what_fits import (
@@ -279,7 +284,7 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
     predicted = checkpoint_bytes(shape, Sharding(processes=1), mixed_precision=False)
     assert written <= predicted <= written + 3 * 2**20
     largest = run_bytes(predicted, 10, checkpoints=2, record_gb=1.5)
-    assert largest == 3 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
+    assert largest == 2 * predicted + 10 + 1_500_000_000, "with a full record of the rollouts"
     assert checkpoint_of(config_of(), shape, Sharding(processes=1)) == predicted
     MovingReference(model, moves=True, is_main=True, gather=nullcontext).save(tmp_path)
     moved = sum(path.stat().st_size for path in (tmp_path / "reference").iterdir())
@@ -288,6 +293,32 @@ def test_a_checkpoint_on_disk_is_as_large_as_predicted(tmp_path):
         - predicted,
         rel=0.01,
     )
+
+
+def test_a_folder_has_no_more_checkpoints_than_a_run_writes():
+    """A limit counts one more, which is written before the oldest goes; a short run has fewer."""
+
+    def most(rows: int | None = None, **keys: object) -> int | None:
+        config = config_of(
+            num_generations=4,
+            per_device_train_batch_size=16,
+            gradient_accumulation_steps=1,
+            steps_per_generation=1,
+            **keys,
+        )
+        return most_checkpoints(config, batch_plan(config, processes=1), rows)
+
+    ten_steps = {"max_steps": 10, "save_steps": 4}
+    assert most(**ten_steps, save_total_limit=2) == 3
+    assert most(**ten_steps, save_total_limit=3) == 3, "after steps 4, 8 and 10"
+    assert most(**ten_steps, save_total_limit=50) == 3
+    assert most(**ten_steps) == 3
+    assert most(**ten_steps, save_strategy="no") == 0
+    assert most(num_train_epochs=3, save_steps=500) is None, "the rows are not known"
+    assert most(num_train_epochs=3, save_steps=500, save_total_limit=5) == 6
+    assert most(rows=40, num_train_epochs=3, save_strategy="epoch") == 3
+    assert most(rows=40, max_steps=25, save_strategy="epoch") == 3, "the last is not whole"
+    assert most(rows=40, num_train_epochs=3, save_strategy="epoch", save_total_limit=1) == 2
 
 
 def test_keys_and_values_of_the_7b_take_56_kib_a_token(shape_of_7b):

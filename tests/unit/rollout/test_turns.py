@@ -28,11 +28,13 @@ from adora_vl.rollout.rollouts import (
     FinishReason,
     Rollout,
     RolloutGroup,
+    SamplingRequest,
+    SamplingResult,
     Segment,
     StepKey,
 )
 from adora_vl.rollout.stopping import StopCriteria
-from adora_vl.rollout.turns import CALL_TAG, ToolLoop, run_turns
+from adora_vl.rollout.turns import CALL_TAG, ToolLoop, append_result, run_turns
 from adora_vl.tools.ours import View
 from adora_vl.tools.run import Toolbox, choose_tools
 from adora_vl.training.advantages import AdvantageComputer
@@ -70,9 +72,9 @@ class Says:
         self.asked = list[Any]()
 
     def answer(
-        self, text: str, images: Sequence[Image.Image], *, seed: str, last: bool, **_: Any
+        self, text: str, images: Sequence[Image.Image], *, seed: str, is_last: bool, **_: Any
     ) -> Any:
-        self.asked.append((text, len(images), seed, last))
+        self.asked.append((text, len(images), seed, is_last))
         return SimpleNamespace(
             parts=self.parts,
             calls=(Call(name="zoom", arguments="{}", text="", seconds=0.1, failed=False),),
@@ -99,6 +101,30 @@ def answered(
         step=4,
         seed="7/train/3/0/1/0",
     )
+
+
+def reason_of_server(tokens: Sequence[int], *, context: int | None) -> FinishReason:
+    """Return why a server ended these tokens of a prompt of 10, of which 8 were asked for."""
+    rollout = append_result(
+        Rollout(),
+        SamplingRequest(prompt_ids=[7] * 10, images=[], group=0, max_tokens=8, max_length=8),
+        SamplingResult(tokens=[*tokens], logps=[-0.5] * len(tokens)),
+        step=0,
+        max_turn=None,
+        stop=StopCriteria(frozenset({END}), decode=TOKENIZER.decode),
+        context_length=context,
+    )
+    return rollout.finish_reason
+
+
+def test_a_server_that_stops_at_its_context_has_not_ended_the_answer():
+    """A server does not say why it stops, so that the numbers of tokens have to."""
+    assert reason_of_server([5, 6, 5], context=13) is FinishReason.CONTEXT
+    assert reason_of_server([5, 6, 5], context=14) is FinishReason.STOP
+    assert reason_of_server([5, 6, 5], context=None) is FinishReason.STOP
+    assert reason_of_server([5, 6, END], context=13) is FinishReason.STOP
+    assert reason_of_server([5] * 8, context=None) is FinishReason.LENGTH
+    assert reason_of_server([5] * 7 + [END], context=18) is FinishReason.STOP
 
 
 PIECES = [

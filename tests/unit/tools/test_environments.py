@@ -65,7 +65,7 @@ def rollout_group(number, content, answer="x"):
 def call_open(toolbox, rollout, door):
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
     return (
-        toolbox.answer(call, [], seed="0", last=False, environment=rollout.environment)
+        toolbox.answer(call, [], seed="0", is_last=False, environment=rollout.environment)
         .calls[0]
         .text
     )
@@ -86,7 +86,7 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         rollout_group(1, content_parts),
         rollout_group(2, "Which?", answer=""),
     ]
-    entered_groups = environments.enter(groups_asked, 7, begins_generation=True)
+    entered_groups = environments.reset_for_groups(groups_asked, 7, begins_generation=True)
     first_group, second_group, third_group = entered_groups
     first_rollout, second_rollout = first_group.rollouts
     drawn_numbers = [
@@ -112,16 +112,16 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         "[3, 4]",
         "[5]",
     ]
-    assert environments.reward()(
+    assert environments.reward_function()(
         environments=[first_rollout.environment, second_rollout.environment], prompts=[]
     ) == [
         2.0,
         1.0,
     ]
-    assert environments.reward().__name__ == "DoorsEnvironment"
+    assert environments.reward_function().__name__ == "DoorsEnvironment"
     assert DoorsEnvironment.count == 6
-    environments.enter([rollout_group(3, "Which?")], 7, begins_generation=False)
-    first_group_again, *_ = environments.enter(groups_asked, 7, begins_generation=True)
+    environments.reset_for_groups([rollout_group(3, "Which?")], 7, begins_generation=False)
+    first_group_again, *_ = environments.reset_for_groups(groups_asked, 7, begins_generation=True)
     assert DoorsEnvironment.count == 8, "they are used again"
     assert first_group_again.row == first_group.row, "they are used again"
     assert first_group_again.rollouts[0].environment is first_rollout.environment
@@ -177,7 +177,7 @@ def environment_class_with(**methods):
 )
 def test_what_is_no_environment_is_refused(entry, why):
     with pytest.raises(UserError, match=f"^environment_factory: {why}"):
-        build_environments(entry, 10.0).enter(
+        build_environments(entry, 10.0).reset_for_groups(
             [rollout_group(0, "Which?")], 7, begins_generation=True
         )
 
@@ -190,7 +190,9 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered_group] = environments.enter([rollout_group(0, "Which?")], 7, begins_generation=True)
+    [entered_group] = environments.reset_for_groups(
+        [rollout_group(0, "Which?")], 7, begins_generation=True
+    )
     group_environments = [rollout.environment for rollout in entered_group.rollouts]
     [warning_line] = unsteady_tools(toolbox, [], group_environments)
     assert warning_line.startswith("tools: 'throw' answers"), (

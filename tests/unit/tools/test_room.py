@@ -10,6 +10,7 @@ from PIL import Image
 
 import adora_vl.builtin
 from adora_vl.config.blocks import ToolOptions
+from adora_vl.data.context_limit import ContextLimit
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.turns import ToolLoop
 from adora_vl.tools.ours import BUILT_IN_TOOLS, View
@@ -19,10 +20,24 @@ from adora_vl.utils.call_guards import OverdueError, backstop, deadline
 from adora_vl.utils.errors import UserError
 
 SMALL_VIEW = View(3136, 3136, 28)
+
+
+def context_of(
+    tokens: int, name: str = "vllm_max_model_length", hint: str = "set it to"
+) -> ContextLimit:
+    return ContextLimit(
+        tokens=tokens,
+        completion_tokens=1000,
+        name=f"{name}: {tokens}",
+        raise_hint=hint,
+        model_limit=None,
+    )
+
+
 LIMITS_WITH_ROOM = ConversationLimits(
     "max_completion_length",
     1000,
-    max_context=2000,
+    context=context_of(2000),
     shortest_prompt=100,
     fewest_pictures=1,
 )
@@ -80,8 +95,13 @@ TOO_SMALL_LIMITS = {
     ),
     "context": TooSmallLimit(
         tool="zoom",
-        limits={"max_context": 150},
+        limits={"context": context_of(150)},
         line="vllm_max_model_length: 150 leaves no room for an answ",
+    ),
+    "context of a server": TooSmallLimit(
+        tool="zoom",
+        limits={"context": context_of(150, "the vLLM server's --max-model-len", "start it with")},
+        line="the vLLM server's --max-model-len: 150 leaves no room for an answ",
     ),
     "turn": TooSmallLimit(
         tool="zoom",

@@ -43,7 +43,7 @@ def tool_call(name, **arguments):
 def answer_of(toolbox, text, images=None):
     """Return what comes back to the model, as one text and its pictures."""
     answer = toolbox.answer(
-        text, [picture_with_black_corner()] if images is None else images, seed="0", last=False
+        text, [picture_with_black_corner()] if images is None else images, seed="0", is_last=False
     )
     pictures = [part for part in answer.parts if not isinstance(part, str)]
     text = "".join(part if isinstance(part, str) else "<image>" for part in answer.parts)
@@ -140,7 +140,7 @@ def test_ten_thousand_broken_calls_are_one_line_each():
             text = text[:at] + change + text[at + draw.randrange(0, 4) :]
         began = time.process_time()
         answer = toolbox.answer(
-            text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", last=False
+            text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", is_last=False
         )
         slowest = max(slowest, time.process_time() - began)
         for call in answer.calls:
@@ -150,7 +150,7 @@ def test_ten_thousand_broken_calls_are_one_line_each():
             assert len(call.text) <= 200 or not call.failed
             call.text.encode()
     print(f"the slowest took {1000 * slowest:.0f} ms")
-    assert toolbox.answer("no call", [], seed="0", last=False) is None
+    assert toolbox.answer("no call", [], seed="0", is_last=False) is None
 
 
 HOSTILE_TOOLS_FILE = '''
@@ -222,7 +222,7 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, 
     assert all(
         shown_picture.width * shown_picture.height <= SMALL_VIEW.high for shown_picture in pictures
     )
-    assert "own.py" in toolbox.chosen.hashes
+    assert "own.py" in toolbox.tool_set.hashes
 
 
 class ValueThatRaises:
@@ -389,7 +389,7 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         if draw.random() < 0.2:
             text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
         answer = toolbox.answer(
-            f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", last=False
+            f"<tool_call>{text}</tool_call>", [picture_with_black_corner()], seed="0", is_last=False
         )
         [call] = answer.calls
         assert call.failed == call.text.startswith("Error: ")
@@ -523,7 +523,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     toolbox = build_toolbox("own.py:misbehave")
     call = tool_call("misbehave", how="draw")
     states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-    first = [toolbox.answer(call * 2, [], seed=seed, last=False) for seed in ("a", "a", "b")]
+    first = [toolbox.answer(call * 2, [], seed=seed, is_last=False) for seed in ("a", "a", "b")]
     texts = [[made_call.text for made_call in answer.calls] for answer in first]
     assert texts[0] == texts[1]
     assert len({*texts[0], *texts[2]}) == 4
@@ -533,7 +533,7 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
     toolbox = build_toolbox()
     call = tool_call("calculate", expression="1+1")
-    answer = toolbox.answer(call * 9, [], seed="0", last=True)
+    answer = toolbox.answer(call * 9, [], seed="0", is_last=True)
     refused = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
     assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refused]
     assert answer.parts[-1] == "\nNo calls are left."

@@ -163,7 +163,7 @@ def check_left_groups(name: str, options: Any, scale: str) -> None:
         groups = Groups(rewards_PG, lengths_PG, lengths_PG > 90, surprisal_PG=surprisal_PG)
         trl_advantages_PG = group_advantages(rewards_PG, scale=scale)
         pipeline = AdvantagePipeline({name: options}, scale=scale, max_length=99, seed=1)
-        return pipeline(groups, trl_advantages_PG)
+        return pipeline.compute_advantages(groups, trl_advantages_PG)
 
     rewards_PG = torch.full((31, 8), NAN, dtype=torch.float64)
     rewards_PG[:30].scatter_(1, remaining_PG, rewards_of_six_PG)
@@ -194,7 +194,7 @@ def test_daro_learns_from_the_tokens_of_those_who_are_left():
         rewards_PG, torch.tensor([[10, 30, 500, 500]]), torch.zeros(1, 4, dtype=torch.bool)
     )
     pipeline = AdvantagePipeline({"daro": METHODS["daro"]()})
-    pipeline(groups, group_advantages(rewards_PG))
+    pipeline.compute_advantages(groups, group_advantages(rewards_PG))
     size_of_both_advantages = pytest.approx(0.7071, abs=1e-3)
     assert pipeline.figures["daro/loss_2_of_4"] == size_of_both_advantages
 
