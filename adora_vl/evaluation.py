@@ -255,7 +255,7 @@ class SamplerEngine(ConversationEngine):
             end_tokens: end an answer. Strings that end a rollout of the training do not.
         """
         assert pair.engine is not None
-        sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy)
+        sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy_settings)
         super().__init__(
             chat,
             sample_greedily,

@@ -187,7 +187,7 @@ def build_parts(
     logps = _generation_logps(trainer, context, policy_pass=policy_pass, recorder=recorder)
     pool = Pool(context, trainer.train_dataset, has_tools=has_tools)
     sampler = _sampler(trainer, context, images)
-    stop_criteria = StopCriteria.of(
+    stop_criteria = StopCriteria.from_config(
         {*trainer.eos_token_ids, context.pad_id}, config.generation_kwargs or {}, _decode(trainer)
     )
     batch_builder = BatchBuilder(
@@ -196,7 +196,7 @@ def build_parts(
         processor=trainer.processing_class,
         stop_criteria=stop_criteria,
         to_device=_to_device(trainer),
-        has_engine_logps=sampler.scores,
+        has_engine_logps=sampler.returns_logps,
         pad_to_multiple_of=trainer.pad_to_multiple_of,
         has_tools=has_tools,
         allows_stale_rollouts=pool.allows_stale_rollouts,

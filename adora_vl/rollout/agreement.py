@@ -91,11 +91,11 @@ def agreement_bound(pair: EnginePair) -> float:
 
 
 def distant_bound(pair: EnginePair) -> float:
-    """Return `agreement_bound` for answers that begin at about position 2,000.
+    """Return how far log-probabilities may differ in answers from about position 2,000 on.
 
-    In float32 the bound is a tenth of it. Wrong rotary frequencies moved the answers of a small
-    model by 0.01 nats there, and two right passes agree to 1e-6. In bfloat16 the bound is the same,
-    since two right passes differ by as much as wrong frequencies cause.
+    In float32 it is a tenth of `agreement_bound`. Wrong rotary frequencies moved the answers of a
+    small model by 0.01 nats there, while two right passes agree to 1e-6. In coarser dtypes it is
+    `agreement_bound` itself, since two right passes differ by as much as wrong frequencies cause.
     """
     bound = agreement_bound(pair)
     return bound / 10 if bound <= MAX_DIFFERENCE_BY_DTYPE["float32"] else bound
@@ -105,7 +105,8 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     """Return the first `FAR_ROWS` prompts, with random tokens before each of them.
 
     An answer to such a prompt begins at about `FAR_POSITION`, or as far on as policy and engine
-    take. Each prompt gets random tokens of its own text, as many as every other one on all ranks.
+    take. The random tokens come from the text of the prompt itself. All prompts of all ranks get
+    equally many.
 
     Args:
         pair: the policy and the engine.
@@ -115,30 +116,35 @@ def lengthened_prompts(pair: EnginePair, prompts: Prompts, max_tokens: int) -> P
     Returns None where the prompts cannot be longer. Collective.
     """
     short_prompts = first_prompts(prompts, FAR_ROWS)
-    policy_limit = pair.policy.config.get_text_config().max_position_embeddings
-    if pair.config.vllm_mode == "server":
-        engine_limit = served_length(pair.config) or policy_limit
-    else:
-        assert pair.engine is not None
-        engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
     longest_prompt = max(map(len, short_prompts.ids))
-    max_prompt_length = min(FAR_POSITION, min(policy_limit, engine_limit) - max_tokens)
-    # The same shift on all ranks, since their passes are collective.
-    shift = min(gather_object([max_prompt_length - longest_prompt]))
-    if shift <= 0:  # the model or the engine takes no longer prompts
+    max_prompt_length = min(FAR_POSITION, _context_length(pair) - max_tokens)
+    # It is the same number on all ranks, since their passes are collective.
+    added_count = min(gather_object([max_prompt_length - longest_prompt]))
+    if added_count <= 0:  # the model or the engine takes no longer prompts
         return None
     special_ids = {*pair.tokenizer.all_special_ids, *never_sampled_ids(pair.tokenizer)}
     rng = random.Random(pair.config.seed)  # a generator of its own, so the run's state stays
     ids = []
     for prompt_ids in short_prompts.ids:
         text_ids = [token for token in prompt_ids if token not in special_ids]
-        ids.append([*rng.choices(text_ids, k=shift), *prompt_ids])
+        ids.append([*rng.choices(text_ids, k=added_count), *prompt_ids])
     fields = dict(short_prompts.fields)
     if TOKEN_TYPES_FIELD in fields:
         fields[TOKEN_TYPES_FIELD] = [
-            [0] * shift + token_types for token_types in fields[TOKEN_TYPES_FIELD]
+            [0] * added_count + token_types for token_types in fields[TOKEN_TYPES_FIELD]
         ]
     return replace(short_prompts, ids=ids, fields=fields)
+
+
+def _context_length(pair: EnginePair) -> int:
+    """Return the largest number of tokens, prompt and answer together, of policy and engine."""
+    policy_limit = pair.policy.config.get_text_config().max_position_embeddings
+    if pair.config.vllm_mode == "server":
+        engine_limit = served_length(pair.config) or policy_limit
+    else:
+        assert pair.engine is not None
+        engine_limit = pair.engine.llm.llm_engine.model_config.max_model_len
+    return int(min(policy_limit, engine_limit))
 
 
 def first_prompts(prompts: Prompts, count: int) -> Prompts:
@@ -233,11 +239,12 @@ class EngineProbe:
         message = ""
         if error is not None:
             message = str(error) or type(error).__name__
-        messages = [text for text in gather_object([message]) if text]
+        # All ranks come here, whether they have an error or not.
+        messages_of_ranks = [text for text in gather_object([message]) if text]
         if error is not None:
             raise error
-        if messages:
-            raise OtherRankError(messages[0])
+        if messages_of_ranks:
+            raise OtherRankError(messages_of_ranks[0])
         assert rollouts is not None
         return rollouts
 
@@ -266,12 +273,17 @@ class EngineProbe:
                 skipped(COLD_CHECK, "the prompts differ"),
             ]
         except PromptMismatchError as error:
-            where = f"{self.prompts.names[error.row]}: {error}"
-            why = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
-            return [failed(PROMPTS_CHECK, where, why), skipped(COLD_CHECK, "the prompts differ")]
+            detail = f"{self.prompts.names[error.row]}: {error}"
+            remedy = f"image tokens are expanded twice, or limits differ; {PIXELS_REMEDY}"
+            return [
+                failed(PROMPTS_CHECK, detail, remedy),
+                skipped(COLD_CHECK, "the prompts differ"),
+            ]
         ids = self.prompts.ids
-        read = passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens")
-        return [read, check_drift(COLD_CHECK, result.drift, self.bound, remedy=DTYPE_REMEDY)]
+        return [
+            passed(PROMPTS_CHECK, f"{len(ids)} prompts, {sum(map(len, ids))} tokens"),
+            check_drift(COLD_CHECK, result.drift, self.bound, remedy=DTYPE_REMEDY),
+        ]
 
     def check_distant_agreement(self) -> Check:
         """Check that engine and policy agree on tokens at about position 2,000.
@@ -284,13 +296,13 @@ class EngineProbe:
                 DISTANT_CHECK, "model and engine take no longer prompts (vllm_max_model_length)"
             )
         result = self.compare("far", prompts)
-        begin = min(gather_object([len(ids) for ids in prompts.ids]))
+        first_position = min(gather_object([len(ids) for ids in prompts.ids]))
         return check_drift(
             DISTANT_CHECK,
             result.drift,
             distant_bound(self.pair),
             remedy=POSITIONS_REMEDY,
-            note=f", answers from position {begin} on",
+            note=f", answers from position {first_position} on",
         )
 
     def check_all(self) -> list[Check]:

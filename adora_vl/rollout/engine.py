@@ -65,10 +65,9 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         self._timed = timed
         self.image_token_id: int | None = getattr(processing_class, "image_token_id", None)
         self._engine_has_all_parameters = False  # whether a weight sync has sent every parameter
-        # what the last weight sync has sent
-        self.tensors_sent = 0
+        self.tensors_sent = 0  # the number of tensors that the last weight sync has sent
         self.bytes_sent = 0
-        # the config's own, from which `_logprobs_mode` sees what changes the distribution
+        # As the config has them: `_logprobs_mode` sees in them what changes the distribution.
         self._config_generation_kwargs = dict(kwargs.get("generation_kwargs") or {})
         generation_kwargs = complete_generation_kwargs(
             self._config_generation_kwargs,
@@ -225,10 +224,10 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
     def _logprobs_mode(self) -> str:
         """Choose the kind of log-probabilities that vLLM returns, and return vLLM's name for it.
 
-        The trainer computes log-probabilities with the temperature, but without filters and bans.
-        Stock TRL asks vLLM for those after temperature, filters and bans. They differ from the
-        trainer's by the probability that the filters cut off. Ours asks for those before all of
-        them, where the temperature is 1 and so changes nothing.
+        The trainer applies the temperature to its log-probabilities, but no filter (`top_p`, ...)
+        and no ban. vLLM applies all of them ("processed"), as stock TRL asks it to, or none
+        ("raw"). Processed ones differ from the trainer's by the probability that the filters cut
+        off. So ours asks for raw ones where the temperature is 1, which changes nothing.
         """
         is_raw = engine_scores_raw(
             self.temperature, self.repetition_penalty, self._config_generation_kwargs
@@ -334,7 +333,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         Raises `PromptMismatchError` for the first request whose prompt the engine has read
         otherwise, else `EngineError`.
         """
-        settings = dict(self.sampling if settings is None else settings)
+        settings = dict(self.sampling_settings if settings is None else settings)
         if self.mode == "server":
             with engine_call("generate"):
                 return self.server_group.sample(requests, settings)
@@ -363,17 +362,18 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             settings: vLLM's sampling parameters.
         """
         engine_requests = list(requests)
-        start = 0  # the position of this rank's requests in `engine_requests`
+        first_of_rank = 0  # the position of this rank's requests in `engine_requests`
         if self.tensor_parallel_size > 1:
-            requests_of_ranks: list[Any] = [None] * self.tensor_parallel_size  # filled below
-            distributed.all_gather_object(requests_of_ranks, engine_requests, group=self.tp_group)
+            requests_by_rank: list[Any] = [None] * self.tensor_parallel_size  # filled below
+            distributed.all_gather_object(requests_by_rank, engine_requests, group=self.tp_group)
             rank = distributed.get_rank(group=self.tp_group)
-            start = sum(map(len, requests_of_ranks[:rank]))
-            engine_requests = [request for part in requests_of_ranks for request in part]
+            first_of_rank = sum(map(len, requests_by_rank[:rank]))
+            engine_requests = [request for of_rank in requests_by_rank for request in of_rank]
         if self.enable_sleep_mode:
             self.llm.wake_up(tags=["kv_cache"])  # the weights are awake since the sync
         if is_peft_model(self.model) and self.tensor_parallel_size > 1:
-            # else vLLM's collective calls can meet the end of the adapter's (TRL issue 3671)
+            # Otherwise vLLM's collective calls can mix with the last ones of the adapter's sync
+            # (TRL issue 3671).
             distributed.barrier(device_ids=[self.accelerator.local_process_index])
         results: list[SamplingResult] = self.llm.sample(
             engine_requests, settings, self.image_token_id
@@ -381,10 +381,10 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)  # `llm` ignores it inside `staying_awake`
             self._llm_weights_sleeping = not self.llm.is_kept_awake
-        return results[start : start + len(requests)]
+        return results[first_of_rank : first_of_rank + len(requests)]
 
     @property
-    def sampling(self) -> dict[str, Any]:
+    def sampling_settings(self) -> dict[str, Any]:
         """vLLM's sampling parameters of the run, put together from TRL's keys as stock TRL does."""
         settings = {
             "repetition_penalty": self.repetition_penalty,
@@ -401,7 +401,7 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
         return settings
 
     @property
-    def greedy(self) -> dict[str, Any]:
+    def greedy_settings(self) -> dict[str, Any]:
         """vLLM's sampling parameters of an evaluation: the likeliest tokens, without filters."""
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         settings: dict[str, Any] = {

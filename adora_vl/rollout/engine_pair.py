@@ -47,7 +47,7 @@ class SampledRollouts:
 
 
 class Collate(Protocol):
-    """The type of `BatchBuilder.collated`, which puts completions into padded columns."""
+    """A function that puts prompts and completions into a padded batch: `BatchBuilder.collated`."""
 
     def __call__(
         self,
@@ -121,7 +121,7 @@ class EnginePair:
         """
         assert self.engine is not None
         with keeping_random_state():
-            settings = {**self.engine.sampling, **overrides}
+            settings = {**self.engine.sampling_settings, **overrides}
             requests = self._requests(prompts, max_tokens=max_tokens, check_name=check_name)
             results = self.sampler.sample(requests, settings=settings)
             return self._sampled_rollouts(prompts, results)
@@ -146,9 +146,9 @@ class EnginePair:
         """Return a sampling request for each prompt.
 
         Each gets a seed of its own, from the name of the check and the prompt's number over all
-        ranks.
+        ranks. Every rank has equally many prompts.
         """
-        first = self.accelerator.process_index * len(prompts.ids)  # every rank has as many prompts
+        first = self.accelerator.process_index * len(prompts.ids)
         images_of_rows = prompts.images or [None] * len(prompts.ids)
         requests = []
         for row, (ids, images) in enumerate(zip(prompts.ids, images_of_rows, strict=True)):

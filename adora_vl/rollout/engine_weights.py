@@ -53,10 +53,10 @@ class SyncedVLLMGeneration(VLLMGeneration):  # type: ignore[misc]  # TRL is unty
         and after the first sync leaves out the parts of the model that are not trained.
         """
         trainable = trainable_components(self.model)
-        by_nccl = self.mode == "server" and self.settings.weight_folder is None
-        # An engine has no weights at first and after a sleep, which discards them. By NCCL every
+        uses_nccl = self.mode == "server" and self.settings.weight_folder is None
+        # An engine has no weights at first and after a sleep, which discards them. With NCCL every
         # sync sends all, since TRL announces the tensors of the first sync every time.
-        sends_all = not self._engine_has_all_parameters or self.enable_sleep_mode or by_nccl
+        sends_all = not self._engine_has_all_parameters or self.enable_sleep_mode or uses_nccl
 
         def is_sent(name: str) -> bool:
             return sends_all or component_of(name) in trainable

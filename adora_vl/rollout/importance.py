@@ -36,8 +36,8 @@ class Drift:
 def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor:
     """Sum the absolute differences of two tensors of log-probabilities over the sampled tokens.
 
-    Returns `[sum, count, largest]`, (3,) float64. These can be merged over ranks, and a mean could
-    not, since ranks have different numbers of tokens.
+    Returns `[sum, count, largest]`, (3,) float64. Ranks have different numbers of tokens, so their
+    means could not be merged, but these can.
 
     Tokens without a log-probability of the engine (NaN) are left out. The sum is infinite where
     engine or policy gave no finite number, and where none of the sampled tokens can be compared.
@@ -50,12 +50,13 @@ def drift_sums(trainer_BC: Tensor, engine_BC: Tensor, mask_BC: Tensor) -> Tensor
     sampled_BC = mask_BC.bool()
     scored_BC = sampled_BC & ~torch.isnan(engine_BC)
     gaps_BC = (trainer_BC - engine_BC).abs().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)  # an index with a mask waits for the GPU
+    # Indexing with a mask would wait for the GPU.
+    scored_gaps_BC = torch.where(scored_BC, gaps_BC, 0.0)
     count = scored_BC.sum()
-    # Infinite where tokens were sampled and none of them was scored, else 0.
-    penalty = torch.where(sampled_BC.any() & (count == 0), torch.inf, 0.0)
-    total = scored_gaps_BC.sum() + penalty
-    largest = scored_gaps_BC.max() + penalty
+    has_only_unscored_tokens = sampled_BC.any() & (count == 0)
+    infinity_or_0 = torch.where(has_only_unscored_tokens, torch.inf, 0.0)
+    total = scored_gaps_BC.sum() + infinity_or_0
+    largest = scored_gaps_BC.max() + infinity_or_0
     return torch.stack([total, count.double(), largest])
 
 
@@ -149,11 +150,12 @@ def ratio_metrics_of_rank(
 ) -> Tensor:
     """Return this rank's values of the five metrics in `_COMBINE_BY_RATIO_METRIC`, (5,).
 
-    A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
-    of them. As in TRL a token without one has the ratio 1. A metric of nothing is 0.
+    They are the mean and the largest difference of log-probabilities, and the smallest, mean and
+    largest ratio. A metric of nothing is 0.
 
-    Values that do not count are replaced by NaN or by the neutral value of the reduction. Indexing
-    with a mask would wait for the GPU.
+    A rollout counts, with all of its tokens, if the engine gave a log-probability for at least one
+    of them. As in TRL a token without one has the ratio 1. Values that do not count become NaN, or
+    the neutral value of the reduction, since indexing with a mask would wait for the GPU.
 
     Args:
         ratio: (B, C), or (B, 1) for a ratio of sequences.
@@ -161,25 +163,22 @@ def ratio_metrics_of_rank(
         sampling_BC: the engine's; NaN for a token that has none.
         mask_BC: which tokens the loss counts.
     """
-    learned_BC = mask_BC.bool()
-    has_engine_logp_B1 = (learned_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
+    in_loss_BC = mask_BC.bool()
+    has_engine_logp_B1 = (in_loss_BC & ~sampling_BC.isnan()).any(dim=1, keepdim=True)
     # As in TRL, a rollout without any token to learn from has the ratio 1 and counts. One whose
     # engine has seen other images than the policy has no log-probabilities, and does not count.
-    row_counts_B1 = has_engine_logp_B1 | ~learned_BC.any(dim=1, keepdim=True)
-    token_counts_BC = learned_BC & row_counts_B1
+    row_counts_B1 = has_engine_logp_B1 | ~in_loss_BC.any(dim=1, keepdim=True)
+    token_counts_BC = in_loss_BC & row_counts_B1
     gaps_BC = torch.where(token_counts_BC, (logps_BC - sampling_BC).abs(), torch.nan)
     is_per_token = ratio.size(1) > 1
     ratio_counts = token_counts_BC if is_per_token else row_counts_B1
     ratios = torch.where(ratio_counts, ratio, torch.nan)
+    largest_gap = gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax()
     smallest_ratio = ratios.nan_to_num(nan=torch.inf, posinf=torch.inf).amin()
-    figures = [
-        gaps_BC.nanmean(),
-        gaps_BC.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
-        torch.where(ratios.isnan().all(), torch.nan, smallest_ratio),
-        ratios.nanmean(),
-        ratios.nan_to_num(nan=0.0, posinf=torch.inf).amax(),
-    ]
-    return torch.stack(figures).nan_to_num(nan=0.0, posinf=torch.inf)
+    smallest_ratio = torch.where(ratios.isnan().all(), torch.nan, smallest_ratio)
+    largest_ratio = ratios.nan_to_num(nan=0.0, posinf=torch.inf).amax()
+    metrics = [gaps_BC.nanmean(), largest_gap, smallest_ratio, ratios.nanmean(), largest_ratio]
+    return torch.stack(metrics).nan_to_num(nan=0.0, posinf=torch.inf)
 
 
 class ImportanceRatio:
@@ -192,23 +191,23 @@ class ImportanceRatio:
         self.accelerator = context.accelerator
         self.config = context.config
 
-    def is_due(self, micro: Batch) -> bool:
+    def is_due(self, batch: Batch) -> bool:
         """Return whether the batch has the engine's log-probabilities but no ratio yet."""
-        return "importance_sampling_ratio" not in micro and "sampling_per_token_logps" in micro
+        return "importance_sampling_ratio" not in batch and "sampling_per_token_logps" in batch
 
-    def complete(self, micro: Batch, logps_BC: Tensor) -> dict[str, float]:
+    def add_to_batch(self, batch: Batch, logps_BC: Tensor) -> dict[str, float]:
         """Put the importance sampling ratio into a batch, and return its metrics over all ranks.
 
         Collective.
 
         Args:
-            micro: the batch, which gets the column `importance_sampling_ratio`.
+            batch: the micro-batch, which gets the column `importance_sampling_ratio`.
             logps_BC: the policy's log-probabilities, detached.
 
         Returns the metrics by TRL's names.
         """
-        mask_BC = loss_mask(micro)
-        sampling_BC = micro["sampling_per_token_logps"]
+        mask_BC = loss_mask(batch)
+        sampling_BC = batch["sampling_per_token_logps"]
         config = self.config
         ratio = importance_ratio(
             logps_BC,
@@ -218,12 +217,12 @@ class ImportanceRatio:
             clip_min=config.vllm_importance_sampling_clip_min,
             clip_max=config.vllm_importance_sampling_clip_max,
         )
-        micro["importance_sampling_ratio"] = ratio
-        figures_5 = ratio_metrics_of_rank(
+        batch["importance_sampling_ratio"] = ratio
+        metrics_5 = ratio_metrics_of_rank(
             ratio, logps_BC=logps_BC, sampling_BC=sampling_BC, mask_BC=mask_BC
         )
-        figures_R5 = self.accelerator.gather(figures_5[None]).tolist()
+        metrics_R5 = self.accelerator.gather(metrics_5[None]).tolist()  # R ranks
         metrics = {}
         for column, (name, combine) in enumerate(_COMBINE_BY_RATIO_METRIC.items()):
-            metrics[name] = combine([figures_5[column] for figures_5 in figures_R5])
+            metrics[name] = combine([metrics_of_rank[column] for metrics_of_rank in metrics_R5])
         return metrics

@@ -150,11 +150,13 @@ class Rollout:
     @property
     def last_turn_tokens(self) -> list[int]:
         """The tokens that the policy has sampled since a tool last answered."""
-        first = max(
-            (number + 1 for number, segment in enumerate(self.segments) if not segment.is_sampled),
-            default=0,
-        )
-        return [token for segment in self.segments[first:] for token in segment.tokens]
+        tokens: list[int] = []
+        for segment in self.segments:
+            if segment.is_sampled:
+                tokens += segment.tokens
+            else:  # a tool's answer, after which a new turn begins
+                tokens = []
+        return tokens
 
     @property
     def logps(self) -> list[float | None]:
@@ -166,10 +168,11 @@ class Rollout:
         ]
 
     def stale_tokens(self, step: int) -> int:
-        """Return how many tokens at the beginning came before optimizer step `step`.
+        """Return how many tokens came before optimizer step `step`, from older weights.
 
-        The tokens of tools count too. Where the engine saw other images than the trainer, all
-        tokens count, since the policy of `step` would have sampled others.
+        They are the first tokens of a rollout that was paused. The tokens of tools count too. Where
+        the engine saw other images than the trainer, all tokens count, since the policy of `step`
+        would have sampled others.
         """
         if not self.saw_trainer_images:
             return len(self.tokens)
@@ -215,7 +218,7 @@ class RolloutGroup:
         return all(rollout.has_ended for rollout in self.rollouts)
 
     def seed(self, run_seed: int, member: int, rollout: Rollout) -> int:
-        """Return the seed with which a rollout of this group is sampled on.
+        """Return the seed with which the next tokens of a rollout of this group are sampled.
 
         Each segment of a rollout has a seed of its own. Otherwise the random numbers of an earlier
         segment would be drawn again.
@@ -268,14 +271,12 @@ def new_groups_of_rows(
         first_row_number: the number of the first row, counted over all ranks.
         group_size: the number of rollouts of a problem.
     """
+    rows_by_slot: dict[int, list[Any]] = {}
+    for number, row in enumerate(rows, first_row_number):
+        rows_by_slot.setdefault(number // group_size, []).append(row)
     groups: list[RolloutGroup] = []
-    for slot, numbered_rows in groupby(
-        enumerate(rows, first_row_number),
-        key=lambda number_and_row: number_and_row[0] // group_size,
-    ):
-        rows_of_group = list(numbered_rows)
-        row_in_batch, row = rows_of_group[0]
-        columns = dict(row)
+    for slot, rows_of_group in rows_by_slot.items():
+        columns = dict(rows_of_group[0])
         row_number = columns.pop(ROW_NUMBER_COLUMN, -1)
         problem = DrawnProblem(row_number=row_number, key=key, slot=slot)
         groups.append(
@@ -284,7 +285,8 @@ def new_groups_of_rows(
                 row=cast("Row", columns),
                 began=began_in,
                 rollouts=(Rollout(),) * len(rows_of_group),
-                first_member=row_in_batch % group_size,
+                # Above 0 only in a group whose first rows an earlier rank has drawn.
+                first_member=max(first_row_number - slot * group_size, 0),
             )
         )
     return groups
@@ -295,15 +297,16 @@ def unfinished_rollouts(
 ) -> dict[RolloutKey, Rollout]:
     """Return the rollouts that have not ended, of the groups with these numbers.
 
-    Those that have begun come first, since they are expected to take longest.
+    Those that were paused come first, since they are expected to take longest.
     """
-    unfinished = {
-        RolloutKey(number, member): rollout
-        for number in numbers
-        for member, rollout in enumerate(groups[number].rollouts)
-        if not rollout.has_ended
-    }
-    return dict(sorted(unfinished.items(), key=lambda item: not item[1].segments))
+    paused: dict[RolloutKey, Rollout] = {}
+    new: dict[RolloutKey, Rollout] = {}
+    for number in numbers:
+        for member, rollout in enumerate(groups[number].rollouts):
+            if not rollout.has_ended:
+                chosen = paused if rollout.segments else new
+                chosen[RolloutKey(number, member)] = rollout
+    return paused | new
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -351,11 +354,10 @@ class SamplingResult:
 
 
 def engine_logp(value: float | None) -> float:
-    """Return the log-probability that an engine has returned for a token it was asked for.
+    """Return a log-probability that an engine has returned, or minus infinity if it is not finite.
 
-    A value that is no finite number becomes minus infinity. Overflowing weights give NaN, which
-    TRL's client reads as None, but elsewhere in this package None and NaN mean that the engine was
-    not asked, and such tokens would pass as agreement.
+    Weights that overflow give NaN, which TRL's client reads as None. Elsewhere in this package None
+    and NaN mean that the engine was not asked, so such a token would not count as a disagreement.
     """
     return -math.inf if value is None or not math.isfinite(value) else value
 
@@ -363,7 +365,7 @@ def engine_logp(value: float | None) -> float:
 def merge_requests(requests: Sequence[SamplingRequest]) -> list[list[SamplingRequest]]:
     """Divide requests into lists of neighbours that an engine may get as one request.
 
-    The requests of a list have the same group, prompt, images and number of tokens, and differ only
+    The requests of a list have the same group, prompt, images and limit of tokens, and differ only
     in their seeds.
     """
     equal_neighbours = groupby(

@@ -42,7 +42,7 @@ class PendingSamples:
 class Sampler(Protocol):
     """Samples rollouts. All ranks call every method together, also without any requests."""
 
-    scores: bool  # whether the results have log-probabilities
+    returns_logps: bool  # whether the results have log-probabilities
 
     def sample(
         self,
@@ -68,7 +68,7 @@ class TransformersSampler:
     Log-probabilities come from a later forward pass.
     """
 
-    scores = False
+    returns_logps = False
 
     def __init__(self, generate: Callable[[PromptBatch], list[list[int]]]) -> None:
         """`generate` returns the sampled tokens of one rollout for each prompt."""
@@ -102,7 +102,7 @@ class TransformersSampler:
 class VLLMSampler:
     """Samples with vLLM, in the trainer's processes or on servers, after a weight sync."""
 
-    scores = True
+    returns_logps = True
 
     def __init__(
         self, context: StepContext, images: DistinctImages, engine: AdoraVLLMGeneration
@@ -165,8 +165,8 @@ class AsyncServerSampler(VLLMSampler):
         super().__init__(context, images, engine)
         self.ahead = context.config.adora_rollouts.ahead  # generations that are requested early
         self._queue = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]()
-        # the weights that no server has read yet, by their folder; closing a stack removes its files
-        self._waiting_weights: dict[Path, ExitStack] = {}
+        # The folders of weights that no server has read yet. Closing its stack removes a folder.
+        self._stack_by_weight_folder: dict[Path, ExitStack] = {}
         # whether a server was started again and lacks the weights that training does not change
         self._server_needs_all_weights = False
         self._thread: threading.Thread | None = None
@@ -174,23 +174,26 @@ class AsyncServerSampler(VLLMSampler):
 
     def _send_weights(self) -> None:
         """Write the policy's weights to files, and queue a job that lets the servers read them."""
-        # All weights, or only those that training changes. All ranks have to write the same tensors,
-        # and the first one alone knows whether a server needs all, so its answer goes to all ranks.
-        sends_all = self.synced_step < 0 or self.engine.server_group.on_first_rank(
+        server_group = self.engine.server_group
+        # All weights are sent, or only those that training changes. All ranks have to write the same
+        # tensors, but only the first rank knows whether a server needs all.
+        is_first_sync = self.synced_step < 0
+        sends_all = is_first_sync or server_group.on_first_rank(
             lambda _: self._server_needs_all_weights
         )
         with ExitStack() as stack:
             folder = stack.enter_context(self.engine.weights_written(sends_all=sends_all))
-            if self.engine.server_group.pool is not None:
-                # The files outlive this block, until the servers have read them.
-                self._waiting_weights[folder] = stack.pop_all()
+            is_first_rank = server_group.pool is not None
+            if is_first_rank:
+                # The files outlive this block: `_read_weights` removes them.
+                self._stack_by_weight_folder[folder] = stack.pop_all()
                 self._queue_job(partial(self._read_weights, folder=folder, sends_all=sends_all))
 
     def _read_weights(self, pool: ServerPool, folder: Path, sends_all: bool) -> None:
-        """Let the servers read the weights in `folder`, and remove its files.
+        """Let the servers read the weights in `folder`, and remove its files. The thread's job.
 
-        `sends_all`: whether the folder has all weights, or only those that training changes. Then
-        a server that was started again is left out, until the next sync sends all of them.
+        `sends_all`: whether the folder has all weights, or only those that training changes. In the
+        latter case a server that was started again is left out until the next sync, which sends all.
         """
         try:
             any_missed_last_sync = pool.update_servers_in_use(sends_only_changes=not sends_all)
@@ -206,12 +209,13 @@ class AsyncServerSampler(VLLMSampler):
 
         They are sampled with the weights that were queued last.
         """
-        engine = self.engine
-        place_features = engine.server_group.place_features
-        group_requests = engine.server_group.gather_requests(
-            requests, engine.sampling if settings is None else settings
+        server_group = self.engine.server_group
+        if settings is None:
+            settings = self.engine.sampling_settings
+        group_requests = server_group.gather_requests(requests, settings)
+        future = self._queue_job(
+            lambda pool: pool.sample(group_requests, server_group.place_features)
         )
-        future = self._queue_job(lambda pool: pool.sample(group_requests, place_features))
         # `cache` makes a second call return the results of the first one.
         join = cache(partial(self._join, future, len(requests)))
         return PendingSamples(step=self.synced_step, join=join)
@@ -223,13 +227,14 @@ class AsyncServerSampler(VLLMSampler):
             future: the rollouts of all ranks; None on every rank but the first.
             rollout_count: how many rollouts this rank has requested.
         """
-        began = time.perf_counter()
+        server_group = self.engine.server_group
+        start_time = time.perf_counter()
         with engine_call("generate"):
-            rollouts_by_request = self.engine.server_group.on_first_rank(
+            rollouts_by_request = server_group.on_first_rank(
                 lambda _: future.result() if future is not None else []
             )
-        self._seconds_waited["trainer"] += time.perf_counter() - began
-        return self.engine.server_group.select_results_of_rank(rollouts_by_request, rollout_count)
+        self._seconds_waited["trainer"] += time.perf_counter() - start_time
+        return server_group.select_results_of_rank(rollouts_by_request, rollout_count)
 
     def sample(
         self,
@@ -256,12 +261,12 @@ class AsyncServerSampler(VLLMSampler):
 
     def close(self) -> None:
         """Remove the weight files that no server has read."""
-        for folder in list(self._waiting_weights):
+        for folder in list(self._stack_by_weight_folder):
             self._remove_weights(folder)
 
     def _remove_weights(self, folder: Path) -> None:
         """Remove the weight files in `folder`, if they are still there."""
-        self._waiting_weights.pop(folder, ExitStack()).close()
+        self._stack_by_weight_folder.pop(folder, ExitStack()).close()
 
     def _queue_job(self, job: Callable[[ServerPool], Any]) -> Future[Any] | None:
         """Queue a job for the thread of the first rank, and return the future of its result.
@@ -288,9 +293,9 @@ class AsyncServerSampler(VLLMSampler):
         """
         first_error: BaseException | None = None
         while True:
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             job, future = self._queue.get()
-            self._seconds_waited["servers"] += time.perf_counter() - began
+            self._seconds_waited["servers"] += time.perf_counter() - start_time
             try:
                 if first_error is not None:
                     raise first_error

@@ -167,7 +167,7 @@ class Server:
 
         It then has the weights of its checkpoint instead of the policy's.
         """
-        if not self.synced_instance_id:  # It gets its weights by NCCL, not from files.
+        if not self.synced_instance_id:  # it gets its weights by NCCL, not from files
             return
         self.read_info()
         if self.instance_id != self.synced_instance_id:
@@ -223,10 +223,12 @@ class Server:
         """
         image_ids = tuple(map(id, images))
         new_future = Future[Any]()
+        # It returns the future that another thread has put there, or else this one.
         future = features_by_image_ids.setdefault(image_ids, new_future)
         if future is new_future:
             set_outcome(new_future, partial(self.client.image_features, [images]))
-        features: dict[str, Any] | None = future.result()[0]
+        features_of_prompts = future.result()  # of this one prompt
+        features: dict[str, Any] | None = features_of_prompts[0]
         return features
 
     def _checked_rollouts(
@@ -236,10 +238,10 @@ class Server:
 
         Raises `UnusableServerError` where the policy would not have sampled them for this request.
         """
-        tokens = reply["completion_ids"]
-        logps = reply["logprobs"]
-        token_counts = [len(rollout) for rollout in tokens]
-        logp_counts = [len(rollout) for rollout in logps or ()]
+        tokens_by_rollout = reply["completion_ids"]
+        candidate_logps = reply["logprobs"]
+        token_counts = [len(tokens) for tokens in tokens_by_rollout]
+        logp_counts = [len(logps) for logps in candidate_logps or ()]
         rollout_count = group_request.rollout_count
         has_empty_rollout = not all(token_counts)
         if len(token_counts) != rollout_count or has_empty_rollout or logp_counts != token_counts:
@@ -248,17 +250,21 @@ class Server:
                 "of them scored"
             )
         refuse_impossible_tokens(
-            tokens, group_request.settings["max_tokens"], vocabulary_size=self._vocabulary_size
+            tokens_by_rollout,
+            max_tokens=group_request.settings["max_tokens"],
+            vocabulary_size=self._vocabulary_size,
         )
         if reply["prompt_ids"] != [group_request.prompt_ids]:
             raise UnusableServerError("it read another prompt than the trainer's")
-        results = []
-        rollout_logps = sampled_logps(
-            tokens, candidate_logps=logps, candidate_ids=reply["logprob_token_ids"]
+        logps_by_rollout = sampled_logps(
+            tokens_by_rollout,
+            candidate_logps=candidate_logps,
+            candidate_ids=reply["logprob_token_ids"],
         )
-        for rollout, logps_of_rollout in zip(tokens, rollout_logps, strict=True):
-            results.append(SamplingResult(tokens=rollout, logps=[*logps_of_rollout]))
-        return results
+        return [
+            SamplingResult(tokens=tokens, logps=[*logps])
+            for tokens, logps in zip(tokens_by_rollout, logps_by_rollout, strict=True)
+        ]
 
     def read_weights(self, folder: Path) -> None:
         """Load the tensors in `folder`, and empty the caches that the old weights have filled."""

@@ -1,6 +1,5 @@
 """Server mode: what all ranks do together, while the first rank alone talks to the servers."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class _ErrorKind(NamedTuple):
     other_ranks: type[Exception]
 
 
-# The first kind that an error is an instance of decides.
+# The other ranks get the number of an entry: the first one of which the error is an instance.
 _ERRORS_BY_KIND_NUMBER = [
     _ErrorKind(first_rank=NoServerError, other_ranks=NoServerError),
     _ErrorKind(first_rank=UserError, other_ranks=SharedUserError),
@@ -63,11 +62,12 @@ class ServerGroup:
                 assert self.weight_files is not None
                 return stack.enter_context(self.weight_files.written(tensors))
 
-            def iterate() -> None:
-                deque(tensors, maxlen=0)
+            def take_part_in_gathering() -> None:
+                for _ in tensors:
+                    pass
 
             # Every rank gets the folder of the first.
-            yield self.on_first_rank(write, on_other_ranks=iterate)
+            yield self.on_first_rank(write, on_other_ranks=take_part_in_gathering)
 
     def gather_requests(
         self, requests: Sequence[SamplingRequest], settings: Mapping[str, Any]
@@ -151,8 +151,8 @@ class ServerGroup:
                 error = raised_error
         else:
             on_other_ranks()
-        # Not every error can be pickled, so the other ranks get its kind and its text. Without an
-        # error the text is empty, and the kind unused.
+        # Not every error can be pickled, so the other ranks get the number of its kind, and its
+        # text. Without an error the text is empty, and the number means nothing.
         kind_number = 0
         text = ""
         if error is not None:

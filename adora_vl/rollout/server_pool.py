@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 from tqdm import tqdm
@@ -117,7 +118,7 @@ class ServerPool:
                 elif problem is not None and server in self.servers_in_use:
                     self._leave_out(server, problem)
             if self.servers_in_use:
-                return self._any_missed_last_sync(sends_only_changes=sends_only_changes)
+                return self._handle_restarted_servers(sends_only_changes=sends_only_changes)
             if time.monotonic() >= deadline:
                 raise NoServerError(_no_server_message(_first_problem(problems)))
             time.sleep(_RETRY_INTERVAL_S)
@@ -129,13 +130,15 @@ class ServerPool:
         if self._adapter_requirements is not None:
             server.check_lora(self._adapter_requirements)
 
-    def _any_missed_last_sync(self, *, sends_only_changes: bool) -> bool:
-        """Return whether a server in use lacks the weights of the last sync.
+    def _handle_restarted_servers(self, *, sends_only_changes: bool) -> bool:
+        """Leave out servers that were started again, where the next sync would not be enough.
 
-        It does after a start, whose `instance_id` is new. Where the next sync sends only the
-        weights that training changes, such a server is left out, since it would keep its
-        checkpoint's values of the others. An adapter is always sent as a whole. Raises
-        `NoServerError` where no server remains.
+        Such a server has a new `instance_id`, and the weights of its checkpoint. A sync of only the
+        weights that training changes would leave it the others. An adapter is always sent as a
+        whole.
+
+        Returns whether any server was started again, so that it lacks the weights of the last sync.
+        Raises `NoServerError` where no server remains.
         """
         restarted_servers = [
             server
@@ -183,33 +186,47 @@ class ServerPool:
         Raises `NoServerError` where no server is left, and `RolloutError` for a request that every
         server would refuse.
         """
+        numbers = range(len(group_requests))
         rollouts_by_number: dict[int, list[SamplingResult]] = {}
         last_problem: Exception | None = None
         while len(rollouts_by_number) < len(group_requests):
             if not self.servers_in_use:
                 raise NoServerError(_no_server_message(last_problem))
-            server_by_number: dict[int, Server] = {}
-            for number in range(len(group_requests)):
-                if number not in rollouts_by_number:
-                    index = len(server_by_number) % len(self.servers_in_use)
-                    server_by_number[number] = self.servers_in_use[index]
+            unanswered_numbers = [number for number in numbers if number not in rollouts_by_number]
+            servers_in_turn = cycle(self.servers_in_use)
+            server_by_number = dict(zip(unanswered_numbers, servers_in_turn, strict=False))
             futures = _send_all(group_requests, server_by_number, place_features)
-            for number, future in futures.items():
-                error = future.exception()
-                server = server_by_number[number]
-                if error is not None:
-                    problem = _error_of_this_server_alone(error)
-                    if server in self.servers_in_use:
-                        last_problem = problem
-                        self._leave_out(server, problem)
+            failure = self._leave_out_failed(futures, server_by_number)
             # A server that was started again while it sampled has used other weights.
             restart = self._leave_out_restarted(server_by_number.values())
-            if restart is not None:
-                last_problem = restart
+            last_problem = restart or failure or last_problem
             for number, future in futures.items():
                 if future.exception() is None and server_by_number[number] in self.servers_in_use:
                     rollouts_by_number[number] = future.result()
-        return [rollouts_by_number[number] for number in range(len(group_requests))]
+        return [rollouts_by_number[number] for number in numbers]
+
+    def _leave_out_failed(
+        self,
+        futures: Mapping[int, Future[list[SamplingResult]]],
+        server_by_number: Mapping[int, Server],
+    ) -> Exception | None:
+        """Leave out each server that has failed to answer a request.
+
+        The arguments are the finished future and the server of each request, by its number. Returns
+        the problem of the last such server, None without any. Raises the error of a request that
+        every server would refuse.
+        """
+        last_problem = None
+        for number, future in futures.items():
+            error = future.exception()
+            if error is None:
+                continue
+            problem = _error_of_this_server_alone(error)
+            server = server_by_number[number]
+            if server in self.servers_in_use:
+                last_problem = problem
+                self._leave_out(server, problem)
+        return last_problem
 
     def _leave_out_restarted(self, servers: Collection[Server]) -> Exception | None:
         """Leave out each of these servers that has lost the policy's weights in a restart.
@@ -242,11 +259,11 @@ class ServerPool:
         self.servers_in_use.remove(server)
         # It may have failed in the middle of reading weights, so it gets all of them when it is back.
         server.synced_instance_id = ""
-        remaining = "no server is left"
+        rest = "no server is left"
         if self.servers_in_use:
-            remaining = f"{len(self.servers_in_use)} of {len(self._servers)} servers go on"
+            rest = f"{len(self.servers_in_use)} of {len(self._servers)} servers go on"
         reason = in_one_line(problem)[:300]
-        tqdm.write(f"Server {server.address} is left out ({remaining}): {reason}. {hint}".rstrip())
+        tqdm.write(f"Server {server.address} is left out ({rest}): {reason}. {hint}".rstrip())
 
 
 def _send_all(

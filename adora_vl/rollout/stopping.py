@@ -18,7 +18,7 @@ class StopCriteria:
     decode: Callable[[Sequence[int]], str] = str  # token ids to the text that has the strings
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         tokens: Iterable[int],
         generation_kwargs: Mapping[str, Any],
@@ -27,7 +27,7 @@ class StopCriteria:
         """Return the criteria of a run.
 
         Args:
-            tokens: the ids that end a turn of the model.
+            tokens: the ids that end a turn of the model, in any run.
             generation_kwargs: the key of the config, which may name further tokens and strings.
             decode: returns the text of token ids.
         """
@@ -39,8 +39,8 @@ class StopCriteria:
     def has_stopped(self, ids: Sequence[int], text: str | None = None) -> bool:
         """Return whether an answer of these tokens was ended by one of the criteria.
 
-        It was if its last token is one of `tokens`, or completes one of `strings`. So is an empty
-        answer. An answer that was stopped at its limit, or because it repeats itself, was not.
+        Its last token then is one of `tokens`, or completes one of `strings`. An empty answer counts
+        too. An answer that was cut off at its limit, or because it repeats itself, does not.
 
         `text`: the decoded tokens; None: they are decoded here.
         """
@@ -55,8 +55,8 @@ class StopCriteria:
     def rollout_has_stopped(self, rollout: Rollout, last_turn_text: str) -> bool:
         """Return whether the last turn of a rollout was ended by one of the criteria.
 
-        False for a rollout whose tool call got no answer, or that has no room left: its last turn
-        may end with such a token, and yet it is not the answer to the problem.
+        It is False for a rollout whose tool call got no answer, or that has no room left. Its last
+        turn may end with such a token, and yet it is not the answer to the problem.
         """
         if rollout.finish_reason.is_unanswered:
             return False

@@ -33,9 +33,9 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class TurnPlayer(Protocol[Key]):
-    """Samples and answers the turns of rollouts. A turn is what the policy says between two answers.
+    """Samples and answers the turns of rollouts, which have keys of any kind.
 
-    The rollouts have keys of any kind.
+    A turn is what the policy says between two answers of tools.
     """
 
     def sample(self, rollouts: Mapping[Key, Rollout]) -> dict[Key, Rollout]:
@@ -66,14 +66,16 @@ def run_turns(rollouts: Mapping[Key, Rollout], player: TurnPlayer[Key]) -> dict[
 
     All rollouts sample their first turn together. Those whose turn was answered sample the next one
     together, and so on. Returns the rollouts by their keys.
+
+    `player`: samples and answers one turn of each rollout.
     """
     results = dict[Key, Rollout]()
     running = dict(rollouts)
     while True:
         for key, rollout in player.sample(running).items():
-            results[key] = rollout
-            if rollout.finish_reason is FinishReason.STOP:
-                results[key] = player.answer(key, rollout)
+            # A turn that ended by itself may call a tool.
+            is_turn_complete = rollout.finish_reason is FinishReason.STOP
+            results[key] = player.answer(key, rollout) if is_turn_complete else rollout
         running = {
             key: results[key]
             for key in running
@@ -231,9 +233,8 @@ class ToolLoop:
             step: the number of optimizer steps that have been made.
             seed: a text that names the rollout, from which the random numbers of tools follow.
 
-        Returns:
-            The rollout as it is, if it called nothing. With the answer as a further segment. Or
-            ended, if no further answer is allowed or fits.
+        Returns the rollout as it is, if it called nothing; with the answer as a further segment; or
+        ended without it, if no further answer is allowed or fits.
         """
         text = self.decode(rollout.last_turn_tokens)
         if CALL_TAG not in text:
@@ -327,11 +328,11 @@ class ToolLoop:
         # `before_answer` begins with the token that ends the policy's turn.
         if last_turn and last_turn[-1] == ids[0]:
             ids = ids[1:]
+        # The text has one image token for each image. It is repeated to the image's length.
         image_token_id = getattr(self.processor, "image_token_id", None)
         remaining_lengths = iter(image_lengths)
         expanded_ids = list[int]()
         for token in ids:
-            # The text has one image token for each image.
             repetitions = next(remaining_lengths) if token == image_token_id else 1
             expanded_ids += [token] * repetitions
         return expanded_ids
@@ -355,9 +356,10 @@ class ToolLoop:
     def _template_texts(self) -> _TemplateTexts:
         """What the chat template writes around a tool's answer.
 
-        It is found by applying the template to a conversation with marks in place of its texts.
+        It is found by applying the template to a conversation with marks in place of its texts. The
+        answer stands in a message of the user.
         """
-        has_images = hasattr(self.processor, "tokenizer")  # a tokenizer alone has none
+        has_images = hasattr(self.processor, "tokenizer")  # a tokenizer alone reads no images
         policy_mark = "Answer 4711."
         begin_mark = "Begin 4712."
         end_mark = "End 4713."
@@ -376,9 +378,10 @@ class ToolLoop:
         text: str = self.processor.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True, **self.template
         )
+        # The begin mark is in the first message too, so the text is read from the policy's mark on.
         after_policy = text.rpartition(policy_mark)[2]
-        before_answer, _, rest = after_policy.partition(begin_mark)
-        image_text, _, after_answer = rest.partition(end_mark)
+        before_answer, _, from_image_on = after_policy.partition(begin_mark)
+        image_text, _, after_answer = from_image_on.partition(end_mark)
         return _TemplateTexts(before_answer, image=image_text, after_answer=after_answer)
 
     def _without_control_tokens(self, text: str) -> str:

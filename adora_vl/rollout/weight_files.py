@@ -82,7 +82,7 @@ class WeightFiles:
             except (OSError, SafetensorError) as error:
                 raise unwritable_error(WEIGHT_TRANSFER_KEY, self.folder, error) from error
             finally:
-                for _ in remaining:
+                for _ in remaining:  # after an error some are left
                     pass
             yield path
             if self.adapter_rank is not None:

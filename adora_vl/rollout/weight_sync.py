@@ -77,26 +77,34 @@ def push_weights(
     uninitialised.
     """
     runner = _model_runner(llm)
-    count = 0
-
-    def counted_copies() -> Iterator[tuple[str, Tensor]]:
-        """Yield copies of the tensors, and count them."""
-        nonlocal count
-        for name, tensor in tensors:
-            count += 1
-            yield name, tensor.detach().clone()
-
     if runner.device.type == "cpu":
-        # The CPU engine repacks its layers after loading, which only `reload_weights` can undo. It
-        # keeps the tensors of a layer until all have come, by when the originals may have changed.
-        runner.reload_weights(weights_iterator=counted_copies())
-        return count
+        return _push_to_cpu_engine(llm, tensors)
+    count = 0
     loaded_names: set[str] = set()
     for name, tensor in tensors:
         loaded_names |= runner.model.load_weights([(name, tensor)])
         count += 1
     if is_whole_model:
         _refuse_incomplete_sync(runner.model, loaded_names)
+    return count
+
+
+def _push_to_cpu_engine(llm: "LLM", tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """Load tensors into an engine on a CPU, and return how many there were.
+
+    The CPU engine repacks its layers after loading, which only vLLM's `reload_weights` can undo. It
+    keeps the tensors of a layer until all have come, by when the originals may have changed. So it
+    gets copies.
+    """
+    count = 0
+
+    def copies() -> Iterator[tuple[str, Tensor]]:
+        nonlocal count
+        for name, tensor in tensors:
+            count += 1
+            yield name, tensor.detach().clone()
+
+    _model_runner(llm).reload_weights(weights_iterator=copies())
     return count
 
 
@@ -115,6 +123,7 @@ def adapter_only_settings(policy: "PeftModel") -> Mapping[str, Any] | None:
         factors += [layer.lora_A[ADAPTER_NAME], layer.lora_B[ADAPTER_NAME]]
     linear_factors = [factor for factor in factors if isinstance(factor, nn.Linear)]
     has_other_factors = len(linear_factors) < len(factors)  # of embeddings or convolutions
+    # The `id`s of parameters tell whether anything but linear factors is trained.
     linear_ids = {id(factor.weight) for factor in linear_factors}
     trained_ids = {id(parameter) for parameter in policy.parameters() if parameter.requires_grad}
     trains_more = bool(trained_ids - linear_ids)
@@ -243,18 +252,12 @@ def can_merge(
     if not isinstance(model.base_model, BaseTuner):
         return False
     modules = [part.module for part in _modules_to_sync(model.get_base_model())]
-    mergeable_ids = {id(parameter) for module in modules for parameter in module.parameters()}
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if any(id(parameter) not in mergeable_ids for parameter in trained):
+    synced_ids = {id(parameter) for module in modules for parameter in module.parameters()}
+    trained_ids = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    if not trained_ids <= synced_ids:  # something outside of the layers is trained
         return False
-    # Layers of one kind have the same class and parameters of the same names.
-    layer_of_kind = {}
-    for module in modules:
-        if _is_adapted(module):
-            names = [name for name, _ in module.named_parameters()]
-            layer_of_kind[(type(module), *names)] = module
     try:
-        for layer in layer_of_kind.values():
+        for layer in _adapted_layer_of_each_kind(modules):
             with gather(list(layer.parameters())):
                 _merged_copy(layer)
     except (NotImplementedError, ValueError):  # what PEFT raises for an adapter it cannot merge
@@ -265,6 +268,19 @@ def can_merge(
             raise
         return False
     return True
+
+
+def _adapted_layer_of_each_kind(modules: Iterable[nn.Module]) -> Collection[nn.Module]:
+    """Return one layer with an adapter of each kind.
+
+    Layers of one kind have the same class and parameters of the same names.
+    """
+    layer_by_kind = {}
+    for module in modules:
+        if _is_adapted(module):
+            names = [name for name, _ in module.named_parameters()]
+            layer_by_kind[(type(module), *names)] = module
+    return layer_by_kind.values()
 
 
 def refuse_unmergeable(model: "PeftModel", gather: GatherParameters) -> None:
@@ -305,8 +321,8 @@ def merged_parameters(
         is_adapted = _is_adapted(module)
         # The names are those of the layer that the adapter is around.
         layer = _layer_without_adapter(module)
-        # A layer with an adapter comes with all that is below it. The children of any other module
-        # come by themselves, so here it has only the parameters of its own.
+        # `_modules_to_sync` yields the children of a module without an adapter too, so only its own
+        # parameters are taken here. It does not yield those of a layer with an adapter.
         parameter_by_name = dict(layer.named_parameters(recurse=is_adapted))
         chosen_parameters = {}
         for name, parameter in parameter_by_name.items():
@@ -378,20 +394,19 @@ def _merged_copy(module: nn.Module) -> nn.Module:
 
     The copy has at least float32, so that the sum of weight and adapter is rounded once.
 
-    `deepcopy` takes objects from its memo instead of copying them. The memo gives it parameters in
-    float32, and empty dicts of hooks: a hook of DeepSpeed refers to the whole engine, which would
-    be copied too.
+    `deepcopy` is told what the copy gets in place of some objects: parameters in float32, and no
+    hooks, since a hook of DeepSpeed refers to its whole engine, which would be copied too.
     """
-    memo: dict[int, Any] = {}  # by the `id` of an object: what the copy has in its place
+    replacement_by_id: dict[int, Any] = {}  # what the copy gets in place of the object of this `id`
     for part in module.modules():
         parameters = {}
         for name, parameter in part._parameters.items():
             parameters[name] = None if parameter is None else _float32_copy(parameter)
-        memo[id(part._parameters)] = parameters
+        replacement_by_id[id(part._parameters)] = parameters
         for name, value in vars(part).items():
             if name.endswith("hooks"):
-                memo[id(value)] = type(value)()
-    copy: Any = deepcopy(module, memo)
+                replacement_by_id[id(value)] = type(value)()
+    copy: Any = deepcopy(module, memo=replacement_by_id)
     if hasattr(copy, "unload_and_optionally_merge_module"):
         merged = copy.unload_and_optionally_merge_module(
             merge=True, safe_merge=False, adapter_names=None

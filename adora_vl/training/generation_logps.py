@@ -78,7 +78,7 @@ class GenerationLogps:
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
                 if corrects_engine:
-                    figures = self.importance_ratio.complete(batch, old_logps_BC)
+                    figures = self.importance_ratio.add_to_batch(batch, old_logps_BC)
                     for name, value in figures.items():
                         self.metrics_by_mode[mode][name].append(value)
             if config.beta != 0.0 and self.reference is not None:
@@ -142,5 +142,5 @@ class GenerationLogps:
         self.drift_guard.check_batch(micro, self.context.state().global_step, logps_BC)
         self.record_drift(micro, logps_BC)
         if self.old_logps.corrects_engine:
-            for name, value in self.importance_ratio.complete(micro, logps_BC).items():
+            for name, value in self.importance_ratio.add_to_batch(micro, logps_BC).items():
                 self.context.log(name, value)

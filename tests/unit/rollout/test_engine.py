@@ -321,7 +321,7 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
         )
         for begun, group, seed, limit in numbers
     ]
-    answers = engine.sample(asks, {**engine.sampling, "temperature": 0.5})
+    answers = engine.sample(asks, {**engine.sampling_settings, "temperature": 0.5})
     assert [one["prompt_token_ids"] for one, _ in seen] == [
         [START, IMAGE, END, 1, *begun] for begun in had[:4]
     ]

@@ -144,7 +144,7 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
     assert ratio.is_due(micro)
-    log = ratio.complete(micro, logps)
+    log = ratio.add_to_batch(micro, logps)
     assert not ratio.is_due(micro)
     ratio_BC = micro["importance_sampling_ratio"]
     assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
@@ -158,5 +158,5 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         [3, 4],
     ):  # the ratio corrects for earlier weights as well
         again: Any = {**micro, "stale_tokens": torch.tensor(stale)}
-        ratio.complete(again, logps)
+        ratio.add_to_batch(again, logps)
         assert torch.equal(again["importance_sampling_ratio"], ratio_BC)

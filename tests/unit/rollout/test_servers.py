@@ -106,7 +106,7 @@ def rows(groups: int, *, grouped: bool = True) -> list[SamplingRequest]:
 
 
 def sampled(engine: Any, asks: list[SamplingRequest]) -> Any:
-    return engine.server_group.sample(asks, engine.sampling)
+    return engine.server_group.sample(asks, engine.sampling_settings)
 
 
 def requests(server: StandIn) -> list[dict[str, Any]]:
@@ -389,14 +389,14 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
         ahead.sync_weights()
         tickets.append(ahead.begin(asks))
     assert asked.wait(60), "they sample by the first ones"
-    assert len(ahead._waiting_weights) == 2, "they sample by the first ones"
+    assert len(ahead._stack_by_weight_folder) == 2, "they sample by the first ones"
     assert len(stand_ins[0].weights) == 1, "they sample by the first ones"
     stand_ins[1].start_again()
     gate.set()
     found = [ticket.join() for ticket in tickets]
     assert found[0] == found[1] == found[2] == tickets[2].join()
     assert [one.step for one in tickets] == [0, 1, 2]
-    assert not ahead._waiting_weights
+    assert not ahead._stack_by_weight_folder
     assert not (tmp_path / "w").exists()
     assert set(ahead.pop_seconds_waited()) == {"trainer", "servers"}
     everything = stand_ins[0].weights[0]

@@ -243,7 +243,7 @@ def test_what_ends_a_rollout_and_whether_it_has_an_end():
     its last token.
     """
     tools = Says("x" * 20)
-    ends = StopCriteria.of({END}, {}, TOKENIZER.decode)
+    ends = StopCriteria.from_config({END}, {}, TOKENIZER.decode)
     once = answered(tools, sampled(CALLED), most=1)
     for rollout, ended, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
@@ -279,7 +279,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         answered(tools, sampled(CALLED), longest=50),
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
-    ends = StopCriteria.of({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
+    ends = StopCriteria.from_config({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )

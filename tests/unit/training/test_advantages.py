@@ -113,7 +113,7 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
     A stop string before the last token has not ended the answer: vLLM ignores it there where
     `min_tokens` is set.
     """
-    stop_criteria = StopCriteria.of(
+    stop_criteria = StopCriteria.from_config(
         {0}, {"stop": "</a>", "stop_token_ids": [33]}, lambda ids: "".join(map(chr, ids))
     )
     cases = {
@@ -128,8 +128,8 @@ def test_an_answer_has_ended_where_its_last_token_completes_a_string_to_stop_at(
         with subtests.test(text):
             token_ids = [ord(character) for character in text]
             assert stop_criteria.has_stopped(token_ids, text) is has_ended
-    assert StopCriteria.of({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
-    assert StopCriteria.of({0}, {}, str).strings == ()
+    assert StopCriteria.from_config({0}, {"stop": ["x", "y"]}, str).strings == ("x", "y")
+    assert StopCriteria.from_config({0}, {}, str).strings == ()
 
 
 def test_cut_off_answers_are_masked_and_counted_by_how_they_ended_and_not_by_their_last_token(

@@ -192,7 +192,7 @@ def measure_drift(saw_other_images: list[bool]) -> MeasuredRun:
     DriftGuard(context).check(
         policy_logps_BC, engine_logps_BC, engine_comparison_mask(micro), step=0
     )
-    figures = ImportanceRatio(context).complete(micro, policy_logps_BC)
+    figures = ImportanceRatio(context).add_to_batch(micro, policy_logps_BC)
     return MeasuredRun(ratio_BC=micro["importance_sampling_ratio"], figures={**logged, **figures})
 
 

@@ -130,7 +130,7 @@ class CountingEngine:
         """The requests of all calls."""
         return [request for requests in self.requests_of_calls for request in requests]
 
-    scores = True
+    returns_logps = True
     awake = staticmethod(nullcontext)
 
     def sample(self, requests: list[SamplingRequest], prompts: Any) -> list[SamplingResult]:
