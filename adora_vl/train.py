@@ -200,9 +200,9 @@ def train(cli_args: CliArgs) -> int:
 
     run = prepare(cli_args)
     output_dir = Path(run.config.output_dir)
-    if run.finished:
+    if run.finished_checkpoint:
         if run.request.is_main_process:
-            copy_finished(run.finished, output_dir)
+            copy_finished(run.finished_checkpoint, output_dir)
         return 0
     trainer = load_trainer(run, output_dir / STARTUP_LOG)
     is_main = trainer.accelerator.is_main_process

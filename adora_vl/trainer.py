@@ -129,7 +129,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             config = config_of(args, model)
             # PEFT writes into it what it was trained on.
             peft_config = deepcopy(peft_config)
-            keys = model_keys(model, config, peft_config=peft_config, quantised=quantization_config)
+            keys = model_keys(model, config, peft_config, quantization_config)
             loaded_model = None if isinstance(model, str) else model
             request = RunRequest(
                 config=config,
@@ -501,14 +501,14 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         if self.run.request.cli_args is not None:
             return self._train_in_folder(trial, ignore_keys_for_eval)
         # Lock the folder for this run, and choose the checkpoint to go on from.
-        run = self.run.claimed(resume_from_checkpoint)
+        run = self.run.lock_output_dir(resume_from_checkpoint)
         self.run = run
         is_main = self.accelerator.is_main_process
         try:
             if is_main:
                 print("\n".join(run.first_lines()), flush=True)
-            if run.finished is not None:
-                return self._load_finished_run(run.finished)
+            if run.finished_checkpoint is not None:
+                return self._load_finished_run(run.finished_checkpoint)
             output = self._train_in_folder(trial, ignore_keys_for_eval)
             if is_main:
                 end_manifest(

@@ -21,25 +21,23 @@ REGROUPABLE_LOSSES = frozenset({"grpo", "dr_grpo", "dapo", "sapo", "cispo", "lus
 class BatchLayout:
     """The sizes of a generation: the rollouts that are sampled at once and then learned from.
 
-    A row is one rollout on one process. Batches are counted in sequences over all processes.
+    `micro_batch_rows`: rollouts in a micro-batch of one process, `per_device_train_batch_size`.
+    `num_generations`: rollouts per prompt, the size of a group. `steps_per_generation`:
+    micro-batches into which a generation is cut. `num_iterations`: passes over each generation.
+    `gradient_accumulation_steps`: micro-batches per optimizer step. `processes`: their number on
+    all machines together.
     """
 
-    # rollouts per micro-batch and process: per_device_train_batch_size
     micro_batch_rows: int
-    # rollouts per prompt, the size of a group: num_generations
     num_generations: int
-    # micro-batches per generation: steps_per_generation
     steps_per_generation: int
-    # passes over each generation: num_iterations
     num_iterations: int
-    # micro-batches per optimizer step: gradient_accumulation_steps
     gradient_accumulation_steps: int
-    # processes on all machines together
     processes: int = 1
 
     @classmethod
     def of(cls, config: AdoraGRPOConfig, processes: int = 1) -> BatchLayout:
-        """Return the sizes that a config asks for, for so many processes.
+        """Return the sizes that a config asks for, in a run with `processes` processes.
 
         `config` has to be constructed already, because `GRPOConfig` fills in
         `steps_per_generation`.
@@ -55,9 +53,9 @@ class BatchLayout:
 
     @property
     def rows_per_unit(self) -> int:
-        """The number of rows of one unit, which always go into the same micro-batch.
+        """The number of rollouts of one unit, which always go into the same micro-batch.
 
-        A unit is a whole group or a part of one; see `unit_size`.
+        A unit is a group of rollouts to one prompt, or a part of a group (`unit_size`).
         """
         return unit_size(micro_batch_rows=self.micro_batch_rows, group_size=self.num_generations)
 
@@ -67,21 +65,24 @@ class BatchLayout:
         return self.steps_per_generation * self.num_iterations
 
     def micro_steps_of_generation(self, micro_step: int) -> range:
-        """Return the micro-batches of a run that learn from one generation.
+        """Return the numbers of all micro-batches that learn from the generation of one of them.
 
-        `micro_step`: the number in the run of one of them, TRL's `_step`.
+        Micro-batches are numbered through the whole run, as TRL's `_step` does.
+
+        `micro_step`: the number of that one.
         """
         first = micro_step - micro_step % self.micro_batches_per_generation
         return range(first, first + self.micro_batches_per_generation)
 
     def micro_batches_missing_at(self, micro_step: int) -> int:
-        """Return how many micro-batches TRL's count lacks behind the last optimizer step of an epoch.
+        """Return by how much to raise TRL's count of micro-batches after an optimizer step.
 
-        That step may have fewer than the others. The next one begins at a count at which both an
-        optimizer step and a generation begin, as that of a run does which resumes there. 0 behind
-        any other step.
+        The last optimizer step of an epoch may have fewer micro-batches than the others, so that
+        the count ends in the middle of a step. The next epoch begins with a new step and a new
+        generation. The count therefore goes on at the next number at which both begin, as it does
+        in a run that resumes there. After any other step it needs no change, and 0 is returned.
 
-        `micro_step`: TRL's count, `_step`, behind an optimizer step.
+        `micro_step`: TRL's count, `_step`, right after an optimizer step.
         """
         if micro_step % self.gradient_accumulation_steps == 0:
             return 0
@@ -91,9 +92,10 @@ class BatchLayout:
 
     @property
     def optimizer_steps_per_generation(self) -> int:
-        """The number of optimizer steps that learn from one generation.
+        """The number of whole optimizer steps that learn from one generation, at least 1.
 
-        It is 1 also where one optimizer step accumulates over several generations.
+        It is 1 also where one optimizer step accumulates over several generations, of which
+        `updates_per_generation` gives the fraction.
         """
         whole_steps = self.micro_batches_per_generation // self.gradient_accumulation_steps
         return max(1, whole_steps)
@@ -104,13 +106,13 @@ class BatchLayout:
 
         Rows may be moved between these micro-batches, since their gradients are summed.
 
-        It is 1 where an optimizer step may end in the middle of a generation's micro-batches: then
-        none may be moved.
+        It is 1, so that no row may be moved, where neither a generation nor an optimizer step is a
+        multiple of the other: the steps then end at other micro-batches in each generation.
         """
         per_generation = self.steps_per_generation
         per_step = self.gradient_accumulation_steps
-        ends_coincide = per_generation % per_step == 0 or per_step % per_generation == 0
-        return min(per_generation, per_step) if ends_coincide else 1
+        one_divides_the_other = per_generation % per_step == 0 or per_step % per_generation == 0
+        return min(per_generation, per_step) if one_divides_the_other else 1
 
     @property
     def has_one_step(self) -> bool:
@@ -121,9 +123,9 @@ class BatchLayout:
     def micro_batches_before_update(self) -> int:
         """The number of a generation's micro-batches before the first optimizer step.
 
-        In these the policy still has the weights that sampled the generation. It is 1 where
-        optimizer steps may end in the middle of a generation: then only the first micro-batch is
-        certain to come before an update.
+        In these the policy still has the weights that sampled the generation. It is 1 where the
+        optimizer steps end at other micro-batches in each generation: then only the first
+        micro-batch is certain to come before an update.
         """
         if self.has_one_step:
             return self.micro_batches_per_generation
@@ -155,7 +157,7 @@ class BatchLayout:
         return self.generation_batch // self.num_generations
 
     def optimizer_steps_per_epoch(self, rows: int) -> int:
-        """Return the number of optimizer steps of an epoch with so many rows.
+        """Return the number of optimizer steps of an epoch over `rows` rows of the data set.
 
         Rows at the end that fill no generation are left out. The last step of an epoch may have
         fewer micro-batches than the others: Transformers counts it too.
@@ -166,7 +168,7 @@ class BatchLayout:
 
     @property
     def updates_per_generation(self) -> float:
-        """The number of optimizer steps that learn from one generation; it may be below 1."""
+        """The number of optimizer steps per generation; below 1 if a step takes several of them."""
         return self.micro_batches_per_generation / self.gradient_accumulation_steps
 
     def describe(self) -> str:
@@ -231,21 +233,21 @@ def total_optimizer_steps(
     return math.ceil(epochs * layout.optimizer_steps_per_epoch(rows))
 
 
-def check_row_count(plan: BatchLayout, rows: int) -> None:
+def check_row_count(layout: BatchLayout, rows: int) -> None:
     """Raise `UserError` if a data set of `rows` rows does not fill one generation.
 
     TRL would train zero steps on it, and say nothing.
     """
-    needed = plan.prompts_per_generation
-    if rows < needed:
+    needed_rows = layout.prompts_per_generation
+    if rows < needed_rows:
         raise UserError(
-            f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed} prompts; lower "
-            "per_device_train_batch_size or steps_per_generation, or raise num_generations"
+            f"dataset: {amount(rows, 'row')} cannot fill one generation of {needed_rows} prompts; "
+            "lower per_device_train_batch_size or steps_per_generation, or raise num_generations"
         )
 
 
 def cuts_generations(config: AdoraGRPOConfig) -> bool:
-    """Return whether this package cuts a generation into micro-batches, and not TRL."""
+    """Return whether this package cuts a generation into micro-batches, in place of TRL."""
     return asks_for_regrouping(config) and not regroup_obstacle(config)
 
 

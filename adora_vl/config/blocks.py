@@ -9,7 +9,7 @@ from adora_vl.utils.call_guards import MAX_DEADLINE_S, MIN_DEADLINE_S
 
 
 def key(default: Any, help: str) -> Any:
-    """Declare a field of a dataclass of keys, which takes what its annotation says.
+    """Declare a config key as a field of a dataclass; its annotation says which values it takes.
 
     `default`: the default, or a function that returns it. `help`: the text of `--help-all`.
     """

@@ -92,19 +92,19 @@ class CliArgs:
     """A training command that was read: what the user has set, in the file or on the command line.
 
     `words`: all words of the command line. `file`: the config file, if it names one. `values`: the
-    converted value of each key whose type is known without TRL. `unread`: the values of the other
-    keys, as `CliWords` or as the file has them. They are converted once TRL is imported.
+    converted value of each key whose type is known without TRL. `unconverted`: the values of the
+    other keys, as `CliWords` or as the file has them. They are converted once TRL is imported.
     """
 
     words: Sequence[str]
     file: Path | None
     values: Mapping[str, Any]
-    unread: Mapping[str, object]
+    unconverted: Mapping[str, object]
 
     @property
     def set_keys(self) -> set[str]:
         """The keys that the user has set, in the file or on the command line."""
-        return {*self.values, *self.unread}
+        return {*self.values, *self.unconverted}
 
 
 def read_value(key: str, value: object, hint: Any) -> Any:
@@ -140,16 +140,18 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
     for cli_key in cli_keys:
         if cli_key.dotted_name != "config":
             _override_from_command_line(written_values, cli_key, keys)
-    hints = {
+    known_types = {
         **TYPE_BY_TRL_KEY,
         **annotations_of_keys(AdoraScriptArguments),
         **annotations_of_keys(AdoraKeys),
     }
-    unread = {key: value for key, value in written_values.items() if key not in hints}
     values: dict[str, Any] = {}
+    unconverted: dict[str, object] = {}
     for key, value in written_values.items():
-        if key in hints:
-            values[key] = read_value(key, value, hints[key])
+        if key in known_types:
+            values[key] = read_value(key, value, known_types[key])
+        else:
+            unconverted[key] = value
     if "output_dir" in values:
         refuse_no_folder(values["output_dir"])
     if needs_model and "model_name_or_path" not in values:
@@ -157,7 +159,7 @@ def read(arguments: Sequence[str], *, needs_model: bool = True) -> CliArgs:
             "model_name_or_path: not set; name a file with --config "
             "FILE.yaml, or a model folder, a hub id or 'tiny' (`python -m adora_vl.train --help`)"
         )
-    return CliArgs(words=arguments, file=file, values=values, unread=unread)
+    return CliArgs(words=arguments, file=file, values=values, unconverted=unconverted)
 
 
 def _config_file(cli_keys: Sequence[CliKey]) -> Path | None:
@@ -185,7 +187,7 @@ def recipe_path(name: str) -> Path:
     """
     user_file = Path(name)
     recipe_name = user_file.with_suffix("").name
-    # A path with a folder is never a recipe's name.
+    # A recipe is named without a folder, with or without `.yaml`.
     may_be_recipe = name in (recipe_name, f"{recipe_name}.yaml")
     if not may_be_recipe or user_file.exists():
         return user_file
@@ -287,34 +289,35 @@ def _check_key(
     if option and root in keys:
         line = f"{root}: {{{option}: {yaml_line(value)}}}"
         raise UserError(f"{where}: {key}: dots are for the command line; write {line}")
-    proposals = _proposals(keys, command_options)
-    nearest_word = nearest_choice(key, proposals)
-    hint = f"; did you mean {proposals[nearest_word]!r}?" if nearest_word else ""
+    proposal_by_word = _proposal_by_word(keys, command_options)
+    nearest_word = nearest_choice(key, proposal_by_word)
+    hint = f"; did you mean {proposal_by_word[nearest_word]!r}?" if nearest_word else ""
     raise UserError(f"{where}: unknown key '{key}'{hint}")
 
 
-def _proposals(keys: Mapping[str, Key], command_options: Collection[str]) -> dict[str, str]:
-    """Return what an error may propose to write, by the word that an unknown key is compared with.
+def _proposal_by_word(keys: Mapping[str, Key], command_options: Collection[str]) -> dict[str, str]:
+    """Return what an error may propose to write in place of an unknown key.
 
-    The two differ where the word alone would be wrong: `dry_run` stands for `--dry-run`.
+    Each proposal stands under the word that the unknown key is compared with. The two are mostly
+    the same; but if the key looks like `dry_run`, the proposal is `--dry-run`.
     """
-    proposals: dict[str, str] = {}
+    proposal_by_word: dict[str, str] = {}
     for key in keys.values():
-        proposals[key.name] = key.name
+        proposal_by_word[key.name] = key.name
         for option in key.options:
-            proposals[option.name] = option.name
+            proposal_by_word[option.name] = option.name
     # Users write an option of ADORA like a key of its own, such as `adora_factor`.
     for name in ("mode", "factor", *_CRITERIA_OPTIONS):
-        proposals[f"adora_{name}"] = f"adora_method.adora.{name}"
+        proposal_by_word[f"adora_{name}"] = f"adora_method.adora.{name}"
     for option_name in command_options:
-        proposals[option_name.replace("-", "_")] = f"--{option_name}"
-    return proposals
+        proposal_by_word[option_name.replace("-", "_")] = f"--{option_name}"
+    return proposal_by_word
 
 
 def _override_from_command_line(
     values: dict[str, Any], cli_key: CliKey, keys: Mapping[str, Key]
 ) -> None:
-    """Write what the command line says of a key into `values`, over what the config file says.
+    """Write the value that the command line has for a key into `values`, over the config file's.
 
     `--key.option` sets one option of a mapping. `--no_key` sets a key to false that is true by
     default. `keys`: all keys of a training config by name. Raises `UserError` for an unknown key.
@@ -331,7 +334,7 @@ def _override_from_command_line(
     if option_path:
         value_before = values.get(key, keys[key].default)
         if isinstance(value_before, CliWords):
-            # The key itself stood further left on the command line.
+            # The whole key was set too, earlier on the command line.
             value_before = _parse_words(value_before)
         new_option = _parse_words(words)
         values[key] = _with_option(key, value_before, option_path, new_option)
@@ -353,13 +356,13 @@ def _keep_criteria(words: CliWords, file_methods: object) -> Any:
         file_methods: The value of `adora_method` in the config file, None without one.
     """
     if len(words) != 1 or "{" in words[0]:
-        # a mapping says all of its methods itself
+        # A mapping names all methods and their options itself.
         return words
     names = [name.strip() for name in words[0].split("+")]
     criteria = _criteria_in(file_methods)
-    names_twice = len(set(names)) < len(names)
     # A method that is named twice is refused later, so these words stay as they are.
-    if not criteria or "adora" in names or names_twice:
+    has_duplicates = len(set(names)) < len(names)
+    if not criteria or "adora" in names or has_duplicates:
         return words
     methods: dict[str, Any] = {name: {} for name in names}
     methods["adora"] = {**criteria, "mode": "off"}
@@ -397,8 +400,9 @@ def _with_option(key: str, container: Any, option_path: Sequence[str], value: An
         mapping = container
     elif isinstance(container, str):
         mapping = {word.strip(): {} for word in container.split("+")}
-        _entry_meant_by(key, list(mapping), name)  # for its error alone
-    # An entry FILE.py:NAME of the mapping is meant by NAME, too.
+        # This refuses an option of a name that the text does not have.
+        _entry_meant_by(key, list(mapping), name)
+    # NAME alone also means an entry FILE.py:NAME of the mapping.
     entry = next((entry for entry in mapping if _name_means_entry(entry, name)), name)
     return {**mapping, entry: _with_option(key, mapping.get(entry), inner_path, value)}
 
@@ -448,10 +452,10 @@ def _parse_words(words: CliWords) -> Any:
 
 
 def _join_words(key: str, words: CliWords, hint: Any) -> Any:
-    """Return the words that follow a key as `convert` takes them.
+    """Return the words that follow a key on the command line in the form that `convert` takes.
 
     That is a list for a key that takes one, true for a flag without words, else the only word.
-    Raises `UserError` for no word or too many.
+    `hint`: the annotation of the key. Raises `UserError` for no word or too many.
     """
     if not words and allows_type(hint, bool):
         return True

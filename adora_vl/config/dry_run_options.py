@@ -44,7 +44,7 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
     Returns the options and the remaining arguments. Without `--dry-run` the options are None.
     Raises `UserError` for a bad value, and for one of the options without `--dry-run`.
     """
-    # With SUPPRESS, options that were not set are absent from the namespace.
+    # With SUPPRESS, the namespace has only the options that were set.
     parser = Parser(prog="python -m adora_vl.train", add_help=False, argument_default=SUPPRESS)
     parser.add_argument("--dry-run", "--dry_run", action="store_true")
     memory_gib = number(minimum=0.1, maximum=1e6)
@@ -67,8 +67,9 @@ def take_options(arguments: Sequence[str]) -> tuple[DryRunOptions | None, list[s
     is_dry_run = options_by_name.pop("dry_run", False)
     if is_dry_run:
         return DryRunOptions(**options_by_name), training_arguments
-    for name in options_by_name:
-        option = f"--{name.replace('_', '-')}"
+    if options_by_name:
+        first_name = next(iter(options_by_name))
+        option = f"--{first_name.replace('_', '-')}"
         raise UserError(f"{option}: belongs to --dry-run; add --dry-run, or leave it out")
     return None, training_arguments
 

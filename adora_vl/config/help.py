@@ -109,7 +109,7 @@ def _help_of_all_keys(keys: Sequence[Key]) -> str:
 
 
 def _line_with_default(key: Key) -> str:
-    """Return a key with its default as a line of YAML."""
+    """Return a key with its default as a line of YAML, such as `beta: 0.0`."""
     if key.default is MISSING:
         # The library computes this default.
         return f"{key.name}:"

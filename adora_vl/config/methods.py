@@ -49,7 +49,7 @@ TRL_KEYS_BY_METHOD = {
 
 
 @dataclass(frozen=True)
-class OwnFunction(Method):
+class UserFunction(Method):
     """A function of the user's, `(groups, advantages) -> advantages`, as a method."""
 
     function: Callable[[Groups, Tensor], Tensor]
@@ -64,14 +64,14 @@ class ConfiguredMethod:
     """One method for computing advantages, as a run's config names it.
 
     `entry`: its name in `adora_method`: NAME, or FILE.py:NAME. `method`: the built method.
-    `options`: its options as plain values. `keeps`: the keys of TRL that it would set, but that
-    the user wants left as they are.
+    `options`: its options as plain values. `kept_keys`: the keys of TRL that it would set, but that
+    the user wants left as they are (`keep_settings`).
     """
 
     entry: str
     method: Method
     options: Mapping[str, Any]
-    keeps: tuple[str, ...]
+    kept_keys: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +100,8 @@ class MethodSet:
         options_by_entry: dict[str, dict[str, Any]] = {}
         for configured in self.configured:
             options = {**configured.options}
-            if configured.keeps:
-                options[KEEP_SETTINGS] = list(configured.keeps)
+            if configured.kept_keys:
+                options[KEEP_SETTINGS] = list(configured.kept_keys)
             options_by_entry[configured.entry] = options
         return options_by_entry
 
@@ -178,19 +178,19 @@ def build_methods(
             method = _build_method(name, functions[name], options)
         else:
             method = _build_method(name, METHODS[name], options)
-        # A function has the options that were set. Any other method is a dataclass of all of its
-        # options, defaults included.
-        all_options = options if isinstance(method, OwnFunction) else plain_value(method)
+        # A function has only the options that were set. Any other method is a dataclass, whose
+        # fields are its options, defaults included.
+        all_options = options if isinstance(method, UserFunction) else plain_value(method)
         configured_methods.append(
             ConfiguredMethod(
                 entry=name,
                 method=method,
                 options=all_options,
-                keeps=_check_kept_keys(name, kept_keys, method),
+                kept_keys=_check_kept_keys(name, kept_keys, method),
             )
         )
     for configured in configured_methods[1:]:
-        # `remakes`: the method starts from the rewards, whatever the advantages are so far.
+        # Such a method computes advantages from the rewards, whatever the advantages are so far.
         if configured.method.remakes:
             raise UserError(
                 f"adora_method: {'+'.join(options_by_name)}: "
@@ -214,7 +214,7 @@ def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> Met
     for configured in methods.configured:
         for key, value in configured.method.settings.items():
             value_before = getattr(config, key)
-            if key in configured.keeps or value_before == value:
+            if key in configured.kept_keys or value_before == value:
                 continue
             setattr(config, key, value)
             notes.append(
@@ -311,7 +311,7 @@ def _build_method(
     parameters = [*inspect.signature(class_or_function).parameters][2:]
     refuse_unknown_options(key, options, parameters)
     function = partial(class_or_function, **options) if options else class_or_function
-    return OwnFunction(function)
+    return UserFunction(function)
 
 
 def check_methods(config: AdoraGRPOConfig) -> None:
@@ -395,8 +395,8 @@ def build_pipeline(config: AdoraGRPOConfig) -> AdvantagePipeline:
     )
 
 
-def method_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """Return lines for the start of a run: the keys that its methods set, and what they cost.
+def notes_on_methods(config: AdoraGRPOConfig) -> list[str]:
+    """Return lines for the start of a run: which keys of TRL its methods set, and what they cost.
 
     The cost is what a method computes beyond GRPO, in words; most methods cost nothing.
     """

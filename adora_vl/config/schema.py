@@ -83,8 +83,8 @@ class AdoraGRPOConfig(AdoraKeys, GRPOConfig):  # type: ignore[misc]  # TRL is un
         user_steps = vars(self).get("steps_per_generation")
         num_generations_eval: Any = vars(self).get("num_generations_eval")
         try:
-            # TRL wants whole groups in an evaluation, but whether it evaluates at all is only known
-            # once there are data. A group of 1 passes its check.
+            # TRL refuses evaluation batches of partial groups, but whether it evaluates at all is
+            # only known once there are data. A group size of 1 passes its check.
             self.num_generations_eval: Any = 1
             super().__post_init__()
         except ValueError:
@@ -306,11 +306,11 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: in
 
     Raises `UserError`, also for an error of TRL or Transformers, whose text becomes one line.
     """
-    values = dict(cli_args.values)
+    converted_values = dict(cli_args.values)
     try:
-        script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, values)
+        script_kwargs = _kwargs_for(AdoraScriptArguments, cli_args, converted_values)
         script = AdoraScriptArguments(**script_kwargs, converted=frozenset(script_kwargs))
-        training_kwargs = _kwargs_for(AdoraGRPOConfig, cli_args, values)
+        training_kwargs = _kwargs_for(AdoraGRPOConfig, cli_args, converted_values)
         gpu_key = None
         if any_machine:
             gpu_key = missing_gpu(
@@ -319,7 +319,7 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: in
                 fp16=training_kwargs.get("fp16", False),
             )
         training = _build_training_config(training_kwargs, gpu_key, processes)
-        model = ModelConfig(**_kwargs_for(ModelConfig, cli_args, values))
+        model = ModelConfig(**_kwargs_for(ModelConfig, cli_args, converted_values))
     except UserError:
         raise
     except (ValueError, TypeError) as error:
@@ -328,18 +328,20 @@ def build_configs(cli_args: CliArgs, *, any_machine: bool = False, processes: in
     return Configs(script=script, training=training, model=model, runs_here=gpu_key is None)
 
 
-def _kwargs_for(config_class: Any, cli_args: CliArgs, values: dict[str, Any]) -> dict[str, Any]:
+def _kwargs_for(
+    config_class: Any, cli_args: CliArgs, converted_values: dict[str, Any]
+) -> dict[str, Any]:
     """Return the arguments for a config dataclass: its keys that the user has set, converted.
 
-    `values`: the converted values so far. Values that were not converted yet are added to it, since
-    two dataclasses may have a key in common.
+    `converted_values`: the values that are converted already, by key. Those that are converted here
+    are added, since two dataclasses may have a key in common.
     """
     kwargs: dict[str, Any] = {}
     for key, hint in annotations_of_keys(config_class).items():
-        if key in cli_args.unread and key not in values:
-            values[key] = read_value(key, cli_args.unread[key], hint)
-        if key in values:
-            kwargs[key] = values[key]
+        if key in cli_args.unconverted and key not in converted_values:
+            converted_values[key] = read_value(key, cli_args.unconverted[key], hint)
+        if key in converted_values:
+            kwargs[key] = converted_values[key]
     return kwargs
 
 
@@ -357,6 +359,7 @@ def _build_training_config(
     """
 
     def build(**changed_kwargs: int) -> AdoraGRPOConfig:
+        """Build the config with some of the arguments replaced."""
         all_kwargs = {**kwargs, **changed_kwargs}
         if gpu_key is None:
             return AdoraGRPOConfig(**all_kwargs, converted=frozenset(all_kwargs))

@@ -81,8 +81,9 @@ def _keys_of_libraries() -> dict[str, Key]:
     classes: dict[str, _LibraryClass] = {}
     for library, file_names in _CONFIG_FILES_BY_LIBRARY.items():
         spec = find_spec(library)
-        folders = (spec and spec.submodule_search_locations) or ()
-        for folder in folders:
+        if spec is None:
+            continue
+        for folder in spec.submodule_search_locations or ():
             for file_name in file_names:
                 tree = ast.parse(Path(folder, file_name).read_bytes())
                 for node in tree.body:

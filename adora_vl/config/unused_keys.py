@@ -63,7 +63,7 @@ def _uses_plateau_schedule(settings: RunSettings) -> bool:
     return spelled_in_config(settings.config.lr_scheduler_type) == "reduce_lr_on_plateau"
 
 
-def _keeps_padding(settings: RunSettings) -> bool:
+def _pads_as_trl_does(settings: RunSettings) -> bool:
     return not cuts_generations(settings.config)
 
 
@@ -270,7 +270,7 @@ _UNUSED_KEYS = (
     UnusedKeys(
         ("pad_to_multiple_of",),
         "here, because micro-batches are cut to the length of their rows",
-        _keeps_padding,
+        _pads_as_trl_does,
     ),
     UnusedKeys(("length_column_name",), "here, because no rows are sorted by length", _never),
     UnusedKeys(

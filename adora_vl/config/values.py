@@ -29,10 +29,10 @@ from adora_vl.utils.errors import UserError
 
 
 def convert_key(key: str, value: object, hint: object) -> Any:
-    """Convert the value of a config key as `convert` does, and as a few keys of TRL need it.
+    """Convert the value of a config key to its type, with the exceptions that a few keys need.
 
-    One of them takes the word none as a path, some the path of a JSON file in place of a mapping,
-    and one has a list in place of null.
+    For one key of TRL the word none is a path, some take the path of a JSON file in place of a
+    mapping, and one has a list in place of null. All others are converted by `convert`.
 
     `hint`: the annotation of the key. Raises `UserError` for a value that it does not allow.
     """
@@ -44,7 +44,9 @@ def convert_key(key: str, value: object, hint: object) -> Any:
             _check_json_file(key, value)
             return value
     converted = convert(key, value, hint)
-    return NULL_VALUE_BY_KEY.get(key) if converted is None else converted
+    if converted is None:
+        return NULL_VALUE_BY_KEY.get(key)
+    return converted
 
 
 def _check_json_file(key: str, path: str) -> None:
@@ -79,22 +81,22 @@ def convert_fields(
             project for TRL's keys. In the others only NaN and infinity are refused.
     """
     config_class: Any = type(config)
-    hints = annotations_of_keys(config_class)
+    hint_by_key = annotations_of_keys(config_class)
     library_fields = {}
     if library_class is not None:
         library_fields = {field.name: field for field in fields(library_class)}
     for field in fields(config):
-        if field.name in converted or field.name not in hints:
+        if field.name in converted or field.name not in hint_by_key:
             continue
         value = getattr(config, field.name)
         if _is_default(field, value):
             continue
-        # The field of a key that this project declares anew is another object than TRL's.
-        is_inherited = library_fields.get(field.name) is field
-        if is_inherited and _type_of_library_key(field.name) is None:
+        # A key that this project declares anew has a field of its own, and not that of TRL.
+        is_of_trl_alone = library_fields.get(field.name) is field
+        if is_of_trl_alone and _type_of_library_key(field.name) is None:
             check_finite(field.name, value)
         else:
-            setattr(config, field.name, convert_key(field.name, value, hints[field.name]))
+            setattr(config, field.name, convert_key(field.name, value, hint_by_key[field.name]))
 
 
 def _is_default(key: Field[Any], value: object) -> bool:

@@ -24,7 +24,7 @@ from adora_vl.evaluation import (
     leave_out_overlong,
     take_evaluations,
 )
-from adora_vl.models import check as fits
+from adora_vl.models import check as model_checks
 from adora_vl.models.families import sees_images
 from adora_vl.preflight import python_inputs
 from adora_vl.preflight.facts import DataFacts, ModelFacts, PromptFacts
@@ -86,11 +86,10 @@ def _notes_on_tiny_model(request: RunRequest, folders: tuple[str, ...]) -> list[
     """
     cli_args = request.cli_args
     model_name = str(cli_args.values.get("model_name_or_path")) if cli_args else ""
-    built_in_sources = (SYNTHETIC_DATA, KNIGHTS_DATA)
     manifests = [read_manifest(Path(folder)) for folder in folders]
-    all_built_in = all(
-        manifest is None or manifest.get("source") in built_in_sources for manifest in manifests
-    )
+    sources = [manifest.get("source") for manifest in manifests if manifest is not None]
+    all_built_in = all(source in (SYNTHETIC_DATA, KNIGHTS_DATA) for source in sources)
+    # `STARTS` has the built-in models by name.
     if all_built_in or model_name not in STARTS:
         return []
     return [
@@ -119,7 +118,9 @@ def _python_rows(request: RunRequest, model: ModelFacts, prompts: PromptFacts) -
     # The rows of a stream are checked when they are drawn.
     if python_inputs.is_plain_table(train):
         any_images = python_inputs.check_prompts(train)
-        fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
+        model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
+        # This measures the prompts and refuses overlong ones. Rows of Python code are never left
+        # out, so the numbers of the rows that it returns are not needed.
         prompts.overlong.prompts_to_train_on(python_inputs.prompts_of(train), len(train))
     return DataFacts(train=train, evaluated=evaluated, measured=prompts.overlong.lengths)
 
@@ -194,37 +195,38 @@ def _rows_with_room(
     dataset: Dataset,
     texts: Sequence[str],
 ) -> Sequence[int]:
-    """Return the numbers of the rows whose prompts leave room for an answer.
+    """Choose the rows whose prompts leave room for an answer, and return their numbers.
 
-    `dataset`: the rows. `texts`: their prompts' texts. Raises `UserError` for images that the model
-    cannot read, and for overlong prompts where the config refuses them.
+    `dataset`: the rows. `texts`: the text of each row's problem. Raises `UserError` for images that
+    the model cannot read, and for overlong prompts where the config refuses them.
     """
-    # First of all, because the token counter of a model without vision would count no image.
+    # This comes first, because for a model without vision the tokens of images would count as none.
     any_images = has_images(dataset.data.table)
-    fits.check_reads_images(request.model.keys, model.config, has_images=any_images)
+    model_checks.check_reads_images(request.model.keys, model.config, has_images=any_images)
     if request.max_rows is not None and request.max_rows < len(dataset):
         messages.unknown.append(
             f"measured on the first {request.max_rows} of {len(dataset)} rows (--rows)"
         )
-    # Counting the tokens of few rows is fast, so that nothing is remembered on disk.
+    # Counting the tokens of few rows is fast, so their counts are not kept on the disk.
     if len(dataset) < REMEMBERED_ROWS:
         return prompts.overlong.rows_to_train_on(dataset, texts)
     assert request.script is not None, "only a command names folders"
     split = request.script.dataset_train_split
     sources = [data_hash(Path(folder), split) for folder in folders]
-    # Collective: the first rank of each machine counts, and the others read what it remembers.
+    # Collective: the first rank of each machine counts, and the others read its counts.
     with request.config.main_process_first(desc="counting the tokens of the prompts"):
         return prompts.overlong.rows_to_train_on(dataset, texts, sources)
 
 
 def check_room(config: AdoraGRPOConfig, prompts: PromptFacts, data: DataFacts) -> None:
-    """Raise `UserError` if the token limits leave no room for the answer of one of the tools.
+    """Raise `UserError` if the token limits leave no room for the reply of one of the tools.
 
-    The shortest prompt with the fewest images is taken, so that only what can never fit is refused.
+    The shortest prompt and the fewest images of any row are assumed, so that only a tool whose
+    reply can never fit is refused.
     """
     if prompts.toolbox is None:
         return
-    # Without a data set the lengths are only assumed, and no limit is checked by them.
+    # Without a data set the lengths are only assumed, which is no reason to refuse a tool.
     prompt_lengths: Sequence[int] = []
     if data.measured is not None and data.train is not None:
         prompt_lengths = data.measured.prompt_tokens
@@ -262,7 +264,7 @@ def check_evaluations(
         _check_evaluation_batches(config, layout.processes)
         return None
     template = request.script.adora_prompt if request.script is not None else None
-    # `take_evaluations` removes keys from the config. The report of a dry run needs them.
+    # `take_evaluations` removes keys from the config, which the report of a dry run needs.
     config_to_take_from = copy(config) if context.dry_run else config
     try:
         plan = take_evaluations(config_to_take_from, data.folders, template)

@@ -32,8 +32,8 @@ def check_keys(request: RunRequest) -> None:
     check_old_logps(config)
     check_servers(config)
     check_budget(config)
-    check_async(config)
-    check_filling(config)
+    check_sampling_ahead(config)
+    check_refill(config)
     refuse_unused(config, trl_evaluates=request.trl_evaluates)
     _check_turns(request)
 
@@ -161,7 +161,7 @@ def check_servers(config: AdoraGRPOConfig) -> None:
         )
 
 
-def check_filling(config: AdoraGRPOConfig) -> None:
+def check_refill(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.refill`.
 
     With it groups whose advantages are all zero are replaced by further ones. So each process needs
@@ -245,9 +245,11 @@ def check_budget(config: AdoraGRPOConfig) -> None:
 def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
     """Raise `UserError` where an optimizer step may begin in one generation and end in the next.
 
-    Rollouts that wait carry the number of their generation, which is counted from the optimizer
-    steps before it. There the last step of an epoch is shorter than the others, which the count
-    does not know. `key`: the key that lets rollouts wait, with its value.
+    Rollouts that wait for a later generation carry the number of their own, which is computed from
+    the number of optimizer steps before it. That needs steps of equal length, but with such keys
+    the last step of an epoch may be shorter.
+
+    `key`: the key that lets rollouts wait, with its value.
     """
     layout = BatchLayout.of(config)
     per_generation = layout.micro_batches_per_generation
@@ -260,15 +262,18 @@ def _refuse_steps_across_generations(config: AdoraGRPOConfig, key: str) -> None:
         )
 
 
-def conflict_error(key: str, reason: str, remedy: str = "leave out one of the two") -> UserError:
+def conflict_error(
+    key: str, other_setting: str, remedy: str = "leave out one of the two"
+) -> UserError:
     """Return the error for a key that does not go with another setting.
 
-    `key`: the key with its value. `reason`: the other setting. `remedy`: what to do.
+    `key`: the key with its value. `other_setting`: the setting that contradicts it, in words.
+    `remedy`: what to do.
     """
-    return UserError(f"{key} does not go with {reason}; {remedy}")
+    return UserError(f"{key} does not go with {other_setting}; {remedy}")
 
 
-def check_async(config: AdoraGRPOConfig) -> None:
+def check_sampling_ahead(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for keys that do not go with `adora_rollouts.ahead`.
 
     With it vLLM servers sample further generations while the policy learns, by older weights. So
@@ -280,8 +285,9 @@ def check_async(config: AdoraGRPOConfig) -> None:
         return
     key = f"adora_rollouts.ahead: {ahead}"
     if not config.uses_servers or config.adora_weight_transfer == "nccl":
-        reason = "another engine than vllm_mode: server with adora_weight_transfer: file"
-        raise conflict_error(key, reason)
+        raise conflict_error(
+            key, "another engine than vllm_mode: server with adora_weight_transfer: file"
+        )
     if not config.learns_by_engine:
         raise conflict_error(key, "vllm_importance_sampling_correction: false")
     workers = config.dataloader_num_workers

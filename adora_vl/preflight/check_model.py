@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from adora_vl.builtin.builtin_data import resolve_model
 from adora_vl.config.unused_keys import RunSettings, unused_keys
-from adora_vl.models import check as fits
+from adora_vl.models import check as model_checks
 from adora_vl.models import reference
 from adora_vl.models.adapter import Adapter, check_lora_keys, read_adapters
 from adora_vl.models.four_bit import check_four_bit
@@ -51,8 +51,8 @@ def check_model(
     keys = request.model.keys
     config = request.config
     model = _find_model(request, context, messages)
-    messages.notes.extend(fits.check_family(keys, config, model.config))
-    messages.notes.extend(fits.choose_layers(request.model.peft_config, keys, model.config))
+    messages.notes.extend(model_checks.check_family(keys, config, model.config))
+    messages.notes.extend(model_checks.choose_layers(request.model.peft_config, keys, model.config))
     is_in_four_bit = check_four_bit(
         keys,
         config,
@@ -70,8 +70,10 @@ def check_model(
     # A dry run plans for DeepSpeed without starting it.
     uses_deepspeed = config.deepspeed_plugin is not None or context.sharding.stage is not None
     # Small updates are lost in weights in 16 bits. Those of an adapter are in float32.
-    if model.continued is None and fits.loses_updates(keys, model.config, deepspeed=uses_deepspeed):
-        messages.notes.append(fits.LOST_UPDATES_WARNING)
+    if model.continued is None and model_checks.loses_updates(
+        keys, model.config, deepspeed=uses_deepspeed
+    ):
+        messages.notes.append(model_checks.LOST_UPDATES_WARNING)
     return model
 
 
@@ -108,8 +110,8 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
             messages.unknown.append(note)
     else:
         model_config = load_config(name, revision)
-    # From here on the key has the folder of a built-in model. A dry run's report and the config
-    # that it writes name the model as the user does.
+    # The trainer reads the key, so it gets the folder of a built-in model. In a dry run it keeps
+    # the user's name for the model, which goes into the report and the config that it writes.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
     if not is_shipped_config:
@@ -192,20 +194,20 @@ def check_parts(
     keys = request.model.keys
     init_kwargs = dict(config.model_init_kwargs or {})
     if context.on_this_machine:
-        fits.check_attention(keys, init_kwargs)
+        model_checks.check_attention(keys, init_kwargs)
     # A model that Python code has loaded, or None. It may have an adapter already.
     loaded = request.model.loaded
     has_adapter = hasattr(loaded, "peft_config")
     if loaded is None:
-        fits.check_init_arguments(model.config, init_kwargs)
+        model_checks.check_init_arguments(model.config, init_kwargs)
     _check_reference(request, model)
     if has_adapter:
         refuse_embedding_adapters(loaded)
     else:
-        fits.check_model_parts(keys, model.config, model.peft_config, config.adora_freeze)
+        model_checks.check_model_parts(keys, model.config, model.peft_config, config.adora_freeze)
     _check_dropout(config, model.peft_config)
     trains_adapter = model.peft_config is not None or has_adapter
-    fits.check_trainable(config, model.config, adapted=trains_adapter)
+    model_checks.check_trainable(config, model.config, adapted=trains_adapter)
     settings = RunSettings(
         config=config,
         model=keys,
@@ -222,7 +224,7 @@ def check_parts(
             "Transformers; write train(resume_from_checkpoint=...)"
         )
     messages.notes.extend(
-        fits.dropout_notes(model.peft_config, config, one_step=layout.has_one_step)
+        model_checks.dropout_notes(model.peft_config, config, one_step=layout.has_one_step)
     )
 
 
@@ -260,7 +262,7 @@ def _check_reference(request: RunRequest, model: ModelFacts) -> None:
 
 
 def check_model_files(request: RunRequest, model: ModelFacts, context: RunContext) -> None:
-    """Raise `UserError` for files of which no run could go on, and for a GPU that is in use.
+    """Raise `UserError` for model files that are damaged or incomplete, and for a GPU in use.
 
     The weights of the model and of its adapters have to be complete, and its generation config one
     that a checkpoint can have.
@@ -287,7 +289,7 @@ def check_tensor_parallel(
         return
     text_config = model_config.get_text_config()
     vision_config = getattr(model_config, "vision_config", None)
-    # A part that the model does not have counts as `engine_ranks`, which always divides.
+    # A part that the model does not have gets the count `engine_ranks`, which passes the check.
     key_value_heads = getattr(text_config, "num_key_value_heads", None) or engine_ranks
     vision_heads = getattr(vision_config, "num_heads", engine_ranks)
     vision_columns = getattr(vision_config, "intermediate_size", engine_ranks)

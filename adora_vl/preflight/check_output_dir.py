@@ -46,7 +46,7 @@ def check_output_dir(
     if context.output_dir_mode == "look":
         # The fingerprint reads all weights, so it is computed only if the folder has checkpoints.
         folder = RunFolder(config, compute_fingerprint, inputs)
-        start = folder.look(config.resume_from_checkpoint, data_known=data.train is not None)
+        start = folder.look(config.resume_from_checkpoint, has_data=data.train is not None)
         return OutputFacts(folder=folder, start=start)
     folder = RunFolder(config, compute_fingerprint(), inputs)
     start = StartPoint(checkpoint=None)
@@ -68,31 +68,19 @@ def fingerprint_of(
     each file of the user's own code.
     """
     script = request.script
-    source = request.model
+    loaded_model = request.model.loaded
     model_id = model.name
-    if source.loaded is not None:
-        model_id = python_inputs.identity_of_model(source.loaded)
+    if loaded_model is not None:
+        model_id = python_inputs.identity_of_model(loaded_model)
     settings: list[Any] = [request.config]
     data_ids: Sequence[str] = data.folders
-    python_settings: dict[str, str] = {}
     if script is None:
-        # Objects of Python code are known by their content.
         data_ids = [python_inputs.identity_of_rows(data.train)]
-        python_settings["reward_funcs"] = python_inputs.rewards_text(request.rewards)
-        if source.processor is not None:
-            python_settings["processing_class"] = python_inputs.identity_of_processor(
-                source.processor
-            )
-        if source.peft_config is not None:
-            python_settings["peft_config"] = python_inputs.adapter_text(source.peft_config)
-        if model.four_bit:
-            quantisation = (source.keys.bnb_4bit_quant_type, source.keys.use_bnb_nested_quant)
-            python_settings["4 bits"] = " ".join(map(str, quantisation))
     elif data.train is not None:
         settings = [
             script_arguments_for_fingerprint(script, data.train.data.table),
             request.config,
-            source.keys,
+            request.model.keys,
         ]
     result = fingerprint(
         *settings,
@@ -107,4 +95,24 @@ def fingerprint_of(
     )
     if model.adapters:
         result["model"] = hash_adapters(model.adapters, result["model"])
-    return {**result, **python_settings}
+    if script is None:
+        result |= _identity_of_python_objects(request, model)
+    return result
+
+
+def _identity_of_python_objects(request: RunRequest, model: ModelFacts) -> Fingerprint:
+    """Return the part of a fingerprint for what Python code passes as objects, beside its rows.
+
+    These are the rewards, the processor, the adapter's config and the quantisation. Each is known
+    by its content.
+    """
+    source = request.model
+    identity_by_name = {"reward_funcs": python_inputs.rewards_text(request.rewards)}
+    if source.processor is not None:
+        identity_by_name["processing_class"] = python_inputs.identity_of_processor(source.processor)
+    if source.peft_config is not None:
+        identity_by_name["peft_config"] = python_inputs.adapter_text(source.peft_config)
+    if model.four_bit:
+        quantisation = (source.keys.bnb_4bit_quant_type, source.keys.use_bnb_nested_quant)
+        identity_by_name["4 bits"] = " ".join(map(str, quantisation))
+    return identity_by_name

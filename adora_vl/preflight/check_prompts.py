@@ -97,21 +97,21 @@ def _overlong_prompts(
     system_prompt: str | None,
     pixel_limits: ResizeLimits,
 ) -> OverlongPrompts:
-    """Return what finds the prompts that leave no room for an answer. Collective with a server.
+    """Build what finds the prompts that leave no room for an answer. Collective with a server.
 
-    If there is no limit on the length, or the model's image tokens cannot be counted, a line says
-    so.
+    A line is printed if there is no limit on the length, or if the model's image tokens cannot be
+    counted.
 
     `pixel_limits`: the smallest and largest image that the processor resizes to.
     """
-    is_speaking = request.is_main_process and not context.dry_run
+    prints_lines = request.is_main_process and not context.dry_run
     # Why image tokens cannot be counted; empty if they can. All ranks have the same model, so that
     # either all of them ask for the limit below or none does.
     uncountable_reason = why_uncountable(model.config)
     limit = None
     if not uncountable_reason:
         limit = _context_limit(request, model, context)
-    if limit is None and is_speaking:
+    if limit is None and prints_lines:
         reason = uncountable_reason or "neither a key nor the model has a limit"
         print(f"the lengths of the prompts are not checked: {reason}")
     # What becomes of overlong prompts. Python code has no such key.
@@ -123,7 +123,7 @@ def _overlong_prompts(
         _token_counter(request, processor, system_prompt),
         pixel_limits,
         error_or_drop,
-        speaks=is_speaking,
+        speaks=prints_lines,
         is_dry_run=context.dry_run,
         max_rows=request.max_rows,
     )
@@ -203,8 +203,8 @@ def _context_limit(
             broadcast_object_list(broadcast_list)
             server_tokens = broadcast_list[0]
     limit = context_limit(config, model.config, server_tokens)
-    is_speaking = request.is_main_process and not context.dry_run
-    if config.uses_servers and server_tokens is None and is_speaking:
+    prints_lines = request.is_main_process and not context.dry_run
+    if config.uses_servers and server_tokens is None and prints_lines:
         limit_name = limit.name if limit is not None else None
         print(f"the vLLM server does not answer yet, so prompts are held against {limit_name}")
     return limit

@@ -43,9 +43,9 @@ def check_rewards(request: RunRequest) -> RewardSet:
     script = request.script
     if script is None:
         return python_inputs.rewards_from_python(request.rewards, output_dir)
-    # Whether the prompts ask for the answer in <answer> tags, where it is graded then.
-    tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
-    return choose_rewards(script.adora_reward, answer_tags=tags, output_dir=output_dir)
+    # If the prompts ask for <answer> tags, the answer is graded that stands in them.
+    has_answer_tags = asks_for_answer_tags(script.adora_system_prompt, script.adora_prompt)
+    return choose_rewards(script.adora_reward, answer_tags=has_answer_tags, output_dir=output_dir)
 
 
 def check_tools(request: RunRequest) -> ToolSet:
@@ -86,9 +86,9 @@ def with_environment_reward(
             f"environment_factory: a reward function has the name {name!r}, too; rename the class"
         )
     weights = config.reward_weights
-    # A list as long as the other rewards has no value for that of the environments.
-    has_no_weight_for_it = weights is not None and len(weights) == len(rewards.entries)
-    if has_no_weight_for_it:
+    # A list that is as long as the other rewards lacks the weight of the environments' reward.
+    lacks_weight = weights is not None and len(weights) == len(rewards.entries)
+    if lacks_weight:
         config.reward_weights = [*weights, 1.0]
     return replace(
         rewards,

@@ -76,12 +76,12 @@ def check_sampling(config: AdoraGRPOConfig) -> None:
             f"temperature: {config.temperature:g} is below {MIN_TEMPERATURE}: vLLM would sample at "
             f"another one than the trainer computes with; set {MIN_TEMPERATURE} or more"
         )
-    overheads = sampling_overheads(config)
-    if overheads and config.corrects_by_sequence:
+    filter_notes = notes_on_filters(config)
+    if filter_notes and config.corrects_by_sequence:
         mode = config.vllm_importance_sampling_mode
         raise UserError(
-            f"{''.join(overheads)}, and vllm_importance_sampling_mode: {mode} multiplies this over "
-            "a whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
+            f"{''.join(filter_notes)}, and vllm_importance_sampling_mode: {mode} multiplies this "
+            "over a whole answer; set it to token_truncate, or sample at temperature: 1.0 without "
             "penalties"
         )
 
@@ -111,12 +111,13 @@ def _check_generation_kwargs(generation_kwargs: Mapping[str, object], *, use_vll
             )
 
 
-def sampling_overheads(config: AdoraGRPOConfig) -> list[str]:
-    """Return a line for the start of a run if filters make the engine's log-probabilities larger.
+def notes_on_filters(config: AdoraGRPOConfig) -> list[str]:
+    """Return a note for the start of a run if filters make the engine's log-probabilities larger.
 
     With a temperature or a penalty vLLM returns log-probabilities after its filters, such as top_p.
-    These are larger by what the filters took from the other tokens, and the ratio of policy to
-    engine is smaller by the same.
+    The filters give the probability of the tokens that they remove to the remaining ones. The
+    trainer has no filters, so its ratio of policy to engine is too small by the same share. The
+    list is empty where this does not happen.
     """
     generation_kwargs = dict(config.generation_kwargs or {})
     if not config.use_vllm or not config.learns_by_engine:

@@ -12,7 +12,7 @@ from datasets import Dataset
 
 from adora_vl.checkpoint.store import manifest_of
 from adora_vl.config.batch_plan import total_optimizer_steps
-from adora_vl.config.methods import method_overheads
+from adora_vl.config.methods import notes_on_methods
 from adora_vl.models.adapter import load_merged, load_policy
 from adora_vl.models.families import sees_images
 from adora_vl.models.four_bit import (
@@ -22,7 +22,7 @@ from adora_vl.models.four_bit import (
     keep_gradients,
 )
 from adora_vl.models.shape import ModelShape, model_shape
-from adora_vl.preflight.check_sampling import sampling_overheads
+from adora_vl.preflight.check_sampling import notes_on_filters
 from adora_vl.preflight.python_inputs import system_text_of
 from adora_vl.record.manifest import run_manifest
 from adora_vl.training.extensions import Extension, extension_costs, extension_hashes
@@ -140,11 +140,16 @@ class OutputFacts:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ResolvedRun:
-    """A request, and all that the checks have worked out from it."""
+    """A request to train, and all that the checks before the training have worked out from it.
+
+    `request`: what the user asks for. `context`: where the run takes place. `extensions`: the
+    user's extensions of the training step, by their entries in `adora_extensions`. `layout`: the
+    sizes of the batches. `evaluations`: what is evaluated during training; None for nothing.
+    `messages`: what the user is told before the run.
+    """
 
     request: RunRequest
     context: RunContext
-    # by the name of their entry in `adora_extensions`
     extensions: Mapping[str, Extension]
     layout: BatchLayout
     rewards: RewardSet
@@ -152,7 +157,6 @@ class ResolvedRun:
     model: ModelFacts
     prompts: PromptFacts
     data: DataFacts
-    # what is evaluated during training; None for nothing
     evaluations: EvaluationPlan | None
     output: OutputFacts
     messages: Messages
@@ -226,7 +230,7 @@ class ResolvedRun:
             "revision": model.revision,
             "trust_remote_code": False,
         }
-        # The model's folder has it in its own config.
+        # A base in 4 bits is read from a folder whose own config says how it is quantised.
         init_kwargs.pop("quantization_config", None)
         if self.context.sharding.processes > 1:
             # As TRL does: each process loads onto its own device.
@@ -242,8 +246,11 @@ class ResolvedRun:
         keep_gradients(policy)
         return policy
 
-    def claimed(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:
-        """Lock `output_dir` for Python's `train`, and return the run with the start it asks for.
+    def lock_output_dir(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:
+        """Lock `output_dir` for Python's `train`, and return this run with the start of `train`.
+
+        A command locks the folder in its checks. From Python the checkpoint to resume from is only
+        known here.
 
         `resume_from_checkpoint`: the argument of `train`. Raises `UserError`, such as for a folder
         that another run has locked.
@@ -275,7 +282,7 @@ class ResolvedRun:
         return manifest
 
     @property
-    def finished(self) -> Path | None:
+    def finished_checkpoint(self) -> Path | None:
         """The checkpoint to resume from if it is that of the run's last step; else None.
 
         Such a run is not started again, because Transformers would take one step more.
@@ -299,8 +306,8 @@ class ResolvedRun:
         return [
             *lines,
             *self.messages.notes,
-            *method_overheads(self.config),
-            *sampling_overheads(self.config),
+            *notes_on_methods(self.config),
+            *notes_on_filters(self.config),
             *extension_costs(self.extensions, self.config),
             *self.output.start.notes,
         ]

@@ -61,48 +61,56 @@ def rewards_from_python(reward_funcs: object, output_dir: Path) -> RewardSet:
     `reward_funcs`: an entry, a list of entries, or None. Raises `UserError` for anything else.
     """
     if reward_funcs is None:
-        requests: list[Any] = []
+        rewards: list[Any] = []
     elif isinstance(reward_funcs, list | tuple):
-        requests = [*reward_funcs]
+        rewards = [*reward_funcs]
     else:
-        requests = [reward_funcs]
+        rewards = [reward_funcs]
     # The entries that the key takes are loaded together, as for a command.
-    key_requests = [request for request in requests if _is_entry_of_key(request)]
-    from_key = RewardSet((), (), {})
-    if key_requests:
-        from_key = choose_rewards(key_requests, output_dir=output_dir)
-    entries_and_functions = zip(from_key.entries, from_key.functions, strict=True)
+    rewards_of_key = [reward for reward in rewards if _is_entry_of_key(reward)]
+    loaded = RewardSet((), (), {})
+    if rewards_of_key:
+        loaded = choose_rewards(rewards_of_key, output_dir=output_dir)
+    remaining_loaded = zip(loaded.entries, loaded.functions, strict=True)
     entries: list[str] = []
     functions: list[Any] = []
-    hashes = {**from_key.hashes}
-    for request in requests:
-        if _is_entry_of_key(request):
-            # A mapping has an entry for each of its names.
-            count = len(request) if isinstance(request, Mapping) else 1
-            for entry, function in islice(entries_and_functions, count):
+    hashes = {**loaded.hashes}
+    for reward in rewards:
+        if _is_entry_of_key(reward):
+            # A mapping stands for one reward for each of its names.
+            count = len(reward) if isinstance(reward, Mapping) else 1
+            for entry, function in islice(remaining_loaded, count):
                 entries.append(entry)
                 functions.append(function)
             continue
-        if not isinstance(request, str) and not callable(request):
-            raise UserError(
-                f"reward_funcs: {request!r:.80} is no function; give a function, a preset or a "
-                "list of them"
-            )
-        name = request if isinstance(request, str) else function_name(request)
-        entry = f"{name} of Python" if present_name(name) in REWARD_NAMES else name
+        entry = _entry_of_python_reward(reward)
         entries.append(entry)
-        functions.append(request)
-        hashes[entry] = _identity_of_reward(request)
-    own_entries: set[str] = set()
+        functions.append(reward)
+        hashes[entry] = _identity_of_reward(reward)
+    tried_entries: set[str] = set()
     for entry, function in zip(entries, functions, strict=True):
         if _can_be_tried(function):
-            own_entries.add(entry)
+            tried_entries.add(entry)
     return RewardSet(
         entries=tuple(entries),
         functions=tuple(functions),
         hashes=hashes,
-        from_python=frozenset(own_entries),
+        from_python=frozenset(tried_entries),
     )
+
+
+def _entry_of_python_reward(reward: object) -> str:
+    """Return the name of a function or reward model that Python code passes, as TRL takes them.
+
+    It differs from all names of the presets. Raises `UserError` for anything else.
+    """
+    if not isinstance(reward, str) and not callable(reward):
+        raise UserError(
+            f"reward_funcs: {reward!r:.80} is no function; give a function, a preset or a "
+            "list of them"
+        )
+    name = reward if isinstance(reward, str) else function_name(reward)
+    return f"{name} of Python" if present_name(name) in REWARD_NAMES else name
 
 
 def rewards_text(reward_funcs: object) -> str:
@@ -111,29 +119,29 @@ def rewards_text(reward_funcs: object) -> str:
     Options of an entry count, but not the address of a judge, which may change in the middle of a
     run. A function or a model is there by its name: `RewardSet.hashes` has its content.
     """
-    requests = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [reward_funcs]
     entries: list[Any] = []
-    for request in requests:
-        if isinstance(request, Mapping | str) or request is None:
-            entries.append(without_secrets(plain_value(request)))
+    for reward in rewards:
+        if isinstance(reward, Mapping | str) or reward is None:
+            entries.append(without_secrets(plain_value(reward)))
         else:
-            entries.append(function_name(request))
+            entries.append(function_name(reward))
     return json.dumps(comparable_entries(entries), default=str)
 
 
-def _is_entry_of_key(request: object) -> bool:
+def _is_entry_of_key(reward: object) -> bool:
     """Return whether an entry of `reward_funcs` is one that the key `adora_reward` takes.
 
     These are presets, FILE.py:FUNCTION, and mappings of them to their options.
     """
-    return isinstance(request, Mapping | str) and not _is_reward_model(request)
+    return isinstance(reward, Mapping | str) and not _is_reward_model(reward)
 
 
-def _is_reward_model(request: object) -> bool:
+def _is_reward_model(reward: object) -> bool:
     """Return whether an entry names a reward model, which TRL loads: a hub id, or a folder."""
-    if not isinstance(request, str) or is_users_file(request):
+    if not isinstance(reward, str) or is_users_file(reward):
         return False
-    return "/" in request or Path(request).is_dir()
+    return "/" in reward or Path(reward).is_dir()
 
 
 def _identity_of_reward(reward: Any) -> str:
@@ -205,9 +213,10 @@ def _describe_tools(prompt: Any, schemas: Sequence[Mapping[str, Any]]) -> list[A
     has_system_message = system_text is not None
     content: Any = with_tools(system_text, schemas)
     if not isinstance(first_content, str):
-        # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages.
-        empty_part = dict.fromkeys(first_content[0])
-        content = [{**empty_part, "type": "text", "text": content}]
+        # Contents are lists of parts here. Arrow wants the same keys in the parts of all messages,
+        # so the new part has the keys of another one, with None as their values.
+        null_by_key = dict.fromkeys(first_content[0])
+        content = [{**null_by_key, "type": "text", "text": content}]
     remaining_messages = prompt[1:] if has_system_message else prompt
     return [{"role": "system", "content": content}, *remaining_messages]
 
@@ -263,8 +272,8 @@ def refuse_unusable_prompts(key: str, dataset: Any, tokens: Sequence[str]) -> No
             refuse_unusable_prompts(key, part, tokens)
         return
     # The rows of a command have a transform, but one that decodes images and changes no text.
-    has_final_texts = is_plain_table(dataset) or only_decodes(dataset)
-    if not has_final_texts or "prompt" not in dataset.column_names:
+    are_texts_as_stored = is_plain_table(dataset) or only_decodes(dataset)
+    if not are_texts_as_stored or "prompt" not in dataset.column_names:
         return
     first_number = 0
     for table in _arrow_tables(dataset, ["id", "prompt"]):
@@ -312,11 +321,11 @@ def _names_of_rows(table: pa.Table, first_number: int) -> Sequence[Any]:
 def fewest_images(dataset: object) -> int | None:
     """Return the number of images of the row that has the fewest; None for a data set without rows.
 
-    It is also None for a stream, and for a transform that may change the images: to count them all
-    rows would have to be decoded.
+    It is also None where the number cannot be told without decoding every row: for a stream, and
+    for a data set with a transform that may change the images.
     """
-    has_final_images = is_plain_table(dataset) or only_decodes(dataset)
-    if not isinstance(dataset, Dataset) or not has_final_images:
+    are_images_as_stored = is_plain_table(dataset) or only_decodes(dataset)
+    if not isinstance(dataset, Dataset) or not are_images_as_stored:
         return None
     if set(_IMAGE_COLUMNS).isdisjoint(dataset.column_names):
         return 0

@@ -177,7 +177,7 @@ def model_keys(
     model: str | PreTrainedModel,
     config: AdoraGRPOConfig,
     peft_config: PeftConfig | None,
-    quantised: Any = None,
+    quantization_config: Any = None,
 ) -> ModelConfig:
     """Return the model keys that a command would have for the arguments of Python code.
 
@@ -185,13 +185,13 @@ def model_keys(
         model: A name, or a model that is loaded already.
         config: The training keys; its `model_init_kwargs` say how a named model is loaded.
         peft_config: Of an adapter to make; None for none.
-        quantised: The trainer's argument `quantization_config`, None without one. It may be in
-            `model_init_kwargs` too.
+        quantization_config: How the model is quantised, as `BitsAndBytesConfig`; None: as
+            `model_init_kwargs` say.
 
     Raises `UserError` for a quantisation that is not supported.
     """
     init_kwargs = dict(config.model_init_kwargs or {})
-    quantisation = quantised or init_kwargs.pop("quantization_config", None)
+    quantisation = quantization_config or init_kwargs.pop("quantization_config", None)
     if quantisation is not None and not getattr(quantisation, "load_in_4bit", False):
         raise UserError(
             "quantization_config: only 4 bits are supported; give "
@@ -205,7 +205,7 @@ def model_keys(
                 "model: an object has no folder in 4 bits; give its name, and quantization_config"
             )
         has_adapter = hasattr(model, "peft_config")
-        # How it was loaded.
+        # The arguments by which it was loaded.
         init_kwargs = {
             "dtype": model.dtype,
             "attn_implementation": getattr(model.config, "_attn_implementation", None),

@@ -79,11 +79,12 @@ class RunFolder:
             return self._fingerprint()
         return self._fingerprint
 
-    def look(self, resume_from_checkpoint: object, *, data_known: bool = True) -> StartPoint:
+    def look(self, resume_from_checkpoint: object, *, has_data: bool = True) -> StartPoint:
         """Return where a run would start, for a dry run; nothing is locked or written.
 
-        `resume_from_checkpoint`: as for `choose_start`. `data_known`: whether the run's data set is
-        here. If not, the run cannot be compared with a checkpoint, and the first step is returned.
+        `resume_from_checkpoint`: the value of the key: a checkpoint, or whether to resume from the
+        newest one. `has_data`: whether the run's data set is here. If not, the run cannot be
+        compared with a checkpoint, and the first step is returned.
 
         Raises `UserError` if a run could not start here, and if another one is running here.
         """
@@ -94,7 +95,7 @@ class RunFolder:
             if (self.path / LOCK_FILE).is_file():
                 # Fails if another run has locked the folder.
                 lock_output_dir(self.path).release()
-            if not data_known:
+            if not has_data:
                 return StartPoint(checkpoint=None)
             names_a_folder = str(resume_from_checkpoint).lower() not in _WORDS_FOR_NO_FOLDER
             # To compute the fingerprint takes a while. Without a checkpoint it is not compared.
@@ -115,7 +116,8 @@ class RunFolder:
     def take(self, resume_from_checkpoint: object, *, from_python: bool = False) -> StartPoint:
         """Lock the folder until `release`, and return where the run starts.
 
-        `resume_from_checkpoint`: as for `choose_start`. `from_python`: whether Python's `train`
+        `resume_from_checkpoint`: a checkpoint, or whether to resume from the newest one of the
+        folder. `from_python`: whether Python's `train`
         calls this, where None and false mean a new run, as in Transformers.
 
         Raises `UserError`, also if the ranks do not share the folder or do not have the same run.
@@ -124,12 +126,12 @@ class RunFolder:
         def lock_and_choose() -> _Claim:
             with naming_write_errors("output_dir", self.path):
                 is_folder_of_run = run_has_begun(self.path)
-            # Locking makes a file. In a folder that may be somebody else's that is done only after
-            # the check; in the folder of a run before it, since the check reads the run's files.
+            # A run's folder is locked before the check, which reads the run's files.
             if is_folder_of_run:
                 self._locks.append(lock_output_dir(self.path))
             refuse_users_files(self.path, self.overwrite)
-            # Locking twice is harmless: a process that has a lock gets the same one again.
+            # Another folder only after it: locking makes a file, and the folder may be the user's.
+            # A second lock is harmless, since this process already has it.
             if self.path.is_dir():
                 self._locks.append(lock_output_dir(self.path))
             if from_python and not resume_from_checkpoint and not self.overwrite:
@@ -141,7 +143,7 @@ class RunFolder:
                 current=self.fingerprint,
                 inputs=self._inputs,
             )
-            # Only now is a folder made that did not exist.
+            # This creates the folder if it does not exist, once nothing speaks against the run.
             self._locks.append(lock_output_dir(self.path))
             (self.path / STOPPED_FILE).unlink(missing_ok=True)
             # Each rank looks for the token's file, which shows that all see the same disk.
@@ -196,8 +198,8 @@ class RunFolder:
         choice_and_error: list[Any] = [choice, error_text]
         if self._ranks > 1:
             broadcast_object_list(choice_and_error)
-        choice_of_first, error_text = choice_and_error
+        choice_of_rank_0, error_text = choice_and_error
         if error_text:
             raise UserError(error_text)
-        agreed: _Choice = choice_of_first
-        return agreed
+        agreed_choice: _Choice = choice_of_rank_0
+        return agreed_choice

@@ -171,7 +171,7 @@ def start_from_python(words: list[str], dataset: Dataset | None = None) -> None:
         RunRequest(config, source, Datasets(dataset or equal_rows()), list(script.adora_reward)),
         RunContext.of_launch("leave"),
     )
-    run.claimed(
+    run.lock_output_dir(
         {"true": True, "None": None}.get(
             str(config.resume_from_checkpoint), config.resume_from_checkpoint
         )

@@ -85,4 +85,4 @@ def test_a_run_over_epochs_has_finished_with_its_last_step_and_not_before(
     )
     for step in range(1, last_step + 1):
         (tmp_path / "manifest.json").write_text(json.dumps({"step": step}))
-        assert run.finished == (tmp_path if step == last_step else None)
+        assert run.finished_checkpoint == (tmp_path if step == last_step else None)

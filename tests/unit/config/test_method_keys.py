@@ -15,7 +15,7 @@ import torch
 
 from adora_vl.advantage import METHODS, Groups, Method, Schedule, group_advantages
 from adora_vl.config import AdoraGRPOConfig
-from adora_vl.config.methods import build_pipeline, check_methods, method_overheads
+from adora_vl.config.methods import build_pipeline, check_methods, notes_on_methods
 from adora_vl.config.schema import parse
 from adora_vl.utils.errors import UserError
 from tests.support.examples import example_entry
@@ -48,14 +48,14 @@ def test_the_default_is_adora_by_its_own_keys():
         "attenuation",
     )
     assert not build_pipeline(ours).keeps_trl_advantages
-    assert method_overheads(ours) == []
+    assert notes_on_methods(ours) == []
     assert build_pipeline(config(options="{mode: off}")).keeps_trl_advantages
 
 
 def test_a_method_sets_the_keys_of_trl_that_belong_to_it_and_says_so():
     ours = config("dr_grpo", loss_type="grpo")
     assert (ours.loss_type, ours.scale_rewards) == ("dr_grpo", "none")
-    assert any("loss_type: dr_grpo (was grpo" in line for line in method_overheads(ours))
+    assert any("loss_type: dr_grpo (was grpo" in line for line in notes_on_methods(ours))
     dapo = config("dapo+adora")
     assert (dapo.epsilon_high, dapo.mask_truncated_completions) == (0.28, True)
     kept = config("dapo", '{"keep_settings": ["epsilon_high"]}')
@@ -186,7 +186,7 @@ def test_a_method_that_is_set_once_the_config_is_made_is_refused():
 
 def test_what_a_method_needs_stands_in_the_runs_first_lines():
     assert "7 learned weights, saved in every checkpoint" in " ".join(
-        method_overheads(config("daro"))
+        notes_on_methods(config("daro"))
     )
 
 

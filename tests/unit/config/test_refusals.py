@@ -23,7 +23,7 @@ from adora_vl.models.check import check_model_parts, make_lora_config
 from adora_vl.models.load import PRETRAINED_FOLDER
 from adora_vl.preflight import check_keys, check_machine
 from adora_vl.preflight.check_model import check_tensor_parallel
-from adora_vl.preflight.check_sampling import check_sampling, sampling_overheads
+from adora_vl.preflight.check_sampling import check_sampling, notes_on_filters
 from adora_vl.record.manifest import run_manifest
 from adora_vl.train import main
 from adora_vl.utils.errors import UserError, in_one_line
@@ -112,9 +112,9 @@ def test_sampling_that_the_trainer_would_not_know_of_is_refused_by_every_way_int
             assert re.match(message, error), error
             assert "\n" not in error
     # What is not refused has a line at the start of a run if a filter is compared with none.
-    assert sampling_overheads(config(**sequence)) == []
-    assert sampling_overheads(config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
-    assert sampling_overheads(config(**vllm, temperature=0.8, top_k=5)) != []
+    assert notes_on_filters(config(**sequence)) == []
+    assert notes_on_filters(config(**{**sequence, "temperature": 1.0, "top_p": 0.9})) == []
+    assert notes_on_filters(config(**vllm, temperature=0.8, top_k=5)) != []
     assert "the key temperature says" in last_line(generation_kwargs='{"temperature": 0.3}')
 
 
@@ -235,7 +235,7 @@ def test_keys_that_go_together_are_taken() -> None:
     for changed in ({}, with_refills, parameters, ahead, several, without):
         keys = config(**{**budget, **changed})
         check_keys.check_budget(keys)
-        check_keys.check_async(keys)
+        check_keys.check_sampling_ahead(keys)
         check_keys.check_servers(keys)
 
 
@@ -251,7 +251,7 @@ def test_rollouts_that_wait_need_steps_that_end_with_generations() -> None:
     samples_ahead = config(**keys, adora_rollouts={"ahead": 1}, steps_per_generation=3, **servers)
     for line in (
         error_of(check_keys.check_budget, waits_for_budget),
-        error_of(check_keys.check_async, samples_ahead),
+        error_of(check_keys.check_sampling_ahead, samples_ahead),
     ):
         assert "does not go with 3 micro-batches of a generation and 2 of an optimizer step" in line
     for steps in (1, 2, 4):

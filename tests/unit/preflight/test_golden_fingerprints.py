@@ -95,7 +95,7 @@ def of_python(**options: Any) -> dict[str, str]:
         report_to="none",
         **options,
     )
-    keys = model_keys("tiny", config, peft_config, quantised=quantised)
+    keys = model_keys("tiny", config, peft_config, quantised)
     request = RunRequest(
         config=config,
         model=ModelSource(keys=keys, peft_config=peft_config),
