@@ -60,7 +60,7 @@ class CheckpointState:
         Args:
             folder: the folder of the checkpoint.
             facts: those of the run; with the sums of losses of all ranks they are returned.
-            micro_step: TRL's `_step`, its count of micro-batches, where the optimizer step began.
+            micro_step: TRL's `_step`, its count of micro-batches, at the last optimizer step.
             micro_batches: those of the present generation; None without one.
         """
         self.moving_reference.save(folder)

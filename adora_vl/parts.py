@@ -373,7 +373,9 @@ def _micro_batcher(
         ),
         longest_completion=config.max_completion_length,
         shares_prompts=lambda: policy_pass.shares_prompts and not trainer.aux_loss_enabled,
-        masked=not is_flash_attention_requested(requested_attention_implementation=attention),
+        masks_padding=not is_flash_attention_requested(
+            requested_attention_implementation=attention
+        ),
     )
     return MicroBatcher(
         context,
@@ -508,9 +510,9 @@ def _reward_functions(trainer: GRPOTrainer, guard: RewardGuard) -> RewardFunctio
     return RewardFunctions(
         functions=guard.wrap_functions(trainer.reward_funcs, trainer.reward_func_names),
         tokenizers=trainer.reward_processing_classes,
-        template=trainer.chat_template_kwargs,
+        template_kwargs=trainer.chat_template_kwargs,
         to_device=_to_device(trainer),
-        loop=lambda: trainer.async_loop,
+        event_loop=lambda: trainer.async_loop,
     )
 
 

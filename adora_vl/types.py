@@ -65,8 +65,8 @@ class Batch(TypedDict, total=False):
     segments: Tensor  # (B,), in how many parts the rollout was sampled
     age: Tensor  # (B,), generations since its group began
     rollout_number: Tensor  # (B,), adora_vl.record.recorder
-    share_of_rows: float  # rows of this micro-batch over per_device_train_batch_size
-    share_of_tokens: Tensor  # (), its tokens over those of a micro-batch on average
+    share_of_rows: float  # its rows over those that a micro-batch has on average
+    share_of_tokens: Tensor  # (), its tokens over those that a micro-batch has on average
     host_rows: HostRows  # of a micro-batch; left out of checkpoints
 
 

@@ -141,7 +141,7 @@ def fill_micro_batches(groups: Sequence[Sequence[UnitSize]], longest: int) -> Fi
         activation_memory=lambda: ACTIVATIONS_OF_7B,
         longest_completion=longest,
         shares_prompts=lambda: True,
-        masked=True,
+        masks_padding=True,
     )
     count = len(ordered_groups[0])
     parts = room.cut(ordered_groups, range(count), max_units=1)

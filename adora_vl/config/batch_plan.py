@@ -115,7 +115,15 @@ class BatchLayout:
         return min(per_generation, per_step) if one_divides_the_other else 1
 
     @property
-    def has_one_step(self) -> bool:
+    def optimizer_steps_per_pass(self) -> int:
+        """The number of optimizer steps among which one pass over a generation is divided.
+
+        Where a step may end in the middle of a generation, every micro-batch counts as one.
+        """
+        return self.steps_per_generation // self.micro_batches_per_update
+
+    @property
+    def generation_has_one_step(self) -> bool:
         """Whether all micro-batches of a generation belong to the same optimizer step."""
         return self.gradient_accumulation_steps % self.micro_batches_per_generation == 0
 
@@ -127,7 +135,7 @@ class BatchLayout:
         optimizer steps end at other micro-batches in each generation: then only the first
         micro-batch is certain to come before an update.
         """
-        if self.has_one_step:
+        if self.generation_has_one_step:
             return self.micro_batches_per_generation
         steps_end_with_generation = (
             self.micro_batches_per_generation % self.gradient_accumulation_steps == 0

@@ -183,7 +183,7 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
     tower = frozen_tower_memory(setup)
     pixels = {"pixels": _pixel_bytes(setup)}
     features = {"image features": tower.feature_bytes}
-    gathered = {"gathered weights": training.gathered}
+    gathered = {"gathered weights": training.gathered_weights}
     all_gradients = {"gradients": training.gradients}
     # While the policy learns, the engine may sleep.
     resident = {**_resident_bytes(training), **_engine_while_learning(setup, engine)}
@@ -207,7 +207,7 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
             **features,
             "vision": tower.pass_bytes,
         }
-    phases["optimizer step"] = {**resident, **all_gradients, **pixels, "step": training.step}
+    phases["optimizer step"] = {**resident, **all_gradients, **pixels, "step": training.during_step}
     return Prediction(
         phases={
             phase: _with_overhead(component_bytes, setup)

@@ -224,7 +224,9 @@ def check_parts(
             "Transformers; write train(resume_from_checkpoint=...)"
         )
     messages.notes.extend(
-        model_checks.dropout_notes(model.peft_config, config, one_step=layout.has_one_step)
+        model_checks.dropout_notes(
+            model.peft_config, config, one_step=layout.generation_has_one_step
+        )
     )
 
 

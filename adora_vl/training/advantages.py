@@ -41,7 +41,7 @@ class GroupAssessment:
     def signal_of(self, rank: int) -> list[bool]:
         """Return whether each group of a rank has signal, that is, an advantage other than 0.
 
-        The groups of all ranks stand behind each other in `has_signal_P`, equally many of each.
+        `has_signal_P` has the groups of the first rank, then those of the second, and so on.
         """
         groups_per_rank, remainder = divmod(len(self.has_signal_P), self.num_ranks)
         assert remainder == 0, "every rank has equally many whole groups"
@@ -139,37 +139,39 @@ class AdvantageComputer:
 
         Call it once in a generation: DARO learns its weights from every call.
         """
-        final_PG = self.pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
-        assert self.pipeline.weighting is not None, "the call above has set it"
+        pipeline = self.pipeline
+        # Besides, the call sets the weights that it has applied, and figures for the log.
+        final_PG = pipeline.compute_advantages(assessment.groups, assessment.trl_advantages_PG)
+        assert pipeline.weighting is not None, "the call above has set it"
         return Advantages(
             assessment=assessment,
-            weighting=self.pipeline.weighting,
+            weighting=pipeline.weighting,
             final_PG=final_PG,
-            figures=dict(self.pipeline.figures),
+            figures=dict(pipeline.figures),
         )
 
     def _equal_reward_share(self, groups: Groups, trl_advantages_PG: Tensor) -> float:
-        """Return TRL's share of groups whose rewards do not differ, for the log.
+        """Return the share of groups whose rewards are equal, as TRL computes it for its log.
 
-        Groups without any reward are left out. As in TRL a group's rewards do not differ where the
-        standard deviation by which they are scaled is 0, so with `scale_rewards: batch` either all
-        groups count or none does.
+        Groups without any reward are left out. For TRL the rewards of a group are equal where the
+        standard deviation by which it scales them is 0. With `scale_rewards: batch` that is one
+        deviation for all groups, so either all of them count as equal or none does.
         """
         rewards_PG = groups.rewards_PG
         if not self.pipeline.sums_rewards:
-            # TRL divides these advantages by their own standard deviation plus 1e-4, and looks at
-            # that standard deviation.
-            spread = (
-                nan_standard_deviation(trl_advantages_PG.flatten(), trl_advantages_PG.mean()) / 1e4
+            # TRL has divided these advantages by their standard deviation s plus 1e-4, and looks at
+            # s. Where s is almost 0, the deviation of the quotients is about 1e4 times as large.
+            deviation_of_quotients = nan_standard_deviation(
+                trl_advantages_PG.flatten(), trl_advantages_PG.mean()
             )
+            deviation = deviation_of_quotients / 1e4
         elif self.scale_rewards == "batch":
-            spread = nan_standard_deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
+            deviation = nan_standard_deviation(rewards_PG.flatten(), torch.nanmean(rewards_PG))
         else:
-            spread = nan_standard_deviation(
-                rewards_PG, torch.nanmean(rewards_PG, dim=1, keepdim=True)
-            )
-        # One deviation for each group, or one for the whole batch.
-        is_equal_P1 = torch.isclose(spread, torch.zeros_like(spread)).expand(len(rewards_PG), 1)
+            mean_P1 = torch.nanmean(rewards_PG, dim=1, keepdim=True)
+            deviation = nan_standard_deviation(rewards_PG, mean_P1)
+        is_zero = torch.isclose(deviation, torch.zeros_like(deviation))
+        is_equal_P1 = is_zero.expand(len(rewards_PG), 1)
         has_reward_P = groups.has_reward_PG.any(dim=1)
         return is_equal_P1[has_reward_P].float().mean().item()
 
@@ -186,12 +188,12 @@ class AdvantageComputer:
         loss_tokens_PG = lengths_PG
         if self.masks_truncated:
             loss_tokens_PG = torch.where(has_no_end_PG, 0.0, lengths_PG)
-        # NaN: the engine gives no log-probabilities.
+        # Mean of -log p over the tokens. NaN: the engine gives no log-probabilities.
         surprisal_PG = facts.surprisal_N.view(-1, group_size)
         has_surprisal = not surprisal_PG.isnan().any()
-        # Work: true claims of a rollout less its errors. NaN: nothing has counted them.
+        # A rollout's true claims less its false ones. NaN: no reward function has counted them.
         work_PG = facts.work_N.view(-1, group_size)
-        is_work_known = self.pipeline.compares_work or not work_PG.isnan().all()
+        has_work = self.pipeline.compares_work or not work_PG.isnan().all()
         return Groups(
             rewards_PG=rewards_PG,
             lengths_PG=lengths_PG,
@@ -201,11 +203,11 @@ class AdvantageComputer:
             correct_above=self.correct_above,
             step=step,
             any_function_differs_P=self._rewards_vary(rewards_NF, group_size),
-            work_PG=work_PG if is_work_known else None,
+            work_PG=work_PG if has_work else None,
         )
 
     def _rewards_vary(self, rewards_NF: Tensor, group_size: int) -> Tensor | None:
-        """Return whether any reward function tells the rollouts of a group apart, bool, (P,).
+        """Return which groups get unequal rewards from at least one function, bool, (P,).
 
         None where TRL sums the rewards of the functions first: then the sums are compared. Functions
         of weight 0 do not count.
@@ -214,6 +216,7 @@ class AdvantageComputer:
             return None
         has_weight_F = self.reward_weights_F.to(rewards_NF.device) != 0
         rewards_PGF = rewards_NF.view(-1, group_size, rewards_NF.size(1))
+        # One row for each group and function, with the rewards of the group's rollouts.
         rewards_PFG = rewards_PGF[:, :, has_weight_F].transpose(1, 2)
         is_constant_PF = is_constant(rewards_PFG.flatten(0, 1)).view(len(rewards_PFG), -1)
         return ~is_constant_PF.all(dim=1)

@@ -61,14 +61,18 @@ class BatchBuilder:
     images: DistinctImages
     processor: Any
     stop_criteria: StopCriteria
-    to_device: Callable[[Any], Any]  # Transformers' way there, which may round pixels
-    has_engine_logps: bool  # whether the sampler returns log-probabilities
-    pad_to_multiple_of: int | None = None  # of the widths of columns; None for any width
-    has_tools: bool = False  # whether some tokens may be those of tools
-    allows_stale_rollouts: bool = (
-        False  # whether rollouts of a training may be older than their generation
-    )
-    shows_other_images: bool = False  # whether an extension shows the engine other images
+    to_device: Callable[[Any], Any]
+    """Transformers' method for it, which may round pixels to the training dtype."""
+    has_engine_logps: bool
+    """Whether the sampler returns log-probabilities."""
+    pad_to_multiple_of: int | None = None
+    """The widths of columns are multiples of it; None for any width."""
+    has_tools: bool = False
+    """Whether some tokens may be those of tools."""
+    allows_stale_rollouts: bool = False
+    """Whether rollouts of a training may be older than their generation."""
+    shows_other_images: bool = False
+    """Whether an extension shows the engine other images than the trainer learns from."""
 
     def build(
         self, generation: Generation, groups: Sequence[RolloutGroup], prompts: PromptBatch
@@ -99,38 +103,36 @@ class BatchBuilder:
             completion_texts=completion_texts,
             ended_by_itself=ended_by_itself,
             thinking_opened=self.thinking_opened(prompts, rollouts, completion_texts),
-            batch=self.columns(generation, groups, prompts, ended_by_itself),
+            batch=self._make_batch(generation, groups, prompts, ended_by_itself),
         )
 
     def thinking_opened(
         self, prompts: PromptBatch, rollouts: Sequence[Rollout], completion_texts: Sequence[str]
     ) -> list[bool]:
-        """Return whether the last turn of each rollout began inside a block of thinking, (B,).
+        """Return whether each rollout's text of the last turn begins inside a block of thinking.
 
-        The chat templates of thinking models end the prompt with `<think>`. Some tokenizers parse
-        the completion and remove the block of thinking. The text that is left does not begin inside
-        a block.
+        The chat templates of thinking models end the prompt with `<think>`. Then the text begins
+        inside the block, unless the tokenizer has parsed the completion and removed the block.
         """
-        opened: list[bool] = []
+        begins_inside: list[bool] = []
         decode = self.stop_criteria.decode
         for prompt_ids, rollout, text in zip(prompts.ids, rollouts, completion_texts, strict=True):
             last_turn_ids = rollout.last_turn_tokens
             earlier_ids = rollout.tokens[: len(rollout.tokens) - len(last_turn_ids)]
-            is_open = opens_thinking([*prompt_ids, *earlier_ids], decode)
-            if is_open and closes_block(decode(last_turn_ids)):
-                # The tokens close the block. If the text does not, it lacks the block.
-                is_open = closes_block(text)
-            opened.append(is_open)
-        return opened
+            is_inside = opens_thinking([*prompt_ids, *earlier_ids], decode)
+            if is_inside and closes_block(decode(last_turn_ids)) and not closes_block(text):
+                is_inside = False  # the turn closes the block, and its text has lost the block
+            begins_inside.append(is_inside)
+        return begins_inside
 
-    def columns(
+    def _make_batch(
         self,
         generation: Generation,
         groups: Sequence[RolloutGroup],
         prompts: PromptBatch,
         ended_by_itself: Sequence[bool],
     ) -> Batch:
-        """Return the columns of a batch that are known before the rollouts are graded.
+        """Return the batch with all columns that are known before the rollouts are graded.
 
         With `mask_truncated_completions` the loss counts no rollout that has not ended by itself.
 
@@ -147,7 +149,8 @@ class BatchBuilder:
         policy_mask = None
         if self.has_tools:
             policy_mask = [rollout.policy_mask for rollout in rollouts]
-            # A rollout that the loss does not count gets no image tokens, so it needs no images.
+            # Where the loss does not count a rollout, `collated` replaces its image tokens, so it
+            # needs no images.
             tool_images = [
                 [picture.image for picture in rollout.pictures if is_counted]
                 for rollout, is_counted in zip(rollouts, counts_in_loss, strict=True)
@@ -163,6 +166,7 @@ class BatchBuilder:
         age_columns: dict[str, Tensor] = {}
         if generation.key.mode == "train":
             age_columns = self._age_columns(generation, groups)
+        # A batch without images gets empty columns for them where other batches may have some.
         return self.images.completed(cast("Batch", {**batch, **age_columns}))
 
     def _age_columns(
@@ -172,17 +176,19 @@ class BatchBuilder:
 
         A rollout may have begun in an earlier generation (`adora_rollouts`). Then `stale_tokens`
         is how many of its tokens earlier weights have sampled, `segments` in how many parts it was
-        sampled, and `age` how many generations ago its group began. Without such rollouts there are
-        no columns, except `stale_tokens` where an extension shows the engine other images.
+        sampled, and `age` how many generations ago its group began. Where no rollout can be older
+        than its generation, there are no such columns.
         """
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         values_by_column: dict[str, list[int]] = {}
+        # Tokens that were sampled by looking at other images count as stale too.
         if self.allows_stale_rollouts or self.shows_other_images:
             values_by_column["stale_tokens"] = [
                 rollout.stale_tokens(generation.key.step) for rollout in rollouts
             ]
         if self.allows_stale_rollouts:
-            # What tools have answered does not count.
+            # A segment is a part that was sampled at once, or what a tool has answered, which does
+            # not count.
             values_by_column["segments"] = [
                 sum(segment.is_sampled for segment in rollout.segments) for rollout in rollouts
             ]

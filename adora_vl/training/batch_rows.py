@@ -67,18 +67,20 @@ def _join_images(split: _SplitBatch) -> Batch:
 def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
     """Copy rows to the CPU, with each of their images once.
 
-    In a batch `pixel_values` has a reference to each patch of a row's images in an image bank. In
-    the result it has, for each row, the numbers of its images' first patches, by which `images` has
-    the images themselves.
+    In a batch `pixel_values` has the numbers under which an image bank stores the patches of a
+    row's images. An image is identified by the number of its first patch. In the result
+    `pixel_values` has these for each row, and `images` the images themselves by them.
     """
     packed: PackedRows = to_cpu(
         {name: value for name, value in rows.items() if name != "pixel_values"}
     )
-    references_by_row = rows.get("pixel_values")
-    if isinstance(references_by_row, list):
+    patch_numbers_by_row = rows.get("pixel_values")
+    if isinstance(patch_numbers_by_row, list):
         first_patches_by_row = [
-            first_patches(references, grids)
-            for references, grids in zip(references_by_row, rows["image_grid_thw"], strict=True)
+            first_patches(patch_numbers, grids)
+            for patch_numbers, grids in zip(
+                patch_numbers_by_row, rows["image_grid_thw"], strict=True
+            )
         ]
         packed["pixel_values"] = first_patches_by_row
         distinct_images = set(chain.from_iterable(first_patches_by_row))
@@ -92,23 +94,24 @@ def _pack_rows(rows: _SplitBatch, image_banks: ImageBanks) -> PackedRows:
 def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.device) -> Batch:
     """Return rows that `RowReader.pack` has packed as a batch on the device.
 
-    Their images are stored in the image bank of the training batch, and the rows refer to it.
+    Their images are stored in the image bank of the training batch, which gives their patches new
+    numbers. `pixel_values` gets these numbers.
     """
     columns = {name: value for name, value in packed.items() if name != "images"}
     rows: _SplitBatch = send_to_device(columns, device)
     bank = image_banks.extend()
     if "images" in packed and bank is not None:
-        # The images by the numbers that their first patches had in the bank they come from.
-        references_by_image = {
+        # By the number that the image's first patch had in the bank that it comes from.
+        patch_numbers_by_image = {
             first_patch: bank.store(key, patches.to(device), grid).to(device)
             for first_patch, (key, patches, grid) in packed["images"].items()
         }
-        # Those of a row without images. They begin every row, so that there is something to join.
-        no_references = torch.zeros(0, 1, dtype=torch.long, device=device)
+        no_patches = torch.zeros(0, 1, dtype=torch.long, device=device)
         rows["pixel_values"] = []
         for first_patches_of_row in packed["pixel_values"]:
-            references = [references_by_image[first_patch] for first_patch in first_patches_of_row]
-            rows["pixel_values"].append(torch.cat([no_references, *references]))
+            patch_numbers = [patch_numbers_by_image[image] for image in first_patches_of_row]
+            # `torch.cat` refuses the empty list of a row without images.
+            rows["pixel_values"].append(torch.cat([no_patches, *patch_numbers]))
     return _join_images(rows)
 
 
@@ -225,15 +228,16 @@ def concat_rows(batch: Batch, appended: Batch, pad_id: int) -> Batch:
         )
         for part in batches
     ]
-    # For the time of the joining `pixel_values` is a list with an entry for each row.
-    first_split, second_split = map(_split_images, wide_batches)
+    # Patches have no rows. So `pixel_values` becomes a list with an entry for each row, until the
+    # rows are joined.
+    first_columns, appended_columns = map(_split_images, wide_batches)
     joined_columns: _SplitBatch = {}
-    for name, value in first_split.items():
+    for name, value in first_columns.items():
         joined_columns[name] = value
         if isinstance(value, Tensor) and value.dim() > 0:
-            joined_columns[name] = torch.cat([value, second_split[name]])
+            joined_columns[name] = torch.cat([value, appended_columns[name]])
         elif isinstance(value, list):
-            joined_columns[name] = value + second_split[name]
+            joined_columns[name] = value + appended_columns[name]
     return _join_images(joined_columns)
 
 
@@ -279,8 +283,8 @@ def _widen(
         new_prompt_width: token columns that prompts get.
         new_completion_width: token columns that completions get.
         pad_id: the token that fills columns of token ids; all others get 0.
-        ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1). It is told
-            here, since a completion may be one token wide too.
+        ratio_is_per_rollout: whether the importance ratio to the engine is (B, 1), and not (B, C).
+            Its shape does not tell where completions are one token wide.
     """
     prompt_width = batch["prompt_ids"].size(1)
     completion_width = batch["completion_ids"].size(1)
@@ -293,14 +297,15 @@ def _widen(
     }
     wide_batch = dict[str, Any](batch)
     for name, value in dict[str, Any](batch).items():
-        has_token_ids = name.endswith("_ids") and name != "mm_token_type_ids"
-        fill = pad_id if has_token_ids else 0
-        axis = _token_axis(
-            name, value, prompt_width=prompt_width, completion_width=completion_width
-        )
         if name == "importance_sampling_ratio":
             axis = "none" if ratio_is_per_rollout else "completion"
             fill = 1  # TRL's VESPO takes the logarithm of the ratio without a mask
+        else:
+            axis = _token_axis(
+                name, value, prompt_width=prompt_width, completion_width=completion_width
+            )
+            has_token_ids = name.endswith("_ids") and name != "mm_token_type_ids"
+            fill = pad_id if has_token_ids else 0
         if axis != "none":
             wide_batch[name] = pad(value, padding_by_axis[axis], value=fill)
     return cast("Batch", wide_batch)

@@ -45,8 +45,9 @@ class EntropyBonus:
     ) -> Tensor:
         """Return what the loss of a micro-batch lacks of the entropy bonus, (), with gradients.
 
-        TRL has added its bonus, the mean entropy over the tokens of the micro-batch, with the
-        weight of the micro-batch's loss. It should have the weight of its tokens.
+        TRL has added its bonus, the mean entropy over the tokens of the micro-batch, and it was
+        weighed like the micro-batch's loss. It should be weighed by the number of these tokens, so
+        that all micro-batches together give the mean over the tokens of the optimizer step.
 
         Args:
             micro: the micro-batch.
@@ -59,9 +60,10 @@ class EntropyBonus:
             mask_BC = mask_BC * self.chosen_BC
         token_count = mask_BC.sum()
         mean_entropy = (entropies_BC * mask_BC).sum() / token_count.clamp(min=1)
-        # Of the tokens of a micro-batch on average; where TRL chooses tokens, of the chosen ones.
-        right_weight = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
-        missing_weight = right_weight - self._batcher.loss_weight(micro)
+        # Over the tokens that a micro-batch has on average. Where TRL chooses the tokens of the
+        # highest entropy, only that share of them is meant.
+        weight_by_tokens = self._batcher.share_of_tokens(micro, token_count) / self._chosen_share
+        missing_weight = weight_by_tokens - self._batcher.loss_weight(micro)
         missing_bonus: Tensor = (
             -coefficient / micro_batches_per_step * missing_weight * mean_entropy
         )

@@ -74,12 +74,12 @@ class ScoredGroups:
     ) -> ScoredGroups:
         """Return the groups that are chosen among these and those of a refill.
 
-        Their `assessment` is still that of these groups; the caller replaces it.
+        In the result `assessment` is still that of these groups; the caller replaces it.
 
         Args:
             refill: groups of further problems, which replace groups without signal.
-            chosen_by_rank: for each rank the numbers of its chosen groups. Groups 0 to n - 1 are
-                the n groups of that rank in `self`, and those from n on are its groups in `refill`.
+            chosen_by_rank: for each rank the numbers of its chosen groups. A rank's n groups in
+                `self` have the numbers 0 to n - 1, and those in `refill` the numbers from n on.
             pad_id: the token that fills shorter rows.
             rank: the number of this process.
         """
@@ -92,6 +92,7 @@ class ScoredGroups:
             pad_id=pad_id,
         )
         groups_of_rank = [*self.groups, *refill.groups]
+        # The facts are those of all ranks' rollouts, unlike groups and batch.
         chosen_rollouts: list[int] = []
         for group in self._groups_in_joined_facts(refill, chosen_by_rank):
             chosen_rollouts += range(group * group_size, (group + 1) * group_size)
@@ -110,16 +111,19 @@ class ScoredGroups:
         The joined facts have first the groups of `self`, rank by rank, then those of `refill`, rank
         by rank. Every rank has equally many groups in each of the two.
 
-        `chosen_by_rank`: as in `exchanged`, by the numbers that the groups have on their ranks.
+        `chosen_by_rank`: for each rank the numbers that its chosen groups have on that rank, as in
+        `exchange_groups`.
         """
         groups_per_rank = len(self.groups)
-        groups_of_all_ranks = groups_per_rank * len(chosen_by_rank)
-        numbers = []
-        for rank, chosen in enumerate(chosen_by_rank):
-            for number in chosen:
+        refill_groups_per_rank = len(refill.groups)
+        first_of_refill = groups_per_rank * len(chosen_by_rank)
+        numbers_in_facts = []
+        for rank, chosen_groups_of_rank in enumerate(chosen_by_rank):
+            for number in chosen_groups_of_rank:
                 if number < groups_per_rank:
-                    numbers.append(rank * groups_per_rank + number)
+                    numbers_in_facts.append(rank * groups_per_rank + number)
                 else:
-                    number_in_refill = rank * len(refill.groups) + number - groups_per_rank
-                    numbers.append(groups_of_all_ranks + number_in_refill)
-        return numbers
+                    number_in_refill = number - groups_per_rank
+                    first_of_rank = first_of_refill + rank * refill_groups_per_rank
+                    numbers_in_facts.append(first_of_rank + number_in_refill)
+        return numbers_in_facts

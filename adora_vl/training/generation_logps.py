@@ -51,9 +51,10 @@ class GenerationLogps:
         return has_kl_term or self.old_logps.needs_pass_over_generation
 
     def add_to_generation(self, batch: Batch, mode: str) -> None:
-        """Add old log-probabilities, unless later passes compute them, and those of the reference.
+        """Add the log-probabilities that are computed before the rollouts are graded.
 
-        Raises `SharedUserError` for a reference that is not the policy's start.
+        They are the old ones, unless later passes compute them, and those of the reference, if the
+        loss has a KL term. Raises `SharedUserError` for a reference that is not the policy's start.
 
         Args:
             batch: the generation of this rank.
@@ -61,11 +62,8 @@ class GenerationLogps:
         """
         config = self.context.config
         is_training = mode == "train"
-        corrects_engine = self.old_logps.corrects_engine
-        has_old_pass = corrects_engine or not self.context.layout.has_one_step
         rows_per_pass = config.per_device_eval_batch_size
         if is_training:
-            has_old_pass = has_old_pass and self.old_logps.needs_pass_over_generation
             rows_per_pass = config.per_device_train_batch_size
 
         def compute_logps(model: PreTrainedModel) -> Tensor:
@@ -74,32 +72,57 @@ class GenerationLogps:
             return generation_logps(batch, model_pass=model_pass, rows_per_pass=rows_per_pass)
 
         with disable_gradient_checkpointing(self.policy, config.gradient_checkpointing_kwargs):
-            if has_old_pass:
+            if self._needs_old_pass(is_training=is_training):
                 old_logps_BC = compute_logps(self.policy)
                 batch["old_per_token_logps"] = old_logps_BC
-                if corrects_engine:
+                if self.old_logps.corrects_engine:
                     figures = self.importance_ratio.add_to_batch(batch, old_logps_BC)
                     for name, value in figures.items():
                         self.metrics_by_mode[mode][name].append(value)
-            if config.beta != 0.0 and self.reference is not None:
-                batch["ref_per_token_logps"] = compute_logps(self.reference)
-            elif config.beta != 0.0:
-                # The reference is the adapter as it was at the start, or the base model without.
-                policy = self.context.accelerator.unwrap_model(self.policy)
-                reference_adapter = "ref" if "ref" in policy.peft_config else None
-                with use_adapter(policy, adapter_name=reference_adapter):
-                    batch["ref_per_token_logps"] = compute_logps(self.policy)
-                # PEFT has made all of the adapter trainable again.
-                freeze(policy, config.adora_freeze)
+            if config.beta != 0.0:
+                batch["ref_per_token_logps"] = self._compute_reference_logps(compute_logps)
             if is_training and self.reference_guard.is_due(self.context.state().global_step):
                 self.reference_guard.check(batch, self.context.policy_logps)
+
+    def _needs_old_pass(self, *, is_training: bool) -> bool:
+        """Return whether a pass over the whole generation computes its old log-probabilities.
+
+        As in stock TRL the loss needs them where it is corrected by the ratio to the engine, and
+        where the weights change while a generation is learned from. In a training our own passes
+        over micro-batches may compute them later.
+        """
+        changes_weights = not self.context.layout.generation_has_one_step
+        loss_needs_them = self.old_logps.corrects_engine or changes_weights
+        if not is_training:
+            return loss_needs_them
+        return loss_needs_them and self.old_logps.needs_pass_over_generation
+
+    def _compute_reference_logps(
+        self, compute_logps: Callable[[PreTrainedModel], Tensor]
+    ) -> Tensor:
+        """Return the reference's log-probabilities of a batch, (B, C).
+
+        With LoRA the reference is the policy with another adapter, or with none.
+
+        `compute_logps`: returns the log-probabilities of the batch by a model.
+        """
+        if self.reference is not None:
+            return compute_logps(self.reference)
+        policy = self.context.accelerator.unwrap_model(self.policy)
+        # TRL keeps a copy of an adapter that the run continues as "ref". None: the base model alone.
+        reference_adapter = "ref" if "ref" in policy.peft_config else None
+        with use_adapter(policy, adapter_name=reference_adapter):
+            logps_BC = compute_logps(self.policy)
+        # PEFT has made all of the adapter trainable again.
+        freeze(policy, self.context.config.adora_freeze)
+        return logps_BC
 
     def check_shared_prompts(self, batch: Batch) -> None:
         """Compare the policy's pass with and without shared prompts, once in a run.
 
-        If they disagree, prompts are not shared from then on. It comes before a generation is cut,
-        since more rows fit into a micro-batch if they share their prompts. As many rows are
-        compared as memory is planned for without.
+        If they disagree, prompts are not shared from then on. The check comes before a generation
+        is cut into micro-batches, since more rows fit into one if they share their prompts. It
+        takes no more rows than fit into memory without shared prompts.
         """
         if not self.policy_pass.check_is_due:
             return
@@ -110,7 +133,7 @@ class GenerationLogps:
     def add_to_later_updates(self, micro_batches: Sequence[Batch]) -> None:
         """Compute old log-probabilities for the micro-batches that need a pass for them.
 
-        Those are learned from after the first optimizer step on the generation has changed the
+        They are learned from after the first optimizer step on the generation has changed the
         weights. Groups whose advantages are all 0 need none, even where a KL term learns from them.
         Every rank makes equally many passes. Raises `RolloutError` where the engine's
         log-probabilities are too far from the policy's.
@@ -118,18 +141,19 @@ class GenerationLogps:
         checkpointing_kwargs = self.context.config.gradient_checkpointing_kwargs
         with disable_gradient_checkpointing(self.policy, checkpointing_kwargs):
             for old_pass in self.old_logps.passes_due(micro_batches):
-                batch = old_pass.batch()
-                # Tells the pass its micro-batch; nobody has to observe what it computes.
-                with self.policy_pass.watch(observer=None, micro_batch=batch):
+                rows = old_pass.rows_as_batch()
+                # The pass reads columns of the rows that TRL's arguments do not have. There is no
+                # observer, since the result is returned here.
+                with self.policy_pass.watch(observer=None, micro_batch=rows):
                     logps_BC = generation_logps(
-                        batch,
+                        rows,
                         model_pass=partial(self.model_pass, self.policy),
-                        rows_per_pass=len(batch["completion_ids"]),
+                        rows_per_pass=len(rows["completion_ids"]),
                     )
-                batch["old_per_token_logps"] = logps_BC
+                rows["old_per_token_logps"] = logps_BC
                 if self.old_logps.corrects_engine:
-                    self.compare_with_engine(batch, logps_BC)
-                old_pass.store(batch)
+                    self.compare_with_engine(rows, logps_BC)
+                old_pass.store(rows)
 
     def compare_with_engine(self, micro: Batch, logps_BC: Tensor) -> None:
         """Compare policy and engine on the tokens of a micro-batch, and add their ratio.

@@ -70,8 +70,8 @@ class GenerationNumbers:
     def generation_at(self, key: StepKey, group_size: int, rows: Sequence[Row]) -> Generation:
         """Return the generation that is sampled at a step.
 
-        It has a number only where rollouts may be older than the generation that learns from them.
-        Then problems have to wait, and are read again by the numbers of their rows.
+        Generations are numbered only where rollouts may be older than the generation that learns
+        from them. Then a problem may wait, and its row is read again by the number of the row.
 
         Args:
             key: the step, and the micro-batch in it.
@@ -79,12 +79,13 @@ class GenerationNumbers:
             rows: the rows that were drawn for it.
 
         Raises:
-            UserError: rows have to be read again, but have no numbers.
+            UserError: rows may have to be read again, but do not say their numbers.
         """
         if key.mode != "train" or not self._is_numbered:
             return Generation(key=key, group_size=group_size)
-        # A negative number is that of a row outside of the data set.
-        if min(dict[str, Any](row).get(ROW_NUMBER_COLUMN, -1) for row in rows) < 0:
+        row_numbers = [dict[str, Any](row).get(ROW_NUMBER_COLUMN, -1) for row in rows]
+        # A row that does not come from the data set has a negative number, or none.
+        if min(row_numbers) < 0:
             raise UserError(
                 "adora_rollouts: these rows do not say their numbers, by which problems that "
                 "wait are read again (a streamed data set, or a loader of your own); load the "
@@ -99,12 +100,13 @@ class GenerationNumbers:
             return None
         layout = self._layout
         number = self._count_before(generation.key.step, generation.key.micro) + distance
-        if layout.has_one_step:
-            # An optimizer step takes one or several whole generations.
+        if layout.generation_has_one_step:
+            # An optimizer step learns from one or several whole generations.
             position = self._plan.position_of(number)
             step = position.step
             micro = position.index_in_step * layout.micro_batches_per_generation
         else:
+            # A generation is learned from in several optimizer steps.
             micro_batches_before = number * layout.micro_batches_per_generation
             step, micro = divmod(micro_batches_before, layout.gradient_accumulation_steps)
         key = StepKey(mode="train", step=step, micro=micro)
@@ -121,15 +123,16 @@ class GenerationNumbers:
         That is the number of the generation that begins there.
         """
         layout = self._layout
-        if layout.has_one_step:
-            generations_in_step = micro // layout.micro_batches_per_generation
-            return self._plan.before_step(step) + generations_in_step
+        if layout.generation_has_one_step:
+            earlier_in_step = micro // layout.micro_batches_per_generation
+            return self._plan.before_step(step) + earlier_in_step
         micro_batches_before = step * layout.gradient_accumulation_steps + micro
+        # A generation that these micro-batches have begun counts whole.
         return math.ceil(micro_batches_before / layout.micro_batches_per_generation)
 
     @property
     def _plan(self) -> GenerationPlan:
-        """Generations of an optimizer step and of an epoch, where a step takes whole generations."""
+        """How many generations a step and an epoch have, where a step learns from whole ones."""
         layout = self._layout
         rollouts_per_epoch = len(self._rows) * layout.num_generations
         rollouts_per_generation = (

@@ -243,19 +243,25 @@ class GenerationSampler:
         if not self.generations_ahead:
             self.pool.drop_all_pending()  # a generation that was interrupted may have left one
             waiting_groups = self.pool.take_waiting()
-            self._request_pending(generation, drawn_groups, waiting_groups, max_pending=1)
+            present = DrawnGeneration(generation=generation, groups=drawn_groups)
+            self._request(
+                generation,
+                present,
+                continued_groups=waiting_groups,
+                waiting_count=len(waiting_groups),
+            )
             return
         # Collective: where a run begins, or resumes with other rows, all ranks request anew.
         if not all(gather_object([self.pool.next_pending_is_for(drawn_groups)])):
             self.pool.drop_all_pending()
         self._queue_weights(generation, drawn_groups)
         max_pending = 1 if self.pool.samples_in_parts else self.generations_ahead + 1
-        self._request_pending(generation, drawn_groups, earlier_groups=[], max_pending=max_pending)
+        self._request_ahead(generation, drawn_groups, earlier_groups=[], max_pending=max_pending)
 
     def _queue_weights(self, generation: Generation, drawn_groups: list[RolloutGroup]) -> None:
         """Queue the present weights for the servers, and request samples that measure their drift.
 
-        The samples are not needed where the present generation is sampled by these weights itself.
+        These samples are not needed where the present weights sample the present generation itself.
         """
         assert isinstance(self.sampler, AsyncServerSampler)
         self.sampler.sync_weights()
@@ -277,14 +283,10 @@ class GenerationSampler:
         sampled_groups = self.group_sampler.finish(generation, self.pool.state.pending[0])
         groups = sorted([*self.pool.take_waiting(), *sampled_groups], key=lambda group: group.began)
         if self.pool.allows_partial_rollouts:
-            numbers = self.pool.groups_that_must_end(groups, generation)
-            # Collective: where one rank has such groups, all take part.
-            if any(gather_object([bool(numbers)])):
-                no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
-                groups = self.group_sampler.sample(generation, groups, no_limit_by_group)
+            groups = self._sample_to_ends(generation, groups)
         # These requests had to wait until the present generation was sampled: `schedule` left them.
         if self.generations_ahead and self.pool.samples_in_parts:
-            groups = self._request_pending(
+            groups = self._request_ahead(
                 generation, drawn_groups, groups, max_pending=self.generations_ahead + 1
             )
         self.pool.drop_first_pending()
@@ -296,6 +298,25 @@ class GenerationSampler:
     def sample_all(self, generation: Generation, groups: list[RolloutGroup]) -> list[RolloutGroup]:
         """Return the groups of an evaluation with all rollouts sampled to their ends."""
         return self.group_sampler.sample(generation, groups, limits_to_the_ends(groups))
+
+    def _sample_to_ends(
+        self, generation: Generation, groups: list[RolloutGroup]
+    ) -> list[RolloutGroup]:
+        """Sample the rollouts of some groups to their ends, so that enough groups are complete.
+
+        Args:
+            generation: the present one.
+            groups: all groups of this rank, the oldest first.
+
+        Returns:
+            All groups in their order.
+        """
+        numbers = self.pool.groups_that_must_end(groups, generation)
+        # Collective: where one rank has such groups, all take part.
+        if not any(gather_object([bool(numbers)])):
+            return groups
+        no_limit_by_group: TokenLimits = dict.fromkeys(numbers)
+        return self.group_sampler.sample(generation, groups, no_limit_by_group)
 
     def take_further_batches(self) -> int:
         """Return how many batches of further problems were sampled since the last call.
@@ -330,56 +351,79 @@ class GenerationSampler:
             with self.phase("rollout"), self.guard.guarding_servers():
                 self.drift_check.finish()
 
-    def _request_pending(
+    def _request_ahead(
         self,
         generation: Generation,
         drawn_groups: list[RolloutGroup],
         earlier_groups: list[RolloutGroup],
         max_pending: int,
     ) -> list[RolloutGroup]:
-        """Request rollouts until `max_pending` generations are pending, and return idle groups.
+        """Request generations until `max_pending` of them are pending, in a run with `ahead`.
 
         The present generation counts as pending too. Fewer are at the end of the training.
 
         Args:
             generation: the present one.
             drawn_groups: groups of the problems that the data loader has drawn for it.
-            earlier_groups: groups of this rank that began earlier. They go along with the first
-                request: all of them without `ahead`, and with it only those with unfinished
-                rollouts.
+            earlier_groups: groups of this rank that began earlier. Those with unfinished rollouts
+                go on in the first generation that is requested.
             max_pending: how many generations are pending afterwards.
 
         Returns:
-            Those of `earlier_groups` that no request took along.
+            Those of `earlier_groups` that go on in none of the requested generations.
         """
-        idle_groups = list(earlier_groups)
-        continued_groups = list(earlier_groups)
-        if self.generations_ahead:
-            continued_groups = [group for group in earlier_groups if not group.complete]
+        waiting_groups = earlier_groups
+        continued_groups = [group for group in earlier_groups if not group.complete]
         while len(self.pool.state.pending) < max_pending:
-            pending_count = len(self.pool.state.pending)
-            target = self._draw_generation_after(generation, drawn_groups, distance=pending_count)
-            if target is None:
+            requested = self._draw_generation_after(
+                generation, drawn_groups, distance=len(self.pool.state.pending)
+            )
+            if requested is None:
                 break
-            begun_groups = self.pool.begin_groups(
+            self._request(
                 generation,
-                target.groups,
-                waiting_count=len(idle_groups) + self.pool.groups_requested_ahead,
-                min_new_groups=self.pool.min_new_groups_beside(continued_groups),
+                requested,
+                continued_groups=continued_groups,
+                waiting_count=len(waiting_groups),
             )
-            spare_groups = self._draw_spare_groups(generation, target.generation)
-            requested_groups = [*continued_groups, *begun_groups, *spare_groups]
-            idle_groups = [group for group in idle_groups if group not in continued_groups]
-            continued_groups = []  # the first request has taken them along
-            limits = self.pool.token_limits(target.generation, requested_groups)
-            pending = PendingGeneration(
-                row_numbers=list_row_numbers(target.groups),
-                groups=tuple(requested_groups),
-                token_limits=limits,
-                samples=self.group_sampler.begin(target.generation, requested_groups, limits),
-            )
-            self.pool.add_pending(pending)
-        return idle_groups
+            # The request has taken the unfinished groups along.
+            waiting_groups = [group for group in earlier_groups if group.complete]
+            continued_groups = []
+        return waiting_groups
+
+    def _request(
+        self,
+        generation: Generation,
+        requested: DrawnGeneration,
+        *,
+        continued_groups: list[RolloutGroup],
+        waiting_count: int,
+    ) -> None:
+        """Request the rollouts of a generation, which is pending then.
+
+        Args:
+            generation: the present one, in which new groups begin.
+            requested: the generation that is requested: the present one or a later one.
+            continued_groups: groups of this rank that began earlier and go on in the requested one.
+            waiting_count: how many groups of this rank have begun and are not learned from yet,
+                besides those of generations that were requested ahead.
+        """
+        begun_groups = self.pool.begin_groups(
+            generation,
+            requested.groups,
+            waiting_count=waiting_count + self.pool.groups_requested_ahead,
+            min_new_groups=self.pool.min_new_groups_beside(continued_groups),
+        )
+        spare_groups = self._draw_spare_groups(generation, requested.generation)
+        groups = [*continued_groups, *begun_groups, *spare_groups]
+        limits = self.pool.token_limits(requested.generation, groups)
+        pending = PendingGeneration(
+            row_numbers=list_row_numbers(requested.groups),
+            groups=tuple(groups),
+            token_limits=limits,
+            samples=self.group_sampler.begin(requested.generation, groups, limits),
+        )
+        self.pool.add_pending(pending)
 
     def _draw_generation_after(
         self, generation: Generation, drawn_groups: list[RolloutGroup], distance: int
@@ -400,8 +444,9 @@ class GenerationSampler:
         if later is None:
             return None
         rows: list[Row] = []
+        # A data set may raise anything for a row that cannot be read.
         with suppress(Exception):
-            rows = self.upcoming_rows(list(list_row_numbers(drawn_groups)), distance)
+            rows = self.upcoming_rows(list_row_numbers(drawn_groups), distance)
         is_readable = bool(rows) and not unreadable_rows(rows)
         # Collective: the ranks request the same generations.
         if not all(gather_object([is_readable])):
@@ -425,7 +470,7 @@ class GenerationSampler:
             later: the generation that they are requested for.
         """
         spare_groups: list[RolloutGroup] = []
-        spare_count = self.pool.count_spare_groups() if self.generations_ahead else 0
+        spare_count = self.pool.count_spare_groups()
         # One round has as many problems as the generation has groups. The number of the round is
         # part of the seed, so that each draws others.
         problems_per_round = self.pool.max_groups
@@ -435,6 +480,7 @@ class GenerationSampler:
             spare_groups += self._draw_further_groups(
                 later.in_round(round_number), min(problems_per_round, missing_count)
             )
+        # They are drawn by the later generation's place in the run, but begin now.
         return [replace(group, began=generation.number) for group in spare_groups]
 
     def _draw_further_groups(self, generation: Generation, count: int) -> list[RolloutGroup]:

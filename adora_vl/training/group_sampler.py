@@ -148,9 +148,9 @@ class GroupSampler:
         requests = turns.make_requests(turns.unfinished)
         if isinstance(self.sampler, AsyncServerSampler):
             return self.sampler.begin(requests)
-        sample_now = partial(self.sampler.sample, requests, turns.prompts)
+        sample_when_joined = partial(self.sampler.sample, requests, turns.prompts)
         # Cached: a second call of `join` has to return the same results.
-        return PendingSamples(step=generation.key.step, join=cache(sample_now))
+        return PendingSamples(step=generation.key.step, join=cache(sample_when_joined))
 
     def finish(self, generation: Generation, pending: PendingGeneration) -> list[RolloutGroup]:
         """Wait for the first turn that `begin` has requested, and sample all further turns.
@@ -209,35 +209,18 @@ class GroupSampler:
             generation: the present generation.
             groups: groups of this rank.
             limits: as in `sample`.
-            first_samples: the first turn, where it was requested before.
+            first_samples: the samples of the first turn, where they were requested before.
         """
         unfinished = unfinished_rollouts(groups, limits)
-        parts_by_rollout: dict[RolloutKey, RequestParts] = {}
         prompts = None
+        parts_by_rollout: dict[RolloutKey, RequestParts] = {}
         if unfinished:
             group_of_rollout = [groups[key.group] for key in unfinished]
             prompts = self.prompt_reader.read(group_of_rollout, generation)
-            trainer_images = prompts.images or [None] * len(unfinished)
-            is_training = generation.key.mode == "train"
-            replacements = replaced_images(
-                self.extensions if is_training else (),
-                groups=groups,
-                keys=[*unfinished],
-                trainer_images=trainer_images,
+            extensions = self.extensions if generation.key.mode == "train" else ()
+            parts_by_rollout = _request_parts(
+                unfinished, groups, limits=limits, prompts=prompts, extensions=extensions
             )
-            for key, prompt_ids, images, replacement in zip(
-                unfinished, prompts.ids, trainer_images, replacements, strict=True
-            ):
-                parts_by_rollout[key] = RequestParts(
-                    group=groups[key.group],
-                    member=key.member,
-                    prompt_ids=prompt_ids,
-                    images=list(replacement or images or ()),
-                    # The prompt of an engine that sees another image is not the trainer's.
-                    saw_trainer_images=replacement is None,
-                    token_budget=limits[key.group],
-                    tokens_before=len(unfinished[key].policy_tokens),
-                )
         return GroupTurns(
             group_sampler=self,
             step=generation.key.step,
@@ -253,13 +236,52 @@ class GroupSampler:
         sampled_by_key = run_turns(turns.unfinished, turns)
         groups = []
         for number, group in enumerate(turns.groups):
-            # A rollout that had ended before has not been sampled, and stays as it is.
+            # A rollout that was not sampled, since it had ended before, stays as it is.
             rollouts = tuple(
                 sampled_by_key.get(RolloutKey(group=number, member=member), rollout)
                 for member, rollout in enumerate(group.rollouts)
             )
             groups.append(replace(group, rollouts=rollouts))
         return groups
+
+
+def _request_parts(
+    unfinished: Mapping[RolloutKey, Rollout],
+    groups: Sequence[RolloutGroup],
+    *,
+    limits: TokenLimits,
+    prompts: PromptBatch,
+    extensions: Sequence[Extension],
+) -> dict[RolloutKey, RequestParts]:
+    """Return what the requests of each unfinished rollout have in common in all of its turns.
+
+    Args:
+        unfinished: the rollouts by their group's number and their own in the group.
+        groups: groups of this rank.
+        limits: for each group by its number, how many tokens of each rollout are sampled now;
+            None: up to its end.
+        prompts: the prompt of each unfinished rollout, with the images that the trainer sees.
+        extensions: may show the engine other images.
+    """
+    trainer_images = prompts.images or [None] * len(unfinished)
+    replacements = replaced_images(
+        extensions, groups=groups, keys=[*unfinished], trainer_images=trainer_images
+    )
+    parts_by_rollout: dict[RolloutKey, RequestParts] = {}
+    for key, prompt_ids, images, replacement in zip(
+        unfinished, prompts.ids, trainer_images, replacements, strict=True
+    ):
+        parts_by_rollout[key] = RequestParts(
+            group=groups[key.group],
+            member=key.member,
+            prompt_ids=prompt_ids,
+            images=list(replacement or images or ()),
+            # The prompt of an engine that sees another image is not the trainer's.
+            saw_trainer_images=replacement is None,
+            token_budget=limits[key.group],
+            tokens_before=len(unfinished[key].policy_tokens),
+        )
+    return parts_by_rollout
 
 
 @dataclass(kw_only=True)
@@ -288,24 +310,25 @@ class GroupTurns:
         trainer.
         """
         requests = self.make_requests(rollouts)
-        tool_loop = self.group_sampler.tool_loop
         with naming_mismatched_row([self.parts_by_rollout[key].group.row for key in rollouts]):
             results, step_of_weights = self._sample_or_join(requests)
-        return {
-            key: append_result(
+        tool_loop = self.group_sampler.tool_loop
+        max_tokens_of_turn = None if tool_loop is None else tool_loop.turn_tokens
+        longer_rollouts = {}
+        for (key, rollout), request, result in zip(
+            rollouts.items(), requests, results, strict=True
+        ):
+            longer_rollouts[key] = append_result(
                 rollout,
                 request,
                 result,
-                max_turn=None if tool_loop is None else tool_loop.turn_tokens,
+                max_turn=max_tokens_of_turn,
                 stop=self.group_sampler.stop_criteria,
                 step=step_of_weights,
                 saw_trainer_images=self.parts_by_rollout[key].saw_trainer_images,
                 context_length=self.group_sampler.server_context,
             )
-            for (key, rollout), request, result in zip(
-                rollouts.items(), requests, results, strict=True
-            )
-        }
+        return longer_rollouts
 
     def answer(self, key: RolloutKey, rollout: Rollout) -> Rollout:
         """Run the tools that the rollout's last turn calls, and return it with their answers."""

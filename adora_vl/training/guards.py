@@ -148,12 +148,13 @@ class RewardGuard:
     """
 
     def __init__(self, context: StepContext) -> None:
-        # seconds for a function; presets have their own
+        # Seconds for a call of a function; presets have time limits of their own.
         self.timeout = context.config.adora_reward_timeout
         self.save_now = context.save_now
-        self.failures: list[RewardFailure] = []  # of this rank, in the present generation
-        # For each function, why its call failed, by the number of this rank's completion.
-        self._failure_reasons: list[dict[int, str]] = []
+        # Functions that have failed on this rank for all completions of the present generation.
+        self.failures: list[RewardFailure] = []
+        # For each function: why it failed for single completions, by their number on this rank.
+        self._reasons_by_function: list[dict[int, str]] = []
 
     def wrap_functions(self, functions: Sequence[Any], names: Sequence[str]) -> list[Any]:
         """Wrap the reward functions, so that each has a time limit and its failures are noted.
@@ -161,24 +162,23 @@ class RewardGuard:
         Reward models, which are modules, stay as they are. `names`: the functions' names for the
         log.
         """
-        # For each function its own dict, which its wrapper fills.
-        self._failure_reasons = [{} for _ in functions]
+        # Each wrapper fills the dict of its own function.
+        self._reasons_by_function = [{} for _ in functions]
         wrapped_functions: list[Any] = []
         for function, name, reason_by_completion in zip(
-            functions, names, self._failure_reasons, strict=True
+            functions, names, self._reasons_by_function, strict=True
         ):
             if isinstance(function, torch.nn.Module):
                 wrapped_functions.append(function)
                 continue
-            wrapped_functions.append(
-                safe_call(
-                    function,
-                    name=name,
-                    timeout=None if _limits_its_own_time(function) else self.timeout,
-                    failures=self.failures,
-                    unscored=reason_by_completion,
-                )
+            wrapped_function = safe_call(
+                function,
+                name=name,
+                timeout=None if _limits_its_own_time(function) else self.timeout,
+                failures=self.failures,
+                unscored=reason_by_completion,
             )
+            wrapped_functions.append(wrapped_function)
         return wrapped_functions
 
     def check(self, step: int) -> None:
@@ -200,20 +200,21 @@ class RewardGuard:
                 raise SharedUserError(
                     stopped_before(step, failure.reason, checkpoint=self.save_now())
                 )
-        failure = failures[0]
+        first_failure = failures[0]
         raise RunError(
             stopped_before(
                 step,
-                f"reward {failure.function}: {failure.row}: {failure.reason}",
+                f"reward {first_failure.function}: {first_failure.row}: {first_failure.reason}",
                 remedy="Repair the function",
                 checkpoint=self.save_now(),
             )
         )
 
     def take_failed_calls(self, rows_per_rank: int) -> dict[tuple[int, int], str]:
-        """Return why reward functions gave an exception in place of a reward, and forget it.
+        """Return which functions failed for which single completions and why, and forget it.
 
-        A function may do so for a single completion. Collective.
+        A function fails for a completion if it returns an exception in place of its reward.
+        Collective.
 
         Args:
             rows_per_rank: rollouts that every rank has.
@@ -223,10 +224,10 @@ class RewardGuard:
         """
         failed_calls = [
             (completion, function, reason)
-            for function, reason_by_completion in enumerate(self._failure_reasons)
+            for function, reason_by_completion in enumerate(self._reasons_by_function)
             for completion, reason in reason_by_completion.items()
         ]
-        for reason_by_completion in self._failure_reasons:
+        for reason_by_completion in self._reasons_by_function:
             reason_by_completion.clear()
         reason_by_failed_call = {}
         for rank, failed_calls_of_rank in enumerate(gather_object([failed_calls])):
@@ -319,7 +320,7 @@ class DriftGuard:
 def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") -> Tensor:
     """Return the largest importance ratio of a batch, (), float32; NaN if any is NaN.
 
-    It is at least 1, the ratio of tokens that do not count.
+    It is at least 1: tokens that do not count have the ratio 1.
 
     Args:
         log_ratios_BC: log-probabilities by the new policy less those by the old one.
@@ -327,7 +328,7 @@ def largest_ratio(log_ratios_BC: Tensor, mask_BC: Tensor, level: str = "token") 
         level: TRL's `importance_sampling_level`: `token`, or `sequence` for the ratio of a
             sequence's mean.
     """
-    # Replaced, not multiplied: a position that is masked out may hold NaN.
+    # Replaced and not multiplied by the mask: a position that does not count may hold NaN.
     log_ratios_BC = torch.where(mask_BC.bool(), log_ratios_BC.float(), 0.0)
     if level == "sequence":
         tokens_B1 = mask_BC.sum(dim=1, keepdim=True).clamp(min=1)
@@ -414,7 +415,7 @@ class RatioGuard:
         if old_logps_BC is None or logps_BC is None:
             return loss
         largest_on_rank = largest_ratio(logps_BC - old_logps_BC, loss_mask(micro), self.level)
-        # NaN where one of them is NaN
+        # `max` returns NaN if that of any rank is NaN.
         largest_of_ranks = self.accelerator.gather(largest_on_rank[None]).max().item()
         self.log("adora/ratio_max", largest_of_ranks)
         if self.max_ratio is None or largest_of_ranks <= self.max_ratio:

@@ -26,10 +26,14 @@ class UnitSize:
     """
 
     rows: int
-    prompt_tokens: int  # of the one prompt that all rows have
-    longest_completion: int  # tokens of its longest completion
-    completion_tokens: int  # of all its completions together
-    patches: int = 0  # of its images
+    prompt_tokens: int
+    """Tokens of the one prompt that all rows have."""
+    longest_completion: int
+    """Tokens of the longest completion."""
+    completion_tokens: int
+    """Tokens of all completions together."""
+    patches: int = 0
+    """Patches of its images that pass the vision tower."""
 
     @property
     def predicting_tokens(self) -> int:
@@ -38,15 +42,16 @@ class UnitSize:
 
 
 class PassBytes(NamedTuple):
-    """The memory that a pass needs, by how many layers gradient checkpointing recomputes."""
+    """The memory that a pass needs: its peak in bytes, for two settings of gradient checkpointing."""
 
-    all_recomputed: int
-    none_recomputed: int
+    all_recomputed: int  # the backward pass computes all layers again
+    none_recomputed: int  # it computes none again, and so keeps most activations
 
     def fit_into(self, planned: "PassBytes") -> bool:
-        """Return whether a pass needs no more than planned, however many layers are recomputed.
+        """Return whether a pass needs no more memory than is planned.
 
-        For any number of layers between these two the formulas then give no more either.
+        If it needs no more with both settings, it needs no more with any number of recomputed layers
+        between them, by the same formulas.
         """
         return (
             self.all_recomputed <= planned.all_recomputed
@@ -87,7 +92,9 @@ def _patches(host_rows: HostRows, row: int) -> int:
     return 0 if row_images is None else len(row_images.pixels)
 
 
-def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: bool) -> PassSize:
+def size_of_pass(
+    units: Sequence[UnitSize], *, shares_prompts: bool, masks_padding: bool
+) -> PassSize:
     """Return the size of the policy's pass over these units, which are groups or parts of them.
 
     A packed pass has all units in one row without padding, and the prompt of each unit once. It is
@@ -97,15 +104,16 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
     Args:
         units: the sizes of the units.
         shares_prompts: whether a packed pass is possible.
-        masked: whether attention takes a padding mask in a padded pass.
+        masks_padding: whether attention takes a padding mask in a padded pass.
     """
     rows = sum(unit.rows for unit in units)
     longest_completion = max(unit.longest_completion for unit in units)
     padded_length = max(unit.prompt_tokens for unit in units) + longest_completion
     patches = sum(unit.patches for unit in units)
     packed_length = sum(unit.prompt_tokens + unit.predicting_tokens for unit in units)
-    if shares_prompts and packed_length <= MAX_TOKEN_RATIO * rows * padded_length:
-        # Attention has a copy of the prompt's keys for each rollout.
+    tokens_of_padded_pass = rows * padded_length
+    if shares_prompts and packed_length <= MAX_TOKEN_RATIO * tokens_of_padded_pass:
+        # The prompt is computed once, but attention has a copy of its keys for each rollout.
         repeated_keys = sum(
             unit.rows * unit.prompt_tokens + unit.predicting_tokens for unit in units
         )
@@ -121,7 +129,7 @@ def size_of_pass(units: Sequence[UnitSize], *, shares_prompts: bool, masked: boo
         row_length=padded_length,
         scored_tokens=rows * longest_completion,
         patches=patches,
-        has_padding_mask=masked,
+        has_padding_mask=masks_padding,
     )
 
 
@@ -154,7 +162,7 @@ class MicroBatchRoom:
         longest_completion: int,
         shares_prompts: Callable[[], bool],
         *,
-        masked: bool,
+        masks_padding: bool,
     ) -> None:
         """Build the object.
 
@@ -163,12 +171,12 @@ class MicroBatchRoom:
             longest_completion: tokens of the longest completion that can be sampled.
             shares_prompts: returns whether passes compute a prompt once per group where that is
                 less work. It may change when packed passes are checked, in the first step.
-            masked: whether attention takes a padding mask where rows have padding.
+            masks_padding: whether attention takes a padding mask where rows have padding.
         """
         self._make_activation_memory = activation_memory
         self._longest_completion = longest_completion
         self._shares_prompts = shares_prompts
-        self._masked = masked
+        self._masks_padding = masks_padding
 
     @cached_property
     def _activation_memory(self) -> ActivationMemory:
@@ -179,14 +187,15 @@ class MicroBatchRoom:
     ) -> list[range]:
         """Divide consecutive units into micro-batches, at the same positions on all ranks.
 
-        A micro-batch has `max_units` units, or more if those of every rank need no more memory than
-        `max_units` units of the greatest length. The last micro-batch may have fewer.
+        Memory is planned for `max_units` units of the greatest length. A micro-batch has so many
+        units, or more as long as those of every rank need no more memory than that. The last
+        micro-batch may have fewer.
 
         Args:
             sizes_by_rank: for each rank the sizes of its units in the order of learning, equally
                 many on each.
             positions: consecutive positions in this order.
-            max_units: the number of units of the greatest length for which memory is planned.
+            max_units: units for which memory is planned.
 
         Returns:
             The positions of the units of each micro-batch.
@@ -195,30 +204,32 @@ class MicroBatchRoom:
         longest_unit = full_unit(all_sizes, self._longest_completion)
         planned = self._pass_bytes([longest_unit] * max_units)
         micro_batches: list[range] = []
-        first = positions[0]
+        first = positions[0]  # of the micro-batch that is being filled
         for position in positions:
-            candidate = range(first, position + 1)
-            if len(candidate) <= max_units:
+            if position + 1 - first <= max_units:
                 continue
             fits_on_ranks = (
-                self._pass_bytes(sizes[candidate.start : candidate.stop]).fit_into(planned)
+                self._pass_bytes(sizes[first : position + 1]).fit_into(planned)
                 for sizes in sizes_by_rank
             )
             if not all(fits_on_ranks):
+                # The unit at this position begins the next micro-batch.
                 micro_batches.append(range(first, position))
                 first = position
         micro_batches.append(range(first, positions[-1] + 1))
         return micro_batches
 
     def _pass_bytes(self, units: Sequence[UnitSize]) -> PassBytes:
-        """Return the memory of a pass over these units, by how many layers it recomputes.
+        """Return the memory of a pass over these units.
 
         Without gradient checkpointing no layer is ever recomputed, and both numbers are the same.
         """
         memory = self._activation_memory
-        pass_size = size_of_pass(units, shares_prompts=self._shares_prompts(), masked=self._masked)
-        most_recomputed = memory.shape.text.layers if memory.checkpointing else 0
+        pass_size = size_of_pass(
+            units, shares_prompts=self._shares_prompts(), masks_padding=self._masks_padding
+        )
+        most_recomputed_layers = memory.shape.text.layers if memory.checkpointing else 0
         return PassBytes(
-            all_recomputed=memory.peak_bytes(pass_size, most_recomputed),
+            all_recomputed=memory.peak_bytes(pass_size, most_recomputed_layers),
             none_recomputed=memory.peak_bytes(pass_size, 0),
         )

@@ -196,12 +196,12 @@ class MicroBatcher:
         self.config = context.config
         self.image_banks = image_banks
         self._every_row_counts = every_row_counts
-        # Weigh micro-batches by their tokens where a loss over tokens has an entropy bonus. TRL's
-        # bonus is a mean over the micro-batch's tokens, and it adds the bonus to the loss. So the
-        # loss has to be such a mean too, in place of a sum over the tokens of the generation.
+        # Whether a micro-batch is weighed by its tokens. TRL's entropy bonus is a mean over the
+        # tokens of the micro-batch, and TRL adds it to the loss. So a loss over tokens has to be
+        # such a mean too with a bonus, in place of a sum over the tokens of the generation.
         is_token_mean = context.config.loss_type in LOSSES_WITH_TOKEN_MEAN
         self._weighs_by_tokens = is_token_mean and has_entropy_bonus(context.config)
-        self._exchange = UnitExchange()
+        self._unit_exchange = UnitExchange()
 
     def split(self, batch: Batch, key: str) -> list[Batch]:
         """Divide a generation into `steps_per_generation` micro-batches. Collective.
@@ -220,40 +220,27 @@ class MicroBatcher:
         unit_count = row_count // layout.rows_per_unit
         # Below 1 where unfinished rollouts are left to later generations.
         filled_share = row_count / (layout.micro_batch_rows * layout.steps_per_generation)
-        optimizer_steps = layout.steps_per_generation // layout.micro_batches_per_update
         has_signal = [True] * unit_count
         if self.config.uses("skip_zero_signal") and not self._every_row_counts:
             has_signal = signal_of_units(batch["advantages"], layout.rows_per_unit).tolist()
         if self.config.uses("spread_signal") and self.accelerator.num_processes > 1:
             batch, has_signal = self._rebalance(batch, has_signal)
-        # Collective: all ranks learn from as many units as the one with the most signal.
-        min_units = max(gather_object([sum(has_signal)]))
         host_rows = HostRows.of(
             batch["prompt_ids"],
             prompt_mask=batch["prompt_mask"],
             completion_mask=batch["completion_mask"],
             columns=dict[str, Any](batch),
         )
-        tokens_by_unit = self._tokens_of_units(
-            host_rows.prompt_mask.sum(dim=1), torch.tensor(host_rows.completion_lengths)
-        )
-        # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
-        units = choose_units(has_signal, max(min_units, optimizer_steps), tokens_by_unit)
+        units = self._units_to_learn_from(host_rows, has_signal, key)
         self.log("adora/skipped_groups", 1 - len(units) / unit_count)
-        units = order_of_learning(
-            units,
-            tokens_by_unit=tokens_by_unit,
-            optimizer_steps=optimizer_steps,
-            seed=f"micro-batches/{self.config.seed}/{key}",
-        )
         plan = plan_micro_batches(
             units,
-            optimizer_steps=optimizer_steps,
+            optimizer_steps=layout.optimizer_steps_per_pass,
             micro_batches_per_step=layout.micro_batches_per_update,
             cut=self._cut(host_rows, units),
         )
-        with_work = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
-        self.log("adora/micro_batches", len(with_work) / optimizer_steps)
+        with_units = [units_of_micro_batch for units_of_micro_batch in plan if units_of_micro_batch]
+        self.log("adora/micro_batches", len(with_units) / layout.optimizer_steps_per_pass)
         reader = RowReader(batch)
         return [
             self._micro_batch(
@@ -261,6 +248,32 @@ class MicroBatcher:
             )
             for units_of_micro_batch in plan
         ]
+
+    def _units_to_learn_from(
+        self, host_rows: HostRows, has_signal: Sequence[bool], key: str
+    ) -> list[int]:
+        """Return the numbers of the units to learn from, in the order of learning. Collective.
+
+        All ranks learn from as many units as the one that has most units with signal.
+
+        Args:
+            host_rows: the rows of this rank's generation.
+            has_signal: for each unit, whether it has an advantage other than 0.
+            key: names the position in the run, the same on all ranks.
+        """
+        optimizer_steps = self.layout.optimizer_steps_per_pass
+        most_with_signal = max(gather_object([sum(has_signal)]))
+        tokens_by_unit = self._tokens_of_units(
+            host_rows.prompt_mask.sum(dim=1), torch.tensor(host_rows.completion_lengths)
+        )
+        # Every optimizer step needs at least one unit: an empty one would reduce no gradients.
+        min_units = max(most_with_signal, optimizer_steps)
+        return order_of_learning(
+            choose_units(has_signal, min_units, tokens_by_unit),
+            tokens_by_unit=tokens_by_unit,
+            optimizer_steps=optimizer_steps,
+            seed=f"micro-batches/{self.config.seed}/{key}",
+        )
 
     def _cut(self, host_rows: HostRows, units: Sequence[int]) -> Cut:
         """Return the function that divides the units of an optimizer step into micro-batches.
@@ -305,7 +318,8 @@ class MicroBatcher:
             reader: takes rows out of the generation.
             host_rows: the copy on the CPU of the same rows.
             units: numbers of units, of `rows_per_unit` neighbouring rows each.
-            filled_share: the share of the generation's places that have rollouts.
+            filled_share: the share of the generation's places that have rollouts. It is below 1
+                where unfinished rollouts are left to later generations.
         """
         if not units:
             return {}
@@ -316,13 +330,14 @@ class MicroBatcher:
         )
         micro = cast("Batch", without_padding(dict(reader.take(rows)), used))
         micro["host_rows"] = host_rows.select(rows, used.first_of_prompts)
-        # Over the rows of a full micro-batch, as there would be without empty places.
+        # Its rows over those that the generation's micro-batches have on average.
         micro["share_of_rows"] = len(rows) / self.layout.micro_batch_rows / filled_share
         if self._weighs_by_tokens:
             tokens = loss_mask(micro).sum()
             micro["share_of_tokens"] = self.share_of_tokens(micro, tokens)
-            # TRL divides the loss by this number over the micro-batches of the generation. With
-            # the tokens of this micro-batch alone in it the loss is a mean over them.
+            # TRL divides the loss by the tokens that micro-batches of the generation have on
+            # average: `num_items_in_batch` / (micro-batches of all ranks). With this value it
+            # divides by the tokens of this micro-batch, and the loss is a mean over them.
             micro["num_items_in_batch"] = tokens * self._micro_batches_of_all_ranks
         return micro
 
@@ -332,22 +347,22 @@ class MicroBatcher:
         return int(self.accelerator.num_processes) * self.layout.steps_per_generation
 
     def share_of_tokens(self, micro: Batch, tokens: Tensor) -> Tensor:
-        """Return a micro-batch's tokens over the mean of its generation's micro-batches, ().
+        """Return a micro-batch's tokens over those that the generation's have on average, ().
 
         It is float64. `tokens`: how many tokens of the micro-batch count, ().
         """
-        share = micro.get("share_of_tokens")
-        if share is not None:
-            return share
-        # Until `_micro_batch` changes it, this is the number of tokens of the whole generation.
+        stored_share = micro.get("share_of_tokens")
+        if stored_share is not None:
+            return stored_share
+        # Only where `_micro_batch` stores a share, it replaces this count of all ranks' tokens.
         tokens_of_generation = micro["num_items_in_batch"].clamp(min=1)
         return tokens.double() * self._micro_batches_of_all_ranks / tokens_of_generation
 
     def loss_weight(self, micro: Batch) -> float | Tensor:
         """Return the factor that scales the loss of a micro-batch.
 
-        Stock TRL takes a mean over the rows of a micro-batch, or over its tokens, so those of a
-        small one would weigh more.
+        Stock TRL takes a mean over the rows of a micro-batch, or over its tokens. So the rows or
+        tokens of a small micro-batch would weigh more than others.
         """
         if self._weighs_by_tokens:
             return micro.get("share_of_tokens", 1.0)
@@ -376,13 +391,13 @@ class MicroBatcher:
         gathered = gather_object([(tokens_with_signal, movable_columns(batch))])
         tokens_by_rank = [tokens_of_rank for tokens_of_rank, _ in gathered]
         columns_by_rank = [columns_of_rank for _, columns_of_rank in gathered]
+        # They differ where a rank has no images, and are empty where rows are too large to be sent.
+        ranks_have_same_columns = len(set(columns_by_rank)) == 1
         moves = []
-        # A rank whose rows have no images lacks their columns. Then nothing moves.
-        if columns_by_rank[0] and len(set(columns_by_rank)) == 1:
-            layout = self.layout
-            optimizer_steps = layout.steps_per_generation // layout.micro_batches_per_update
-            moves = plan_moves(tokens_by_rank, min_units=optimizer_steps)
-        self.log("adora/moved_groups", len(moves) / max(sum(map(len, tokens_by_rank)), 1))
+        if ranks_have_same_columns and columns_by_rank[0]:
+            moves = plan_moves(tokens_by_rank, min_units=self.layout.optimizer_steps_per_pass)
+        units_with_signal = sum(map(len, tokens_by_rank))
+        self.log("adora/moved_groups", len(moves) / max(units_with_signal, 1))
         if not moves:
             return batch, has_signal
         return carry_out_moves(
@@ -393,5 +408,5 @@ class MicroBatcher:
             rank=self.accelerator.process_index,
             image_banks=self.image_banks,
             pad_id=self.pad_id,
-            exchange=self._exchange,
+            exchange=self._unit_exchange,
         )

@@ -3,18 +3,19 @@
 The figures are in bytes, by how the run is spread over processes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from adora_vl.config.sharding import Sharding
 from adora_vl.models.activations import FLOAT32_BYTES, DtypeBytes
 from adora_vl.models.shape import ModelShape
 
-# reduce_bucket_size, in parameters: allocated whole, however small the model is
+# DeepSpeed's reduce_bucket_size, which it allocates whole, however small the model is
 REDUCE_BUCKET_PARAMETERS = 500_000_000
-MAX_LIVE_PARAMETERS = 1_000_000_000  # stage3_max_live_parameters: gathered for the layers at work
-SUB_GROUP_PARAMETERS = (
-    1_000_000_000  # sub_group_size: what one part of the optimizer step turns into float32
-)
+# its stage3_max_live_parameters: how many are gathered for the layers at work
+MAX_LIVE_PARAMETERS = 1_000_000_000
+# its sub_group_size: how many one part of the optimizer step turns into float32
+SUB_GROUP_PARAMETERS = 1_000_000_000
 ADAM_MOMENTS = 2  # of a parameter, in Adam
 
 
@@ -29,9 +30,16 @@ class ModelStateBytes:
     gradients: int
     optimizer: int
     reference: int
-    gathered: int = 0  # weights of other ranks, gathered while a layer computes (ZeRO-3)
-    step: int = 0  # in addition, during an optimizer step
+    gathered_weights: int = 0  # those of other ranks, while a layer computes (ZeRO-3)
+    during_step: int = 0  # in addition, during an optimizer step
     host_optimizer: int = 0  # optimizer states with offload, in host memory
+
+
+class _OptimizerBytes(NamedTuple):
+    """The bytes of the optimizer's states and of what its step needs in addition, on one GPU."""
+
+    states: int
+    during_step: int
 
 
 def predict_state_bytes(
@@ -60,44 +68,59 @@ def predict_state_bytes(
 
     weights = shape.total_parameters * bytes_per_weight // weight_ranks
     keeps_reference = has_reference and not shape.has_adapters
-    gathered = 0
+    gathered_weights = 0
     if sharding.stage == 3 and ranks > 1:
-        gathered = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
+        gathered_weights = min(shape.total_parameters, MAX_LIVE_PARAMETERS) * bytes_per_weight
     gradient_bucket = REDUCE_BUCKET_PARAMETERS * bytes_per_weight if sharding.stage >= 2 else 0
-
+    states = ModelStateBytes(
+        weights=0 if sharding.offload_parameters else weights,
+        gradients=gradient_bucket,
+        optimizer=0,
+        reference=weights if keeps_reference else 0,
+        gathered_weights=gathered_weights,
+    )
     if sharding.offload_optimizer:
-        gradients = 0
-        optimizer = 0
-        step = 0
         # DeepSpeed's optimizer on the host keeps float32 weights and gradients of its own beside
         # the moments, whatever dtype the model has, and one buffer in that dtype.
         host_bytes = (ADAM_MOMENTS + 2) * FLOAT32_BYTES + bytes_per_weight
         host_optimizer = shape.trained_parameters * host_bytes // optimizer_ranks
-    else:
-        gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
-        master_bytes = FLOAT32_BYTES if mixed_precision else 0
-        optimizer = (
-            shape.trained_parameters
-            * (ADAM_MOMENTS * FLOAT32_BYTES + master_bytes)
-            // optimizer_ranks
-        )
-        step = 0
-        if mixed_precision:
-            # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
-            copied_gradients = shape.trained_parameters // optimizer_ranks
-            if weight_ranks > 1:
-                copied_gradients = min(copied_gradients, SUB_GROUP_PARAMETERS)
-            step = FLOAT32_BYTES * copied_gradients
-        host_optimizer = 0
-    return ModelStateBytes(
-        weights=0 if sharding.offload_parameters else weights,
-        gradients=gradient_bucket + gradients,
-        optimizer=optimizer,
-        reference=weights if keeps_reference else 0,
-        gathered=gathered,
-        step=step,
-        host_optimizer=host_optimizer,
+        return replace(states, host_optimizer=host_optimizer)
+    optimizer = _optimizer_bytes(
+        shape.trained_parameters,
+        optimizer_ranks=optimizer_ranks,
+        weight_ranks=weight_ranks,
+        mixed_precision=mixed_precision,
     )
+    gradients = shape.trained_parameters * bytes_per_weight // gradient_ranks
+    return replace(
+        states,
+        gradients=gradient_bucket + gradients,
+        optimizer=optimizer.states,
+        during_step=optimizer.during_step,
+    )
+
+
+def _optimizer_bytes(
+    trained_parameters: int, *, optimizer_ranks: int, weight_ranks: int, mixed_precision: bool
+) -> _OptimizerBytes:
+    """Predict the bytes of DeepSpeed's optimizer on one GPU.
+
+    Args:
+        trained_parameters: how many parameters are trained.
+        optimizer_ranks: ranks over which the states of the optimizer are divided.
+        weight_ranks: ranks over which the weights are divided.
+        mixed_precision: whether the optimizer keeps float32 master weights of a 16 bit model.
+    """
+    master_bytes = FLOAT32_BYTES if mixed_precision else 0
+    bytes_per_parameter = ADAM_MOMENTS * FLOAT32_BYTES + master_bytes
+    states = trained_parameters * bytes_per_parameter // optimizer_ranks
+    if not mixed_precision:
+        return _OptimizerBytes(states=states, during_step=0)
+    # Float32 copies of the gradients. ZeRO-3 makes them for one sub-group at a time.
+    copied_gradients = trained_parameters // optimizer_ranks
+    if weight_ranks > 1:
+        copied_gradients = min(copied_gradients, SUB_GROUP_PARAMETERS)
+    return _OptimizerBytes(states=states, during_step=FLOAT32_BYTES * copied_gradients)
 
 
 def _states_without_deepspeed(

@@ -21,10 +21,12 @@ from adora_vl.types import Batch, StepContext
 class OldPass:
     """A pass that computes the old log-probabilities of some rows of a micro-batch."""
 
-    micro: Batch  # of B rows, from which the policy learns later
-    rows: list[int]  # the numbers of the rows that need the pass, in ascending order
+    micro: Batch
+    """The micro-batch, of B rows, from which the policy learns later."""
+    rows: list[int]
+    """The numbers of the rows that need the pass, in ascending order."""
 
-    def batch(self) -> Batch:
+    def rows_as_batch(self) -> Batch:
         """Return the rows that need the pass as a batch; the micro-batch itself if all do."""
         if len(self.rows) == len(self.micro["completion_ids"]):
             return self.micro
@@ -33,17 +35,17 @@ class OldPass:
             batch["host_rows"] = self.micro["host_rows"].select(self.rows)
         return batch
 
-    def store(self, scored: Batch) -> None:
+    def store(self, computed: Batch) -> None:
         """Copy what the pass has computed into the rows of the micro-batch.
 
-        `scored`: the result of `batch`, with the old log-probabilities and, where the loss is
-        corrected by them, with the importance ratios to the engine.
+        `computed`: the result of `rows_as_batch`, to which the old log-probabilities were added
+        and, where the loss is corrected by them, the importance ratios to the engine.
         """
-        if scored is self.micro:
-            return
+        if computed is self.micro:
+            return  # all rows needed the pass, so its columns are those of the micro-batch
         for name in ("old_per_token_logps", "importance_sampling_ratio"):
-            if name in scored:
-                values = cast("Tensor", scored.get(name))
+            if name in computed:
+                values = cast("Tensor", computed.get(name))
                 column = cast("Tensor", self.micro.get(name)).to(values.dtype)
                 column[self.rows] = values
                 self.micro[name] = column
@@ -97,7 +99,7 @@ class OldLogps:
         if self._is_cut_here:
             return False
         # With one optimizer step the pass that is learned from has them, unless it has dropout.
-        return self.has_dropout or not self.layout.has_one_step
+        return self.has_dropout or not self.layout.generation_has_one_step
 
     def passes_due(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
         """Return the passes that compute old log-probabilities before the policy learns. Collective.
@@ -109,14 +111,16 @@ class OldLogps:
             micro_batches: those of the generation in the order of learning. Some are empty, on all
                 ranks alike.
         """
-        # The pass over a whole generation is made elsewhere, and the engine's need none.
-        if self.uses_engine_logps or self.needs_pass_over_generation:
-            return []
+        if self.uses_engine_logps:
+            return []  # nothing has to be computed
+        if self.needs_pass_over_generation:
+            return []  # `GenerationLogps.add_to_generation` has made that pass
         first_due = self.layout.micro_batches_before_update
         # With dropout the pass that is learned from is noisy. So passes without dropout are made
         # where its log-probabilities would be compared with others: with the engine's, or with those
         # of later passes over the same generation.
-        if self.has_dropout and (self.corrects_engine or self.layout.num_iterations > 1):
+        compares_others = self.corrects_engine or self.layout.num_iterations > 1
+        if self.has_dropout and compares_others:
             first_due = 0
         due_micro_batches = [micro for micro in micro_batches[first_due:] if micro]
         if self._skips_groups_without_signal:
@@ -127,33 +131,36 @@ class OldLogps:
         ]
 
     def _passes_over_signal(self, micro_batches: Sequence[Batch]) -> list[OldPass]:
-        """Mark all old log-probabilities as missing, and return the passes that compute some of them.
+        """Return passes over the groups with signal, those with an advantage other than 0.
 
-        The passes are over the groups with signal, those with an advantage other than 0. A
-        micro-batch that has such a group on any rank gets a pass on all of them. The old
-        log-probabilities of the other groups stay missing. Collective.
+        A micro-batch that has such a group on any rank gets a pass on all ranks. The old
+        log-probabilities of all groups are marked as missing first; those of groups without signal
+        stay so. Collective.
         """
         if not micro_batches:
             return []
         # A unit is a group, or the part of it that one micro-batch has.
         rows_per_unit = self.layout.rows_per_unit
         # For each of the M micro-batches, which of its U units have signal.
-        signal_by_micro_batch = [
+        has_signal_by_micro_batch = [
             signal_of_units(micro["advantages"], rows_per_unit) for micro in micro_batches
         ]
-        has_signal_M = torch.stack([signal_U.any() for signal_U in signal_by_micro_batch])
+        has_signal_M = torch.stack(
+            [has_signal_U.any() for has_signal_U in has_signal_by_micro_batch]
+        )
         # With sharded weights every pass is collective, so all ranks make one or none does.
         is_due_M = self.accelerator.gather(has_signal_M[None]).any(dim=0).tolist()
         # One copy for all micro-batches, so that the CPU waits for the GPU once.
-        unit_counts = [len(signal_U) for signal_U in signal_by_micro_batch]
-        signal_on_cpu = torch.split(torch.cat(signal_by_micro_batch).cpu(), unit_counts)
+        unit_counts = [len(has_signal_U) for has_signal_U in has_signal_by_micro_batch]
+        copies_on_cpu = torch.split(torch.cat(has_signal_by_micro_batch).cpu(), unit_counts)
         passes = []
-        for micro, has_signal_U, is_due in zip(micro_batches, signal_on_cpu, is_due_M, strict=True):
+        for micro, has_signal_U, is_due in zip(micro_batches, copies_on_cpu, is_due_M, strict=True):
             self._mark_as_missing(micro)
             if not is_due:
                 continue
+            units_with_signal = has_signal_U.nonzero().flatten().tolist()
             # A rank without signal takes part with its first unit.
-            units = has_signal_U.nonzero().flatten().tolist() or [0]
+            units = units_with_signal or [0]
             rows = [unit * rows_per_unit + row for unit in units for row in range(rows_per_unit)]
             passes.append(OldPass(micro=micro, rows=rows))
         return passes
@@ -161,14 +168,16 @@ class OldLogps:
     def come_from_learning_pass(self, micro_step: int) -> bool:
         """Return whether the old log-probabilities are those of the pass that is learned from.
 
-        That is so before the first optimizer step on the generation. The ratio of new to old policy
-        is 1 then, also with dropout, where it would not be 1 to a pass without.
+        That is so before the first optimizer step on the generation, when the new policy is still
+        the old one. The ratio between the two is then exactly 1, even where the pass has dropout.
 
         `micro_step`: how many micro-batches of the generation were learned from before this one.
         """
-        if self.uses_engine_logps or micro_step >= self.layout.micro_batches_before_update:
+        is_before_update = micro_step < self.layout.micro_batches_before_update
+        if self.uses_engine_logps or not is_before_update:
             return False
-        # Without dropout and with stock TRL's pass over the generation, those of that pass are used.
+        # Without `skip_old_pass` there are those of stock TRL's pass over the generation. That pass
+        # has no dropout, so with dropout they would differ from those of the pass with the loss.
         return self.has_dropout or self.config.uses("skip_old_pass")
 
     def compares_engine(self, micro_step: int) -> bool:
@@ -242,7 +251,7 @@ class OldLogps:
         """Store the log-probabilities of the first pass over a micro-batch as its old ones.
 
         With `num_iterations` above 1 the same micro-batch is learned from again, after the weights
-        have changed.
+        have changed. Otherwise nothing is stored.
 
         Args:
             stored_micro: the micro-batch of the generation, which the next iteration reads.
@@ -252,7 +261,7 @@ class OldLogps:
         """
         if self.layout.num_iterations == 1 or not self.come_from_learning_pass(micro_step):
             return
-        # With dropout they are there already, from a pass without, and stay.
+        # Where the policy has dropout, an earlier pass without it has stored them already.
         stored_micro.setdefault("old_per_token_logps", logps_BC)
         ratio = loss_micro.get("importance_sampling_ratio")
         if ratio is not None:

@@ -23,6 +23,7 @@ import torch
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from adora_vl.config.batch_plan import BatchLayout
 from adora_vl.config.blocks import RolloutOptions
 from adora_vl.data.dataloader import DistinctRows
 from adora_vl.rollout.rollouts import Rollout, RolloutGroup
@@ -38,7 +39,8 @@ from adora_vl.utils.errors import RolloutError, UserError
 class Pool:
     """Remembers the groups of a run, and decides which of them begin, go on, and are learned from.
 
-    Only three fields change: `state`, and `state_before_step` with the `step` that it belongs to.
+    Only three fields change: `state`, and `state_before_step` with the `step_of_state_before` to
+    which it belongs.
     """
 
     def __init__(self, context: StepContext, dataset: Any, *, has_tools: bool = False) -> None:
@@ -65,18 +67,10 @@ class Pool:
         self.allows_stale_rollouts = self.allows_partial_rollouts or self.generations_ahead > 0
         # Whether rollouts are sampled in several parts: within a token budget, or turn by turn.
         self.samples_in_parts = self.allows_partial_rollouts or has_tools
-        # The most groups that one rank learns from in a generation.
+        # The most groups that one rank learns from in a generation, and the fewest.
         rows_per_generation = self.layout.micro_batch_rows * self.layout.steps_per_generation
         self.max_groups = rows_per_generation // self.layout.num_generations
-        # Gradients of fewer than half of these groups would be too noisy.
-        groups_against_noise = self.max_groups / 2
-        # Each optimizer step of the generation needs at least one unit, the rows that stay together:
-        # a group, or an equal part of one.
-        optimizer_steps = self.layout.steps_per_generation // self.layout.micro_batches_per_update
-        rows_for_all_steps = optimizer_steps * self.layout.rows_per_unit
-        groups_for_all_steps = rows_for_all_steps / self.layout.num_generations
-        # The fewest groups that a rank may learn from.
-        self.min_groups = math.ceil(max(groups_against_noise, groups_for_all_steps))
+        self.min_groups = _fewest_groups(self.layout, self.max_groups)
         self.generation_numbers = GenerationNumbers(
             context, self.rows, is_numbered=self.allows_stale_rollouts
         )
@@ -85,24 +79,23 @@ class Pool:
         # learns from them samples them again from there.
         self.state_before_step = PoolState()
         # Optimizer steps that had been made when `state_before_step` was noted; -1 before the first.
-        self.step = -1
+        self.step_of_state_before = -1
 
     # --------------------------------------------------------------- which groups begin and go on
 
     def begin_step(self, generation: Generation) -> None:
-        """Keep the pool's state from before the first generation of an optimizer step.
+        """Keep the pool's present state, if this generation is the first of its optimizer step.
 
         A run that stops before it has learned from the step's generations resumes from that state.
-        At the beginning of a run a warning names groups that wait, and that the run ends too early
-        to learn from.
+        At the beginning of a run a warning names groups from which it ends too early to learn.
         """
-        is_first_of_run = self.step < 0
+        is_first_of_run = self.step_of_state_before < 0
         # Without refill every waiting group needs room in one of the remaining generations.
         if is_first_of_run and self.allows_partial_rollouts and not self.options.refill:
             self._warn_of_lost_groups(generation)
-        if generation.key.step != self.step:
+        if generation.key.step != self.step_of_state_before:
             self.state_before_step = self.state
-            self.step = generation.key.step
+            self.step_of_state_before = generation.key.step
 
     @property
     def token_budget(self) -> int | None:
@@ -114,11 +107,12 @@ class Pool:
         budget: int | str | None = self.options.budget
         if budget is None or isinstance(budget, int):
             return budget
-        max_generations_per_rollout = self.options.staleness + 1
+        max_parts = self.options.staleness + 1
         if self.generations_ahead:
-            # A rollout that goes on waits for the generations that are pending already.
-            max_generations_per_rollout = math.ceil(self.options.staleness / self.generations_ahead)
-        min_budget = math.ceil(self.config.max_completion_length / max_generations_per_rollout)
+            # `generations_ahead` generations are pending already when a rollout is to go on, so its
+            # next part is sampled so many generations later.
+            max_parts = math.ceil(self.options.staleness / self.generations_ahead)
+        min_budget = math.ceil(self.config.max_completion_length / max_parts)
         return schedule.automatic_budget(self.state.lengths, min_budget)
 
     def begin_groups(
@@ -144,9 +138,9 @@ class Pool:
         """
         if not self.allows_partial_rollouts:
             return list(drawn_groups)
-        row_of_problem = {group.problem: group.row for group in drawn_groups}
-        # Problems of earlier generations come first. The pool has no rows of them.
-        problems = [*self.state.drawn, *row_of_problem]
+        row_by_problem = {group.problem: group.row for group in drawn_groups}
+        # Problems that were drawn earlier and have not begun come first.
+        problems = [*self.state.drawn, *row_by_problem]
         begun_count = schedule.count_groups_to_begin(
             waiting_count,
             complete_groups=self.state.min_complete,
@@ -154,25 +148,25 @@ class Pool:
             remaining_generations=self.generation_numbers.count_remaining(generation),
             min_new_groups=min_new_groups,
         )
-        empty_rollouts = (Rollout(),) * generation.group_size
+        self.state = replace(self.state, drawn=tuple(problems[begun_count:]))
         begun_groups = [
             RolloutGroup(
                 problem=problem,
-                row=row_of_problem.get(problem, Row()),
+                # The pool remembers no rows of earlier problems. They are read below.
+                row=row_by_problem.get(problem, Row()),
                 began=generation.number,
-                rollouts=empty_rollouts,
+                rollouts=(Rollout(),) * generation.group_size,
             )
             for problem in problems[:begun_count]
         ]
-        self.state = replace(self.state, drawn=tuple(problems[begun_count:]))
         return self._read_missing_rows(begun_groups)
 
     def min_new_groups_beside(self, continuing_groups: Sequence[RolloutGroup]) -> int:
-        """Return how many groups begin in any case in a generation that servers sample ahead.
+        """Return how many groups have to begin in a generation that servers sample ahead.
 
-        Together with groups that continue in it, the generation has at least `min_groups` groups,
-        the fewest that a rank may learn from. Otherwise it could have none: complete groups that
-        wait now keep new ones from beginning, and may be used up before its turn.
+        Together with the groups that continue in it, the generation then has `min_groups` groups,
+        the fewest that a rank may learn from. Complete groups that wait now are not counted on:
+        earlier generations may use them up.
 
         Collective with `ahead` and a token budget.
 
@@ -211,7 +205,7 @@ class Pool:
     def groups_that_must_end(
         self, groups: Sequence[RolloutGroup], generation: Generation
     ) -> list[int]:
-        """Return the numbers of unfinished groups that are sampled to their ends now.
+        """Return the numbers of unfinished groups that have to be sampled to their ends now.
 
         They are the oldest ones, as many as are missing to learn from. In the first generation of a
         training some always are.
@@ -221,11 +215,10 @@ class Pool:
             generation: the present one.
         """
         needed_count = min(len(groups), self._count_groups_needed(generation, len(groups)))
-        # Requests go out so many generations early. Where no more are left to be made, no later
-        # generation goes on with a group.
+        # With `ahead` the last generations of the training are requested already, so that no later
+        # request can go on with a group.
         remaining_count = self.generation_numbers.count_remaining(generation)
-        all_are_requested = remaining_count <= self.generations_ahead
-        if all_are_requested:
+        if remaining_count <= self.generations_ahead:
             needed_count = len(groups)
         unfinished_numbers = [number for number, group in enumerate(groups) if not group.complete]
         complete_count = len(groups) - len(unfinished_numbers)
@@ -235,7 +228,7 @@ class Pool:
     def _count_groups_needed(self, generation: Generation, group_count: int) -> int:
         """Return how many of this rank's `group_count` groups have to be complete now.
 
-        Enough have to be for this generation, and for learning from all before the training ends.
+        This generation needs some, and all of them have to be learned from before the training ends.
         """
         return schedule.groups_to_complete(
             group_count + self.groups_requested_ahead,
@@ -257,16 +250,18 @@ class Pool:
     def count_spare_groups(self) -> int:
         """Return how many spare groups are requested with a generation that servers sample ahead.
 
-        They replace its groups without signal, whose rollouts get equal rewards. There is no time
-        to sample others then. It may be below 0, for none.
+        They replace its groups without signal, whose rollouts get equal rewards: when these are
+        known, there is no time to sample others. Without `ahead` there is, and the result is 0.
         """
+        if not self.generations_ahead:
+            return 0
         needed_groups = schedule.count_groups_for_signal(
             self.max_groups,
             self.state.signal_shares,
             max_groups=self.max_groups * (1 + self.options.refill),
         )
-        # Besides the groups that the generation has anyway, and those that wait complete.
-        return needed_groups - self.max_groups - self.state.min_complete
+        complete_waiting_groups = self.state.min_complete
+        return max(0, needed_groups - self.max_groups - complete_waiting_groups)
 
     # ------------------------------------------------------------------------- pending generations
 
@@ -336,14 +331,17 @@ class Pool:
     def most_missing(self, assessment: GroupAssessment) -> int:
         """Return how many groups with signal are missing on the rank that lacks most.
 
-        A group has signal if its rollouts' rewards differ. Free slots count as missing too. Only a
-        run whose rollouts may wait for a later generation has any: others fill all slots at once.
+        A group has signal if its rollouts' rewards differ. A slot, the room for one group, that is
+        still free counts as a missing group too.
         """
         missing_by_rank = []
         for rank in range(assessment.num_ranks):
             has_signal = assessment.signal_of(rank)
-            free_slots = self.max_groups - len(has_signal) if self.allows_stale_rollouts else 0
-            missing_by_rank.append(has_signal.count(False) + free_slots)
+            missing_count = has_signal.count(False)
+            # Where no rollout may wait for a later generation, every generation fills all slots.
+            if self.allows_stale_rollouts:
+                missing_count += self.max_groups - len(has_signal)
+            missing_by_rank.append(missing_count)
         return max(missing_by_rank)
 
     def choose_groups(
@@ -423,42 +421,49 @@ class Pool:
         The batch has B rollouts of this rank.
         """
         ages_B = batch["age"]  # in generations
-        waiting_groups = [*self.state.waiting]
-        for pending in self.state.pending:
-            waiting_groups += pending.groups
-        unfinished_count = 0
-        for group in waiting_groups:
-            # Without any segment the group was requested, and nothing has been sampled yet.
-            if group.rollouts[0].segments:
-                unfinished_count += sum(not rollout.has_ended for rollout in group.rollouts)
-        figures_3 = torch.stack(
-            [ages_B.sum(), ages_B.max(), torch.full_like(ages_B[0], unfinished_count)]
-        )
+        unfinished_count = torch.full_like(ages_B[0], self._count_unfinished_rollouts())
+        figures_3 = torch.stack([ages_B.sum(), ages_B.max(), unfinished_count])
         # One gather for all figures; each becomes a column with one value per rank (R).
         sums_R, maxima_R, unfinished_R = self.accelerator.gather(figures_3[None]).unbind(dim=1)
-        self.log("adora/staleness", sums_R.sum().item() / (len(ages_B) * len(sums_R)))
+        rollouts_of_all_ranks = len(ages_B) * len(sums_R)
+        self.log("adora/staleness", sums_R.sum().item() / rollouts_of_all_ranks)
         self.log("adora/staleness_max", maxima_R.max().item())
         if self.allows_partial_rollouts:
             budget = self.token_budget or self.config.max_completion_length
             self.log("adora/unfinished", unfinished_R.sum().item())
             self.log("adora/rollout_budget", budget)
 
+    def _count_unfinished_rollouts(self) -> int:
+        """Return how many rollouts of this rank have begun, and go on in a later generation."""
+        groups = [*self.state.waiting]
+        for pending in self.state.pending:
+            groups += pending.groups
+        count = 0
+        for group in groups:
+            # Without any segment the group was requested, and nothing has been sampled yet.
+            has_begun = bool(group.rollouts[0].segments)
+            if has_begun:
+                count += sum(not rollout.has_ended for rollout in group.rollouts)
+        return count
+
     # --------------------------------------------------------------------------------- a checkpoint
 
     def save(self, folder: Path) -> None:
         """Write the groups that wait on this rank into a checkpoint.
 
-        If the present optimizer step has not learned from its generations yet, a resumed run
-        samples them again. Then the state from before them is written.
+        If the policy has not learned from the generations of the present optimizer step yet, a
+        resumed run samples them again. Then the state from before them is written.
         """
         if not self.allows_stale_rollouts:
             return  # nothing ever waits
-        # `step` is the optimizer step in which the last generation was sampled.
-        is_before_update = self.context.state().global_step == self.step
-        state = self.state_before_step if is_before_update else self.state
+        state = self.state
+        has_learned = self.context.state().global_step != self.step_of_state_before
+        if not has_learned:
+            state = self.state_before_step
         arrived_count = 0
-        # Rollouts that servers sample are waited for. An error is raised on all ranks alike. The
-        # pending generations from there on are left out; a resumed run requests them again.
+        # Rollouts that servers still sample are waited for. If that fails, it does so on all ranks
+        # alike. Then this pending generation and later ones are left out, and a resumed run
+        # requests them again.
         with suppress(RolloutError, UserError):
             for pending in state.pending:
                 pending.samples.join()
@@ -489,6 +494,18 @@ class Pool:
         missing_numbers = [group.problem.row_number for group in groups if not group.row]
         rows: Iterator[Any] = iter(self.rows.__getitems__(missing_numbers))
         return [group if group.row else replace(group, row=next(rows)) for group in groups]
+
+
+def _fewest_groups(layout: BatchLayout, max_groups: int) -> int:
+    """Return the fewest groups that a rank may learn from in a generation.
+
+    Gradients of fewer than half of `max_groups`, the most, would be too noisy. Besides, each of the
+    generation's optimizer steps needs at least one unit, the rows that stay in one micro-batch: a
+    group, or an equal part of one.
+    """
+    rows_for_all_steps = layout.optimizer_steps_per_pass * layout.rows_per_unit
+    groups_for_all_steps = rows_for_all_steps / layout.num_generations
+    return math.ceil(max(max_groups / 2, groups_for_all_steps))
 
 
 def list_row_numbers(groups: Sequence[RolloutGroup]) -> tuple[int, ...]:

@@ -51,14 +51,17 @@ TokenLimits = dict[int, int | None]
 class PendingGeneration:
     """A generation whose rollouts were requested and have not been taken over into its groups."""
 
-    row_numbers: tuple[int, ...]  # of the rows that the data loader draws for it
-    groups: tuple[RolloutGroup, ...]  # without the samples that were requested
-    # tokens per rollout that were requested, by the number of the group; None: to the ends
+    row_numbers: tuple[int, ...]
+    """The numbers of the rows that the data loader draws for it."""
+    groups: tuple[RolloutGroup, ...]
+    """Its groups, without the samples that were requested."""
     token_limits: TokenLimits
-    samples: PendingSamples  # of the rollouts that have not ended
+    """Tokens per rollout that were requested, by the number of the group; None: to the ends."""
+    samples: PendingSamples
+    """The samples of its unfinished rollouts, which may still be on their way."""
 
     def pack(self) -> dict[str, Any]:
-        """Return the generation as a checkpoint has it, with its samples. Waits for servers."""
+        """Return the generation as a checkpoint has it, with its samples, which it waits for."""
         segments = [
             Segment(
                 tokens=tuple(result.tokens),
@@ -99,18 +102,18 @@ class PendingGeneration:
 class PoolState:
     """Pool state of one rank. Immutable: the pool replaces it."""
 
-    # problems that were drawn and have not begun, the oldest first
     drawn: tuple[DrawnProblem, ...] = ()
-    # groups that have begun and were not learned from, the oldest first
+    """Problems that were drawn and have not begun, the oldest first."""
     waiting: tuple[RolloutGroup, ...] = ()
-    # how many of `waiting` are complete on the rank with the fewest
+    """Groups that have begun and were not learned from, the oldest first."""
     min_complete: int = 0
-    # tokens of each answer in the last generations, of all ranks
+    """How many of `waiting` are complete on the rank with the fewest."""
     lengths: tuple[tuple[int, ...], ...] = ()
-    # generations that were requested ahead, from the next one on
+    """For each of the last generations the tokens of each answer of all ranks."""
     pending: tuple[PendingGeneration, ...] = ()
-    # share of the groups with signal in the last generations, of all ranks
+    """Generations whose rollouts were requested, from the present or next one on."""
     signal_shares: tuple[float, ...] = ()
+    """For each of the last generations the share of groups with signal, over all ranks."""
 
     def save(self, folder: Path, rank: int) -> None:
         """Write the state of a rank into a checkpoint.
@@ -162,18 +165,18 @@ class PoolState:
         content_of_first_rank = load_for_rank(checkpoint, POOL_FILE_KIND, 0)
         if content_of_first_rank is None:
             return cls()
-        ranks_of_file = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))
-        if ranks_of_file != num_ranks and _has_begun_rollouts(content_of_first_rank):
+        num_ranks_before = len(list(checkpoint.glob(f"{POOL_FILE_KIND}-*.pt")))
+        if num_ranks_before != num_ranks and _has_begun_rollouts(content_of_first_rank):
             raise UserError(
                 f"resume_from_checkpoint: {str(checkpoint)!r} has unfinished rollouts "
-                f"(adora_rollouts.budget) of {ranks_of_file} processes, now {num_ranks}; start as "
+                f"(adora_rollouts.budget) of {num_ranks_before} processes, now {num_ranks}; start as "
                 "many as before"
             )
-        # A rank that did not write takes what all ranks have in common from the first one.
+        # A rank that did not exist before takes what all ranks have in common from the first one.
         content = load_for_rank(checkpoint, POOL_FILE_KIND, rank) or content_of_first_rank
-        if ranks_of_file != num_ranks:
-            # These are divided among the earlier processes. The problems come again in a later
-            # epoch.
+        if num_ranks_before != num_ranks:
+            # Each rank has its own of these, which do not fit to the ranks of now. The problems
+            # come again in a later epoch.
             content = {**content, "drawn": (), _PENDING_GENERATIONS_KEY: ()}
         image_by_digest = {
             digest: _decode_image(encoded) for digest, encoded in content["images"].items()

@@ -30,19 +30,16 @@ class UnitMove(NamedTuple):
     target: int  # the rank that gets it
 
 
-class SizedUnit(NamedTuple):
-    """A unit of a rank.
+class UnitOnRank(NamedTuple):
+    """A unit that a rank has."""
 
-    Units compare by their tokens; among equally long ones the lower number is the greater unit.
-    """
-
+    number: int  # on this rank
     tokens: int
-    negative_number: int
 
     @property
-    def number(self) -> int:
-        """The unit's number on its rank."""
-        return -self.negative_number
+    def length_order(self) -> tuple[int, int]:
+        """What units are ordered by: their tokens; of two equally long ones the lower number wins."""
+        return self.tokens, -self.number
 
 
 def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) -> list[UnitMove]:
@@ -59,20 +56,20 @@ def plan_moves(tokens_by_rank: Sequence[Mapping[int, int]], min_units: int = 1) 
             unit's number.
         min_units: units that every rank processes in any case.
     """
-    # The longest unit of each rank first, and of equally long ones the lower number.
-    remaining_by_rank = [
-        sorted((SizedUnit(tokens, -number) for number, tokens in units.items()), reverse=True)
-        for units in tokens_by_rank
-    ]
-    unit_count = sum(map(len, remaining_by_rank))
-    rounds = max(min_units, math.ceil(unit_count / len(remaining_by_rank)))
+    undealt_by_rank = []
+    for tokens_of_rank in tokens_by_rank:
+        units = [UnitOnRank(number, tokens) for number, tokens in tokens_of_rank.items()]
+        units.sort(key=lambda unit: unit.length_order, reverse=True)
+        undealt_by_rank.append(units)
+    unit_count = sum(map(len, undealt_by_rank))
+    rounds = max(min_units, math.ceil(unit_count / len(undealt_by_rank)))
     moves = []
     for later_rounds in reversed(range(rounds)):
-        moves += _deal_round(remaining_by_rank, later_rounds)
+        moves += _deal_round(undealt_by_rank, later_rounds)
     return moves
 
 
-def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> list[UnitMove]:
+def _deal_round(undealt_by_rank: list[list[UnitOnRank]], later_rounds: int) -> list[UnitMove]:
     """Deal one unit to each rank, all about as long as the longest, and return which of them move.
 
     A rank keeps its own longest unit if that is nearly as long as the longest of this round. If not,
@@ -81,47 +78,56 @@ def _deal_round(remaining_by_rank: list[list[SizedUnit]], later_rounds: int) -> 
     one that its owner could not process in the rounds after this one.
 
     Args:
-        remaining_by_rank: for each rank its units that were not dealt yet, the longest first. Those
+        undealt_by_rank: for each rank its units that were not dealt yet, the longest first. Those
             that are dealt are removed.
         later_rounds: rounds after this one.
     """
-    longest = max((units[0].tokens for units in remaining_by_rank if units), default=0)
+    longest = max((units[0].tokens for units in undealt_by_rank if units), default=0)
     min_tokens = MIN_LENGTH_RATIO * longest
     ranks_with_short_units = []
     ranks_without_units = []
-    for rank, units in enumerate(remaining_by_rank):
+    for rank, units in enumerate(undealt_by_rank):
         if not units:
             ranks_without_units.append(rank)
         elif units[0].tokens < min_tokens:
             ranks_with_short_units.append(rank)
         else:
-            units.pop(0)
+            units.pop(0)  # the rank keeps it
     moves = []
     # The rank that lacks most tokens chooses first.
-    ranks_with_short_units.sort(key=lambda rank: remaining_by_rank[rank][0])
+    ranks_with_short_units.sort(key=lambda rank: undealt_by_rank[rank][0].length_order)
     for rank in ranks_with_short_units:
-        if not remaining_by_rank[rank]:
+        own_units = undealt_by_rank[rank]
+        if not own_units:
             # It has given all of its units to ranks with shorter ones.
             ranks_without_units.append(rank)
             continue
-        ranks_with_units = [giver for giver, units in enumerate(remaining_by_rank) if units]
-        # The lower rank gives where two have equal units.
-        source = max(ranks_with_units, key=lambda giver: (remaining_by_rank[giver][0], -giver))
-        longest_left = remaining_by_rank[source][0].tokens
-        is_much_longer = remaining_by_rank[rank][0].tokens < MIN_LENGTH_RATIO * longest_left
+        source = _rank_with_longest_unit(undealt_by_rank)
+        longest_left = undealt_by_rank[source][0].tokens
+        is_much_longer = own_units[0].tokens < MIN_LENGTH_RATIO * longest_left
         if longest_left >= min_tokens or is_much_longer:
-            unit = remaining_by_rank[source].pop(0)
+            unit = undealt_by_rank[source].pop(0)
             moves.append(UnitMove(source=source, unit=unit.number, target=rank))
         else:
-            remaining_by_rank[rank].pop(0)
+            own_units.pop(0)
     for rank in ranks_without_units:
-        source = max(
-            range(len(remaining_by_rank)), key=lambda giver: (len(remaining_by_rank[giver]), -giver)
-        )
-        if len(remaining_by_rank[source]) > later_rounds:
-            unit = remaining_by_rank[source].pop(0)
+        source = _rank_with_most_units(undealt_by_rank)
+        if len(undealt_by_rank[source]) > later_rounds:
+            unit = undealt_by_rank[source].pop(0)
             moves.append(UnitMove(source=source, unit=unit.number, target=rank))
     return moves
+
+
+def _rank_with_longest_unit(units_by_rank: Sequence[Sequence[UnitOnRank]]) -> int:
+    """Return the rank whose first unit is the longest; of two equal ones the lower rank."""
+    ranks_with_units = [rank for rank, units in enumerate(units_by_rank) if units]
+    return max(ranks_with_units, key=lambda rank: (units_by_rank[rank][0].length_order, -rank))
+
+
+def _rank_with_most_units(units_by_rank: Sequence[Sequence[UnitOnRank]]) -> int:
+    """Return the rank that has most units; of two equal ones the lower rank."""
+    ranks = range(len(units_by_rank))
+    return max(ranks, key=lambda rank: (len(units_by_rank[rank]), -rank))
 
 
 def movable_columns(batch: Mapping[str, Any]) -> tuple[str, ...]:

@@ -55,15 +55,16 @@ def recomputable_layers(model: nn.Module) -> list[GradientCheckpointingLayer]:
 def card_bytes(device: torch.device) -> CardBytes:
     """Return how much memory of its GPU this process can still take, and how much the GPU has.
 
-    Memory of other processes, and of a sleeping engine in this one, is not free. Memory in torch's
-    cache is, except the gaps in blocks that are in use.
+    Memory of other processes, and of a sleeping engine in this one, is not free. What torch has
+    reserved and no tensor uses is, except the gaps within blocks that are partly in use.
     """
     free, total = torch.cuda.mem_get_info(device)
     stats = torch.cuda.memory_stats(device)
     reserved = stats.get("reserved_bytes.all.current", 0)
     allocated = stats.get("allocated_bytes.all.current", 0)
     gaps = stats.get("inactive_split_bytes.all.current", 0)
-    return CardBytes(free=free + reserved - allocated - gaps, total=total)
+    free_in_cache = reserved - allocated - gaps
+    return CardBytes(free=free + free_in_cache, total=total)
 
 
 class RecomputedLayers:
@@ -106,19 +107,20 @@ class RecomputedLayers:
         )
         self._is_announced = False
         self.count = len(self._layers)
-        key = config.adora_recompute
+        requested = config.adora_recompute
         # torch.compile would compile the layers again for every change.
         can_switch = config.gradient_checkpointing and not config.torch_compile
-        # The number that the user has chosen; None: `all` or `auto`.
+        # The number of layers that the user has chosen; None: `all` or `auto`.
         self._fixed_count: int | None = None
-        if can_switch and isinstance(key, int):
-            self._fixed_count = min(key, len(self._layers))
+        if can_switch and isinstance(requested, int):
+            self._fixed_count = min(requested, len(self._layers))
         # Predicts the memory of a pass with `auto`; None: the layers are not switched by memory.
         self._activation_memory: ActivationMemory | None = None
-        if can_switch and key == "auto" and read_card is not None:
+        if can_switch and requested == "auto" and read_card is not None:
             self._activation_memory = self._activation_memory_of(shape(), config)
-        # A rank that retries alone would leave the others waiting. TRL's adaptive coefficient sums
-        # entropies in a pass, and would count those of a retried one twice.
+        # Whether a micro-batch that runs out of memory is run once more. A rank that did so alone
+        # would leave the others waiting. TRL's adaptive coefficient sums entropies in a pass, and
+        # would count those of both tries.
         is_single_process = self._accelerator.num_processes == 1 and sharding.stage is None
         self._can_retry = is_single_process and not config.use_adaptive_entropy
 
@@ -195,7 +197,7 @@ class RecomputedLayers:
             has_reference=False,
             mixed_precision=activation_memory.dtypes.compute == 2,
         )
-        return buffer_bytes.gradients + buffer_bytes.gathered
+        return buffer_bytes.gradients + buffer_bytes.gathered_weights
 
     def _announce(self, size: PassSize) -> None:
         """Print how many layers the first micro-batch recomputes, once in a run."""

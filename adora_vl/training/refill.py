@@ -32,10 +32,10 @@ class Refill:
     def replace_groups(
         self, generation: Generation, scored_groups: ScoredGroups, score: ScoreGroups
     ) -> ScoredGroups:
-        """Return the groups to learn from, with as many that have signal as were found.
+        """Return the groups to learn from, with groups without signal replaced as far as possible.
 
-        While any rank lacks such groups, a further round of problems is sampled, `refill` rounds at
-        most.
+        While any rank lacks groups with signal, a further round of problems is sampled, `refill`
+        rounds at most. The pool remembers the lengths of all rollouts.
 
         Args:
             generation: the present one.
@@ -43,48 +43,66 @@ class Refill:
             score: scores groups of further problems.
         """
         pool = self.pool
-        accelerator = self.context.accelerator
         max_rounds = pool.options.refill
         completion_lengths = scored_groups.facts.length_N.int().tolist()
+        if not max_rounds:
+            pool.note_learned(scored_groups.batch, completion_lengths)
+            return scored_groups
+        signal_share = pool.note_signal_share(scored_groups.assessment)
         replaced_count = 0
-        signal_share = 0.0  # not used without a round
-        if max_rounds:
-            signal_share = pool.note_signal_share(scored_groups.assessment)
         for round_number in range(1, max_rounds + 1):
             missing_groups = pool.most_missing(scored_groups.assessment)
             if not missing_groups:
                 break
             round_of_generation = generation.in_round(round_number)
-            further_groups = self._sample(round_of_generation, missing_groups, signal_share)
-            if not further_groups:
+            sampled_groups = self._sample(round_of_generation, missing_groups, signal_share)
+            if not sampled_groups:
                 continue
-            refill = score(round_of_generation, further_groups)
-            completion_lengths += refill.facts.length_N.int().tolist()
+            further_groups = score(round_of_generation, sampled_groups)
+            completion_lengths += further_groups.facts.length_N.int().tolist()
             # Where one of the two batches has no images on some rank, their columns differ, and
             # rows cannot be joined. Collective: then no rank joins any.
-            has_same_columns = refill.batch.keys() == scored_groups.batch.keys()
+            has_same_columns = further_groups.batch.keys() == scored_groups.batch.keys()
             if not all(gather_object([has_same_columns])):
                 continue
-            chosen_by_rank = pool.choose_groups(scored_groups.assessment, refill.assessment)
+            chosen_by_rank = pool.choose_groups(scored_groups.assessment, further_groups.assessment)
             replaced_count += count_replaced_groups(chosen_by_rank, len(scored_groups.groups))
-            scored_groups = scored_groups.exchange_groups(
-                refill,
-                chosen_by_rank=chosen_by_rank,
-                pad_id=self.context.pad_id,
-                rank=accelerator.process_index,
+            scored_groups = self._exchange(
+                generation, scored_groups, further_groups, chosen_by_rank=chosen_by_rank
             )
-            assessment = self.advantage_computer.assess(
-                scored_groups.facts, generation.group_size, generation.key.step
-            )
-            scored_groups = replace(scored_groups, assessment=assessment)
-        if max_rounds:
-            groups_of_all_ranks = len(scored_groups.groups) * accelerator.num_processes
-            self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
-            self.context.log(
-                "adora/further_batches", self.generation_sampler.take_further_batches()
-            )
+        groups_of_all_ranks = len(scored_groups.groups) * self.context.accelerator.num_processes
+        self.context.log("adora/refilled_groups", replaced_count / groups_of_all_ranks)
+        self.context.log("adora/further_batches", self.generation_sampler.take_further_batches())
         pool.note_learned(scored_groups.batch, completion_lengths)
         return scored_groups
+
+    def _exchange(
+        self,
+        generation: Generation,
+        scored_groups: ScoredGroups,
+        further_groups: ScoredGroups,
+        *,
+        chosen_by_rank: Sequence[Sequence[int]],
+    ) -> ScoredGroups:
+        """Return the chosen groups of the generation and of a round, assessed together.
+
+        Args:
+            generation: the present one.
+            scored_groups: its groups.
+            further_groups: those of the round of further problems.
+            chosen_by_rank: for each rank the numbers of the groups in its slots, as
+                `Pool.choose_groups` returns them.
+        """
+        chosen_groups = scored_groups.exchange_groups(
+            further_groups,
+            chosen_by_rank=chosen_by_rank,
+            pad_id=self.context.pad_id,
+            rank=self.context.accelerator.process_index,
+        )
+        assessment = self.advantage_computer.assess(
+            chosen_groups.facts, generation.group_size, generation.key.step
+        )
+        return replace(chosen_groups, assessment=assessment)
 
     def _sample(
         self, generation: Generation, missing_groups: int, signal_share: float

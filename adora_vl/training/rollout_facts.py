@@ -121,13 +121,13 @@ class RolloutFacts:
         """Take rollouts that lack a reward out of their groups, and note why they lack it.
 
         A rollout lacks a reward where a function that applies to its problem failed or returned
-        None. A function that returns None for a whole group does not apply to its problem. Such a
-        rollout does not count in its group's mean, and its advantage is 0. If a single rollout
-        remains in its group, that one leaves too.
+        None. A function that returns None for a whole group does not apply to its problem. A
+        rollout that is taken out does not count in its group's mean, and its advantage is 0. If a
+        single rollout remains in its group, that one is taken out too.
 
         Args:
-            reason_by_failed_call: why each call of a reward function failed that did, by the number
-                of the rollout over all ranks and the number of the function.
+            reason_by_failed_call: the reason for each failed call of a reward function, by the
+                number of the rollout over all ranks and the number of the function.
             weights_F: weights of the reward functions.
             names: names of the reward functions.
             group_size: rollouts of a group.
@@ -139,16 +139,17 @@ class RolloutFacts:
         lacks_score_NF = find_missing_scores(
             self.rewards_NF, has_failed_NF, weights_F=weights_F, group_size=group_size
         )
-        is_unrewarded_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
+        lacks_reward_N = rollouts_without_reward(self.rewards_NF, lacks_score_NF, weights_F)
         missing_reasons: list[str | None] = [None] * len(self.rewards_NF)
-        for rollout in is_unrewarded_N.nonzero().flatten().tolist():
-            reasons = []
-            for function in lacks_score_NF[rollout].nonzero().flatten().tolist():
-                # A function that has not failed has returned None.
-                reason = reason_by_failed_call.get((rollout, function), "None")
-                reasons.append(f"{names[function]}: {reason}")
+        for rollout in lacks_reward_N.nonzero().flatten().tolist():
+            functions = lacks_score_NF[rollout].nonzero().flatten().tolist()
+            # A function that has not failed has returned None.
+            reasons = [
+                f"{names[function]}: {reason_by_failed_call.get((rollout, function), 'None')}"
+                for function in functions
+            ]
             missing_reasons[rollout] = "; ".join(reasons) or "no reward function scored it"
-        leaves_group_N = rollouts_that_leave(is_unrewarded_N, group_size)
+        leaves_group_N = rollouts_that_leave(lacks_reward_N, group_size)
         return replace(
             self,
             counted_rewards_NF=torch.where(leaves_group_N[:, None], torch.nan, self.rewards_NF),
@@ -236,31 +237,36 @@ class RolloutFacts:
     def with_logged(
         self, extra_columns: Mapping[str, list[Any]], logged_metrics: Mapping[str, float]
     ) -> RolloutFacts:
-        """Add what reward functions logged beside the rewards, and compute each rollout's work.
-
-        The work of a rollout is how many new true claims it makes about the figure, less its false
-        claims, at least 0. The reward function `steps` counts both into the columns `new` and
-        `false`. The work is NaN where it has not.
+        """Add what reward functions logged beside the rewards, and the work that follows from it.
 
         Args:
             extra_columns: values of TRL's `log_extra` for all N rollouts, by the column's name.
             logged_metrics: values of TRL's `log_metric`, by the metric's name.
         """
-        not_counted: list[Any] = [None] * len(self.length_N)
-        true_claims_by_rollout = extra_columns.get("new", not_counted)
-        false_claims_by_rollout = extra_columns.get("false", not_counted)
-        work = []
-        for true_claims, false_claims in zip(
-            true_claims_by_rollout, false_claims_by_rollout, strict=True
-        ):
-            # A function of the user's may log other values under these names.
-            if isinstance(true_claims, int) and isinstance(false_claims, int):
-                work.append(max(0.0, float(true_claims - false_claims)))
-            else:
-                work.append(torch.nan)
         return replace(
             self,
             extra_columns=extra_columns,
             logged_metrics=logged_metrics,
-            work_N=torch.tensor(work, dtype=torch.float32),
+            work_N=_work_of_rollouts(extra_columns, len(self.length_N)),
         )
+
+
+def _work_of_rollouts(extra_columns: Mapping[str, list[Any]], rollout_count: int) -> Tensor:
+    """Return the work of N rollouts, (N,): their true claims about the figure less the false ones.
+
+    It is at least 0. The reward function `steps` logs how many new true claims a rollout makes as
+    `new`, and its false claims as `false`. Where it has not, the work is NaN.
+    """
+    not_counted: list[Any] = [None] * rollout_count
+    true_claims_by_rollout = extra_columns.get("new", not_counted)
+    false_claims_by_rollout = extra_columns.get("false", not_counted)
+    work = []
+    for true_claims, false_claims in zip(
+        true_claims_by_rollout, false_claims_by_rollout, strict=True
+    ):
+        # A function of the user's may log other values under these names.
+        if isinstance(true_claims, int) and isinstance(false_claims, int):
+            work.append(max(0.0, float(true_claims - false_claims)))
+        else:
+            work.append(torch.nan)
+    return torch.tensor(work, dtype=torch.float32)

@@ -43,10 +43,11 @@ def count_groups_to_begin(
         min_new_groups: groups that begin in any case. A generation that is requested ahead needs
             them, since earlier ones may use up the complete groups.
     """
-    slots_for_complete_groups = slots // 2
-    superfluous_groups = max(0, complete_groups - slots_for_complete_groups)
-    learnable_groups = remaining_generations * slots - waiting_groups
-    return max(min_new_groups, min(slots - superfluous_groups, learnable_groups))
+    complete_beyond_half = max(0, complete_groups - slots // 2)
+    slots_to_fill = slots - complete_beyond_half
+    # More groups than these could not be learned from until the end.
+    learnable_new_groups = remaining_generations * slots - waiting_groups
+    return max(min_new_groups, min(slots_to_fill, learnable_new_groups))
 
 
 def groups_to_complete(
@@ -76,15 +77,15 @@ def automatic_budget(lengths: Sequence[Sequence[int]], min_budget: int) -> int |
         lengths: for each remembered generation the tokens of each completion.
         min_budget: the least budget with which a rollout ends in time.
     """
-    ascending = sorted(length for generation in lengths for length in generation)
-    if not ascending:
+    ascending_lengths = sorted(length for generation in lengths for length in generation)
+    if not ascending_lengths:
         return None
-    quantile_index = math.ceil(BUDGET_QUANTILE * len(ascending)) - 1
-    budget = max(min_budget, ascending[quantile_index])
-    mean_longest = sum(map(max, lengths)) / len(lengths)
-    if budget * MIN_TAIL_RATIO > mean_longest:
-        return None
-    return budget
+    quantile_index = math.ceil(BUDGET_QUANTILE * len(ascending_lengths)) - 1
+    budget = max(min_budget, ascending_lengths[quantile_index])
+    longest_by_generation = [max(generation) for generation in lengths]
+    mean_longest = sum(longest_by_generation) / len(lengths)
+    saves_little = budget * MIN_TAIL_RATIO > mean_longest
+    return None if saves_little else budget
 
 
 def draw_further_rows(row_count: int, group_count: int, seed: str) -> list[int]:
@@ -124,8 +125,8 @@ def fill_slots(
 ) -> list[int]:
     """Choose the groups that are learned from, once further groups are graded too.
 
-    Free slots are filled first, with signal if possible, the same number of them on all ranks. Then
-    groups without signal are exchanged for further ones with it.
+    Further groups fill the free slots first, those with signal before the others. The rest of those
+    with signal replace groups of the batch that have none.
 
     Args:
         has_signal: for each of the n groups of the batch, whether its rollouts' rewards differ.
@@ -136,21 +137,20 @@ def fill_slots(
         The number of the group in each slot: 0 to n - 1 are those of the batch, and further groups
         are numbered from n on.
     """
-    useful_numbers = []
-    useless_numbers = []
+    further_with_signal = []
+    further_without_signal = []
     for number, is_useful in enumerate(further_has_signal, start=len(has_signal)):
         if is_useful:
-            useful_numbers.append(number)
+            further_with_signal.append(number)
         else:
-            useless_numbers.append(number)
+            further_without_signal.append(number)
     free_slots = max(0, slots - len(has_signal))
-    useful_first = [*useful_numbers, *useless_numbers]
-    in_free_slots = sorted(useful_first[:free_slots])
-    # Groups with signal that no free slot has taken.
-    replacements = useful_numbers[free_slots:]
+    signal_first = [*further_with_signal, *further_without_signal]
+    in_free_slots = sorted(signal_first[:free_slots])
+    replacements = further_with_signal[free_slots:]
     slots_without_signal = [slot for slot, is_useful in enumerate(has_signal) if not is_useful]
     group_in_slot = list(range(len(has_signal)))
-    # As many are exchanged as there are of both.
-    for slot, number in zip(slots_without_signal, replacements, strict=False):
-        group_in_slot[slot] = number
+    # Not strict: there may be more replacements than slots without signal, or fewer.
+    for slot, replacement in zip(slots_without_signal, replacements, strict=False):
+        group_in_slot[slot] = replacement
     return [*group_in_slot, *in_free_slots]

@@ -31,9 +31,12 @@ _REPLACED_COLUMNS = ("prompt", "completion", "completion_ids")
 class FunctionScores:
     """What the F reward functions return for B rollouts of one rank."""
 
-    rewards_BF: Tensor  # float32 on the CPU; NaN where a function gave no score
-    extra_columns: Mapping[str, list[Any]]  # what they gave to `log_extra`, by the column's name
-    logged_metrics: Mapping[str, list[float]]  # what they gave to `log_metric`, by its name
+    rewards_BF: Tensor
+    """The rewards, float32 on the CPU; NaN where a function gave no score."""
+    extra_columns: Mapping[str, list[Any]]
+    """The values that functions gave to TRL's `log_extra`, by the column's name."""
+    logged_metrics: Mapping[str, list[float]]
+    """The values that functions gave to TRL's `log_metric`, by the metric's name."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +47,17 @@ class RewardFunctions:
     """
 
     functions: Sequence[Any]
-    tokenizers: Sequence[Any]  # of the reward models, None for the others
-    template: Mapping[str, Any]  # arguments of their chat templates
-    to_device: Callable[[Any], Any]  # moves the inputs of a reward model
-    # returns the event loop in which coroutines run, on a thread of its own
-    loop: Callable[[], asyncio.AbstractEventLoop]
+    tokenizers: Sequence[Any]
+    """The tokenizer of each reward model, None for the other functions."""
+    template_kwargs: Mapping[str, Any]
+    """Arguments for the chat templates of reward models."""
+    to_device: Callable[[Any], Any]
+    """Moves the inputs of a reward model to the device."""
+    event_loop: Callable[[], asyncio.AbstractEventLoop]
+    """Returns the loop in which coroutines run, on a thread of its own."""
 
     def score(self, built_groups: BuiltGroups, state: TrainerState) -> FunctionScores:
         """Call every reward function on this rank's rollouts, and return what they give.
-
-        As in TRL a function gets keyword arguments: `prompts`, `completions`, `completion_ids`, the
-        columns of the rows, `trainer_state`, `log_extra` and `log_metric`. Ours also passes
-        `thinking_opened`, which says of each completion whether it begins inside a block of
-        thinking.
 
         There is no collective call inside, so the ranks may have unequal numbers of rollouts.
 
@@ -64,33 +65,20 @@ class RewardFunctions:
             built_groups: the rollouts, with at least one.
             state: the trainer's state, which functions get too.
         """
-        rollouts = built_groups.rollouts
-        rows = [
-            row_for_rewards(row, rollout)
-            for row, rollout in zip(built_groups.rows, rollouts, strict=True)
-        ]
-        prompts = built_groups.prompts.messages
-        completions = built_groups.completions
         logged_metrics = defaultdict[str, list[float]](list)
-        arguments: dict[str, Any] = {
-            "prompts": prompts,
-            "completions": completions,
-            "completion_ids": [rollout.policy_tokens for rollout in rollouts],
-        }
-        for name in rows[0]:
-            if name not in _REPLACED_COLUMNS:
-                arguments[name] = [row.get(name) for row in rows]
-        # Behind the columns of the rows, so that these arguments win over columns of their names.
-        arguments["thinking_opened"] = built_groups.thinking_opened
-        arguments["trainer_state"] = state
-        arguments["log_metric"] = lambda name, value: logged_metrics[name].append(value)
         columns_by_function: list[dict[str, list[Any]]] = [{} for _ in self.functions]
         rewards_by_function = self._call_functions(
-            arguments, prompts, completions, columns_by_function=columns_by_function
+            built_groups,
+            arguments={
+                **_function_arguments(built_groups),
+                "trainer_state": state,
+                "log_metric": lambda name, value: logged_metrics[name].append(value),
+            },
+            columns_by_function=columns_by_function,
         )
         extra_columns: dict[str, list[Any]] = {}
         for logged_columns in columns_by_function:
-            # Of two functions that log a column of one name the later one's is taken.
+            # If two functions log a column of the same name, that of the later one is taken.
             extra_columns |= logged_columns
         rewards_FB = [
             [torch.nan if reward is None else reward for reward in rewards]
@@ -104,26 +92,23 @@ class RewardFunctions:
 
     def _call_functions(
         self,
+        built_groups: BuiltGroups,
         arguments: Mapping[str, Any],
-        prompts: list[Any],
-        completions: list[Any],
-        *,
         columns_by_function: Sequence[dict[str, list[Any]]],
     ) -> list[list[float | None]]:
-        """Call each function with the same keyword arguments, and return its rewards.
+        """Return the rewards of each function.
 
         Coroutine functions run concurrently, after the others. Reward models get prompts and
         completions alone.
 
         Args:
-            arguments: what the functions get beside TRL's `log_extra`.
-            prompts: messages or texts.
-            completions: messages or texts.
+            built_groups: the rollouts.
+            arguments: the keyword arguments of every function, beside TRL's `log_extra`.
             columns_by_function: filled with the columns that each function logs, by their names.
         """
 
         def call(number: int) -> Any:
-            """Call the function with this number, or return its coroutine."""
+            """Call the function with this number: its rewards, or a coroutine that returns them."""
             columns = columns_by_function[number]
 
             def log_extra(column: str, values: Iterable[Any]) -> None:
@@ -138,8 +123,8 @@ class RewardFunctions:
                 rewards_by_number[number] = self._score_by_model(
                     function,
                     tokenizer=self.tokenizers[number],
-                    prompts=prompts,
-                    completions=completions,
+                    prompts=built_groups.prompts.messages,
+                    completions=built_groups.completions,
                 )
             elif is_async(function):
                 coroutine_numbers.append(number)
@@ -150,8 +135,8 @@ class RewardFunctions:
             async def run_together() -> list[Any]:
                 return await asyncio.gather(*map(call, coroutine_numbers))
 
-            results = asyncio.run_coroutine_threadsafe(run_together(), self.loop()).result()
-            rewards_by_number.update(zip(coroutine_numbers, results, strict=True))
+            pending = asyncio.run_coroutine_threadsafe(run_together(), self.event_loop())
+            rewards_by_number.update(zip(coroutine_numbers, pending.result(), strict=True))
         return [rewards_by_number[number] for number in range(len(self.functions))]
 
     def _score_by_model(
@@ -167,7 +152,9 @@ class RewardFunctions:
         texts = conversations
         if not isinstance(prompts[0], str):
             texts = [
-                apply_chat_template({"messages": messages}, tokenizer, **self.template)["text"]
+                apply_chat_template({"messages": messages}, tokenizer, **self.template_kwargs)[
+                    "text"
+                ]
                 for messages in conversations
             ]
         inputs = tokenizer(
@@ -181,6 +168,30 @@ class RewardFunctions:
             logits = model(**self.to_device(inputs)).logits
             rewards: list[float] = logits[:, 0].float().tolist()
         return rewards
+
+
+def _function_arguments(built_groups: BuiltGroups) -> dict[str, Any]:
+    """Return the keyword arguments of reward functions that have a value for each rollout.
+
+    As in TRL they are `prompts`, `completions`, `completion_ids`, and the columns of the rows. Ours
+    also has `thinking_opened`: whether each completion begins inside a block of thinking.
+    """
+    rollouts = built_groups.rollouts
+    rows = [
+        row_for_rewards(row, rollout)
+        for row, rollout in zip(built_groups.rows, rollouts, strict=True)
+    ]
+    arguments: dict[str, Any] = {
+        "prompts": built_groups.prompts.messages,
+        "completions": built_groups.completions,
+        "completion_ids": [rollout.policy_tokens for rollout in rollouts],
+    }
+    for name in rows[0]:
+        if name not in _REPLACED_COLUMNS:
+            arguments[name] = [row.get(name) for row in rows]
+    # Behind the columns of the rows, so that it wins over a column of its name.
+    arguments["thinking_opened"] = built_groups.thinking_opened
+    return arguments
 
 
 class Scorer:

@@ -3,6 +3,7 @@
 Each rank has a file of its own in the checkpoint.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -59,11 +60,11 @@ class UnfinishedGeneration:
         self._step_begin = StepBegin(micro_step=micro_step, tokens_seen=tokens_seen, facts=facts)
 
     def facts_to_save(self, first_micro_step: int, present_facts: dict[str, Any]) -> dict[str, Any]:
-        """Return the facts of the run that a checkpoint has, for its manifest.
+        """Return the facts of the run for the manifest of a checkpoint.
 
         If the present optimizer step has sampled its generations and not learned from them, a
-        resumed run samples them again. Then the facts are those from before, and TRL's count of
-        tokens is set back too.
+        resumed run samples them again. Then the facts are those from before they were sampled, and
+        TRL's count of tokens, which Transformers saves, is set back to what it was then.
 
         Args:
             first_micro_step: TRL's `_step`, its count of micro-batches, where the present optimizer
@@ -86,7 +87,7 @@ class UnfinishedGeneration:
 
         Args:
             folder: the folder of the checkpoint.
-            micro_step: TRL's `_step`, the micro-batches that the run has processed.
+            micro_step: TRL's `_step`, its count of micro-batches, at the last optimizer step.
             micro_batches: those of the present generation; None without one.
             table: TRL's table of the generation's completions, as JSON, for the next log.
 
@@ -96,17 +97,8 @@ class UnfinishedGeneration:
         learned_count = micro_step % self.layout.micro_batches_per_generation
         if learned_count == 0 or micro_batches is None:
             return {}
-        remaining = [
-            cast("Batch", {name: column for name, column in micro.items() if name != "host_rows"})
-            for micro in micro_batches
-        ]
-        # With several iterations over a generation all of them are learned from again. With one,
-        # those that were learned from are empty, so that the others keep their numbers.
-        if self.layout.num_iterations == 1:
-            for number in range(learned_count):
-                remaining[number] = {}
         content: dict[str, Any] = {
-            "micro_batches": to_cpu(remaining),
+            "micro_batches": to_cpu(self._remaining(micro_batches, learned_count)),
             "first": 0,  # the number of the image bank's first patch
             "images": [],
             "table": table,
@@ -120,6 +112,26 @@ class UnfinishedGeneration:
             folder, kind=GENERATION_FILE_KIND, rank=self.accelerator.process_index, content=content
         )
         return {_MANIFEST_KEY: {"micro_step": micro_step, **self._sizes()}}
+
+    def _remaining(self, micro_batches: Sequence[Batch], learned_count: int) -> list[Batch]:
+        """Return copies of the micro-batches that are still to be learned from.
+
+        With several iterations over a generation these are all of them, since each is learned from
+        again. With one, those that were learned from are empty in the result, so that the others
+        keep their numbers. `host_rows`, a copy on the CPU, is left out.
+
+        Args:
+            micro_batches: those of the present generation.
+            learned_count: how many of them were learned from.
+        """
+        remaining = [
+            cast("Batch", {name: column for name, column in micro.items() if name != "host_rows"})
+            for micro in micro_batches
+        ]
+        if self.layout.num_iterations == 1:
+            for number in range(learned_count):
+                remaining[number] = {}
+        return remaining
 
     def load(self, checkpoint: Path) -> RestoredGeneration | None:
         """Read what `save` wrote into a checkpoint; None if it wrote nothing.

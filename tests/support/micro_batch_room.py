@@ -34,5 +34,5 @@ def room_of_3b(
         lambda: ACTIVATION_MEMORY_BY_CASE[activation_memory],
         longest,
         lambda: shares_prompts,
-        masked=True,
+        masks_padding=True,
     )

@@ -72,7 +72,7 @@ def test_a_filled_micro_batch_takes_no_more_memory_than_is_planned(
     )
     assert list(chain.from_iterable(micro_batches)) == list(range(count))
     assert all(len(positions) >= max_units for positions in micro_batches[:-1])
-    size_of = partial(size_of_pass, shares_prompts=shares_prompts, masked=True)
+    size_of = partial(size_of_pass, shares_prompts=shares_prompts, masks_padding=True)
     all_units = [unit for units in ranks for unit in units]
     planned_size = size_of([full_unit(all_units, LONGEST_ANSWER)] * max_units)
     memory = ACTIVATION_MEMORY_BY_CASE[activation_memory]
@@ -133,7 +133,7 @@ def test_the_planned_pass_is_that_of_the_dry_run():
         [unit_of_lengths(1079, ANSWER_LENGTHS, 1024), unit_of_lengths(80, ANSWER_LENGTHS)],
         LONGEST_ANSWER,
     )
-    size = size_of_pass([longest_group], shares_prompts=True, masked=True)
+    size = size_of_pass([longest_group], shares_prompts=True, masks_padding=True)
     dry_run_size = planned.pass_size(merge_size=2, has_padding_mask=True)
     # A rollout's last token predicts nothing, so it is no key.
     assert size == replace(dry_run_size, repeated_keys=dry_run_size.repeated_keys - 8)

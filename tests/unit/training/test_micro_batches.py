@@ -71,7 +71,7 @@ def test_how_many_micro_batches_are_merged_and_whether_the_policy_is_still_the_o
             gradient_accumulation_steps=accumulated,
         )
         assert layout.micro_batches_per_update == merged, keys
-        assert layout.has_one_step == has_one_step, keys
+        assert layout.generation_has_one_step == has_one_step, keys
 
 
 def processed_image(key: str) -> ProcessedImage:
