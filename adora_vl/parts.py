@@ -176,7 +176,7 @@ def build_parts(
     policy_pass = PolicyPass(
         accelerator,
         config,
-        may_have_images=images.shown,
+        may_have_images=images.may_be_shown,
         checkpointing_context=recomputed.switched,
     )
     micro_batcher = _micro_batcher(trainer, run, context, images=images, policy_pass=policy_pass)

@@ -53,8 +53,8 @@ class PatchNormalizer:
     """Converts patches of bytes to the normalised float32 patches that the vision tower reads.
 
     A byte of a channel has one of 256 values, so the processor's own method is asked for each value
-    once, and the results are a table. So they are equal to the processor's on every device, and no
-    device is waited for.
+    once, and the results are a table. Values from the table are equal to the processor's on every
+    device, and no device is waited for.
     """
 
     def __init__(self, image_processor: "BaseImageProcessor", settings: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class PatchNormalizer:
         # An engine that normalises by itself asks for the bytes, which need no table.
         self._changes_values = settings["do_rescale"] or settings["do_normalize"]
         self._channels = channels
-        self._frames = int(settings["temporal_patch_size"])
+        self._frames_per_patch = int(settings["temporal_patch_size"])
         self._table = normalized.flatten()  # (C x 256,), the values of one channel after the other
         # (C, 1), the index in the table of each channel's value for byte 0
         self._channel_offsets = 256 * torch.arange(channels, dtype=torch.int32)[:, None]
@@ -84,14 +84,15 @@ class PatchNormalizer:
         They are float32, on the same device. Where the processor changes no value they stay bytes.
         """
         rows = len(frames_RF)
-        frames = frames_RF.view(rows, self._channels, -1)
+        values = frames_RF.view(rows, self._channels, -1)  # (R, channels, pixels of a frame)
         if self._changes_values:
             table, channel_offsets = self._tables(frames_RF.device)
             # A channel's part of the table has 256 entries, one for each value of a byte.
-            table_indices = frames.int() + channel_offsets
-            frames = table.index_select(0, table_indices.flatten()).view_as(frames)
-        # A patch has the same frame several times.
-        return frames[:, :, None].expand(-1, -1, self._frames, -1).reshape(rows, -1)
+            table_indices = values.int() + channel_offsets
+            values = table.index_select(0, table_indices.flatten()).view_as(values)
+        # Behind its channel a whole patch has the same frame several times.
+        repeated_values = values[:, :, None].expand(-1, -1, self._frames_per_patch, -1)
+        return repeated_values.reshape(rows, -1)
 
     def _tables(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return copies of the table, and of the offset of each channel in it, on a device."""
@@ -159,17 +160,17 @@ class ImageCache:
         """
         key = _image_key(image, settings)
         if key in self._images:
-            self._images.move_to_end(key)
+            self._images.move_to_end(key)  # the most recently used one
             return self._images[key]
-        size = settings["size"]
+        pixel_limits = settings["size"]
         # The method of the class: the object's may have been replaced by one that asks this cache.
         output = type(image_processor).preprocess(
             image_processor,
             [image],
             do_rescale=False,  # the cache holds bytes, see `PatchNormalizer`
             do_normalize=False,
-            min_pixels=size["shortest_edge"],
-            max_pixels=size["longest_edge"],
+            min_pixels=pixel_limits["shortest_edge"],
+            max_pixels=pixel_limits["longest_edge"],
             return_tensors="pt",
         )
         self.processed += 1
@@ -224,7 +225,7 @@ def _image_key(image: "ImageInput", settings: dict[str, Any]) -> str:
     patch_settings = {name: settings[name] for name in names}
     settings_text = json.dumps(patch_settings, sort_keys=True, default=str)
     digest = hashlib.blake2b(settings_text.encode(), digest_size=16)
-    if isinstance(image, KeptImage):  # it was digested before
+    if isinstance(image, KeptImage):  # the data set has computed a digest of its content
         digest.update(image.digest.encode())
     elif isinstance(image, Image.Image):
         digest.update(content_digest(image).encode())
@@ -270,7 +271,7 @@ class ImageBank:
     def __init__(self, first: int, normalize: Normalize = Tensor.float) -> None:
         """Create an empty bank, whose first patch gets the number `first`.
 
-        `normalize`: converts the stored bytes for a vision tower.
+        `normalize`: converts the stored bytes for a vision tower; by default their dtype alone.
         """
         self.first = first
         self.end = first  # the number behind the last patch
@@ -278,8 +279,8 @@ class ImageBank:
         self._start_by_key: dict[str, int] = {}  # the number of the first patch of each image
         # the images by the number of their first patch
         self._images: dict[int, BankImage] = {}
-        # Features of images by the number of their first patch, if the vision tower is frozen; the
-        # vision pass fills it.
+        # The features of images by the number of their first patch. The vision pass fills it if the
+        # vision tower is frozen.
         self.frozen_features: dict[int, Any] = {}
         # whether images may have been added since `frozen_features` was filled
         self.features_due = True
@@ -371,7 +372,7 @@ class ImageBanks:
         self._banks[mode] = ImageBank(first, self._normalize)
         return self._banks[mode]
 
-    def extend(self, mode: str = "train") -> ImageBank | None:
+    def bank_to_extend(self, mode: str = "train") -> ImageBank | None:
         """Return the bank of the present batch, to add images to it; None before the first batch.
 
         All ranks call it together, whether or not they have images to add. Then all of them take
@@ -395,7 +396,7 @@ class ImageBanks:
 
     @contextmanager
     def temporary(self) -> Iterator[ImageBank]:
-        """Put an empty bank in the place of the training batch's bank inside the block.
+        """Add an empty bank, which stands in for the training batch's bank inside the block.
 
         A second pass over the batch can then see other images, and the batch's own are untouched.
         The numbers of its patches are not used again after the block.

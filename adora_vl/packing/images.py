@@ -118,11 +118,11 @@ class DistinctImages:
         self._processor = processor
         self._device = device
         self._config = config
-        # `install` changes a model, so it is called for each of them, even if one does not accept.
-        accepts_by_model = [self.vision.install(model) for model in models]
-        accepts_references = all(accepts_by_model)
+        # `install` changes a model, so each of them is installed, even if an earlier one refuses.
+        is_installed_by_model = [self.vision.install(model) for model in models]
+        accepts_references = all(is_installed_by_model)
         # whether a batch may have images, of a row or of a tool
-        self.shown = accepts_references and (tools_show_images or may_have_images(dataset))
+        self.may_be_shown = accepts_references and (tools_show_images or may_have_images(dataset))
         has_cache = accepts_references and can_cache(self.image_processor)
         self._cache = ImageCache(CACHE_BYTES) if has_cache else None
 
@@ -134,20 +134,20 @@ class DistinctImages:
         """
         return self._cache if self._config.uses("cache_images") else None
 
-    def process(self, row: Mapping[str, Any]) -> int:
-        """Put the images of a row into the cache, for a later generation.
+    def cache_images(self, row: Mapping[str, Any]) -> int:
+        """Process the images of a row into the cache, for a later generation.
 
         Returns the number of bytes that they take in the cache.
         """
         cache = self.cache
         processor = self.image_processor
-        assert cache is not None
+        assert cache is not None, "without a cache no row is read ahead"
         settings = effective_settings(processor, overrides={})
         byte_count = 0
         for image in row.get("images") or []:
             # `get` processes an image that is not in the cache yet, and puts it there.
             processed = cache.get(processor, image, settings)
-            byte_count += processed.frames_RF.nbytes  # its R patches of F numbers
+            byte_count += processed.frames_RF.nbytes
         return byte_count
 
     def prefetch(
@@ -157,14 +157,14 @@ class DistinctImages:
 
         Args:
             rows: the rows of the loader.
-            order: the sampler, which tells the next rows.
+            order: the sampler, which tells which rows come next.
             dataset: the data set that `rows` reads.
 
         Returns:
             An object that does nothing where images are not cached, or where rows must not be read
             early.
         """
-        if not processes_images_ahead(self._device) or self.cache is None or not self.shown:
+        if not processes_images_ahead(self._device) or self.cache is None or not self.may_be_shown:
             return NoPrefetch()
         # A worker of the loader reads ahead already.
         has_workers = self._config.dataloader_num_workers > 0
@@ -173,12 +173,15 @@ class DistinctImages:
         if has_workers or may_draw:
             return NoPrefetch()
         return ImagePrefetch(
-            rows=rows, order=order, process=self.process, limit_bytes=self.cache.limit_bytes
+            rows=rows,
+            order=order,
+            process=self.cache_images,
+            limit_bytes=self.cache.limit_bytes,
         )
 
     def completed(self, batch: Batch) -> Batch:
         """Return the batch with empty image columns if other batches may have images."""
-        if not self.shown:
+        if not self.may_be_shown:
             return batch
         tokens_BT = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         return cast("Batch", with_image_columns(dict(batch), tokens_BT))
@@ -191,27 +194,27 @@ class DistinctImages:
             mode: `train` or `eval`. The images are stored until the next batch of this mode.
             refill: whether the rows join the present batch; otherwise its images are released.
         """
-        # Without a cache there are no references. Every pass then runs the vision tower, also on a
-        # rank without images.
+        # Without a cache there are no references to share features by. Every pass then runs the
+        # vision tower, also on a rank without images.
         self.vision.share = self._config.uses("share_vision") and self.cache is not None
         self.vision.batch_windows(self._config.uses("batch_windows"))
-        bank = self.banks.extend() if refill else None
+        bank = self.banks.bank_to_extend() if refill else None
         if bank is None:
             bank = self.banks.new(mode)
         have_images = any(row.get("images") for row in rows)
         if self.cache is None or not have_images:
             return self.read(rows)
-        storing = returning_references(
+        processor_context = returning_references(
             self.image_processor, cache=self.cache, bank=bank, device=self._device
         )
-        return self.read(rows, storing)
+        return self.read(rows, processor_context)
 
     def with_tool_images(
         self, prompts: PromptBatch, pictures: Sequence[Sequence[Any]], mode: str
     ) -> PromptBatch:
         """Return the prompts with the images that tools have shown, after the row's own.
 
-        All ranks call it together, also those whose tools have shown none (see `ImageBanks.extend`).
+        All ranks call it together, also those whose tools have shown none (see `bank_to_extend`).
 
         Args:
             prompts: of B rows.
@@ -219,17 +222,17 @@ class DistinctImages:
                 those of the batch.
             mode: `train` or `eval`.
         """
-        bank = self.banks.extend(mode)
+        bank = self.banks.bank_to_extend(mode)
         cache = self.cache
         if not any(pictures):
             return prompts
-        storing: AbstractContextManager[None] = nullcontext()
+        processor_context: AbstractContextManager[None] = nullcontext()
         if cache is not None and bank is not None:
-            storing = returning_references(
+            processor_context = returning_references(
                 self.image_processor, cache=cache, bank=bank, device=self._device
             )
         process = partial(self.image_processor, return_tensors="pt")
-        with storing:
+        with processor_context:
             return with_pictures_of_tools(prompts, pictures, process)
 
     def tokens_of(self, image: "ImageInput") -> int:
@@ -242,12 +245,12 @@ class DistinctImages:
         return patch_count // patches_per_token
 
     def read(
-        self, rows: Sequence[Row], processing: AbstractContextManager[Any] | None = None
+        self, rows: Sequence[Row], processor_context: AbstractContextManager[Any] | None = None
     ) -> PromptBatch:
         """Return the prompts of these rows, tokenized and with their images processed.
 
-        `processing`: a context in which the processor is called, such as `returning_references`;
+        `processor_context`: is entered while the processor works, such as `returning_references`.
         None for no context, in which case images are pixels.
         """
         template_arguments = self._config.chat_template_kwargs or {}
-        return read_prompts(rows, self._processor, template_arguments, processing)
+        return read_prompts(rows, self._processor, template_arguments, processor_context)

@@ -144,16 +144,18 @@ class PackedForward:
         if host_rows is None:
             host_rows = inputs.copy_to_host()
         groups_by_chunk = _groups_by_chunk(inputs, host_rows)
-        packs = check_only or all(_packing_pays(groups, host_rows) for groups in groups_by_chunk)
+        packs_rows = check_only or all(
+            _packing_pays(groups, host_rows) for groups in groups_by_chunk
+        )
         if not self.is_checked:
             self._check(
                 inputs,
                 groups=groups_by_chunk[0],
                 host_rows=host_rows,
                 compute_padded=compute_padded,
-                packs=packs,
+                packs_rows=packs_rows,
             )
-        if check_only or not packs or self.refusal:
+        if check_only or not packs_rows or self.refusal:
             return None
         self.passes += 1
         return self._compute_chunks(inputs, groups_by_chunk, host_rows)
@@ -164,7 +166,7 @@ class PackedForward:
         groups: RowGroups,
         host_rows: HostRows,
         compute_padded: Callable[[int, dict[str, Any]], PassResult],
-        packs: bool,
+        packs_rows: bool,
     ) -> None:
         """Compare packed with padded log-probabilities of the first chunk. Collective.
 
@@ -176,19 +178,19 @@ class PackedForward:
             groups: the rows of the first chunk, grouped by prompt.
             host_rows: copies of all rows on the CPU.
             compute_padded: as in `__call__`.
-            packs: whether packing is less work on this rank.
+            packs_rows: whether this rank packs its rows, since that is less work.
         """
         gather = self._accelerator.gather
         device = inputs.input_ids.device
         # A forward pass gathers sharded weights, so all ranks make both passes as soon as one packs.
-        if not gather(torch.tensor([int(packs)], device=device)).any():
+        if not gather(torch.tensor([int(packs_rows)], device=device)).any():
             return
         self.is_checked = True
         rows = inputs.rows_per_chunk
         columns = _columns_of_first_rows(rows, inputs.columns, host_rows)
         # Without evaluation mode each pass would draw dropout anew, and no two would agree.
         with torch.no_grad(), evaluation_mode(inputs.model):
-            if packs:
+            if packs_rows:
                 packed_logps_BC, _, _ = self._compute_chunks(inputs, [groups], host_rows)
             else:  # this rank only keeps up with the others
                 packed_logps_BC, _, _ = compute_padded(rows, columns)
@@ -271,6 +273,7 @@ def packed_size(packed: PackedSequence, pixels: Tensor | None) -> PassSize:
         rows=rows,
         row_length=row_length,
         scored_tokens=packed.labels.numel(),
+        # Attention copies the keys of each span, those of the prompt once for every rollout.
         repeated_keys=sum(packed.layout.key_counts),
         patches=0 if pixels is None else len(pixels),
     )

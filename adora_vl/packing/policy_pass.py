@@ -139,7 +139,8 @@ class PolicyPass:
         """Compare the log-probabilities of a batch from packed and from padded rows. Collective.
 
         If they disagree on any rank, every rank goes on with padded rows. `model_pass`: the
-        trainer's pass of the policy, which calls this object's `__call__`.
+        trainer's pass of the policy, which calls this object. While `_check_only` is set that call
+        compares, and computes nothing else.
         """
         self._check_only = True
         try:

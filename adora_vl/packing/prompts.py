@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from transformers.feature_extraction_utils import BatchFeature
 from trl.data_utils import prepare_multimodal_messages
 
@@ -51,8 +50,8 @@ class PromptBatch:
 def distinct_rows(keys: Sequence[Hashable]) -> tuple[list[int], list[int]]:
     """Number the distinct keys of rows, in the order in which they come first.
 
-    Returns the first row of each distinct key, and for every row the number of its key. The second
-    list are thus indices into the first.
+    Returns the first row of each distinct key, and for every row the number of its key, which is an
+    index into the first list.
     """
     number_by_key: dict[Hashable, int] = {}
     first_rows = []
@@ -78,7 +77,7 @@ def read_prompts(
     rows: Sequence[Mapping[str, Any]],
     processor: "ProcessorMixin",
     template_arguments: Mapping[str, Any],
-    processing: AbstractContextManager[Any] | None = None,
+    processor_context: AbstractContextManager[Any] | None = None,
 ) -> PromptBatch:
     """Apply the chat template to the prompts of rows, tokenize them and process their images.
 
@@ -89,7 +88,7 @@ def read_prompts(
         rows: rows of a data set, with `prompt` and mostly `images`.
         processor: that of the model, or a tokenizer.
         template_arguments: further arguments of the chat template.
-        processing: a context in which the processor is called; None for no context.
+        processor_context: is entered while the processor works; None for no context.
     """
     messages = trl_messages(rows)
     is_plain_text = isinstance(messages[0], str)
@@ -99,24 +98,25 @@ def read_prompts(
     prompt_keys = [repr(_with_ids_of_images(message)) for message in messages]
     first_rows, prompt_numbers = distinct_rows(prompt_keys)
     distinct_messages = [messages[row] for row in first_rows]
-    with processing or nullcontext():
-        columns = _tokenize_messages(distinct_messages, processor, template_arguments)
-    pixels = columns.pop("pixel_values", None)
-    grids = columns.pop("image_grid_thw", None)
-    # The columns have an entry per distinct prompt; a row gets a copy of its prompt's.
+    with processor_context or nullcontext():
+        values_by_name = _tokenize_messages(distinct_messages, processor, template_arguments)
+    pixels = values_by_name.pop("pixel_values", None)
+    grids = values_by_name.pop("image_grid_thw", None)
+    # The other values are lists with an entry per distinct prompt; a row gets a copy of its prompt's.
     fields: dict[str, Any] = {}
-    for name, values in columns.items():
+    for name, values in values_by_name.items():
         fields[name] = [list(values[number]) for number in prompt_numbers]
     ids = fields.pop("input_ids")
     if pixels is None or grids is None:
         return PromptBatch(messages=messages, ids=ids, images=None, fields=fields)
     row_images = [images_of(row) for row in rows]
     image_counts = [len(row_images[row]) for row in first_rows]
-    prompt_images = split_images_by_row(
+    images_by_prompt = split_images_by_row(
         torch.as_tensor(pixels), torch.as_tensor(grids), image_counts
     )
-    fields["pixel_values"] = torch.cat([prompt_images[number].pixels for number in prompt_numbers])
-    fields["image_grid_thw"] = torch.cat([prompt_images[number].grids for number in prompt_numbers])
+    images_by_row = [images_by_prompt[number] for number in prompt_numbers]
+    fields["pixel_values"] = torch.cat([images.pixels for images in images_by_row])
+    fields["image_grid_thw"] = torch.cat([images.grids for images in images_by_row])
     return PromptBatch(
         messages=messages,
         ids=ids,
@@ -128,7 +128,7 @@ def read_prompts(
 def _tokenize_messages(
     messages: list[Any], processor: "ProcessorMixin", template_arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Apply the chat template to prompts and process their images; return columns by name.
+    """Apply the chat template to prompts and process their images; return the results by name.
 
     There is no attention mask among them, since the prompts are not padded.
 
@@ -163,35 +163,33 @@ def with_pictures_of_tools(
         process: the image processor, which returns pixels and grids of a list of images.
     """
     output = process([picture for row_pictures in pictures for picture in row_pictures])
-    new_images = split_images_by_row(
+    processed_by_row = split_images_by_row(
         torch.as_tensor(output["pixel_values"]),
         torch.as_tensor(output["image_grid_thw"]),
         image_counts=[len(row_pictures) for row_pictures in pictures],
     )
     fields = dict(prompts.fields)
-    pixels: list[Tensor] = []
-    grids: list[Tensor] = []
-    if prompts.images is None:
-        prompt_images: Sequence[list[Any] | None] = [None] * len(prompts.ids)
-        for row_images in new_images:
-            pixels.append(row_images.pixels)
-            grids.append(row_images.grids)
-    else:
-        prompt_images = prompts.images
-        images_of_prompts = split_images_by_row(
+    # The processed images in their new order: those of a row's prompt before the further ones.
+    in_order = processed_by_row
+    prompt_pictures: Sequence[list[Any] | None] = [None] * len(prompts.ids)
+    if prompts.images is not None:
+        prompt_pictures = prompts.images
+        processed_of_prompts = split_images_by_row(
             fields["pixel_values"], fields["image_grid_thw"], prompts.num_images
         )
-        for images_of_prompt, row_images in zip(images_of_prompts, new_images, strict=True):
-            pixels += [images_of_prompt.pixels, row_images.pixels]
-            grids += [images_of_prompt.grids, row_images.grids]
+        in_order = []
+        for of_prompt, further in zip(processed_of_prompts, processed_by_row, strict=True):
+            in_order += [of_prompt, further]
+    fields["pixel_values"] = torch.cat([images.pixels for images in in_order])
+    fields["image_grid_thw"] = torch.cat([images.grids for images in in_order])
     # Prompts without images have no column of token types: all of their tokens are text (0).
     fields.setdefault("mm_token_type_ids", [[0] * len(ids) for ids in prompts.ids])
-    fields["image_grid_thw"] = torch.cat(grids)
-    fields["pixel_values"] = torch.cat(pixels)
-    images = []
-    for row_prompt_images, row_pictures in zip(prompt_images, pictures, strict=True):
-        images.append([*(row_prompt_images or ()), *row_pictures] or None)
-    return PromptBatch(messages=prompts.messages, ids=prompts.ids, images=images, fields=fields)
+    pictures_by_row = []
+    for row_prompt_pictures, row_pictures in zip(prompt_pictures, pictures, strict=True):
+        pictures_by_row.append([*(row_prompt_pictures or ()), *row_pictures] or None)
+    return PromptBatch(
+        messages=prompts.messages, ids=prompts.ids, images=pictures_by_row, fields=fields
+    )
 
 
 def returning_references(

@@ -15,7 +15,7 @@ shares its prompt with no other row is an ordinary sequence here, only without p
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +48,13 @@ def group_rows_by_prompt(
     id_bytes = [row.tobytes() for row in prompt_ids.numpy()]
     mask_bytes = [row.tobytes() for row in prompt_mask.numpy()]
     prompt_keys = list(zip(id_bytes, mask_bytes, image_keys, strict=True))
-
-    def prompt_key(row: int) -> tuple[bytes, bytes, Any]:
-        """Return what is equal for two rows with the same prompt and images."""
-        return prompt_keys[row]
-
-    return [list(group_rows) for _, group_rows in groupby(range(len(prompt_keys)), prompt_key)]
+    groups: list[list[int]] = []
+    for row, prompt_key in enumerate(prompt_keys):
+        if row > 0 and prompt_key == prompt_keys[row - 1]:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
 
 
 def rows_longest_first(group_rows: Sequence[int], completion_lengths: Sequence[int]) -> list[int]:
@@ -255,14 +256,14 @@ class _SequenceBuilder:
         rollout_lengths = []
         completion_lengths = self._host_rows.completion_lengths
         for row in rows_longest_first(group_rows, completion_lengths):
-            appended = max(completion_lengths[row] - 1, 0)
+            rollout_length = max(completion_lengths[row] - 1, 0)  # without the last token
             if completion_positions is not None:
-                rollout_positions = completion_positions[..., row, :appended]
+                rollout_positions = completion_positions[..., row, :rollout_length]
             else:
-                rollout_positions = _text_positions_after_prompt(prompt_positions, appended)
+                rollout_positions = _text_positions_after_prompt(prompt_positions, rollout_length)
             self._add_rollout(row, prompt_end=prompt_end, positions=rollout_positions)
-            if appended:
-                rollout_lengths.append(appended)
+            if rollout_length > 0:
+                rollout_lengths.append(rollout_length)
         self._groups.append(
             GroupLayout(prompt_length=prompt_length, rollout_lengths=tuple(rollout_lengths))
         )
@@ -288,24 +289,25 @@ class _SequenceBuilder:
                 token of the completion.
             positions: position ids of the appended tokens, (3, tokens) or (tokens,).
         """
-        length = self._host_rows.completion_lengths[row]
-        appended = positions.size(-1)
-        completion_start = row * self._row_width + self._prompt_width
-        self._token_index_parts.append(torch.arange(completion_start, completion_start + appended))
+        completion_length = self._host_rows.completion_lengths[row]
+        rollout_length = positions.size(-1)
+        start = row * self._row_width + self._prompt_width  # of the completion in `input_ids`
+        self._token_index_parts.append(torch.arange(start, start + rollout_length))
         self._position_parts.append(positions)
         # Tokens that a tool wrote are in the sequence but are not scored.
-        scored_columns = torch.arange(length)
+        scored_columns = torch.arange(completion_length)
         if self._host_rows.policy_mask is not None:
-            scored_columns = self._host_rows.policy_mask[row, :length].nonzero()[:, 0]
-        self._label_index_parts.append(completion_start + scored_columns)
-        # Each column of the completion is predicted by the position before it.
-        appended_positions = range(self._length, self._length + appended)
-        predicting_by_column = torch.tensor([prompt_end, *appended_positions])
+            scored_columns = self._host_rows.policy_mask[row, :completion_length].nonzero()[:, 0]
+        self._label_index_parts.append(start + scored_columns)
+        # The first token of the completion is predicted by the end of the prompt, and every other
+        # one by the token before it.
+        rollout_positions = range(self._length, self._length + rollout_length)
+        predicting_by_column = torch.tensor([prompt_end, *rollout_positions])
         labels_before = len(self._predicting_positions)
         self._predicting_positions += predicting_by_column[scored_columns].tolist()
         labels_after = len(self._predicting_positions)
         self._label_index_BC[row, scored_columns] = torch.arange(labels_before, labels_after)
-        self._length += appended
+        self._length += rollout_length
 
     def build(self, input_ids: Tensor, attention_mask: Tensor) -> PackedSequence:
         """Gather the tokens of the sequence on the device of `input_ids`, without waiting for it.

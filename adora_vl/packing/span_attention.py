@@ -35,21 +35,22 @@ def attend_each_span(
         value: (1, Hk, S, D).
         layout: where prompts and rollouts are in the sequence.
     """
-    query_spans = iter(torch.split(query, layout.span_lengths, dim=2))
-    key_spans = iter(torch.split(key, layout.span_lengths, dim=2))
-    value_spans = iter(torch.split(value, layout.span_lengths, dim=2))
+    query_spans = torch.split(query, layout.span_lengths, dim=2)
+    key_spans = torch.split(key, layout.span_lengths, dim=2)
+    value_spans = torch.split(value, layout.span_lengths, dim=2)
+    spans = zip(query_spans, key_spans, value_spans, strict=True)
     outputs = []
     for group in layout.groups:
         # The first span of a group is the prompt with the longest rollout.
-        first_key = next(key_spans)
-        first_value = next(value_spans)
-        outputs.append(attend(next(query_spans), first_key, first_value))
+        first_query, first_key, first_value = next(spans)
+        outputs.append(attend(first_query, first_key, first_value))
         prompt_key = first_key[:, :, : group.prompt_length]
         prompt_value = first_value[:, :, : group.prompt_length]
         for _ in group.later_rollout_lengths:
-            visible_key = torch.cat([prompt_key, next(key_spans)], dim=2)
-            visible_value = torch.cat([prompt_value, next(value_spans)], dim=2)
-            outputs.append(attend(next(query_spans), visible_key, visible_value))
+            rollout_query, rollout_key, rollout_value = next(spans)
+            visible_key = torch.cat([prompt_key, rollout_key], dim=2)
+            visible_value = torch.cat([prompt_value, rollout_value], dim=2)
+            outputs.append(attend(rollout_query, visible_key, visible_value))
     return torch.cat(outputs, dim=2)
 
 

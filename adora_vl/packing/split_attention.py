@@ -3,8 +3,8 @@
 Each prompt with its longest rollout attends to itself. Every other rollout attends to the prompt and
 to itself. On a GPU one call computes all of them (`adora_vl.packing.varlen_attention`). Elsewhere
 each of them is a call (`adora_vl.packing.span_attention`). No rollout is compared with another one,
-so nothing grows with the square of a group's tokens; on a CPU, and in float32 on a GPU, each call has
-a mask of its rollout's tokens by those that they see.
+so nothing grows with the square of a group's tokens. On a CPU, and in float32 on a GPU, the call of a
+rollout that is shorter than its prompt has a mask of its tokens by those that they see.
 
 This is an attention implementation of Transformers' `AttentionInterface` on top of the model's own
 implementation. It takes part only in a forward that gets the argument `packed_layout`; every other
@@ -147,26 +147,16 @@ def _packed_or_stock_attention(
     Returns:
         (N, S, H, D), and the attention weights as far as the implementation returns them.
     """
-    attend = _implementation_function(implementation, module)
+    stock_attention = _implementation_function(implementation, module)
     is_flash = is_flash_attention_requested(requested_attention_implementation=implementation)
     if is_flash:
         module = _module_copy_with(module, implementation)
     options: dict[str, Any] = {"scaling": scaling, "dropout": dropout}
     if packed_layout is None:
-        return attend(module, query, key, value, attention_mask, **options, **kwargs)
+        return stock_attention(module, query, key, value, attention_mask, **options, **kwargs)
     if is_flash:
-        # Flash attention takes the bounds of spans in place of a mask.
-        spans = packed_layout.span_bounds
-        bounds = {
-            "cu_seq_lens_q": spans.query_bounds,
-            "cu_seq_lens_k": spans.key_bounds,
-            "max_length_q": spans.max_queries,
-            "max_length_k": spans.max_keys,
-        }
-        span_keys = keys_of_spans(key, packed_layout)
-        span_values = keys_of_spans(value, packed_layout)
-        no_mask = None
-        return attend(module, query, span_keys, span_values, no_mask, **options, **bounds)
+        attend = partial(stock_attention, module, **options)
+        return _flash_attention_of_spans(attend, query, key, value, packed_layout)
     # Under autocast float32 weights give float32 queries and keys, since rotary positions are added
     # in float32. The kernel would cast them, but the kernel is chosen here, by their dtype.
     query = query.to(value.dtype)
@@ -176,7 +166,7 @@ def _packed_or_stock_attention(
     if implementation == "sdpa":
         output = attend_by_sdpa(query, key, value, packed_layout, scaling, dropout)
         return output.contiguous(), None
-    eager = partial(_eager_attention, partial(attend, module), **options)
+    eager = partial(_eager_attention, partial(stock_attention, module), **options)
     output = attend_each_span(eager, query=query, key=key, value=value, layout=packed_layout)
     return output.transpose(1, 2).contiguous(), None
 
@@ -188,6 +178,35 @@ def _implementation_function(
     if implementation == "eager":  # not in the interface: each model's file has its own
         return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[no-any-return]
     return ALL_ATTENTION_FUNCTIONS[implementation]  # type: ignore[no-any-return]
+
+
+def _flash_attention_of_spans(
+    attend: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, layout: PackedLayout
+) -> tuple[Tensor, Tensor | None]:
+    """Compute attention over a packed sequence in one call of Transformers' flash attention.
+
+    It takes the bounds of spans in place of a mask. The output is that of
+    `_packed_or_stock_attention`.
+
+    Args:
+        attend: the flash attention, bound to an attention module and its options.
+        query: (1, H, S, D).
+        key: (1, Hk, S, D).
+        value: (1, Hk, S, D).
+        layout: where prompts and rollouts are in the sequence.
+    """
+    spans = layout.span_bounds
+    output: tuple[Tensor, Tensor | None] = attend(
+        query,
+        keys_of_spans(key, layout),
+        keys_of_spans(value, layout),
+        None,  # no mask
+        cu_seq_lens_q=spans.query_bounds,
+        cu_seq_lens_k=spans.key_bounds,
+        max_length_q=spans.max_queries,
+        max_length_k=spans.max_keys,
+    )
+    return output
 
 
 def _module_copy_with(module: Any, implementation: str) -> Any:

@@ -13,7 +13,7 @@ from adora_vl.models.families import DEEPSTACK_FIELD, EMBEDDINGS_FIELD, family_o
 from adora_vl.models.shape import PATCHES_PER_PASS
 from adora_vl.packing.image_store import ImageBank, ImageBanks, first_patches
 from adora_vl.packing.split_attention import LAYOUT_ARGUMENT
-from adora_vl.packing.vision_windows import batch_windows, can_batch, window_arguments
+from adora_vl.packing.vision_windows import batch_windows, is_qwen2_5_vl_tower, window_arguments
 from adora_vl.utils import compat
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run_tower(
     """
     # This argument is for the text's attention, but Qwen3-VL passes it on to the tower.
     kwargs.pop(LAYOUT_ARGUMENT, None)
-    if not can_batch(tower):
+    if not is_qwen2_5_vl_tower(tower):
         return model_method(pixels, grids.to(device, non_blocking=True), **kwargs)
     # With these arguments Qwen2.5-VL's tower computes nothing from the grids any more.
     computed_arguments = window_arguments(tower, grids, device)
@@ -100,11 +100,11 @@ class SharedVision:
 
             References are integers. Each gets the features of its image, which are computed once.
             """
-            run_on_device = partial(run_tower, vl_model.visual, model_method, kwargs)
-            if image_grid_thw is not None and not len(image_grid_thw):
-                return self._features_of_no_image(vl_model, run_on_device, image_grid_thw.device)
             if image_grid_thw is None:
                 return model_method(pixel_values, image_grid_thw, **kwargs)
+            run_on_device = partial(run_tower, vl_model.visual, model_method, kwargs)
+            if not len(image_grid_thw):
+                return self._features_of_no_image(vl_model, run_on_device, image_grid_thw.device)
             has_references = not pixel_values.is_floating_point()
             if has_references:
                 starts = first_patches(pixel_values, image_grid_thw)
@@ -123,7 +123,7 @@ class SharedVision:
     def unshared(self) -> Iterator[None]:
         """Run the tower in every pass inside the block, over the images of that pass alone.
 
-        So the ranks make the same passes, also where one of them has no image.
+        All ranks then make the same passes, also where one of them has no image.
         """
         share_before = self.share
         self.share = False

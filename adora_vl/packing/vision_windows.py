@@ -1,7 +1,8 @@
 """The attention windows of Qwen2.5-VL's vision tower: those of equal size in one call."""
 
 import copy
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,7 +29,7 @@ BATCHED_ATTENTION = "sdpa_windows_flash_bounds"
 STOCK_ATTENTION = "sdpa"
 
 
-def can_batch(tower: nn.Module) -> bool:
+def is_qwen2_5_vl_tower(tower: nn.Module) -> bool:
     """Return whether every attention module of the tower is Qwen2.5-VL's."""
     blocks = getattr(tower, "blocks", None) or []
     attention_types = {type(getattr(block, "attn", None)) for block in blocks}
@@ -44,7 +45,7 @@ def batch_windows(tower: "PreTrainedModel", on: bool) -> bool:
     Returns:
         whether the windows are batched now.
     """
-    if tower.config._attn_implementation != STOCK_ATTENTION or not can_batch(tower):
+    if tower.config._attn_implementation != STOCK_ATTENTION or not is_qwen2_5_vl_tower(tower):
         return False
     attention_config = tower.config
     if on:
@@ -141,30 +142,41 @@ def attend_windows(
         if windows.order is not None:
             patches = patches.index_select(1, windows.order)
         sorted_qkv.append(patches)
+    attend = partial(sdpa_attention_forward, module, dropout=dropout, scaling=scaling)
     outputs = []
     start = 0
     for size, window_count in windows.count_by_size.items():
         end = start + size * window_count
-        batch_qkv = []
-        for tensor in sorted_qkv:
-            patches = tensor[:, start:end]
-            # (heads, windows x size, head size) -> (windows, heads, size, head size)
-            batch = patches.reshape(len(tensor), window_count, size, -1).transpose(0, 1)
-            batch_qkv.append(batch)
-        output, _ = sdpa_attention_forward(
-            module,
-            *batch_qkv,
-            attention_mask=None,
-            dropout=dropout,
-            scaling=scaling,
-            is_causal=False,
-        )
-        outputs.append(output.flatten(0, 1))
+        patches_qkv = [tensor[:, start:end] for tensor in sorted_qkv]
+        outputs.append(_attend_equal_windows(attend, patches_qkv, window_count))
         start = end
     joined = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     if windows.inverse_order is not None:  # back to the order of the patches
         joined = joined.index_select(0, windows.inverse_order)
     return joined[None], None
+
+
+def _attend_equal_windows(
+    attend: Callable[..., tuple[Tensor, None]], patches_qkv: Sequence[Tensor], window_count: int
+) -> Tensor:
+    """Compute attention within neighbouring windows of one size, as a batch of windows.
+
+    Args:
+        attend: Transformers' attention for a batch, bound to its module.
+        patches_qkv: queries, keys and values, each (heads, patches, head size).
+        window_count: how many windows the patches are in.
+
+    Returns:
+        (patches, heads, head size).
+    """
+    batch_qkv = []
+    for patches in patches_qkv:
+        heads, patch_count, head_size = patches.shape
+        window_size = patch_count // window_count
+        windows = patches.reshape(heads, window_count, window_size, head_size)
+        batch_qkv.append(windows.transpose(0, 1))  # (windows, heads, window size, head size)
+    output, _ = attend(*batch_qkv, attention_mask=None, is_causal=False)
+    return output.flatten(0, 1)
 
 
 def window_arguments(

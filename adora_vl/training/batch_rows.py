@@ -99,7 +99,7 @@ def unpack_rows(packed: PackedRows, image_banks: ImageBanks, device: torch.devic
     """
     columns = {name: value for name, value in packed.items() if name != "images"}
     rows: _SplitBatch = send_to_device(columns, device)
-    bank = image_banks.extend()
+    bank = image_banks.bank_to_extend()
     if "images" in packed and bank is not None:
         # By the number that the image's first patch had in the bank that it comes from.
         patch_numbers_by_image = {

@@ -206,7 +206,7 @@ class VisualTokens(Extension):
 
     def start(self, context: StepContext, images: DistinctImages) -> None:
         super().start(context, images)
-        if images.shown and not can_cache(images.image_processor):
+        if images.may_be_shown and not can_cache(images.image_processor):
             kind = type(images.image_processor).__name__
             raise UserError(
                 f"adora_extensions.VisualTokens: {kind} cuts images in a way that is not known, so "

@@ -234,8 +234,8 @@ def test_images_are_prefetched_on_a_gpu_with_a_cache_and_without_workers(subtest
             settings |= {"shown": True, "dataset": Dataset.from_dict({"id": [1]}), **changed}
             images: Any = SimpleNamespace(
                 cache=settings["cache"],
-                shown=settings["shown"],
-                process=len,
+                may_be_shown=settings["shown"],
+                cache_images=len,
                 _config=config_of(dataloader_num_workers=settings["dataloader_num_workers"]),
                 _device=torch.device(device),
             )

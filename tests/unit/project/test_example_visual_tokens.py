@@ -33,7 +33,7 @@ def test_visual_tokens_weigh_a_batch_by_hand():
         "policy_logps": lambda batch, pixels=None: passes.pop(0),
     }
     processor = Qwen2VLImageProcessor()
-    images = SimpleNamespace(banks=ImageBanks(), image_processor=processor, shown=True)
+    images = SimpleNamespace(banks=ImageBanks(), image_processor=processor, may_be_shown=True)
     visual = started_extension(
         "visual_tokens.py:VisualTokens",
         log,
