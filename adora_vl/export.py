@@ -217,7 +217,7 @@ def _merge_adapter(source: Path, target: Path) -> None:
         raise UserError(
             f"RUN: the adapter's base model {base!r} cannot be loaded ({reason})"
         ) from error
-    processor = find_processor_folder(adapters, base, sees=sees_images(model.config))
+    processor = find_processor_folder(adapters, base, reads_images=sees_images(model.config))
     # The processor's files in `source` itself are copied by `export`.
     if processor != str(source):
         load_processor(processor, adapters[-1].revision).save_pretrained(target)

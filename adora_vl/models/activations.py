@@ -82,12 +82,13 @@ class PlannedMicroBatch:
             has_padding_mask: whether attention takes a padding mask where rows have padding, as
                 SDPA does. A packed pass has no padding and needs none.
         """
-        keys = self.sequences * (self.prompt_tokens + self.completion_tokens)
+        # In a packed row every rollout has a copy of its prompt's keys.
+        key_count = self.sequences * (self.prompt_tokens + self.completion_tokens)
         return PassSize(
             rows=self.rows,
             row_length=self.row_length,
             scored_tokens=self.sequences * self.completion_tokens,
-            repeated_keys=keys if self.packed else 0,
+            repeated_keys=key_count if self.packed else 0,
             patches=self.patches(merge_size),
             has_padding_mask=has_padding_mask and not self.packed,
         )
@@ -115,7 +116,7 @@ def _mlp_bytes(tower: Tower, dtypes: DtypeBytes) -> int:
     SwiGLU saves the gate, its activation, the up projection and their product. A plain MLP saves
     the input and the output of its GELU.
     """
-    saved_tensors = 4 if tower.swiglu else 2
+    saved_tensors = 4 if tower.has_swiglu else 2
     return saved_tensors * tower.mlp_width * dtypes.compute
 
 
@@ -168,7 +169,7 @@ def mask_bytes(size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
 def vision_block_bytes(tower: Tower, patches: int, dtypes: DtypeBytes) -> int:
     """Return what one block of the vision tower saves for the backward pass, in bytes."""
     # The families whose MLP is SwiGLU have RMS norms, the others layer norms.
-    norm_bytes = _rms_norm_bytes if tower.swiglu else _layer_norm_bytes
+    norm_bytes = _rms_norm_bytes if tower.has_swiglu else _layer_norm_bytes
     norms = norm_bytes(tower.width, dtypes)
     # In widths of the tower: the fused q, k and v; rotated q and k; the windows' outputs, and these
     # joined. The v of attention is a view into the fused tensor.
@@ -188,7 +189,7 @@ def projector_bytes(
     input of its norm is counted with the vision block that reads it too.
     """
     norm = dtypes.residual
-    if tower.swiglu:
+    if tower.has_swiglu:
         norm += FLOAT32_BYTES  # an RMS norm also saves its input in float32
     projectors = 1 + deepstack_layers
     return patches * tower.width * (norm + 3 * projectors * dtypes.compute)
@@ -234,23 +235,25 @@ def saved_bytes(
             recomputes; None for all.
     """
     text = shape.text
-    layers = text.layers if recomputed_count is None else recomputed_count
     if not checkpointing:
-        layers = 0
+        recomputed_count = 0
+    elif recomputed_count is None:
+        recomputed_count = text.layers
     casts_inputs = _adapters_cast_inputs(shape, dtypes)
-    layer = decoder_layer_bytes(text, size, dtypes)
+    layer_bytes = decoder_layer_bytes(text, size, dtypes)
     if casts_inputs:
         # `decoder_layer_bytes` counts the outputs of two norms and SwiGLU's product already.
         cast_values = max(0, shape.adapted_values - 2 * text.width - text.mlp_width)
-        layer += size.tokens * cast_values * dtypes.compute
-    layer_inputs = layers * size.tokens * text.width * dtypes.residual
-    final_norm = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual)
+        layer_bytes += size.tokens * cast_values * dtypes.compute
+    input_bytes = recomputed_count * size.tokens * text.width * dtypes.residual
+    whole_layer_bytes = (text.layers - recomputed_count) * layer_bytes
+    final_norm_bytes = size.tokens * text.width * (FLOAT32_BYTES + dtypes.residual)
     vision = _vision_saved_bytes(shape, size.patches, dtypes, checkpointing=checkpointing)
     return SavedBytes(
-        text=layer_inputs + (text.layers - layers) * layer + final_norm,
+        text=input_bytes + whole_layer_bytes + final_norm_bytes,
         vision=vision.saved,
-        layer_inputs=layer_inputs,
-        recomputed_layer=layer if layers else 0,
+        layer_inputs=input_bytes,
+        recomputed_layer=layer_bytes if recomputed_count else 0,
         recomputed_block=vision.block if checkpointing else 0,
         layer_gradients=_layer_gradient_bytes(shape, size, dtypes, casts_inputs=casts_inputs),
     )
@@ -274,17 +277,18 @@ def _layer_gradient_bytes(
     That is in the backward pass of its MLP. `casts_inputs`: result of `_adapters_cast_inputs`.
     """
     text = shape.text
-    product = size.tokens * text.mlp_width * dtypes.compute  # SwiGLU's, or one of its factors
+    # SwiGLU's product, or one of its factors
+    product_bytes = size.tokens * text.mlp_width * dtypes.compute
     if shape.four_bit_parameters:
         # The base and the adapter each have a gradient of the product, and then comes their sum; or
         # a whole weight is converted from 4 bits.
-        whole_weight = (size.tokens + text.mlp_width) * text.width * dtypes.compute
-        return product + max(product, whole_weight)
+        weight_bytes = (size.tokens + text.mlp_width) * text.width * dtypes.compute
+        return product_bytes + max(product_bytes, weight_bytes)
     # SwiGLU holds the gradients of its product, of one factor and of the residual stream, after its
     # product is released. An adapter that reads the product holds it beside its copy.
-    products = 3 if casts_inputs else 2
-    residual_stream = size.tokens * text.width * dtypes.compute
-    return products * product + residual_stream
+    product_count = 3 if casts_inputs else 2
+    residual_bytes = size.tokens * text.width * dtypes.compute
+    return product_count * product_bytes + residual_bytes
 
 
 class _VisionBytes(NamedTuple):
@@ -304,61 +308,60 @@ def _vision_saved_bytes(
     tower = shape.vision
     if tower is None or not patches:
         return _VisionBytes(saved=0, block=0)
-    saved = 0
-    block = 0
+    total_bytes = 0
+    block_bytes = 0
     is_trained = shape.trained_by_component["vision_tower"] > 0
     # Where Transformers checkpoints, it makes the patch embeddings require a gradient, even those
     # of a frozen tower.
     has_backward = is_trained or checkpointing
     if has_backward:
-        block = vision_block_bytes(tower, patches, dtypes)
-        block_input = patches * tower.width * dtypes.residual
-        saved = tower.layers * (block_input if checkpointing else block)
+        block_bytes = vision_block_bytes(tower, patches, dtypes)
+        input_bytes = patches * tower.width * dtypes.residual
+        # Gradient checkpointing saves only the input of each block.
+        total_bytes = tower.layers * (input_bytes if checkpointing else block_bytes)
     # The first product saves a copy of the pixels if it computes in another dtype than theirs. The
     # float32 pixels themselves are the batch's.
     if is_trained and dtypes.compute != FLOAT32_BYTES:
-        saved += patches * shape.patch_values * dtypes.compute
+        total_bytes += patches * shape.patch_values * dtypes.compute
     if shape.trained_by_component["projector"]:
-        saved += projector_bytes(
+        total_bytes += projector_bytes(
             tower, patches=patches, dtypes=dtypes, deepstack_layers=shape.deepstack_layers
         )
         if not has_backward:  # no block then saves the inputs of the deepstack projectors' norms
-            saved += shape.deepstack_layers * patches * tower.width * dtypes.residual
+            total_bytes += shape.deepstack_layers * patches * tower.width * dtypes.residual
     elif has_backward:  # a frozen projector saves the inputs of its norm and of its GELU
-        saved += patches * tower.width * (FLOAT32_BYTES + dtypes.compute)
-    return _VisionBytes(saved=saved, block=block)
+        total_bytes += patches * tower.width * (FLOAT32_BYTES + dtypes.compute)
+    return _VisionBytes(saved=total_bytes, block=block_bytes)
 
 
-def head_saved_bytes(
-    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, compact: bool
-) -> int:
+def head_saved_bytes(shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool) -> int:
     """Return what TRL's fused LM head saves for the backward pass, in bytes.
 
     It saves the hidden state, the label (int64) and two float32 results of each token that it
-    scores, never the logits. `compact`: whether it scores completion tokens alone, as on a GPU.
+    scores, never the logits. `on_gpu`: there it scores completion tokens alone, elsewhere all.
     """
     hidden_state = shape.text.width * dtypes.residual
     label = 8
-    return _scored_tokens(size, compact) * (hidden_state + label + 2 * FLOAT32_BYTES)
+    return _scored_tokens(size, on_gpu) * (hidden_state + label + 2 * FLOAT32_BYTES)
 
 
 def head_transient_bytes(
-    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, compact: bool
+    shape: ModelShape, size: PassSize, dtypes: DtypeBytes, *, on_gpu: bool
 ) -> int:
     """Return the most that the LM head's backward pass holds beside what it has saved, in bytes.
 
     It holds one tile of logits, the float32 gradients of the hidden states and, where the head is
     trained, of its weight, with their copies in the model's dtype.
 
-    `compact`: whether it runs on a GPU. There it scores completion tokens alone, and a kernel works
-    in the tile itself. Elsewhere it scores all tokens, and torch's own operations hold eight
-    float32 values for each logit of the tile at once.
+    `on_gpu`: there it scores completion tokens alone, and a kernel works in the tile itself.
+    Elsewhere it scores all tokens, and torch's own operations hold eight float32 values for each
+    logit of the tile at once.
     """
-    tokens = _scored_tokens(size, compact)
+    tokens = _scored_tokens(size, on_gpu)
     width = shape.text.width
     tile_rows = min(tokens, HEAD_TILE_TOKENS)
     tile = tile_rows * HEAD_TILE_VOCABULARY * dtypes.compute
-    if not compact:
+    if not on_gpu:
         tile += 8 * tile_rows * min(shape.vocabulary_size, HEAD_TILE_VOCABULARY) * FLOAT32_BYTES
     copy_bytes = dtypes.residual if dtypes.residual != FLOAT32_BYTES else 0  # float32 needs no copy
     hidden_gradients = tokens * width * (FLOAT32_BYTES + copy_bytes)
@@ -368,6 +371,6 @@ def head_transient_bytes(
     return tile + hidden_gradients + weight_gradients
 
 
-def _scored_tokens(size: PassSize, compact: bool) -> int:
-    """Return how many tokens the LM head scores: completion tokens, or all where not `compact`."""
-    return size.scored_tokens if compact else size.rows * (size.row_length - 1)
+def _scored_tokens(size: PassSize, on_gpu: bool) -> int:
+    """Return how many tokens the LM head scores: completion tokens on a GPU, all elsewhere."""
+    return size.scored_tokens if on_gpu else size.rows * (size.row_length - 1)

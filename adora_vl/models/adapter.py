@@ -236,14 +236,14 @@ def hash_adapters(adapters: Sequence[Adapter], base: str) -> str:
     return " on ".join([*hashes, base])
 
 
-def find_processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool) -> str:
+def find_processor_folder(adapters: Sequence[Adapter], base: str, *, reads_images: bool) -> str:
     """Return where the processor is: in an adapter's folder if one has it, else in the base.
 
-    An adapter's processor may have another chat template than the base's. `sees`: whether the model
-    reads images, and so needs an image processor.
+    An adapter's processor may have another chat template than the base's. `reads_images`: whether
+    the model reads images, and so needs an image processor.
     """
     file_names = ["tokenizer_config.json"]
-    if sees:
+    if reads_images:
         file_names = ["processor_config.json", "preprocessor_config.json"]
     for adapter in adapters:
         if any((adapter.folder / name).is_file() for name in file_names):
@@ -251,19 +251,19 @@ def find_processor_folder(adapters: Sequence[Adapter], base: str, *, sees: bool)
     return base
 
 
-def load_merged(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
+def load_merged(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
     """Load the base and merge `adapters` into its weights, in its dtype.
 
     Args:
         base: its folder or hub id.
         adapters: each was trained on the next one, and the last one on the base.
-        init: arguments of `from_pretrained`.
+        init_kwargs: arguments of `from_pretrained`.
     """
     from peft import get_peft_model
     from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers.integrations import is_deepspeed_zero3_enabled
 
-    model = load_model(base, init)
+    model = load_model(base, init_kwargs)
     # In 4 bits the sum of weights and adapter would be rounded again.
     if adapters and getattr(model, "is_loaded_in_4bit", False):
         model = model.dequantize()
@@ -293,7 +293,7 @@ def _is_to_four_bit(conversion: object) -> bool:
     return any(type(step).__module__.endswith("bitsandbytes") for step in steps)
 
 
-def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any]) -> Any:
+def load_policy(base: str, adapters: Sequence[Adapter], init_kwargs: Mapping[str, Any]) -> Any:
     """Return a `PeftModel` in which the first of `adapters` is trained; the others are merged.
 
     The trained adapter has initial weights until `load_adapter_weights` loads its own. The
@@ -302,7 +302,7 @@ def load_policy(base: str, adapters: Sequence[Adapter], init: Mapping[str, Any])
     from peft import get_peft_model
 
     trained_adapter, *merged_adapters = adapters
-    model = load_merged(base, merged_adapters, init)
+    model = load_merged(base, merged_adapters, init_kwargs)
     return get_peft_model(model, trained_adapter.config)
 
 
@@ -332,10 +332,9 @@ def record_base(policy: PeftModel, merged_adapters: Sequence[Adapter]) -> None:
     if merged_adapters:
         nearest = merged_adapters[0]
         commit = nearest.commit
-        is_on_hub = commit is not None
-        config.base_model_name_or_path = (
-            nearest.name if is_on_hub else str(nearest.folder.resolve())
-        )
+        is_in_folder = commit is None
+        name_or_path = str(nearest.folder.resolve()) if is_in_folder else nearest.name
+        config.base_model_name_or_path = name_or_path
     config.revision = commit
 
 

@@ -42,12 +42,14 @@ LOST_UPDATES_WARNING = (
 )
 
 
-def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig) -> list[str]:
+def check_family(
+    model: ModelConfig, run_config: "GRPOConfig", config: PretrainedConfig
+) -> list[str]:
     """Check that a model's architecture can be trained, and return notes: at most one line.
 
     Args:
         model: the keys of the model.
-        run: the run's config.
+        run_config: the run's.
         config: the model's own.
 
     Raises:
@@ -59,9 +61,9 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
     family = family_of(config)
     if family is not None:
         position_fault = position_fault_in_vllm(config)
-        if run.use_vllm and position_fault:
+        if run_config.use_vllm and position_fault:
             raise UserError(f"model_name_or_path: {name!r} {position_fault}")
-        if run.use_vllm and run.use_cpu and has_linear_attention(config):
+        if run_config.use_vllm and run_config.use_cpu and has_linear_attention(config):
             raise UserError(
                 "use_vllm: true, but on a CPU vLLM computes the linear attention of "
                 f"{family.name} in bfloat16 alone, and training there is in float32; set it to "
@@ -73,7 +75,8 @@ def check_family(model: ModelConfig, run: "GRPOConfig", config: PretrainedConfig
             f"{name}: model_type {model_type} is not among the families that can share a prompt "
             f"({KNOWN_FAMILIES_TEXT}): every rollout computes its prompt again, everything else works"
         ]
-    if not any(run.uses(part) for part in PARTS_THAT_NEED_FAMILY) and not run.adora_freeze:
+    needs_family = any(run_config.uses(part) for part in PARTS_THAT_NEED_FAMILY)
+    if not needs_family and not run_config.adora_freeze:
         return [
             f"{name}: model_type {model_type} is not among the known families; its images go the "
             "way of stock TRL"
@@ -99,11 +102,10 @@ def loses_updates(model: ModelConfig, config: PretrainedConfig, *, deepspeed: bo
 def check_reads_images(model: ModelConfig, config: PretrainedConfig, *, has_images: bool) -> None:
     """Raise `UserError` for images that the model does not read."""
     if has_images and not sees_images(config):
-        conflict = (
+        raise UserError(
             f"model_name_or_path: {model.model_name_or_path!r} reads text only, and the dataset "
-            "has images"
+            "has images; name a vision-language model, or a dataset without images"
         )
-        raise UserError(f"{conflict}; name a vision-language model, or a dataset without images")
 
 
 def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
@@ -112,10 +114,8 @@ def check_attention(model: ModelConfig, init_kwargs: Mapping[str, Any]) -> None:
     `init_kwargs`: the run's `model_init_kwargs`.
     """
     attention = init_kwargs.get("attn_implementation", model.attn_implementation)
-    if (
-        attention in _INSTALLED_CHECK_BY_ATTENTION
-        and not _INSTALLED_CHECK_BY_ATTENTION[attention]()
-    ):
+    is_installed = _INSTALLED_CHECK_BY_ATTENTION.get(attention)
+    if is_installed is not None and not is_installed():
         raise UserError(
             f"attn_implementation: {attention} is not installed here, or needs a GPU; use sdpa"
         )
@@ -138,13 +138,12 @@ def check_init_arguments(config: PretrainedConfig, init_kwargs: Mapping[str, Any
     # Masked, since the error below shows the value, which may be a token of the hub.
     for key, value in without_secrets(init_kwargs).items():
         is_read = key in parameters or f'"{key}"' in source or hasattr(config, key)
-        is_unknown = not is_read
-        # A text that is not the name of a dtype.
-        is_no_dtype = key == "dtype" and isinstance(value, str) and not is_dtype_name(value)
-        if is_unknown or is_no_dtype:
-            reason = f"which has no such {'argument' if is_unknown else 'value of it'}"
+        has_wrong_dtype = key == "dtype" and isinstance(value, str) and not is_dtype_name(value)
+        if not is_read or has_wrong_dtype:
+            lacking = "value of it" if is_read else "argument"
             raise UserError(
-                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, {reason}"
+                f"model_init_kwargs: {key}: {value!r:.60} is refused by the model, which has no "
+                f"such {lacking}"
             )
 
 
@@ -187,7 +186,9 @@ def check_model_parts(
         ) from error
 
 
-def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, adapted: bool) -> None:
+def check_trainable(
+    config: "GRPOConfig", model_config: PretrainedConfig, *, trains_adapter: bool
+) -> None:
     """Raise `UserError` for a loss or a reference that this model cannot have.
 
     TRL would refuse it only once the weights are loaded.
@@ -195,7 +196,7 @@ def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, ada
     Args:
         config: the run's.
         model_config: the model's.
-        adapted: whether adapters are trained.
+        trains_adapter: whether an adapter is trained, and not the model's own weights.
     """
     coefficient = config.router_aux_loss_coef
     has_routers = hasattr(model_config.get_text_config(), "output_router_logits")
@@ -204,7 +205,7 @@ def check_trainable(config: "GRPOConfig", model_config: PretrainedConfig, *, ada
             f"router_aux_loss_coef: {coefficient} weighs the load of experts, and this model has "
             "none; leave it out"
         )
-    if config.sync_ref_model and adapted:
+    if config.sync_ref_model and trains_adapter:
         raise UserError(
             "sync_ref_model: true moves a reference model, and with an adapter the reference is "
             "the base model, which stays; leave it out"

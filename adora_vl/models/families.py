@@ -34,7 +34,7 @@ class Vision:
     projector: tuple[str, ...] = ("visual.merger.",)
     # blocks with a gated MLP and RMS norms; else with two products around a GELU and layer norms,
     # which save less for the backward pass
-    swiglu: bool = False
+    has_swiglu: bool = False
     # The family's models give positions in thousandths of a picture's sides; else in pixels of the
     # picture as they see it.
     relative: bool = False
@@ -51,7 +51,7 @@ class Family:
     head_norms: bool = False
     # The rotary embedding interleaves the three axes of positions: in Transformers always, in vLLM
     # only if the config has `mrope_interleaved`.
-    interleaved: bool = False
+    interleaves_positions: bool = False
     note: str = ""  # for a user, before a run
 
 
@@ -65,7 +65,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_5_vl": Family(
         "Qwen2.5-VL",
-        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, swiglu=True),
+        Vision(unit=28, min_pixels=56 * 56, max_pixels=16384 * 28 * 28, has_swiglu=True),
         "models/qwen2_5_vl/modeling_qwen2_5_vl.py; pixels: the published preprocessor_config.json",
     ),
     "qwen3_vl": Family(
@@ -81,14 +81,14 @@ FAMILIES: dict[str, Family] = {
         source="models/qwen3_vl/modeling_qwen3_vl.py (Qwen3VLTextModel._deepstack_process); pixels: the "
         "published preprocessor_config.json",
         head_norms=True,
-        interleaved=True,
+        interleaves_positions=True,
     ),
     "qwen3_5": Family(
         name="Qwen3.5",
         vision=Vision(unit=32, min_pixels=256 * 256, max_pixels=4096 * 4096, relative=True),
         source="models/qwen3_5/modeling_qwen3_5.py; pixels: the published preprocessor_config.json",
         head_norms=True,
-        interleaved=True,
+        interleaves_positions=True,
         note="most layers of Qwen3.5 have linear attention, whose state the rollouts of a group "
         "cannot share: share_prompt is off by itself, everything else is shared",
     ),
@@ -131,7 +131,7 @@ def position_fault_in_vllm(config: PreTrainedConfig) -> str:
     """
     family = family_of(config)
     rotary = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if family is None or not family.interleaved or rotary.get("mrope_interleaved"):
+    if family is None or not family.interleaves_positions or rotary.get("mrope_interleaved"):
         return ""
     return (
         "has no mrope_interleaved in the rope_parameters of its text_config; set it to true: "

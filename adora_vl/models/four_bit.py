@@ -97,7 +97,7 @@ def _obstacle_to_four_bit(
     """
     saved_modules = getattr(peft_config, "modules_to_save", None)
     adapter_kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
-    # Whether the setting is there; and what it is, with its remedy.
+    # Each line: whether the run has this setting, and the setting with its remedy.
     for is_obstacle, obstacle in (
         (
             model.dtype != "bfloat16",
@@ -190,11 +190,12 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
         bnb_4bit_use_double_quant=nested,
         llm_int8_skip_modules=list(UNQUANTISED_MODULES),
     )
-    init = {
+    init_kwargs = {
         "revision": revision,
         "device_map": None,
         "trust_remote_code": False,
         "dtype": torch.bfloat16,
+        "quantization_config": quantization,
     }
     with FileLock(folder.with_name(f".{folder.name}.lock")):
         if not (folder / "config.json").is_file():
@@ -205,7 +206,7 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
             )
             # If anything in here fails, the unfinished folder is removed.
             with replacing_folder(folder) as new_folder:
-                quantized_model = load_model(name, {**init, "quantization_config": quantization})
+                quantized_model = load_model(name, init_kwargs)
                 quantized_model.save_pretrained(new_folder)
                 del quantized_model  # so that the memory below can be given back
                 load_processor(name, revision).save_pretrained(new_folder)
@@ -214,7 +215,7 @@ def four_bit_folder(name: str, revision: str | None, model: ModelConfig) -> str:
     return str(folder)
 
 
-def keep_gradients(model: "PreTrainedModel") -> None:
+def prevent_repacking(model: "PreTrainedModel") -> None:
     """Keep bitsandbytes from repacking its layers on a CPU with AVX-512 in bfloat16.
 
     It would repack a layer in its first pass without gradients. From then on no gradient comes

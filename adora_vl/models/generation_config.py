@@ -28,7 +28,7 @@ def check_generation_config(name: str, revision: str | None) -> None:
         config = GenerationConfig.from_pretrained(
             name, revision=revision, local_files_only=looks_only_on_this_machine(name)
         )
-        _say_that_it_samples(config)
+        _allow_sampling_settings(config)
         config.validate(strict=True)
     except OSError:  # the model has none
         return
@@ -52,13 +52,13 @@ def repair_generation_config(model: PreTrainedModel) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = getattr(base, "generation_config", None)
     if config is not None:
-        _say_that_it_samples(config)
+        _allow_sampling_settings(config)
 
 
-def _say_that_it_samples(config: GenerationConfig) -> None:
-    """Set `do_sample` in a config that cannot be saved without it.
+def _allow_sampling_settings(config: GenerationConfig) -> None:
+    """Set `do_sample` in a config whose sampling settings, such as top_k, forbid to save it.
 
-    Its settings of sampling would have to be removed otherwise, and vLLM reads them.
+    They would have to be removed otherwise, and vLLM reads them.
     """
     if config.do_sample is True:
         return

@@ -67,27 +67,15 @@ def resolve_model_name(name: str) -> str:
     Any other name is returned as it is. Raises `UserError` if a tiny model cannot be built, and for
     a LoRA adapter without a merged model.
     """
-    if (
-        name in FOLDER_BY_TINY_MODEL
-        and (FOLDER_BY_TINY_MODEL[name] / "model.safetensors").is_file()
-    ):
-        return str(FOLDER_BY_TINY_MODEL[name])
+    shipped_folder = FOLDER_BY_TINY_MODEL.get(name)
+    if shipped_folder is not None and (shipped_folder / "model.safetensors").is_file():
+        return str(shipped_folder)
     if name in TINY_MODELS:
-        # In a process of its own, since this module may not import `adora_vl.builtin`. It prints the
-        # folder last.
-        build = subprocess.run(  # noqa: S603
-            [sys.executable, "-m", "adora_vl.builtin", "--find", name],
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if build.returncode:
-            raise UserError(
-                f"model: {name!r} could not be built (above); mend that, or name another model"
-            )
-        return build.stdout.splitlines()[-1]
+        return _build_tiny_model(name)
     folder = Path(name)
-    if not (folder / ADAPTER_CONFIG_FILE).is_file() or (folder / "config.json").is_file():
+    is_adapter = (folder / ADAPTER_CONFIG_FILE).is_file()
+    is_whole_model = (folder / "config.json").is_file()
+    if not is_adapter or is_whole_model:
         return name
     merged = folder / MERGED_FOLDER
     if not (merged / "config.json").is_file():
@@ -98,6 +86,24 @@ def resolve_model_name(name: str) -> str:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{name} holds a LoRA adapter; its merged model is used: {merged}", file=sys.stderr)
     return str(merged)
+
+
+def _build_tiny_model(name: str) -> str:
+    """Return the folder of a tiny model, which `adora_vl.builtin` builds if it is missing.
+
+    It runs in a process of its own, since this module may not import it.
+    """
+    build = subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "adora_vl.builtin", "--find", name],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if build.returncode:
+        raise UserError(
+            f"model: {name!r} could not be built (above); mend that, or name another model"
+        )
+    return build.stdout.splitlines()[-1]  # the folder is printed last
 
 
 def read_config(key: str, model: str, revision: str | None = None) -> PretrainedConfig:
@@ -180,16 +186,16 @@ def auto_class(config: PretrainedConfig) -> Any:
     return AutoModelForImageTextToText if sees_images(config) else AutoModelForCausalLM
 
 
-def load_model(name: str, init: Mapping[str, Any]) -> Any:
+def load_model(name: str, init_kwargs: Mapping[str, Any]) -> Any:
     """Load a model as TRL does, but with the class that its own revision asks for.
 
-    TRL reads the config of the newest revision to find the class. `init`: arguments of
+    TRL reads the config of the newest revision to find the class. `init_kwargs`: arguments of
     `from_pretrained`, such as the `revision`.
     """
     from trl.trainer.utils import create_model_from_path
 
-    config = read_config("model", name, init.get("revision"))
-    model = create_model_from_path(name, auto_class(config), **init)
+    config = read_config("model", name, init_kwargs.get("revision"))
+    model = create_model_from_path(name, auto_class(config), **init_kwargs)
     repair_generation_config(model)
     return model
 

@@ -22,9 +22,10 @@ _LAST_PRODUCT_NAME = "down_proj"  # of a decoder layer, in every family
 
 
 def untested_peft_notes() -> list[str]:
-    """Return a note on an installed PEFT that keeps its own order: at most one line.
+    """Return a note, of one line, if an installed PEFT is none of the tested versions.
 
-    `forward_branch_first` repeats what the tested versions do, and another one may do more.
+    Its order of an adapter's products is not changed then: `forward_branch_first` repeats what the
+    tested versions do, and another one may do more.
     """
     peft_version = installed_version("peft")
     if peft_version is None or is_tested("peft", peft_version):

@@ -80,18 +80,18 @@ class ActivationMemory:
         language model. The first layers go back last, when the other layers have released what
         they saved.
         """
-        layers = self.shape.text.layers
+        layer_count = self.shape.text.layers
         saved = self._saved_bytes(size, recomputed_count)
-        head_saved = head_saved_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
-        head_transient = head_transient_bytes(self.shape, size, self.dtypes, compact=self.on_gpu)
+        head_saved = head_saved_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
+        head_transient = head_transient_bytes(self.shape, size, self.dtypes, on_gpu=self.on_gpu)
         all_kept = saved.text + head_saved
         tied_head = self.tied_head_gradient
         gradients = saved.layer_gradients + tied_head
         in_head = PeakCandidate("logits", head_transient, all_kept)
-        if recomputed_count == layers:
-            one_layer = saved.largest_recomputed + gradients
+        if recomputed_count == layer_count:
+            recomputed = saved.largest_recomputed + gradients
             # 3: both parts of a tied gradient and their sum
-            in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(one_layer, 3 * tied_head), all_kept)
+            in_layer = PeakCandidate(LAYER_BACKWARD_NAME, max(recomputed, 3 * tied_head), all_kept)
             return [in_head, in_layer]
         candidates = [in_head, PeakCandidate(LAYER_BACKWARD_NAME, gradients, all_kept)]
         if recomputed_count:
@@ -100,7 +100,7 @@ class ActivationMemory:
                 LAYER_BACKWARD_NAME,
                 transient_bytes=saved.recomputed_layer + gradients,
                 kept_bytes=saved.layer_inputs,
-                backward_share=(layers - recomputed_count) / layers,
+                backward_share=(layer_count - recomputed_count) / layer_count,
             )
             candidates.append(first_recomputed)
         # Behind all layers come the vision tower's blocks and the embedding.

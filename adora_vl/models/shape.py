@@ -48,7 +48,7 @@ class Tower:
     kv_heads: int
     head_size: int
     mlp_width: int
-    swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
+    has_swiglu: bool = True  # with RMS norms; else two products around a GELU, with layer norms
     head_norms: bool = False  # queries and keys are normalised head by head
 
 
@@ -147,21 +147,10 @@ def model_shape(
         four_bit_bytes: bytes of a parameter in 4 bits; 0 where no layer is in 4 bits.
     """
     model = _build_without_memory(config)
-    four_bit_parameters = 0
-    if four_bit_bytes:
-        for name, layer in model.named_modules():
-            if isinstance(layer, nn.Linear) and is_quantised_layer(name):
-                four_bit_parameters += layer.weight.numel()
+    four_bit_parameters = _quantised_parameters(model) if four_bit_bytes else 0
     if peft_config is not None:
         model = _add_adapters(model, peft_config)
     freeze(model, frozen)
-    parameters_by_component = dict.fromkeys(COMPONENTS, 0)
-    trained_by_component = dict.fromkeys(COMPONENTS, 0)
-    for name, parameter in model.named_parameters():
-        component = component_of(name)
-        parameters_by_component[component] += parameter.numel()
-        if parameter.requires_grad:
-            trained_by_component[component] += parameter.numel()
     head = model.get_output_embeddings().weight
     family = family_of(config)
     text_config = config.get_text_config()
@@ -170,8 +159,8 @@ def model_shape(
     if family is not None and vision_config is not None:
         vision_fields = _vision_fields(vision_config, family)
     return ModelShape(
-        parameters_by_component=parameters_by_component,
-        trained_by_component=trained_by_component,
+        parameters_by_component=_parameters_by_component(model, trained_only=False),
+        trained_by_component=_parameters_by_component(model, trained_only=True),
         text=_text_tower(text_config, family),
         vocabulary_size=text_config.vocab_size,
         ties_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
@@ -193,6 +182,24 @@ def _build_without_memory(config: PretrainedConfig) -> Any:
     """
     with compat.SHARDED_BUILD.replaced_by(None, on=deepspeed), torch.device("meta"):
         return auto_class(config).from_config(config)
+
+
+def _quantised_parameters(model: nn.Module) -> int:
+    """Return how many parameters of a model are in layers that are quantised to 4 bits."""
+    parameter_count = 0
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and is_quantised_layer(name):
+            parameter_count += layer.weight.numel()
+    return parameter_count
+
+
+def _parameters_by_component(model: nn.Module, *, trained_only: bool) -> dict[str, int]:
+    """Return the number of parameters of each of `COMPONENTS`, or of those that are trained."""
+    count_by_component = dict.fromkeys(COMPONENTS, 0)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad or not trained_only:
+            count_by_component[component_of(name)] += parameter.numel()
+    return count_by_component
 
 
 def _add_adapters(model: "PreTrainedModel", peft_config: "PeftConfig") -> "PeftModel":
@@ -377,7 +384,7 @@ def _vision_fields(config: PretrainedConfig, family: Family) -> dict[str, Any]:
         kv_heads=config.num_heads,
         head_size=width // config.num_heads,
         mlp_width=mlp_width,
-        swiglu=family.vision is None or family.vision.swiglu,
+        has_swiglu=family.vision is None or family.vision.has_swiglu,
     )
     channels = getattr(config, "in_channels", 3)
     return {

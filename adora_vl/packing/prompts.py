@@ -178,8 +178,8 @@ def with_pictures_of_tools(
             fields["pixel_values"], fields["image_grid_thw"], prompts.num_images
         )
         in_order = []
-        for of_prompt, further in zip(processed_of_prompts, processed_by_row, strict=True):
-            in_order += [of_prompt, further]
+        for row_images, new_images in zip(processed_of_prompts, processed_by_row, strict=True):
+            in_order += [row_images, new_images]
     fields["pixel_values"] = torch.cat([images.pixels for images in in_order])
     fields["image_grid_thw"] = torch.cat([images.grids for images in in_order])
     # Prompts without images have no column of token types: all of their tokens are text (0).

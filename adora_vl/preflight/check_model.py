@@ -207,7 +207,7 @@ def check_parts(
         model_checks.check_model_parts(keys, model.config, model.peft_config, config.adora_freeze)
     _check_dropout(config, model.peft_config)
     trains_adapter = model.peft_config is not None or has_adapter
-    model_checks.check_trainable(config, model.config, adapted=trains_adapter)
+    model_checks.check_trainable(config, model.config, trains_adapter=trains_adapter)
     settings = RunSettings(
         config=config,
         model=keys,

@@ -136,7 +136,7 @@ def _load_processor(
 
     None, with a line in `messages`, if a dry run cannot reach the hub. Raises `UserError`.
     """
-    name = find_processor_folder(model.adapters, model.name, sees=sees_images(model.config))
+    name = find_processor_folder(model.adapters, model.name, reads_images=sees_images(model.config))
     try:
         processor: ProcessorMixin = load_processor(name, model.revision)
     except UserError:

@@ -19,7 +19,7 @@ from adora_vl.models.four_bit import (
     four_bit_folder,
     four_bit_parameter_bytes,
     is_four_bit,
-    keep_gradients,
+    prevent_repacking,
 )
 from adora_vl.models.shape import ModelShape, model_shape
 from adora_vl.preflight.check_sampling import notes_on_filters
@@ -243,7 +243,7 @@ class ResolvedRun:
             policy = load_policy(base, model.adapters, init_kwargs)
         else:
             policy = load_merged(base, model.adapters, init_kwargs)
-        keep_gradients(policy)
+        prevent_repacking(policy)
         return policy
 
     def lock_output_dir(self, resume_from_checkpoint: bool | str | None) -> ResolvedRun:

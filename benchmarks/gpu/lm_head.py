@@ -76,7 +76,7 @@ def run(setting: Setting) -> Iterator[CheckLine]:
     # elsewhere all but the last position are scored
     size = PassSize(rows=1, row_length=tokens + 1, scored_tokens=tokens)
     predicted = head_transient_bytes(
-        shape, size=size, dtypes=DtypeBytes(dtype.itemsize, dtype.itemsize), compact=setting.on_gpu
+        shape, size=size, dtypes=DtypeBytes(dtype.itemsize, dtype.itemsize), on_gpu=setting.on_gpu
     )
     peak = peak_bytes(setting.device, lambda: _logps_and_gradients(fused_head, *inputs))
     yield at_most_line(

@@ -24,7 +24,7 @@ from adora_vl.models.four_bit import (
     FrozenBase,
     four_bit_folder,
     four_bit_parameter_bytes,
-    keep_gradients,
+    prevent_repacking,
 )
 from adora_vl.models.load import PRETRAINED_FOLDER, load_processor
 from adora_vl.models.shape import config_for_planning, model_shape
@@ -61,7 +61,7 @@ def test_gradients_come_through_4_bits_after_a_pass_without_them_and_vision_and_
     base, sft
 ):
     model = load_merged(base, (), INIT_KWARGS)
-    keep_gradients(model)
+    prevent_repacking(model)
     four = {name for name, module in model.named_modules() if isinstance(module, Linear4bit)}
     assert len(four) == 7 * 3
     assert not any("visual" in name or "lm_head" in name for name in four)
@@ -120,7 +120,7 @@ def test_two_steps_on_the_engine_s_own_4_bits_from_an_adapter_and_what_comes_out
     base = json.loads((run / "adapter_config.json").read_text())["base_model_name_or_path"]
     assert export([str(run), str(tmp_path / "out")]) == 0
     policy = PeftModel.from_pretrained(load_merged(base, (), INIT_KWARGS), run)
-    keep_gradients(policy)
+    prevent_repacking(policy)
     assert load_processor(str(tmp_path / "out")).chat_template, "as the evaluators load it"
     names = [
         set(load_file(folder / "model.safetensors"))

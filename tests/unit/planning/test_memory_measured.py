@@ -126,7 +126,7 @@ class TinyPolicy:
         return (
             parts.text
             + parts.vision
-            + head_saved_bytes(self.shape, self.measures, self.dtypes, compact=False)
+            + head_saved_bytes(self.shape, self.measures, self.dtypes, on_gpu=False)
         )
 
     def measured_kept(self) -> int:
@@ -232,7 +232,7 @@ def _check_peak(size, checkpointing, tile, monkeypatch):
         measured = sum(device["Total"] for device in tracker.get_tracker_snapshot("peak").values())
         sizes = policy.measures
         parts = saved_bytes(policy.shape, sizes, policy.dtypes, checkpointing=checkpointing)
-        head = head_transient_bytes(policy.shape, sizes, policy.dtypes, compact=False)
+        head = head_transient_bytes(policy.shape, sizes, policy.dtypes, on_gpu=False)
     input_bytes = policy.shape.total_parameters * 4 + sum(t.nbytes for t in policy.inputs.values())
     predicted = (
         input_bytes + policy.kept() + max(head, parts.largest_recomputed + parts.layer_gradients)
