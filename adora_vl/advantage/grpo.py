@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from adora_vl.advantage.methods import AdvantagePipeline
 
 KNOWN_SCALES = ("group", "batch", "none")
+TRL_EPS = 1e-4  # TRL adds it to a standard deviation by which it divides
 
 
 def is_constant(rewards_PG: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ def nan_standard_deviation(rewards: Tensor, mean: Tensor) -> Tensor:
     return torch.where(count > 1, variance, 0.0).sqrt()
 
 
-def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = 1e-4) -> Tensor:
+def group_advantages(rewards: Tensor, *, scale: str = "group", eps: float = TRL_EPS) -> Tensor:
     """Return the advantages of GRPO, `(reward - mean of the group) / (std + eps)`: (P, G).
 
     An unscored rollout gets 0. A group of equal rewards gets exactly 0: in float32 the mean of
@@ -85,7 +86,7 @@ def _normalise(rewards: Tensor, scale: str, eps: float) -> Tensor:
 
 
 def compute_trl_advantages(
-    rewards_PGF: Tensor, weights_F: Tensor, *, scale: str, sums_rewards: bool, eps: float = 1e-4
+    rewards_PGF: Tensor, weights_F: Tensor, *, scale: str, sums_rewards: bool
 ) -> Tensor:
     """Compute the advantages as TRL's `_generate_and_score_completions` does: (P, G).
 
@@ -98,23 +99,22 @@ def compute_trl_advantages(
         sums_rewards: whether the weighted sum of the rewards is normalised
             (`sum_then_normalize`). If not, the rewards of each function are normalised by group,
             and then their weighted sum by batch (`normalize_then_sum`).
-        eps: added to each standard deviation.
     """
     summands_PGF = rewards_PGF
     if not sums_rewards:
         # The rollouts of a group have to be the last dimension.
         rewards_PFG = rewards_PGF.transpose(1, 2)
-        summands_PGF = _normalise(rewards_PFG, "group", eps).transpose(1, 2)
+        summands_PGF = _normalise(rewards_PFG, "group", TRL_EPS).transpose(1, 2)
     sums_PG = (summands_PGF * weights_F.to(rewards_PGF.device)).nansum(dim=2)
     # `nansum` gives 0 where no function scored a rollout. NaN keeps it out of the means below.
     is_unscored_PG = torch.isnan(rewards_PGF).all(dim=2)
     sums_PG = torch.where(is_unscored_PG, torch.nan, sums_PG)
     if sums_rewards:
-        advantages_PG = _normalise(sums_PG, scale, eps)
+        advantages_PG = _normalise(sums_PG, scale, TRL_EPS)
     else:
         # To normalise by batch is to normalise by group with the whole batch as one group.
         batch_as_one_group = sums_PG.view(1, -1)
-        advantages_PG = _normalise(batch_as_one_group, "group", eps).view_as(sums_PG)
+        advantages_PG = _normalise(batch_as_one_group, "group", TRL_EPS).view_as(sums_PG)
     return torch.nan_to_num(advantages_PG, nan=0.0)
 
 

@@ -105,7 +105,7 @@ class TurnReader:
         if size is None:
             return []
         try:
-            max_x, max_y = view.largest_coordinates_for_size(size)
+            max_x, max_y = view.largest_coordinates(size)
         except ValueError:  # the processor would refuse a picture of this size
             return []
         points = []

@@ -256,8 +256,8 @@ class PolicyLLM(LLM):  # type: ignore[misc]  # vLLM is untyped to mypy
         options["flat_logprobs"] = True
         if isinstance(options.get("structured_outputs"), dict):
             options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
-        is_greedy = options["temperature"] == 0
         # Greedy rollouts of a prompt are equal, and vLLM takes no greedy request for several.
+        is_greedy = options["temperature"] == 0
         groups = [[request] for request in requests] if is_greedy else merge_requests(requests)
         prompts: list[dict[str, Any]] = []
         parameters: list[SamplingParams] = []

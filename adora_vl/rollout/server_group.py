@@ -39,6 +39,13 @@ _ERRORS_BY_KIND_NUMBER = [
 ]
 
 
+class _Failure(NamedTuple):
+    """An error of the first rank, as the other ranks get it."""
+
+    kind_number: int  # the index of its kind in `_ERRORS_BY_KIND_NUMBER`
+    text: str
+
+
 @dataclass
 class ServerGroup:
     """The servers of a run as its ranks see them. All ranks call every method together."""
@@ -151,21 +158,19 @@ class ServerGroup:
                 error = raised_error
         else:
             on_other_ranks()
-        # Not every error can be pickled, so the other ranks get the number of its kind, and its
-        # text. Without an error the text is empty, and the number means nothing.
-        kind_number = 0
-        text = ""
+        # Not every error can be pickled, so the other ranks get the number of its kind, and its text.
+        failure: _Failure | None = None
         if error is not None:
-            kind_number = _error_kind_number(error)
             text = str(error) or type(error).__name__
-        message: list[Any] = [result, kind_number, text]
-        broadcast_object_list(message, from_process=0)
+            failure = _Failure(kind_number=_error_kind_number(error), text=text)
+        outcome: list[Any] = [result, failure]
+        broadcast_object_list(outcome, from_process=0)
         if error is not None:
             raise error
-        result, kind_number, text = message
-        if text:
-            error_class = _ERRORS_BY_KIND_NUMBER[kind_number].other_ranks
-            raise error_class(text)
+        result, failure = outcome
+        if failure is not None:
+            error_class = _ERRORS_BY_KIND_NUMBER[failure.kind_number].other_ranks
+            raise error_class(failure.text)
         return result
 
 

@@ -49,7 +49,7 @@ class ServerPool:
         patience_s: float,
         answer_timeout_s: float,
         vocabulary_size: int,
-        logprobs_mode: str = "",
+        logprobs_mode: str,
     ) -> None:
         """Create a server for each client. All are in use until one fails.
 

@@ -31,8 +31,6 @@ class Environments:
 
     factory: Callable[[], Any]
     """What returns a new environment at each call, such as its class."""
-    factory_name: str
-    """The factory's name, for messages."""
     hashes: Mapping[str, str]
     """The hash of the factory's file by its path, or of a function by its name."""
     seconds: float
@@ -50,8 +48,8 @@ class Environments:
         Sets `name` (that of the class), `tools` (its public methods by name) and `give_rewards`
         (whether it has `get_reward`). Raises `UserError` for a factory whose objects are no environments.
         """
-        self.name = self.factory_name  # for messages, until the class is known
-        environment = self._build_instance(f"{ENVIRONMENT_KEY}: {self.factory_name}")
+        self.name = function_name(self.factory)  # for messages, until the class is known
+        environment = self._build_instance(f"{ENVIRONMENT_KEY}: {self.name}")
         self.name = type(environment).__name__  # TRL names its reward function so
         methods = dict(inspect.getmembers(type(environment), inspect.isfunction))
         self.tools: dict[str, Callable[..., Any]] = {}
@@ -216,7 +214,6 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
         user_class = load_from_file(ENVIRONMENT_KEY, factory, "class", callable)
         return Environments(
             factory=user_class.value,
-            factory_name=function_name(user_class.value),
             hashes={user_class.file: user_class.hash},
             seconds=seconds,
         )
@@ -226,10 +223,8 @@ def build_environments(factory: object, seconds: float) -> Environments | None:
         )
     if not callable(factory):
         raise UserError(f"{ENVIRONMENT_KEY}: {factory!r:.80} is no class")
-    name = function_name(factory)
-    return Environments(
-        factory=factory, factory_name=name, hashes={name: source_hash(factory)}, seconds=seconds
-    )
+    hashes = {function_name(factory): source_hash(factory)}
+    return Environments(factory=factory, hashes=hashes, seconds=seconds)
 
 
 def _append_to_prompt(row: Row, text: str) -> Row:

@@ -42,11 +42,7 @@ class View:
         """Return width and height in pixels, as the model sees them."""
         return model_size(*image.size, self.unit, self.low, self.high)
 
-    def largest_coordinates(self, image: Image.Image) -> tuple[float, float]:
-        """Return the largest coordinates in x and y that a point of the picture may have."""
-        return self.largest_coordinates_for_size(image.size)
-
-    def largest_coordinates_for_size(self, size: tuple[int, int]) -> tuple[float, float]:
+    def largest_coordinates(self, size: tuple[int, int]) -> tuple[float, float]:
         """Return the largest coordinates in x and y, for a picture of this width and height."""
         width, height = model_size(*size, self.unit, self.low, self.high)
         return (1000, 1000) if self.relative else (width, height)
@@ -58,7 +54,7 @@ class View:
 
         Raises `ValueError` for a point outside of the picture.
         """
-        max_x, max_y = self.largest_coordinates(image)
+        max_x, max_y = self.largest_coordinates(image.size)
         for x, y in points:
             if not (0 <= x <= max_x and 0 <= y <= max_y):
                 raise ValueError(
