@@ -138,6 +138,15 @@ def nodes(tree: Tree) -> Iterator[Tree]:
         yield from nodes(child)
 
 
+def replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
+    """Return the tree with `new` in the place of `old`."""
+    if tree == old:
+        return new
+    return tuple(
+        replace_node(child, old, new) if isinstance(child, tuple) else child for child in tree
+    )
+
+
 def children(tree: Tree) -> Iterator[Tree]:
     """Yield the trees directly inside a tree.
 

@@ -30,6 +30,7 @@ from adora_vl.rewards.grammar import (
     children,
     is_angle_in_radians,
     nodes,
+    replace_node,
     unknowns,
 )
 
@@ -164,7 +165,7 @@ def _raise_last_digit(tree: Tree) -> Tree | None:
     raised_integer = int(Fraction(text) * 10**places) + 1
     digits = str(raised_integer).zfill(places + 1)
     raised_decimal = ("num", f"{digits[:-places]}.{digits[-places:]}")
-    return _replace_node(tree, long_decimal, raised_decimal)
+    return replace_node(tree, long_decimal, raised_decimal)
 
 
 def _is_long_decimal(node: Tree) -> bool:
@@ -177,15 +178,6 @@ def _is_long_decimal(node: Tree) -> bool:
     integer, _, places = node[1].partition(".")
     significant_digits = (integer + places).lstrip("0")
     return places.strip("0") != "" and len(significant_digits) >= MIN_DIGITS_OF_LONG_DECIMAL
-
-
-def _replace_node(tree: Tree, old: Tree, new: Tree) -> Tree:
-    """Return the tree with `new` in the place of `old`."""
-    if tree == old:
-        return new
-    return tuple(
-        _replace_node(child, old, new) if isinstance(child, tuple) else child for child in tree
-    )
 
 
 def _last_digit_growth(

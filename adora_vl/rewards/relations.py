@@ -7,12 +7,13 @@ inequality in one unknown also gets its solution.
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from string import ascii_lowercase
 from typing import Literal, NamedTuple
 
 from adora_vl.rewards.answer import Answer, read_single_value, read_value
 from adora_vl.rewards.brackets import split_outside_brackets
-from adora_vl.rewards.canonical import VALUE_NAME_PATTERN
-from adora_vl.rewards.grammar import NotReadError, Tree, unknowns
+from adora_vl.rewards.canonical import FIGURE_NAME_PATTERN, VALUE_NAME_PATTERN
+from adora_vl.rewards.grammar import NotReadError, Tree, replace_node, unknowns
 from adora_vl.rewards.numeric import is_constant, same_number, solve_linear
 from adora_vl.rewards.solutions import (
     REVERSED_SIGN,
@@ -20,7 +21,6 @@ from adora_vl.rewards.solutions import (
     SingleCondition,
     Solution,
     excludes_some_but_not_all,
-    solution_without_absolute,
 )
 
 MAX_CHAIN_SIDES = 5  # of a chain of inequalities
@@ -43,6 +43,7 @@ RELATION_SIGN_PATTERN = re.compile(
 _FUNCTION_VALUE_PATTERN = re.compile(r"[f-hp-wA-Z]\([a-z0-9]{1,3}\)")
 # `bh` and `lwh` are products in a formula
 _WORD_PATTERN = re.compile(r"(?<![\\a-z])(?:[a-z]{4,}|is|no|not)(?![a-z])")
+_ABSOLUTE_VALUE_PATTERN = re.compile(r"\|([^|]+)\|")
 _NAME_DECORATION_PATTERN = re.compile(r"^m(?=\\)|\\(?:overline|angle)(?![a-z])|[\s{}_]")
 
 
@@ -145,13 +146,41 @@ def read_equation(text: str, sides: Sequence[str]) -> Answer:
 def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> Answer:
     """Return an inequality, or a chain of them such as `1 < x < 3`.
 
-    If it has one unknown, and is linear in it, the answer has its solution: the numbers that solve
-    it. Any other has its relations instead, each as `<`, `<=` or `!=` and the tree that it compares
-    with 0. Raises `NotReadError`, also where no number or every number solves it.
+    If it has one unknown, and is linear in it or in one absolute value such as `|2x-1|`, the answer
+    has its solution: the numbers that solve it. Any other has its relations instead, each as `<`,
+    `<=` or `!=` and the tree that it compares with 0. Raises `NotReadError`, also where no number or
+    every number solves it.
+    """
+    relations = _compare_with_zero(sides, signs)
+    unsolved_answer = Answer("inequality", text, relations=tuple(relations))
+    names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
+    for name in names:
+        # `|x| < a` may have `|x|` for one of its unknowns, while `|x-y|` has other spellings.
+        is_absolute = name.startswith("|")
+        if len(names) > 1 and is_absolute and not VALUE_NAME_PATTERN.fullmatch(name):
+            raise NotReadError("relation")
+    if len(names) > 1:
+        return unsolved_answer
+    (name,) = names
+    if name.startswith("|"):
+        return _solve_absolute_inequality(text, relations, name)
+    conditions = []
+    for sign, tree in relations:
+        condition = _solve_condition(sign, tree)
+        if condition is None:  # not linear
+            return unsolved_answer
+        conditions.append(condition)
+    return _inequality_with_solution(text, name, conditions)
+
+
+def _compare_with_zero(sides: Sequence[str], signs: Sequence[str]) -> list[tuple[str, Tree]]:
+    """Return the relations of a chain, each as `<`, `<=` or `!=` and the tree compared with 0.
+
+    Raises `NotReadError`.
     """
     if len(sides) > MAX_CHAIN_SIDES:
         raise NotReadError("too_large")
-    trees = [_read_side(side) for side in sides]
+    trees = [_read_side_of_inequality(side) for side in sides]
     relations = []
     for left_tree, sign, right_tree in zip(trees, signs, trees[1:], strict=False):
         if sign not in REVERSED_SIGN:
@@ -160,30 +189,92 @@ def read_inequality(text: str, sides: Sequence[str], signs: Sequence[str]) -> An
             relations.append((REVERSED_SIGN[sign], _subtract_sides(right_tree, left_tree)))
         else:
             relations.append((sign, _subtract_sides(left_tree, right_tree)))
-    unsolved_answer = Answer("inequality", text, relations=tuple(relations))
-    names = frozenset[str]().union(*(unknowns(tree) for _, tree in relations))
-    if len(names) > 1:
-        return unsolved_answer
-    (name,) = names
-    conditions: list[Solution] = []
-    for sign, tree in relations:
-        zero_and_slope_sign = solve_linear(tree)
-        if zero_and_slope_sign is None:  # not linear
-            return unsolved_answer
-        zero, slope_sign = zero_and_slope_sign
-        # `2 - x < 0` has a negative slope and means `x > 2`.
-        condition = SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
-        if name.startswith("|"):  # |x| < 5
-            without_absolute = solution_without_absolute(condition)
-            if without_absolute is None:
-                raise NotReadError("relation")
-            conditions.append(without_absolute)
-        else:
-            conditions.append(condition)
+    return relations
+
+
+def _inequality_with_solution(text: str, label: str, conditions: Sequence[Solution]) -> Answer:
+    """Return the inequality that says that all conditions hold for the unknown `label`.
+
+    Raises `NotReadError` where no number or every number solves it.
+    """
     solution = JoinedConditions("and", tuple(conditions))
     if not excludes_some_but_not_all(solution):
         raise NotReadError("always_true")
-    return Answer(kind="inequality", text=text, label=name.strip("|"), solution=solution)
+    return Answer(kind="inequality", text=text, label=label, solution=solution)
+
+
+def _solve_condition(sign: str, tree: Tree) -> SingleCondition | None:
+    """Return the condition that a relation of a tree to 0 puts on the tree's only unknown.
+
+    None for a tree that is not linear in it.
+    """
+    zero_and_slope_sign = solve_linear(tree)
+    if zero_and_slope_sign is None:
+        return None
+    zero, slope_sign = zero_and_slope_sign
+    # `2 - x < 0` has a negative slope and means `x > 2`.
+    return SingleCondition(sign if slope_sign > 0 else REVERSED_SIGN[sign], zero)
+
+
+def _read_side_of_inequality(text: str) -> Tree:
+    """Return the tree of one side of an inequality, in which an absolute value is an unknown.
+
+    `2|x-1|+3` has the unknown `|x-1|`. The length `|AB|` is the unknown `AB`, as without its bars.
+    Raises `NotReadError`.
+    """
+    absolute = _ABSOLUTE_VALUE_PATTERN.search(text)
+    if absolute is None:
+        return _read_side(text)
+    # The grammar has no bars, so an unused letter stands for the absolute value while it is read.
+    unused_letters = [letter for letter in ascii_lowercase if letter not in text]
+    if not unused_letters:
+        raise NotReadError("relation")
+    letter = unused_letters[0]
+    tree = _read_side(f"{text[: absolute.start()]}({letter}){text[absolute.end() :]}")
+    if letter not in unknowns(tree):  # `f|x|` would be the name `f(a)`
+        raise NotReadError("relation")
+    is_length = FIGURE_NAME_PATTERN.fullmatch(absolute[1]) is not None
+    name = undecorated_name(absolute[1] if is_length else absolute[0])
+    return replace_node(tree, ("unknown", letter), ("unknown", name))
+
+
+def _solve_absolute_inequality(
+    text: str, relations: Sequence[tuple[str, Tree]], absolute: str
+) -> Answer:
+    """Return an inequality in one absolute value, solved for the unknown between its bars.
+
+    `|2x-1| < 3` says `2x-1 < 3` and `-(2x-1) < 3`, and `|2x-1| > 3` says one of the two with `>`.
+
+    Args:
+        text: the inequality.
+        relations: its relations to 0, with the absolute value as their only unknown.
+        absolute: the name of that unknown, `|2x-1|`.
+
+    Raises `NotReadError` where anything is not linear, for `!=`, and for a bound that no number or
+    one alone meets.
+    """
+    inside = _read_side(absolute.strip("|"))
+    labels = unknowns(inside)
+    if len(labels) != 1:
+        raise NotReadError("relation")
+    (label,) = labels
+    conditions: list[Solution] = []
+    for sign, tree in relations:
+        bound = _solve_condition(sign, tree)
+        if bound is None or bound.sign == "!=":
+            raise NotReadError("relation")
+        is_upper_bound = bound.sign in {"<", "<="}
+        if is_upper_bound and float(bound.number.value) <= 0:
+            raise NotReadError("relation")
+        branches = []
+        for inside_or_negative in (inside, ("sum", (-1, inside))):
+            branch_tree = replace_node(tree, ("unknown", absolute), inside_or_negative)
+            branch = _solve_condition(sign, branch_tree)
+            if branch is None:
+                raise NotReadError("relation")
+            branches.append(branch)
+        conditions.append(JoinedConditions("and" if is_upper_bound else "or", tuple(branches)))
+    return _inequality_with_solution(text, label, conditions)
 
 
 def _read_solution(answer: Answer) -> Solution:

@@ -44,19 +44,6 @@ _OPERATOR_BY_SIGN = {
 }
 
 
-def solution_without_absolute(condition: SingleCondition) -> Solution | None:
-    """Return the solution for x of an inequality in `|x|`: `-5 < x` and `x < 5` for `|x| < 5`.
-
-    None where every number, no number or a single number solves it, and for `!=`.
-    """
-    sign, bound = condition
-    if float(bound.value) <= 0 or sign == "!=":
-        return None
-    opposite = SingleCondition(REVERSED_SIGN[sign], -bound)
-    # `|x| < 5` needs both sides, `|x| > 5` one of them.
-    return JoinedConditions("and" if "<" in sign else "or", (condition, opposite))
-
-
 def interval_solution(low: Ball | str, high: Ball | str, brackets: str) -> Solution | None:
     """Return the numbers of an interval as a solution.
 

@@ -5,6 +5,7 @@ Each property is tried on generated answers; the labelled ones are in `benchmark
 """
 
 import re
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,49 @@ def test_an_inequality_may_be_scaled_and_turned(a: int, b: int, factor: str, sig
         f"{a}x+({b}) = 0",
     ]
     assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
+
+
+@SIXTY_EXAMPLES
+@given(COEFFICIENTS, st.integers(-9, 9), st.integers(1, 9), st.booleans())
+def test_an_absolute_value_below_a_bound_is_an_interval_and_above_it_a_union(
+    a: int, b: int, bound: int, closed: bool
+) -> None:
+    below = r"\le" if closed else "<"
+    above = r"\ge" if closed else ">"
+    low, high = sorted([Fraction(-bound - b, a), Fraction(bound - b, a)])
+    inside = f"{a}x+({b})"
+    interval = f"({low}, {high})"
+    union = rf"(-\infty, {low}) \cup ({high}, \infty)"
+    if closed:
+        interval = f"[{low}, {high}]"
+        union = rf"(-\infty, {low}] \cup [{high}, \infty)"
+    in_interval = [
+        f"|{inside}| {below} {bound}",
+        rf"\left|{inside}\right| {below} {bound}",
+        f"{bound} {above} |{inside}|",
+        f"|-({inside})|-{bound} {below} 0",
+        rf"-\frac{{|{inside}|}}{{2}} {above} -\frac{{{bound}}}{{2}}",
+    ]
+    in_union = [
+        f"|{inside}| {above} {bound}",
+        rf"2\lvert {inside}\rvert {above} {2 * bound}",
+        f"{bound} {below} |{inside}|",
+    ]
+    for gold, opposite, sign, answers in (
+        (interval, union, below, in_interval),
+        (union, interval, above, in_union),
+    ):
+        for answer in answers:
+            assert verify_gold(answer) is None, answer
+            assert verdict_on(answer, gold) == verdict_on(gold, answer) == "correct", answer
+            assert verdict_on(answer, opposite) == verdict_on(opposite, answer) == "wrong", answer
+        wrong = [
+            f"|{inside}| = {bound}",
+            f"|{inside}| {sign} {bound + 1}",
+            f"|{inside}+1| {sign} {bound}",
+            f"{inside} {sign} {bound}",
+        ]
+        assert [answer for answer in wrong if verdict_on(answer, gold) == "correct"] == []
 
 
 @SIXTY_EXAMPLES
