@@ -252,7 +252,7 @@ class SamplerEngine(ConversationEngine):
             pair: the engine of the trainer, and its policy.
             group_sampler: the trainer's sampler of rollouts, which has the tools.
             chat: makes the prompts of problems.
-            end_tokens: end an answer. Strings that end a rollout of the training do not.
+            end_tokens: end an answer, as do the tokens and strings of `generation_kwargs`.
         """
         assert pair.engine is not None
         sample_greedily = partial(pair.sampler.sample, settings=pair.engine.greedy_settings)
@@ -261,7 +261,9 @@ class SamplerEngine(ConversationEngine):
             sample_greedily,
             max_length=pair.config.max_completion_length,
             batch_size=256,
-            stop=StopCriteria(frozenset(end_tokens)),
+            stop=StopCriteria.from_config(
+                end_tokens, pair.config.generation_kwargs or {}, chat.decode
+            ),
             any_rank=group_sampler.any_rank_continues,
         )
         self.tool_loop = group_sampler.tool_loop

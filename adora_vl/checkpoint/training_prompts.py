@@ -1,4 +1,4 @@
-"""The prompts that a model was trained with, which its evaluation asks with too.
+"""The prompts that a model was trained with, and what ended its answers; its evaluation asks so too.
 
 A run's `manifest.json` has them with the whole config. What is exported from a run takes them along in
 a file of its own.
@@ -12,11 +12,13 @@ from adora_vl.checkpoint.run_files import read_run_manifest
 from adora_vl.utils.files import read_object, replace_file
 
 PROMPTS_FILE = "training_prompts.json"
-# The keys of a config on which the tokens of a prompt depend.
+# The keys of a config on which the tokens of a prompt depend, and the one that says what ends an
+# answer.
 _PROMPT_KEYS = (
     "adora_system_prompt",
     "adora_prompt",
     "chat_template_kwargs",
+    "generation_kwargs",
 )
 
 

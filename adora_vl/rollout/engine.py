@@ -36,6 +36,7 @@ from adora_vl.rollout.server import AdapterRequirements
 from adora_vl.rollout.server_client import Client, connect
 from adora_vl.rollout.server_group import ServerGroup
 from adora_vl.rollout.server_pool import ServerPool
+from adora_vl.rollout.stopping import StopParameters
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.rollout.weight_sync import adapter_only_settings, runner_version
 from adora_vl.utils import compat
@@ -402,7 +403,11 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
 
     @property
     def greedy_settings(self) -> dict[str, Any]:
-        """vLLM's sampling parameters of an evaluation: the likeliest tokens, without filters."""
+        """vLLM's sampling parameters of an evaluation: the likeliest tokens, without filters.
+
+        What ends a rollout of the training ends an answer too: the policy is rewarded for the text
+        up to there, and has never learned what comes behind it.
+        """
         tokenizer = getattr(self.processing_class, "tokenizer", self.processing_class)
         settings: dict[str, Any] = {
             "temperature": 0.0,
@@ -410,6 +415,8 @@ class AdoraVLLMGeneration(SyncedVLLMGeneration):
             "max_tokens": self.max_completion_length,
             "logit_bias": banning_logit_bias(never_sampled_ids(tokenizer)),
         }
-        if self.mode == "colocate":
+        stop = StopParameters.from_config(self._config_generation_kwargs)
+        settings |= stop.sampling
+        if self.mode == "colocate" and not stop.strings:
             settings["detokenize"] = False  # nothing reads the text
         return settings

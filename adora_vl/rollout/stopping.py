@@ -4,9 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from adora_vl.rollout.rollouts import Rollout
+
+
+class StopParameters(NamedTuple):
+    """What `generation_kwargs` of a config name to end an answer, beside the model's own tokens."""
+
+    strings: tuple[str, ...]
+    """`stop`: the strings."""
+    token_ids: tuple[int, ...]
+    """`stop_token_ids`: the tokens."""
+
+    @classmethod
+    def from_config(cls, generation_kwargs: Mapping[str, Any] | None) -> StopParameters:
+        """Read the key of a config; it names nothing in a config without it."""
+        settings = generation_kwargs or {}
+        stop = settings.get("stop") or ()
+        strings = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(strings=strings, token_ids=tuple(settings.get("stop_token_ids") or ()))
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """vLLM's sampling parameters for them; empty where there are none."""
+        parameters: dict[str, Any] = {}
+        if self.strings:
+            parameters["stop"] = list(self.strings)
+        if self.token_ids:
+            parameters["stop_token_ids"] = list(self.token_ids)
+        return parameters
 
 
 @dataclass(frozen=True)
@@ -31,10 +58,8 @@ class StopCriteria:
             generation_kwargs: the key of the config, which may name further tokens and strings.
             decode: returns the text of token ids.
         """
-        stop = generation_kwargs.get("stop") or ()
-        strings = (stop,) if isinstance(stop, str) else tuple(stop)
-        further_tokens = generation_kwargs.get("stop_token_ids") or ()
-        return cls(frozenset({*tokens, *further_tokens}), strings, decode)
+        stop = StopParameters.from_config(generation_kwargs)
+        return cls(frozenset({*tokens, *stop.token_ids}), stop.strings, decode)
 
     def has_stopped(self, ids: Sequence[int], text: str | None = None) -> bool:
         """Return whether an answer of these tokens was ended by one of the criteria.
@@ -61,3 +86,36 @@ class StopCriteria:
         if rollout.finish_reason.is_unanswered:
             return False
         return self.has_stopped(rollout.last_turn_tokens, last_turn_text)
+
+
+def cut_behind_stop_string(
+    ids: Sequence[int], strings: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> int | None:
+    """Return how many of the tokens there are up to the one that first completes a string.
+
+    For a sampler that samples a batch, and goes on with an answer that has ended. None where no
+    string is complete.
+
+    Args:
+        ids: the sampled tokens.
+        strings: the strings that end an answer.
+        decode: returns the text of token ids.
+    """
+
+    def is_complete(length: int) -> bool:
+        """Return whether the first tokens have one of the strings."""
+        text = decode(ids[:length])
+        return any(string in text for string in strings)
+
+    if not is_complete(len(ids)):
+        return None
+    # What is complete stays so with more tokens: the number is found by halving.
+    incomplete = 0
+    complete = len(ids)
+    while complete - incomplete > 1:
+        middle = (incomplete + complete) // 2
+        if is_complete(middle):
+            complete = middle
+        else:
+            incomplete = middle
+    return complete

@@ -2,6 +2,7 @@
 the same problems.
 """
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,36 @@ def test_the_pixel_limit_reaches_both_engines(workspace, predictions_by_engine):
             prompt = chat.render(conversation_with_images(row["question"], 1, SYSTEM_PROMPT))
             one_placeholder = len(chat._tokenizer(prompt)["input_ids"])
             assert row["n_prompt_tokens"] == one_placeholder - 1 + IMAGE_TOKENS_UNDER_LIMIT
+
+
+def test_both_engines_end_answers_where_the_training_did(
+    workspace: Path, predictions_by_engine: dict[str, list[Prediction]]
+) -> None:
+    """The string is one that most answers have in their middle."""
+    responses = [row["response"] for row in predictions_by_engine["vllm"]]
+    string = responses[0][10:13]
+    assert string
+    config = {"generation_kwargs": {"stop": [string]}}
+    (workspace / "model" / "training_prompts.json").write_text(json.dumps(config))
+    rows_by_engine: dict[str, list[Prediction]] = {}
+    try:
+        for engine in ("vllm", "transformers"):
+            words = run_words(workspace, engine)
+            words[words.index("--output") + 1] = str(workspace / f"{engine}_stopped")
+            command = [sys.executable, "-m", "eval.geometry3k", *words]
+            subprocess.run(command, cwd=ROOT, check=True)
+            path = workspace / f"{engine}_stopped" / "predictions.jsonl"
+            rows_by_engine[engine] = read_predictions(path)
+    finally:
+        (workspace / "model" / "training_prompts.json").unlink()
+    assert rows_by_engine["vllm"] == rows_by_engine["transformers"]
+    for row, full_response in zip(rows_by_engine["vllm"], responses, strict=True):
+        response = row["response"]
+        if string not in full_response:
+            assert response == full_response
+            continue
+        assert row["finish_reason"] == "stop"
+        assert full_response.startswith(response)
+        # No token stands behind the one that completes the string.
+        assert response.find(string) + len(string) > len(response) - 12
+        assert len(response) < len(full_response)

@@ -226,6 +226,11 @@ class ChatProcessor:
             )
         return batch
 
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, which for a model without images is its processor."""
+        return self._tokenizer
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, without special tokens."""
         text: str = self._tokenizer.decode(

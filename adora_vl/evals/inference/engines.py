@@ -6,10 +6,10 @@ It is vLLM or Transformers in this process, or a server.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.data.prompts import with_tools
@@ -26,6 +26,7 @@ from adora_vl.utils.errors import UserError
 
 if TYPE_CHECKING:
     from adora_vl.config.blocks import ToolOptions
+    from adora_vl.rollout.stopping import StopParameters
     from adora_vl.tools.run import Toolbox
 
 
@@ -60,7 +61,7 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     """Turn the options of an engine into its settings, which an engine can be built from.
 
     A model that was trained by this package is asked with the arguments of the chat template that
-    it was trained with. Raises `UserError`.
+    it was trained with, and its answers end where its rollouts did. Raises `UserError`.
     """
     if options.min_pixels and options.max_pixels and options.min_pixels > options.max_pixels:
         raise UserError(
@@ -69,20 +70,49 @@ def build_settings(options: EngineOptions) -> AnswerEngineSettings:
     endpoint = build_endpoint(options)
     # The name of a model on a server says nothing here.
     model = check_model(options.model) if endpoint is None else options.model
-    template_arguments = read_training_config(model).get("chat_template_kwargs") or {}
+    training_config = read_training_config(model)
+    template_arguments = training_config.get("chat_template_kwargs") or {}
     if template_arguments:
         print(
             f"chat_template_kwargs: those of the model's training, {template_arguments}",
             file=sys.stderr,
         )
+    stop = _stop_of_training(training_config, is_server=endpoint is not None)
     settings = options_from(
-        AnswerEngineSettings, options, model=model, endpoint=endpoint, template=template_arguments
+        AnswerEngineSettings,
+        options,
+        model=model,
+        endpoint=endpoint,
+        template=template_arguments,
+        stop_strings=stop.strings,
+        stop_token_ids=stop.token_ids,
     )
     if not options.tools:
         return settings
     toolbox = _build_toolbox(options, settings)
     system_prompt = with_tools(settings.system_prompt, toolbox.schemas)
     return replace(settings, toolbox=toolbox, system_prompt=system_prompt)
+
+
+def _stop_of_training(training_config: Mapping[str, Any], *, is_server: bool) -> StopParameters:
+    """Return what ended an answer in the model's training, and say so on stderr.
+
+    A server would cut the string off the answer, and a grader may need it, as `</answer>`. So a
+    server is not told of them, and a line says that.
+    """
+    from adora_vl.rollout.stopping import StopParameters
+
+    stop = StopParameters.from_config(training_config.get("generation_kwargs"))
+    for key, value in stop.sampling.items():
+        if is_server:
+            print(
+                f"note: {key}: the model's training ended answers at {value}, and --engine openai "
+                "does not; ask it in this process, with --engine vllm",
+                file=sys.stderr,
+            )
+        else:
+            print(f"{key}: that of the model's training, {value}", file=sys.stderr)
+    return StopParameters.from_config(None) if is_server else stop
 
 
 def parse_tool_options(tools: Sequence[str], mapping: str) -> ToolOptions:

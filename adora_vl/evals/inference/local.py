@@ -18,7 +18,7 @@ from adora_vl.evals.inference.chat import ChatProcessor
 from adora_vl.evals.inference.requests import AnswerEngineSettings, AnswerRequest, Unanswerable
 from adora_vl.rewards.thinking import opens_thinking
 from adora_vl.rollout.rollouts import FinishReason, Rollout, SamplingRequest, SamplingResult
-from adora_vl.rollout.stopping import StopCriteria
+from adora_vl.rollout.stopping import StopCriteria, cut_behind_stop_string
 from adora_vl.rollout.turns import ToolLoop, append_result, run_turns
 from adora_vl.utils.errors import UserError
 from adora_vl.utils.openai_client import Reply
@@ -293,8 +293,13 @@ class VLLMEngine(LocalEngine):
             "temperature": settings.temperature,
             # A bias of -100 keeps a token from being sampled.
             "logit_bias": dict.fromkeys(chat.banned_ids, -100.0),
-            "detokenize": False,  # decoded here, as for the other engine
+            # Decoded here, as for the other engine; only strings that end an answer need the text.
+            "detokenize": bool(settings.stop_strings),
         }
+        if settings.stop_strings:
+            sampling["stop"] = list(settings.stop_strings)
+        if settings.stop_token_ids:
+            sampling["stop_token_ids"] = list(settings.stop_token_ids)
         super().__init__(
             settings,
             chat,
@@ -330,6 +335,8 @@ class TransformersEngine(LocalEngine):
             self._eos_ids.append(config_eos)
         elif config_eos is not None:
             self._eos_ids += config_eos
+        self._eos_ids += settings.stop_token_ids
+        self._stop_strings = settings.stop_strings
         decoding: dict[str, Any] = {"do_sample": False}
         if settings.temperature > 0:
             decoding = {
@@ -357,9 +364,13 @@ class TransformersEngine(LocalEngine):
         torch.manual_seed(requests[0].seed or 0)
         # The batch is sampled up to the largest limit; shorter ones are applied afterwards.
         max_tokens = max(request.max_tokens or self.max_length for request in requests)
+        stopping: dict[str, Any] = {}
+        if self._stop_strings:
+            stopping["stop_strings"] = list(self._stop_strings)
+            stopping["tokenizer"] = self.chat.tokenizer
         with torch.inference_mode():
             sequences_BT = self._model.generate(
-                **inputs.to(self._device), max_new_tokens=max_tokens
+                **inputs.to(self._device), max_new_tokens=max_tokens, **stopping
             )
         prompt_length = inputs["input_ids"].shape[1]  # with the padding, for all prompts
         completions = sequences_BT[:, prompt_length:].tolist()
@@ -369,14 +380,25 @@ class TransformersEngine(LocalEngine):
         return results
 
     def _result(self, completion_ids: list[int]) -> SamplingResult:
-        """Cut a completion off behind its first end token, and say why it ended.
+        """Cut a completion off where it ends, and say why it ended.
 
-        A completion without an end token was cut off by the limit on its length.
+        It ends behind its first end token, or behind the token that completes a string of the
+        model's training. A completion without either was cut off by the limit on its length.
         """
-        end = next((i for i, token in enumerate(completion_ids) if token in self._eos_ids), None)
-        tokens = completion_ids if end is None else completion_ids[: end + 1]
+        ends: list[int] = []
+        for index, token in enumerate(completion_ids):
+            if token in self._eos_ids:
+                ends.append(index + 1)
+                break
+        if self._stop_strings:
+            string_end = cut_behind_stop_string(
+                completion_ids, self._stop_strings, self.chat.decode
+            )
+            if string_end is not None:
+                ends.append(string_end)
+        tokens = completion_ids[: min(ends)] if ends else completion_ids
         return SamplingResult(
             tokens=tokens,
             logps=[None] * len(tokens),
-            finish_reason=FinishReason.LENGTH if end is None else FinishReason.STOP,
+            finish_reason=FinishReason.STOP if ends else FinishReason.LENGTH,
         )

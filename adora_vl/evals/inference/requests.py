@@ -171,10 +171,14 @@ class AnswerEngineSettings(SamplingOptions):
     """The number of turns whose calls are answered."""
     template: Mapping[str, Any] = field(default_factory=dict)
     """The arguments of the chat template in the model's training."""
+    stop_strings: tuple[str, ...] = ()
+    """The strings that ended an answer in the model's training (`stop` of `generation_kwargs`)."""
+    stop_token_ids: tuple[int, ...] = ()
+    """The tokens that did, beside the model's own."""
 
     @property
     def fingerprint_fields(self) -> dict[str, Any]:
-        """The fields of a fingerprint that are not options: tools, and arguments of the template.
+        """The fields of a fingerprint that are not options: tools, and what a training had set.
 
         A file of the user's own tools is described by its hash.
         """
@@ -188,4 +192,8 @@ class AnswerEngineSettings(SamplingOptions):
                 fields["tool_files"] = dict(tools.hashes)
         if self.template:
             fields["chat_template_kwargs"] = dict(self.template)
+        if self.stop_strings:
+            fields["stop"] = list(self.stop_strings)
+        if self.stop_token_ids:
+            fields["stop_token_ids"] = list(self.stop_token_ids)
         return fields

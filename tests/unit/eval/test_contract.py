@@ -387,9 +387,12 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
     built: list[dict[str, Any]] = []
     # This process is the first of two ranks; the second has every other row.
     monkeypatch.setattr(evaluation, "gather_object", lambda mine: [*mine, *rows[1::2]])
-    monkeypatch.setattr(
-        evaluation, "ChatProcessor", lambda *arguments, **kwargs: built.append(kwargs)
-    )
+
+    def build_chat(*_: object, **kwargs: object) -> Namespace:
+        built.append(kwargs)
+        return Namespace(decode=str, context=64)
+
+    monkeypatch.setattr(evaluation, "ChatProcessor", build_chat)
     row_by_pid = {row["pid"]: row for row in rows}
     monkeypatch.setattr(
         evaluation,
@@ -402,7 +405,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
         policy=Namespace(name_or_path="x"),
         sampler=Namespace(awake=nullcontext, sample=lambda *_, **__: []),
-        engine=Namespace(greedy={}),
+        engine=Namespace(greedy_settings={}),
         processor="p",
     )
     generation_sampler: Any = Namespace(

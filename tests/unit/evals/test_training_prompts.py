@@ -11,7 +11,9 @@ from peft import LoraConfig, get_peft_model
 from adora_vl.checkpoint.run_files import list_users_files, recording_saved_files
 from adora_vl.checkpoint.training_prompts import read_training_config
 from adora_vl.data.prompts import DEFAULT_PROMPT, SYSTEM_PROMPT
+from adora_vl.evals.inference.engines import build_settings
 from adora_vl.evals.inference.provenance import resolve_prompts
+from adora_vl.evals.inference.requests import EngineOptions
 from adora_vl.evals.options import PROMPT_OF_TRAINING
 from adora_vl.export import export, save_merged
 from adora_vl.models.load import PRETRAINED_FOLDER, load_model, load_processor
@@ -20,6 +22,7 @@ TRAINED_WITH = {
     "adora_system_prompt": "Think aloud.",
     "adora_prompt": None,
     "chat_template_kwargs": {"enable_thinking": False},
+    "generation_kwargs": {"stop": "</answer>", "stop_token_ids": [7]},
 }
 NOT_GIVEN = {"system_prompt": PROMPT_OF_TRAINING, "prompt": PROMPT_OF_TRAINING}
 
@@ -55,6 +58,28 @@ def test_what_is_exported_once_more_still_knows_its_prompts(
     export(tmp_path / "first", tmp_path / "second")
 
     assert read_training_config(str(tmp_path / "second")) == TRAINED_WITH
+
+
+def test_an_answer_ends_where_a_rollout_of_the_training_did(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its strings and tokens are in the fingerprint; a server is not told of them, and a line says so."""
+    export(run_folder, tmp_path / "exported")
+
+    for folder in (run_folder, tmp_path / "exported"):
+        settings = build_settings(EngineOptions(model=str(folder), engine="transformers"))
+        assert settings.stop_strings == ("</answer>",)
+        assert settings.stop_token_ids == (7,)
+        assert settings.fingerprint_fields["stop"] == ["</answer>"]
+        assert settings.fingerprint_fields["stop_token_ids"] == [7]
+        assert "stop: that of the model's training, ['</answer>']" in capsys.readouterr().err
+
+    on_server = EngineOptions(model=str(run_folder), engine="openai", base_url="http://a:1/v1")
+    settings = build_settings(on_server)
+    assert (settings.stop_strings, settings.stop_token_ids) == ((), ())
+    assert "note: stop: the model's training ended answers at ['</answer>'], and --engine" in (
+        capsys.readouterr().err
+    )
 
 
 def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: Path) -> None:

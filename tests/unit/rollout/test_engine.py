@@ -138,6 +138,19 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
             SamplingParams(**engine.generation_kwargs)
 
 
+def test_an_evaluation_ends_answers_where_a_rollout_ends(monkeypatch):
+    """vLLM looks for strings in the text alone, so that it has to be decoded."""
+    monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
+    plain = generation_with({}).greedy_settings
+    assert plain["detokenize"] is False
+    assert "stop" not in plain
+    stopping = generation_with({"stop": "</answer>", "stop_token_ids": [7]}).greedy_settings
+    assert stopping["stop"] == ["</answer>"]
+    assert stopping["stop_token_ids"] == [7]
+    assert "detokenize" not in stopping
+    assert SamplingParams(**stopping).stop == ["</answer>"]
+
+
 def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})

@@ -1,0 +1,42 @@
+"""What ends an answer: tokens, and strings that one or several tokens complete."""
+
+import pytest
+
+from adora_vl.rollout.stopping import StopCriteria, StopParameters, cut_behind_stop_string
+
+TEXT_BY_TOKEN = {1: "so 5", 2: "</an", 3: "swer>", 4: " and", 5: "\n\n"}
+
+
+def decode(ids) -> str:
+    return "".join(TEXT_BY_TOKEN[token] for token in ids)
+
+
+def test_the_key_of_a_config_is_read_in_all_its_forms() -> None:
+    """A single string, a list, and no key at all."""
+    assert StopParameters.from_config(None).sampling == {}
+    assert StopParameters.from_config({"top_k": 3}).sampling == {}
+    stop = StopParameters.from_config({"stop": "</answer>", "stop_token_ids": [7]})
+    assert stop.strings == ("</answer>",)
+    assert stop.token_ids == (7,)
+    assert stop.sampling == {"stop": ["</answer>"], "stop_token_ids": [7]}
+    assert StopParameters.from_config({"stop": ["a", "b"]}).strings == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "ids, length",
+    [
+        ([1, 2, 3], 3),
+        ([1, 2, 3, 4, 4, 2, 3], 3),
+        ([1, 5, 2, 3], 2),
+        ([5], 1),
+        ([1, 2, 4, 3], None),
+        ([1], None),
+        ([], None),
+    ],
+)
+def test_an_answer_of_a_batch_is_cut_where_a_string_is_first_complete(ids, length) -> None:
+    """Its last token is then the one by which every other sampler sees that it has stopped."""
+    strings = ("</answer>", "\n\n")
+    assert cut_behind_stop_string(ids, strings, decode) == length
+    if length is not None:
+        assert StopCriteria(frozenset(), strings, decode).has_stopped(ids[:length])
