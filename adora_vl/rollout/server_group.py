@@ -39,7 +39,7 @@ _ERRORS_BY_KIND_NUMBER = [
 ]
 
 
-class _Failure(NamedTuple):
+class SharedFailure(NamedTuple):
     """An error of the first rank, as the other ranks get it."""
 
     kind_number: int  # the index of its kind in `_ERRORS_BY_KIND_NUMBER`
@@ -159,10 +159,10 @@ class ServerGroup:
         else:
             on_other_ranks()
         # Not every error can be pickled, so the other ranks get the number of its kind, and its text.
-        failure: _Failure | None = None
+        failure: SharedFailure | None = None
         if error is not None:
             text = str(error) or type(error).__name__
-            failure = _Failure(kind_number=_error_kind_number(error), text=text)
+            failure = SharedFailure(kind_number=_error_kind_number(error), text=text)
         outcome: list[Any] = [result, failure]
         broadcast_object_list(outcome, from_process=0)
         if error is not None:

@@ -34,7 +34,7 @@ from adora_vl.rollout.engine_settings import EngineSettings
 from adora_vl.rollout.rollouts import SamplingRequest
 from adora_vl.rollout.samplers import AsyncServerSampler
 from adora_vl.rollout.server_client import Timeouts, connect
-from adora_vl.rollout.server_group import ServerGroup
+from adora_vl.rollout.server_group import ServerGroup, SharedFailure
 from adora_vl.rollout.server_pool import ServerPool
 from adora_vl.rollout.weight_files import WeightFiles
 from adora_vl.utils.errors import EngineError, NoServerError, RolloutError, UserError
@@ -244,7 +244,7 @@ def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch)
             ask()
     # another rank, which is told
     other = ServerGroup(Accelerator(cpu=True), engine._place_features)
-    told = [None, 0, "no vLLM server is left"]
+    told = [None, SharedFailure(kind_number=0, text="no vLLM server is left")]
     hear = "adora_vl.rollout.server_group.broadcast_object_list"
     monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
     took_part = []
