@@ -399,7 +399,7 @@ def test_an_evaluation_during_training_scores_the_answers_of_all_ranks(monkeypat
         "answer_batch",
         lambda _, samples, **kwargs: [row_by_pid[sample.problem.pid] for sample in samples],
     )
-    groups = Namespace(tool_loop=None, any_rank_continues=bool)
+    groups = Namespace(tool_loop=None, any_rank_continues=bool, server_context=None)
     pair: Any = Namespace(
         accelerator=Processes(num_processes=2),
         config=config_of(max_completion_length=8, chat_template_kwargs={"a": 1}),
