@@ -221,7 +221,7 @@ def train(cli_args: CliArgs) -> int:
         with noting_failure(
             trainer.manifest,
             output_dir=output_dir,
-            steps=lambda: trainer.state.global_step,
+            count_steps=lambda: trainer.state.global_step,
             is_main=is_main,
         ):
             model_folder = save_final_model(trainer, output_dir)

@@ -64,7 +64,7 @@ from adora_vl.preflight.run_checks import run_checks
 from adora_vl.record import trackers
 from adora_vl.record.card import write_card
 from adora_vl.record.clocks import start_clocks
-from adora_vl.record.figures import LARGEST_VALUE_KEYS, add_largest
+from adora_vl.record.figures import LARGEST_VALUE_KEYS, keep_largest
 from adora_vl.record.manifest import end_manifest, noting_failure, write_manifest
 from adora_vl.rollout.rollouts import RolloutGroup, StepKey
 from adora_vl.rollout.samplers import AsyncServerSampler
@@ -549,7 +549,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
             return max(int(self.state.global_step), steps_of_checkpoint)
 
         with noting_failure(
-            self.manifest, output_dir=output_dir, steps=steps_done, is_main=is_main
+            self.manifest, output_dir=output_dir, count_steps=steps_done, is_main=is_main
         ):
             if checkpoint:
                 self.restore(checkpoint)
@@ -628,7 +628,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
         """
         values = self._metrics["train"][name]
         if name in LARGEST_VALUE_KEYS:
-            add_largest(values, value)
+            keep_largest(values, value)
         else:
             values.append(value)
 

@@ -144,14 +144,14 @@ def _front_matter(name: str, sees_images: bool) -> str:
 
 
 def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: bool) -> str:
-    """Return the section of the card with code that loads the model and asks it a problem.
+    """Return the section of the model card with code that loads the model and asks it a problem.
 
-    It says too how the training made prompts of problems.
+    The section also says how the training turned problems into prompts.
 
     Args:
         config: the recorded config of the run.
-        prompt: the template of the training's prompts; empty or None where a prompt was the problem
-            alone.
+        prompt: the template of the training's prompts; empty or None where a prompt was the
+            problem alone.
         sees_images: whether the model takes pictures.
     """
     system = config.get("adora_system_prompt", SYSTEM_PROMPT)
@@ -170,6 +170,7 @@ def _how_to_load(config: Mapping[str, Any], prompt: str | None, sees_images: boo
     max_new_tokens = config.get("max_completion_length") or 4096
     section = code.format(messages=messages, max_new_tokens=max_new_tokens)
     if not prompt:
+        # A prompt was the problem alone.
         return section
     if prompt == DEFAULT_PROMPT:
         problem = read_template(prompt)({"problem": "Find x.", "choices": ["12", "13"]})

@@ -19,15 +19,20 @@ TimedPhase = Callable[[str], AbstractContextManager[None]]
 
 @dataclass(frozen=True, kw_only=True)
 class StepClocks:
-    """What measures the phases of a step."""
+    """What measures the phases of a step: `seconds` their time, `memory` the GPU's memory.
+
+    `memory` is None on a CPU.
+    """
 
     seconds: PhaseClock
     memory: CardMemory | None
-    """Of the GPU; None on a CPU."""
 
     @property
     def engine_phase(self) -> TimedPhase:
-        """Measures a phase that the engine enters, on a GPU with its memory."""
+        """A function that returns the context for a phase of the engine, such as its sleep.
+
+        Inside of it the seconds are measured, and on a GPU the memory.
+        """
         if self.memory is None:
             return self.seconds.phase
         return partial(self.memory.phase, clock=self.seconds.phase)

@@ -82,7 +82,7 @@ class DiagramStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             small_image = image.convert("RGB")
             small_image.thumbnail((_MAX_SIDE_PIXELS, _MAX_SIDE_PIXELS))
-            # counted before the new file is there, which would be counted twice otherwise
+            # The folder may be counted only now. Once the new file is there, it would count twice.
             bytes_before = self._used_bytes()
             png_notes = PngInfo()
             png_notes.add_text(_SIZE_NOTE_KEY, f"{image.width} {image.height}")
@@ -102,8 +102,8 @@ class DiagramStore:
 def _size_or_zero(path: Path) -> int:
     """Return the bytes of a file, or 0 if it has gone since the folder was listed.
 
-    The hidden file that another rank writes goes when it gets its name. To fail there would lose the
-    names of this rank's diagrams in the record, as a full disk does.
+    Another rank's hidden file, for instance, is renamed once it is written. If that failed here,
+    the record would lack the names of this rank's diagrams.
     """
     try:
         return path.stat().st_size

@@ -22,11 +22,12 @@ MISSING_REWARD_KEY = "rewards/missing"
 LARGEST_VALUE_KEYS = frozenset({"adora/ratio_max", "adora/staleness_max"})
 
 
-def add_largest(values: list[float], value: float) -> None:
-    """Let a figure's values since the last line be the largest alone, a further one included.
+def keep_largest(values: list[float], value: float) -> None:
+    """Replace a figure's values since the last log line by the largest of them and a new value.
 
-    The log takes the mean of these values, which would hide a step that was skipped for its ratio.
-    NaN counts only where there is nothing else.
+    The log takes the mean of the values, in which the one large ratio that had a step skipped would
+    hardly be seen. With a single value, the mean is that value. NaN is kept only if there is no
+    number.
     """
     numbers = [number for number in (*values, value) if not math.isnan(number)]
     values[:] = [max(numbers, default=math.nan)]
@@ -70,7 +71,7 @@ class LoggedFigure:
     def in_line(self, value: float) -> str:
         """Return the short title and the value as text for the progress line."""
         number = _LINE_TEMPLATE_BY_FORMAT[self.format].format(value)
-        # A line has whole per cents. A small share would be 0 % there, so it gets a decimal.
+        # A share is rounded to whole per cents. A small one would become 0 %, so it gets a decimal.
         if self.format == "share" and 0 < value < 0.1:
             number = self.in_table(value)
         return f"{self.short or self.title} {number}"
@@ -212,13 +213,13 @@ CHARTS = (
 
 
 def page_figures() -> dict[str, Any]:
-    """Return which charts and which table rows the page of a run shows, as its JavaScript reads them.
+    """Return the charts and table rows that the page of a run shows, as its JavaScript reads them.
 
-    `share` says of a chart or a row that its values are shares, which are shown in per cent.
+    The entry `share` of a chart or row: whether its values are shares, which are shown in per cent.
     """
     charts = []
     for chart in CHARTS:
-        # the lines of a chart are figures of the same format, so the first one tells it
+        # All lines of a chart have the same format, so the first one decides.
         first_key, _ = chart.series[0]
         charts.append(
             {

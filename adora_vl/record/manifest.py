@@ -43,23 +43,25 @@ def launch_command(arguments: Sequence[str] | None, command_line_file: Path | No
             for the parent of this process. Tests set it.
     """
     if arguments is None:
-        # "" and "-c" are what Python puts there for an interactive session and for code in a string
-        is_script = sys.argv and sys.argv[0] not in ("", "-c")
-        return shlex.join(masked_words([interpreter(), *sys.argv])) if is_script else "Python"
+        # Python sets "" for an interactive session, and "-c" for code in a string.
+        is_script = bool(sys.argv) and sys.argv[0] not in ("", "-c")
+        if not is_script:
+            return "Python"
+        return shlex.join(masked_words([interpreter(), *sys.argv]))
     if command_line_file is None:
         command_line_file = Path(f"/proc/{os.getppid()}/cmdline")
     words = _accelerate_words(command_line_file)
-    # accelerate may also have started a script that calls the trainer: its command has no `-m`
+    # Without `-m` accelerate has started a script of the user's, which calls this command.
     if words is None or "-m" not in words:
         words = [interpreter(), "-m", "adora_vl.train", *arguments]
     return shlex.join(masked_words(words))
 
 
 def interpreter() -> str:
-    """Return the path of this Python, as one types it in the current folder.
+    """Return this Python as one types it in the current folder, such as `.venv/bin/python`.
 
-    `sys.executable` may be `python3.12`: where a plain `python` beside it is the same program, that
-    is the name to type.
+    `sys.executable` may end in `python3.12`. If `python` beside it is the same program, that
+    shorter name is returned.
     """
     program = Path(sys.executable)
     short_path = program.with_name("python")
@@ -68,10 +70,10 @@ def interpreter() -> str:
 
 
 def path_to_type(program: str) -> str:
-    """Return the path of a program as one types it in the current folder.
+    """Return a program as one types it in the current folder.
 
-    A program below the current folder gets its relative path, such as `.venv/bin/python`, and any
-    other one its name alone.
+    That is the relative path of a program below the current folder, such as `.venv/bin/python`, and
+    the name alone of any other one.
     """
     path = Path(program)
     if not path.is_absolute():
@@ -139,7 +141,7 @@ def describe_recipe(config: Mapping[str, Any]) -> str:
         else:
             # a method of the user's own has the name of its class or function
             titles.append(TITLE_BY_METHOD.get(name, name_in_users_file(name)))
-    # ADORA's title is empty where it is off; what is left without any method is GRPO
+    # ADORA's title is empty where it is off. Without any other method the run is plain GRPO.
     methods = " + ".join(title for title in titles if title) or TITLE_BY_METHOD["grpo"]
     return ", ".join([methods, *_describe_additions(config)])
 
@@ -245,11 +247,10 @@ def run_manifest(
         overlong_rows: how many rows are left out, since their prompts are too long
             (`adora_overlong_prompts`).
     """
-    config = {
-        field.name: getattr(dataclass_of_settings, field.name)
-        for dataclass_of_settings in settings
-        for field in dataclasses.fields(dataclass_of_settings)
-    }
+    config: dict[str, Any] = {}
+    for dataclass_of_settings in settings:
+        for field in dataclasses.fields(dataclass_of_settings):
+            config[field.name] = getattr(dataclass_of_settings, field.name)
     public_config = {key: value for key, value in sorted(config.items()) if not is_secret(key)}
     data_entry: dict[str, Any] = {
         "folder": ", ".join(data_folders),
@@ -324,7 +325,7 @@ def end_manifest(manifest: Manifest, output_dir: Path, status: str, steps: int) 
 
 @contextmanager
 def noting_failure(
-    manifest: Manifest, output_dir: Path, steps: Callable[[], int], is_main: bool
+    manifest: Manifest, output_dir: Path, count_steps: Callable[[], int], is_main: bool
 ) -> Iterator[None]:
     """Mark a run as `failed` in its manifest if the code inside the `with` raises an exception.
 
@@ -334,7 +335,7 @@ def noting_failure(
     Args:
         manifest: the manifest of the run, which is changed.
         output_dir: the folder of the run.
-        steps: returns how many optimizer steps were made when the exception came.
+        count_steps: returns how many optimizer steps have been made so far.
         is_main: whether this is the first rank, which alone writes.
     """
     try:
@@ -342,10 +343,10 @@ def noting_failure(
     except Exception as error:
         if is_main:
             manifest["error"] = masked_text(f"{type(error).__name__}: {error}".splitlines()[0])
-            # If the manifest cannot be written, since the disk is full, that is most likely why the
-            # run has failed, so `error` says so already.
+            # If the disk is full, the manifest cannot be written. Most likely that is also why the
+            # run has failed, and `error` says so already.
             with suppress(RunError):
-                end_manifest(manifest, output_dir=output_dir, status="failed", steps=steps())
+                end_manifest(manifest, output_dir=output_dir, status="failed", steps=count_steps())
         raise
 
 
@@ -388,8 +389,8 @@ def git_commit() -> str | None:
         return result.stdout.strip()
 
     try:
-        # A checkout of another project may hold the package, in its `.venv` for example, and does
-        # not track it then: its commit would say nothing.
+        # The package may lie in the checkout of another project, for example in its `.venv`. That
+        # checkout does not track it, so its commit would say nothing.
         tracked_file = git("ls-files", "adora_vl/__init__.py")
         if tracked_file == "":
             return None

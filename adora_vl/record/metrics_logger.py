@@ -46,8 +46,8 @@ class MetricsLogger:
             table: TRL's `_logs`, the table of completions.
             function_names: the names of the reward functions.
             tie_notice: warns where right answers are often exactly as long as wrong ones.
-            assess: returns what is known of groups from the facts of their rollouts, the rollouts
-                of a group, and the optimizer steps that have been made.
+            assess: computes what is known of groups, such as their weights, from the facts of
+                their rollouts, the size of a group, and the number of optimizer steps so far.
             synced_bytes: returns how many bytes the last weight sync has sent to the engine; None
                 without an engine.
         """
@@ -60,7 +60,8 @@ class MetricsLogger:
         self.synced_bytes = synced_bytes
         self.log = context.log
         self.state = context.state
-        # With `refill` a generation is graded in several batches, whose facts wait for the last.
+        # With `refill` a generation is graded in several batches. Their facts are collected in
+        # `_graded_facts` until all are known, and logged by `log_learned`.
         self._has_further_batches = context.config.adora_rollouts.refill > 0
         self._graded_facts: RolloutFacts | None = None
         self.logs_tables = logs_tables(context.config)
@@ -85,21 +86,19 @@ class MetricsLogger:
         state = self.state()
         if is_training:
             state.num_input_tokens_seen += facts.tokens
-        if is_training and self.synced_bytes is not None:
-            self.log("adora/sync_mb", self.synced_bytes() / 2**20)
+            if self.synced_bytes is not None:
+                self.log("adora/sync_mb", self.synced_bytes() / 2**20)
         # One value in place of the earlier ones, as in TRL: the log line takes the mean of a
         # metric's values, and this one is a total already.
         metrics["num_tokens"].clear()
         metrics["num_tokens"].append(state.num_input_tokens_seen)
-        if not is_training or not self._has_further_batches:
-            self._log_figures(metrics, scored_groups.assessment, facts)
-        elif self._graded_facts is None:
-            self._graded_facts = facts
+        if is_training and self._has_further_batches:
+            self._collect_facts(facts)
         else:
-            self._graded_facts = self._graded_facts.append_graded(facts)
+            self._log_figures(metrics, scored_groups.assessment, facts)
         images: list[Any] = []
         if self.logs_images:
-            # A rank without images gives None for each row, since the table has a row of each.
+            # The table needs an entry for each row, so a rank without images has None in each.
             images = built_groups.prompts.images or [None] * len(built_groups.completions)
         add_rows(
             self.table,
@@ -122,15 +121,22 @@ class MetricsLogger:
                 function_names=self.function_names,
             )
 
+    def _collect_facts(self, facts: RolloutFacts) -> None:
+        """Add the facts of a graded batch to those of the generation's earlier batches."""
+        if self._graded_facts is None:
+            self._graded_facts = facts
+        else:
+            self._graded_facts = self._graded_facts.append_graded(facts)
+
     def _log_figures(
         self, metrics: Mapping[str, list[float]], assessment: GroupAssessment, facts: RolloutFacts
     ) -> None:
-        """Add the figures of graded rollouts to `metrics`, which has those since the last log line.
+        """Add the figures of graded rollouts to `metrics`, from which TRL makes the next log line.
 
         Args:
-            metrics: the values of each metric of a training, or of an evaluation.
-            assessment: what is known of the groups of all ranks.
-            facts: what is known of their rollouts.
+            metrics: the values of each metric since the last log line, by name.
+            assessment: what is known of the groups of all ranks, such as their weights.
+            facts: what is known of their rollouts, such as rewards and lengths.
         """
         figures = assessment_figures(assessment, facts, self.function_names)
         has_tools = self.recorder.decode is not None
@@ -149,7 +155,7 @@ class MetricsLogger:
         """
         facts = self._graded_facts
         if facts is not None:
-            # The figures are over all rollouts, however many each batch has had.
+            # The figures are means over all rollouts of the generation, and not means of batches.
             self._graded_facts = None
             assessment = self.assess(facts, generation.group_size, generation.key.step)
             self._log_figures(self.metrics_by_mode["train"], assessment, facts)

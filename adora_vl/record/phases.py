@@ -126,9 +126,10 @@ class PhaseClock(TrainerCallback):  # type: ignore[misc]  # transformers is unty
 
     def _charge_time(self) -> None:
         """Charge the time since the last call of this to the innermost open phase."""
-        phase = self._open_phases[-1] if self._open_phases else "other"
-        # A phase of the host starts no GPU work, so there is nothing of its own to wait for.
-        if not self._open_phases or phase not in _HOST_PHASES:
+        is_between_steps = not self._open_phases
+        phase = "other" if is_between_steps else self._open_phases[-1]
+        # A phase of the host starts no GPU work, so there is nothing to wait for.
+        if is_between_steps or phase not in _HOST_PHASES:
             self._wait()
         now = self._now()
         self._seconds_by_phase[phase] += now - self._charged_until

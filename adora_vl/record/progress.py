@@ -51,9 +51,10 @@ def duration_text(seconds: float) -> str:
 def accuracy_differs_from_pass_rate(logs: Mapping[str, Any]) -> bool:
     """Return whether a log entry's accuracy is worth showing beside its pass rate.
 
-    The accuracy is the share of right answers, the pass rate that of rewards above a threshold. With
-    one reward function they are mostly the same figure. They are not where several reward functions
-    are summed, or where one of the two is not logged or has another value.
+    The accuracy is the share of right answers, the pass rate that of rewards above a threshold.
+    With one reward function the two are mostly equal, and then the accuracy says nothing new. It is
+    shown if several reward functions are summed, if one of the two figures was not logged, or if
+    they differ.
     """
     mean_rewards = [key for key in logs if key.startswith("rewards/") and key.endswith("/mean")]
     accuracy = logs.get(ACCURACY_KEY)
@@ -154,7 +155,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         control: TrainerControl,
         **kwargs: object,
     ) -> None:
-        """Move the beginning of the estimate to the moment when the first step begins.
+        """Let the estimate of the remaining time begin when the first step begins.
 
         The self-check and all else before that step is done once, and says nothing about how long
         later steps take.
@@ -198,7 +199,7 @@ class ProgressLine(TrainerCallback):  # type: ignore[misc]  # transformers is un
         warning = no_signal_warning(state.log_history)
         if warning is not None and not self._has_warned:
             self._bar.write(f"warning: {warning}", file=sys.stderr)
-        # Once for each series of such steps: a step that teaches something ends the series.
+        # The warning is printed once for each series of such steps.
         self._has_warned = warning is not None
 
     def _seconds_left(self, max_steps: int) -> float | None:
@@ -236,7 +237,8 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
 
     `history`: the trainer's log history, or the lines of `metrics.jsonl`.
     """
-    silent_entries: list[Mapping[str, Any]] = []  # those without signal, the newest first
+    # the entries without signal at the end of the history, the newest first
+    silent_entries: list[Mapping[str, Any]] = []
     last_step_with_signal = 0
     for entry in reversed(history):
         equal_reward_share = entry.get("frac_reward_zero_std")
@@ -251,7 +253,7 @@ def no_signal_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     if not silent_entries:
         return None
     silent_steps = int(silent_entries[0]["step"]) - last_step_with_signal
-    # so many may be chance
+    # A few such steps may be chance.
     if silent_steps < SILENT_STEPS_BEFORE_WARNING:
         return None
     return (

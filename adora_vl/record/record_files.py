@@ -32,7 +32,7 @@ class RecordPart:
 def list_parts(folder: Path) -> list[RecordPart]:
     """Return the record's files in `folder`, in the order of their steps.
 
-    A file whose steps another one has too is left out: it was merged into that one, and a crash
+    A file is left out if another one also has its steps: it was merged into that one, but a crash
     came before it was deleted.
     """
     parts_or_none = [_part_of_path(path) for path in folder.glob("*")]

@@ -134,7 +134,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._generation_slices.append(slice(first_position, self._graded_in_step))
         batch_columns = self._gather_batch_columns(scored_groups.batch)
         dataset_columns = self._gather_dataset_columns(built_groups)
-        # Where the first rank's disk has refused an earlier step, recording has ended.
+        # Recording has ended if the first rank's disk has refused an earlier step.
         if self.accelerator.is_main_process and not self.record.failure_reason:
             columns = _graded_columns(
                 scored_groups.facts, scored_groups.assessment, table, function_names
@@ -184,7 +184,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def add_final_advantages(
         self, batch: Batch, advantages: Advantages, table: Mapping[str, Any]
     ) -> None:
-        """Write the final advantages of the rollouts that the loss uses over those of `add`.
+        """Fill in the final advantages of the rollouts that the loss uses; `add` leaves them at 0.
 
         They are computed once groups without signal have been replaced. A rollout of a replaced
         group is not in `batch`, and its advantage in the record stays 0. Collective: the numbers of
@@ -378,7 +378,7 @@ def _graded_columns(
     for name, rewards_N in zip(function_names, rewards_NF.unbind(dim=1), strict=True):
         columns[f"reward/{name}"] = rewards_N.tolist()
     for name in _REWARD_COLUMNS:
-        # empty where no reward function adds it, as in a run that checks no steps
+        # The column is empty if no reward function adds it.
         logged = list(table["extra"].get(name, ()))[-rollout_count:]
         columns[name] = [_recorded_value(name, value) for value in logged]
     columns |= criteria_columns(weighting.groups)
@@ -388,8 +388,9 @@ def _graded_columns(
 def _recorded_value(column: str, value: object) -> object:
     """Return a value that a reward function has logged as the column of the record has it.
 
-    A function of the user's may log other values under these names: they become texts, and what is
-    not as the reward `steps` writes it becomes None.
+    A function of the user's may log other values under these names. They become texts, except in
+    the columns `new`, `false` and `steps`: there a value in another form than the reward `steps`
+    writes becomes None.
     """
     if value is None:
         return None

@@ -57,9 +57,9 @@ def is_noise(change: Difference) -> bool:
 def training_change(folder: Path, log: LogEntries, key: str) -> Difference | None:
     """Return how a figure changed from the first to the last fifth of a run's logged steps.
 
-    The 95 % interval of the change comes from the recorded groups of these steps, since the answers
-    to one problem are not independent of each other. Without a record it comes from the logged
-    values of the steps.
+    The 95 % interval of the change comes from the means of the recorded groups of these steps. A
+    group, the answers to one problem, has one value, since these answers are not independent of
+    each other. Without a record the interval comes from the logged values of the steps.
 
     Args:
         folder: the output_dir of the run.
@@ -81,9 +81,6 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         last=[float(line[key]) for line in last_lines],
         unit="logged step",
     )
-    change = Difference(
-        first=fmean(step_samples.first), second=fmean(step_samples.last), over="no interval"
-    )
     # A line has the figures of all steps since the line before it.
     line_before_last_fifth = lines[-fifth - 1]
     group_samples = _recorded_groups(
@@ -92,21 +89,10 @@ def training_change(folder: Path, log: LogEntries, key: str) -> Difference | Non
         begin_of_last_fifth=line_before_last_fifth.get("step", 0) + 1,
         key=key,
     )
-    samples = group_samples or step_samples
-    first_count = len(samples.first)
-    last_count = len(samples.last)
-    if min(first_count, last_count) < 2:
-        return change
-    low, high = welch_interval(samples.first, samples.last)
-    # The change is that of the logged means. Those of the recorded groups may differ from them a
-    # little, as groups that were replaced are recorded too, so only the interval's width is taken.
-    half_width = (high - low) / 2
-    return Difference(
-        first=change.first,
-        second=change.second,
-        low=change.value - half_width,
-        high=change.value + half_width,
-        over=f"{first_count} and {amount(last_count, samples.unit)}",
+    return _change_with_interval(
+        first_mean=fmean(step_samples.first),
+        last_mean=fmean(step_samples.last),
+        samples=group_samples or step_samples,
     )
 
 
@@ -117,6 +103,31 @@ class _FigureSamples(NamedTuple):
     last: list[float]
     unit: str
     """What has one value each: `group` or `logged step`."""
+
+
+def _change_with_interval(
+    first_mean: float, last_mean: float, samples: _FigureSamples
+) -> Difference:
+    """Return the change between two means, with an interval as wide as Welch's for the samples.
+
+    The means are those of the log. The means of the samples may differ from them a little, as the
+    record also has groups that were replaced, so only the width of their interval is taken. There
+    is none where one side has fewer than two samples.
+    """
+    first_count = len(samples.first)
+    last_count = len(samples.last)
+    if min(first_count, last_count) < 2:
+        return Difference(first=first_mean, second=last_mean, over="no interval")
+    low, high = welch_interval(samples.first, samples.last)
+    half_width = (high - low) / 2
+    change = last_mean - first_mean
+    return Difference(
+        first=first_mean,
+        second=last_mean,
+        low=change - half_width,
+        high=change + half_width,
+        over=f"{first_count} and {amount(last_count, samples.unit)}",
+    )
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -225,10 +236,10 @@ def _evaluation_result(log: LogEntries) -> str | None:
 def _evaluation_change(
     first_line: Mapping[str, Any], last_line: Mapping[str, Any], key: str
 ) -> Difference:
-    """Return the change between two logged accuracies, with an interval from those of both.
+    """Return the change between two logged accuracies, with an interval that is made of theirs.
 
-    The interval is that of Newcombe (1998, method 10) for two independent shares. The evaluations
-    ask the same problems, so it is wider than need be, but the log does not say which of the
+    It is Newcombe's interval (1998, method 10) for two independent shares. The evaluations ask the
+    same problems, so a paired interval would be narrower, but the log does not say which of the
     answers were right. There is no interval for a single evaluation, or where the log lacks a bound.
 
     Args:
@@ -247,7 +258,8 @@ def _evaluation_change(
         return change
     if not _is_number(last_low) or not _is_number(last_high):
         return change
-    # the distances of both accuracies to their bounds add up like two sides of a right angle
+    # The interval reaches as far as the distances of both accuracies to their bounds, which add up
+    # like the sides of a right angle: as the root of the sum of their squares.
     distance_below = hypot(change.second - last_low, first_high - change.first)
     distance_above = hypot(last_high - change.second, change.first - first_low)
     return Difference(

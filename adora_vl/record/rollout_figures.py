@@ -18,7 +18,10 @@ from adora_vl.training.rollout_facts import RolloutFacts
 
 
 def _mean_where(values: Tensor, mask: Tensor) -> float:
-    """Return the mean of the values where the mask is True; NaN, which the log leaves out, if nowhere."""
+    """Return the mean of the values where the mask is True.
+
+    It is NaN, which the log leaves out, where the mask is True nowhere.
+    """
     return values[mask].mean().item() if bool(mask.any()) else math.nan
 
 
@@ -79,10 +82,10 @@ class TieNotice:
             options: those of the run's ADORA, with the mode `off` where the run has none.
             speaks: whether this is the first rank, which alone prints.
         """
-        # The criterion `working` compares true steps instead of tokens. Those are few, so that ties
-        # of them are common and say something.
+        # The criterion `working` compares numbers of true steps instead of tokens. They are small,
+        # so their ties are common, and no reason for a notice.
         compares_length = "working" not in options.criteria
-        # `plain`: the factor is always 1, so that no group loses weight by a tie either.
+        # With `plain` the factor is always 1, so no group loses weight by a tie.
         attenuates = options.mode == "attenuation" and not options.plain
         self._is_silent = not (speaks and attenuates and compares_length)
         self._groups_that_may_tie = 0

@@ -210,7 +210,7 @@ class Record:
                 columns `group` and `rollout` are added to it.
             group_size: rollouts of a group.
         """
-        # groups of one step are numbered through, also where it has several batches
+        # The groups of a step are numbered through all of its batches.
         waiting_rows = sum(len(batch["step"]) for batch in self._waiting_batches)
         first_group = waiting_rows // group_size
         row_count = len(columns["step"])
@@ -226,12 +226,14 @@ class Record:
             values_by_batch: for each waiting batch, in the order in which they were added, a value
                 for each of its rows. Where it is NaN, the row keeps the value that it has.
         """
-        # `strict=False`: values still come after the disk has refused a file, but no batch waits.
+        # `strict=False`: once the disk has refused a file, values still come, but no batch waits.
         for columns, new_values in zip(self._waiting_batches, values_by_batch, strict=False):
-            old_values = columns.get(name) or new_values
+            if not columns.get(name):
+                columns[name] = list(new_values)
+                continue
             columns[name] = [
                 old if math.isnan(new) else new
-                for old, new in zip(old_values, new_values, strict=True)
+                for old, new in zip(columns[name], new_values, strict=True)
             ]
 
     def flush(self, step: int) -> None:

@@ -117,8 +117,7 @@ def figure_rows(history: Sequence[Mapping[str, Any]]) -> list[FigureRow]:
 
     A figure that was never logged has no row. `history` is the trainer's log history.
     """
-    # The entry with which the run ends counts too: it has the figures of the steps since the entry
-    # before it.
+    # The last entry of a run counts too: it has the figures of the steps since the entry before.
     entries = [entry for entry in history if kind_of_entry(entry) != "eval"]
     rows = []
     for key in SUMMARY_KEYS:
@@ -165,9 +164,9 @@ def summary_lines(
         lines += ["", f"warning: {warning}"]
     folder = Path(config.output_dir)
     lines += _figure_lines(folder, history)
-    merge_line = merge_command(model)
+    command_to_merge = merge_command(model)
     adapter_note = ""
-    if merge_line is not None:
+    if command_to_merge is not None:
         adapter_note = (
             "the adapter alone, as after 4 bits or ZeRO-3 the whole model may not fit in this "
             "memory; "
@@ -176,21 +175,21 @@ def summary_lines(
     lines.append(f"Metrics       {folder / METRICS_FILE}")
     if config.adora_record_gb:
         lines.append(f"Rollouts      {folder / ROLLOUTS_FOLDER}  (Parquet)")
-    evaluate_line = None
-    # The evaluators have the tools of the key `tools`, but no environment.
+    command_to_evaluate = None
+    # The evaluators can use the tools of the key `tools`, but no environment.
     if not config.environment_factory:
-        evaluate_line = evaluate_command(
+        command_to_evaluate = evaluate_command(
             model,
             data=data,
             output=folder / "eval",
             max_tokens=config.max_completion_length,
         )
-    if evaluate_line is not None and config.tools:
-        evaluate_line += f" {shlex.join(_tool_options(config))}"
+    if command_to_evaluate is not None and config.tools:
+        command_to_evaluate += f" {shlex.join(_tool_options(config))}"
     command_by_title = {
         "View it": view_command(folder),
-        "Merge it": merge_line,
-        "Evaluate it": evaluate_line,
+        "Merge it": command_to_merge,
+        "Evaluate it": command_to_evaluate,
         "Train longer": _command_for_longer_run(config, command),
     }
     for title, next_command in command_by_title.items():

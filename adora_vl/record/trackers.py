@@ -145,8 +145,8 @@ def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float
 
     Args:
         table: the trainer's `_logs`.
-        name: the column's name in the record of rollouts. The table calls two of them otherwise; one
-            that it lacks is ignored.
+        name: the column's name in the record of rollouts. Two columns have another name in the
+            table. A column that the table lacks is ignored.
         values: for the newest rows, in their order; NaN for a row that keeps what it has.
     """
     columns_by_record_name = {
@@ -155,9 +155,9 @@ def set_final_values(table: Mapping[str, Any], name: str, values: Sequence[float
         "weight": table["extra"]["adora_weight"],
     }
     column = columns_by_record_name.get(name, ())
-    # From the end, since a deque of limited length may have dropped the first rows.
-    rows = min(len(column), len(values))
-    for index in range(-rows, 0):
+    # Rows are counted from the end, since a deque of limited length drops its first rows.
+    row_count = min(len(column), len(values))
+    for index in range(-row_count, 0):
         if not math.isnan(values[index]):
             column[index] = values[index]
 
@@ -209,8 +209,11 @@ def restore_table(text: str, logs: Mapping[str, Any], function_names: Collection
     """Replace the rows of TRL's `_logs` by those that `table_to_json` has saved in a checkpoint.
 
     An empty text changes nothing: the checkpoint has no rows. Some keys of `_logs` have a column,
-    others a dict of columns by their names. `function_names`: of the reward functions of the run.
-    A column under another name would stay empty, and TRL makes no table of unequal columns.
+    others a dict of columns by their names.
+
+    `function_names`: of the reward functions of the run. A checkpoint of an earlier version may
+    name a reward's column otherwise. The column of the run would then stay empty, and TRL can make
+    no table of unequal columns.
     """
     if not text:
         return

@@ -9,7 +9,7 @@ from adora_vl.record.figures import (
     PASS_RATE_KEY,
     PROGRESS_LINE_KEYS,
     SUMMARY_KEYS,
-    add_largest,
+    keep_largest,
     page_figures,
 )
 
@@ -52,17 +52,17 @@ def test_a_share_is_a_percentage_in_a_table_a_line_and_on_the_page():
 def test_the_largest_value_since_the_last_line_is_not_averaged_away():
     values: list[float] = []
     for value in (1.0, 60.0, 1.5):
-        add_largest(values, value)
+        keep_largest(values, value)
     assert values == [60.0]
 
 
 def test_a_value_that_is_no_number_hides_no_largest_value():
     values: list[float] = []
-    add_largest(values, math.nan)
+    keep_largest(values, math.nan)
     assert math.isnan(values[0])
     for value in (1.5, math.nan, 1.0):
-        add_largest(values, value)
+        keep_largest(values, value)
     assert values == [1.5]
     of_older_checkpoint = [1.2, 40.0]
-    add_largest(of_older_checkpoint, 3.0)
+    keep_largest(of_older_checkpoint, 3.0)
     assert of_older_checkpoint == [40.0]
