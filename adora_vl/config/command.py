@@ -380,14 +380,15 @@ def _criteria_in(file_methods: object) -> dict[str, Any]:
 
 
 def _with_option(key: str, container: Any, option_path: Sequence[str], value: Any) -> Any:
-    """Return a copy of a key's value in which one option is set.
+    """Return a copy of a key's value in which one option is set, as `--key.name.option VALUE` asks.
 
     Args:
         key: Name of the config key, for errors.
-        container: The value before: a mapping, a text such as `dapo+adora`, or a list of names and
-            mappings. Anything else is replaced by a mapping. A text or a list has to contain the
-            first name of the path already.
-        option_path: Names from the outermost mapping to the option. Empty: `value` itself.
+        container: The key's value before: a mapping, a text such as `dapo+adora`, or a list of
+            names and mappings. Anything else is replaced by a mapping. A text or a list has to
+            contain the first name of the path already.
+        option_path: Names from the outermost mapping to the option, such as `name` and `option`. If
+            it is empty, the new value replaces the whole container.
         value: The option's new value.
     """
     if not option_path:

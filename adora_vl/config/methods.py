@@ -203,8 +203,8 @@ def build_methods(
 def settle_methods(config: AdoraGRPOConfig, functions: Mapping[str, Any]) -> MethodSet:
     """Build the methods of a config that is being constructed, and let them change its keys.
 
-    A method may set keys of TRL, such as the loss that its paper uses. `adora_method` itself
-    becomes the mapping of all methods to all of their options.
+    A method may set keys of TRL, such as the loss that its paper uses. The key `adora_method`
+    itself becomes the mapping of all methods to all of their options, defaults included.
 
     `functions`: functions and classes that Python code has passed, by name. Returns the methods,
     with a note for the user about each key that changes. Raises `UserError`.

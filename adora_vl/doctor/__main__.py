@@ -103,7 +103,7 @@ def diagnose(cli_args: CliArgs) -> list[Check]:
         # Further checks would use the wrong libraries, and say nothing about the run.
         return checks
     run = run_checks(request, RunContext.of_launch("look"))
-    checks += paper_checks(run)
+    checks += checks_without_weights(run)
     return checks + engine_checks(run)
 
 
@@ -139,7 +139,7 @@ def environment_checks(request: RunRequest) -> list[Check]:
     return [*libraries, builds, driver, compilers]
 
 
-def paper_checks(run: ResolvedRun) -> list[Check]:
+def checks_without_weights(run: ResolvedRun) -> list[Check]:
     """Check what needs the data and the config, but no weights: grader, rewards, output folder."""
     from adora_vl.doctor.checks import check_golds, check_rewards, check_writable
 
@@ -148,14 +148,14 @@ def paper_checks(run: ResolvedRun) -> list[Check]:
     train = run.data.train
     assert script is not None, "a doctor examines a command"
     assert train is not None, "a doctor examines a command"
-    # so that no image is decoded
+    # Without the images none is decoded.
     text_columns = train.remove_columns(
         [name for name in ("images",) if name in train.column_names]
     )
     rows = [text_columns[number] for number in range(min(CHECKED_ROWS, len(train)))]
     checks = [check_golds(rows, rounding=accepts_rounding(read_rewards(script.adora_reward)))]
-    # Functions of the user's were tried already, and their sums may mean something else. What a
-    # judge thinks of an answer in a box is its own, and may be no score where it does not reply.
+    # Functions of the user's were tried already, and may rate answers by something else than being
+    # right. A judge, which is a served model, may give any score, or none where it does not reply.
     has_judge = JUDGE in run.rewards.entries
     if is_healthy(checks) and not run.rewards.user_functions and not has_judge:
         checks.append(

@@ -351,7 +351,8 @@ def check_four_bit() -> Check:
     layer = Linear4bit(128, 64, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4").to(
         device
     )
-    # That kernel of bitsandbytes repacks the weights, which could not be dequantised here then.
+    # bitsandbytes' kernel for AVX512 would repack the weights, and they could not be dequantised
+    # below.
     layer.support_avx512bf16_for_cpu = False
     inputs = torch.randn(4, 128, dtype=torch.bfloat16, device=device)
     weights = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(torch.bfloat16)

@@ -125,15 +125,14 @@ class Examination(EngineProbe):
 
     models: ModelsByRole = field(kw_only=True)
 
-    def after_change(self, *, vision: bool) -> Check:
+    def check_after_change(self, *, vision: bool) -> Check:
         """Check that the engine agrees with the policy after a weight was changed and synced.
 
         The weight is one of the vision tower or projector with `vision`, else of the language
         model. In the end it has its old value again, in the engine too.
         """
-        check_name, remedy = (
-            (VISION_CHECK, CACHES_REMEDY) if vision else (LANGUAGE_CHECK, SYNC_REMEDY)
-        )
+        check_name = VISION_CHECK if vision else LANGUAGE_CHECK
+        remedy = CACHES_REMEDY if vision else SYNC_REMEDY
         lacks_images = vision and self.prompts.images is None
         chosen = choose_parameter(self.pair.policy, vision=vision)
         if chosen is None:
@@ -170,7 +169,7 @@ class Examination(EngineProbe):
     def _change_policy(
         self, set_noise: Callable[[float], None], rollouts: SampledRollouts
     ) -> float:
-        """Add more and more noise to a weight, until the policy changes by far more than the bound.
+        """Add more and more noise to a weight, until the policy's log-probabilities change clearly.
 
         `set_noise`: sets the noise of the weight to a scale. Returns by how much the policy's
         log-probabilities of `rollouts` have changed, as a mean in nats per token.
@@ -187,7 +186,7 @@ class Examination(EngineProbe):
                 break
         return policy_change
 
-    def after_sleep(self) -> Check:
+    def check_after_sleep(self) -> Check:
         """Check that the engine agrees with the policy after it has slept.
 
         In a run TRL puts it to sleep after each generation, which discards its weights. Sampling
@@ -205,11 +204,12 @@ class Examination(EngineProbe):
             SLEEP_CHECK, drift=drift, bound=self.bound, remedy=SLEEP_REMEDY
         )
 
-    def banned(self) -> Check:
+    def check_banned_tokens(self) -> Check:
         """Check that the engine never samples a token that is banned, such as one for images.
 
-        It samples greedily from the banned tokens and a single other one, that which the policy
-        finds least likely. Without the ban it would hardly sample that.
+        The engine may only choose among the banned tokens and a single other one, the one that the
+        policy finds least likely. It samples greedily, so without the ban it would hardly choose
+        that one.
         """
         banned_ids = never_sampled_ids(self.pair.tokenizer)
         if not banned_ids:
@@ -303,22 +303,22 @@ def _examination_steps(examination: Examination, merge: int) -> list[_Examinatio
         _ExaminationStep(
             names=(LANGUAGE_CHECK,),
             remedy=SYNC_REMEDY,
-            run=lambda: [examination.after_change(vision=False)],
+            run=lambda: [examination.check_after_change(vision=False)],
         ),
         _ExaminationStep(
             names=(VISION_CHECK,),
             remedy=CACHES_REMEDY,
-            run=lambda: [examination.after_change(vision=True)],
+            run=lambda: [examination.check_after_change(vision=True)],
         ),
         _ExaminationStep(
             names=(SLEEP_CHECK,),
             remedy=SLEEP_REMEDY,
-            run=lambda: [examination.after_sleep()],
+            run=lambda: [examination.check_after_sleep()],
         ),
         _ExaminationStep(
             names=(BANNED_CHECK,),
             remedy=BAN_REMEDY,
-            run=lambda: [examination.banned()],
+            run=lambda: [examination.check_banned_tokens()],
         ),
     ]
 
@@ -333,17 +333,17 @@ def examine_in_order(examination: Examination, merge: int) -> list[Check]:
     `merge`: how many patches along a side become one image token.
     """
     pair = examination.pair
-    no_engine = ""
+    reason_without_engine = ""
     if pair.engine is None:
-        no_engine = "use_vllm: false, the policy samples itself"
+        reason_without_engine = "use_vllm: false, the policy samples itself"
     elif pair.config.vllm_mode != "colocate":
-        no_engine = "vllm_mode: server is not examined"
+        reason_without_engine = "vllm_mode: server is not examined"
     checks: list[Check] = []
     for step in _examination_steps(examination, merge):
         needs_engine = step.names not in ((FEATURES_CHECK,), (BUFFERS_CHECK,))
         skip_reason = ""
-        if no_engine and needs_engine:
-            skip_reason = no_engine
+        if reason_without_engine and needs_engine:
+            skip_reason = reason_without_engine
         elif any(_may_have_broken_engine(check) for check in checks):
             skip_reason = "not after the failure above"
         if skip_reason:
@@ -358,7 +358,10 @@ _STOPPED_PREFIX = "stopped: "
 
 
 def _may_have_broken_engine(check: Check) -> bool:
-    """Return whether no checks should follow this one: the prompts differ, or it was ended."""
+    """Return whether no checks should follow this one, as the engine may be broken.
+
+    That is so if the prompts of engine and trainer differ, or if an exception ended the check.
+    """
     prompts_differ = check.status is Status.FAILED and check.name == PROMPTS_CHECK
     return prompts_differ or check.detail.startswith(_STOPPED_PREFIX)
 

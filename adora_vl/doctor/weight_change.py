@@ -23,9 +23,10 @@ class NamedParameter(NamedTuple):
 def choose_parameter(model: "PreTrainedModel", *, vision: bool) -> NamedParameter | None:
     """Choose a trained weight matrix whose change moves the answers of a model most directly.
 
-    That is the last one in the layers of the language model, or with `vision` the last one of the
-    vision tower and projector. Of these the projector's own comes first: others, whose features
-    enter at later layers ("DeepStack"), are added to much larger numbers and hardly move an answer.
+    That is the last matrix in the layers of the language model, or with `vision` the last one of
+    the projector. If the projector is not trained, it is the last matrix of the remaining vision
+    parts. Those whose features enter at later layers of the language model ("DeepStack") are added
+    to much larger numbers there, and hardly move an answer.
 
     None if no such matrix is trained.
     """

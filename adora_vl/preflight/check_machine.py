@@ -78,7 +78,7 @@ def schedule_of(config: AdoraGRPOConfig, updates: int) -> LRScheduler:
 
 
 def depends_on_step_alone(schedule: LRScheduler) -> TypeGuard[LambdaLR]:
-    """Return whether the learning rate depends on the step alone.
+    """Return whether a schedule's learning rate depends on the step alone.
 
     Some schedules, such as reduce_lr_on_plateau, depend on how the training goes.
     """
@@ -112,7 +112,7 @@ def check_schedule(config: AdoraGRPOConfig) -> None:
 def check_optimizer(config: AdoraGRPOConfig) -> None:
     """Raise `UserError` for an optimizer that is not installed, or that refuses its arguments.
 
-    The same goes for Liger's kernels.
+    Liger's kernels have to be installed too, if the config asks for them.
     """
     if config.use_liger_kernel and find_spec("liger_kernel") is None:
         raise UserError(

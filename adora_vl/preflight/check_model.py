@@ -102,21 +102,12 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
     # Collective: every rank waits here while the first one of each machine builds the model.
     with request.config.main_process_first(desc="building the tiny model where it is missing"):
         name = resolve_model(name)
-    is_shipped_config = False
-    if context.dry_run:
-        model_config, note = config_for_planning(name, revision)
-        if note:
-            is_shipped_config = True
-            messages.unknown.append(note)
-    else:
-        model_config = load_config(name, revision)
+    model_config = _read_config(name, revision, context, messages)
     # The trainer reads the key, so it gets the folder of a built-in model. In a dry run it keeps
     # the user's name for the model, which goes into the report and the config that it writes.
     if not context.dry_run and not adapters:
         keys.model_name_or_path = name
-    if not is_shipped_config:
-        messages.notes.extend(notes_on_local_copy(name))
-    # The adapter that is trained: one that the user named in place of a model, or a new one.
+    # The adapter to train is the one that the user named in place of a model, or else a new one.
     continued = None
     if adapters and _continues_adapter(request):
         continued = adapters[0]
@@ -129,6 +120,25 @@ def _find_model(request: RunRequest, context: RunContext, messages: Messages) ->
         continued=continued,
         peft_config=peft_config,
     )
+
+
+def _read_config(
+    name: str, revision: str | None, context: RunContext, messages: Messages
+) -> PretrainedConfig:
+    """Read the config of a model, from a folder or the hub.
+
+    A dry run that cannot reach the hub may use a config that this package ships, with a line in
+    `messages`. Raises `UserError` for a config that cannot be read.
+    """
+    if context.dry_run:
+        model_config, note_on_shipped_config = config_for_planning(name, revision)
+        if note_on_shipped_config:
+            messages.unknown.append(note_on_shipped_config)
+            return model_config
+    else:
+        model_config = load_config(name, revision)
+    messages.notes.extend(notes_on_local_copy(name))
+    return model_config
 
 
 def _refuse_merge_into_four_bit(model: ModelFacts) -> None:

@@ -130,7 +130,7 @@ def check_user_code(
     rows = _first_rows(rewards, tools, prompts, data)
     group_size = config.num_generations
     repeated_rows = [row for row in rows for _ in range(group_size)]
-    # As in a training step, with a key that no step has: rollouts without any turn so far.
+    # The groups are those of a training step before it samples, under a key that no step has.
     groups = new_groups_of_rows(
         repeated_rows,
         StepKey(mode="try", step=0, micro=0),

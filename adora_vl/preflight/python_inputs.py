@@ -353,7 +353,8 @@ def _image_sizes(table: pa.Table) -> Iterator[Sequence[Size | None]]:
     if "images" in table.column_names and pa.types.is_list(table.schema.field("images").type):
         return sizes_in(table)
     if "image" in table.column_names:
-        # As a column of lists with one image each: list i is from offset i to offset i + 1.
+        # The images become a column of lists with one image each: list i goes from offset i to i +
+        # 1.
         images = table["image"].combine_chunks()
         offsets = pa.array(range(len(images) + 1), pa.int32())
         lists = pa.ListArray.from_arrays(offsets, images)
@@ -383,13 +384,13 @@ def is_plain_table(dataset: object) -> bool:
 def identity_of_rows(dataset: Dataset | IterableDataset) -> str:
     """Return a text that tells these rows from others: their number and a hash of all of them.
 
-    Images in files of their own count by their bytes. A stream is known by its columns alone.
+    For an image that is a file the bytes of the file count. A stream is known by its columns alone.
     """
     if not isinstance(dataset, Dataset):
         return f"a stream of {dataset.column_names}"
     digest = hashlib.sha256(str(sorted(dataset.features.items())).encode())
     for table in _arrow_tables(dataset):
-        # Written without metadata, and in one chunk, so that only the values count.
+        # The rows are written without metadata and in one chunk, so that only their values count.
         buffer = pa.BufferOutputStream()
         with pa.ipc.new_stream(buffer, table.schema.remove_metadata()) as stream:
             stream.write_table(table.combine_chunks().replace_schema_metadata(None))

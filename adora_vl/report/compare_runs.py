@@ -84,11 +84,11 @@ def at_budget(
 ) -> float | None:
     """Return the value of a figure once a run has spent a budget, such as a number of rollouts.
 
-    It is the mean of the values within the last part of the budget, to average out noise. If there
-    is none within it, the newest value before is returned.
+    It is the mean over the last part of the budget, the window, to average out noise. If the window
+    has no value, the newest value before it is returned.
 
     Args:
-        points: what the run had spent, and the figure's value then, in the order of the run.
+        points: pairs of what the run had spent and the figure's value then, in their order.
         budget: how much may be spent.
         window: the length of the last part, as a share of the budget.
 
@@ -174,9 +174,9 @@ def _shared_benchmarks(a: Side, b: Side) -> list[str]:
 def budget_rows(a: Side, b: Side) -> list[ComparedFigure]:
     """Return how the sides differ during the training, after equal numbers of rollouts or seconds.
 
-    The figures are the evaluations during the training and the pass rate in training. Each is taken
-    where the shortest run ends, so that all runs have a value there: once by the number of rollouts,
-    and once by the seconds of training steps.
+    The figures are the evaluations during the training and the pass rate in training. Each gets two
+    rows: one at the number of rollouts that the shortest run has spent in all, and one at the
+    seconds of training steps that the fastest has. So all runs have a value there.
     """
     all_runs = (*a.runs, *b.runs)
     rows: list[ComparedFigure] = []
@@ -302,8 +302,8 @@ def _answer_paragraph(
 def _verdict_words(difference: Difference) -> str:
     """Say whether side B is better or worse than side A.
 
-    It is if the whole 95 % interval of B - A lies on one side of 0; the sides cannot be told apart
-    otherwise.
+    It is, if the whole 95 % interval of B - A lies on one side of 0. Otherwise the sides cannot be
+    told apart.
     """
     assert difference.low is not None
     assert difference.high is not None

@@ -23,7 +23,7 @@ class TurnReader:
     """Reads the turns of recorded rollouts."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Take the folder of a run and the settings of its record.
+        """Create the reader for the folder of a run and the settings of its record.
 
         In a run with tools the settings have `view`, the size at which the model sees a picture.
         Records of older versions lack it. Their calls are shown as text, and not drawn into the

@@ -161,9 +161,9 @@ class _TreeBuilder:
         """
         text = unescape(element.text or "")
         self._remaining_nodes -= 1
-        # The converter makes an identifier of a command that it does not know.
+        # The converter writes a command that it does not know as an identifier.
         is_unknown_command = element.tag == "mi" and (text.startswith("\\") or text == "&")
-        # Chrome draws no enclosure, and the page's style adds the box alone.
+        # Chrome draws no `menclose`; the style of the page makes up only for a box.
         is_undrawn = element.tag == "menclose" and element.get("notation") != "box"
         is_allowed = element.tag in _ELEMENTS and not is_unknown_command and not is_undrawn
         if not is_allowed or self._remaining_nodes < 0:
@@ -251,7 +251,8 @@ def build_page(views: list[RunView], images: dict[str, str]) -> str:
     }
     template = (_VIEWER / "page.html").read_text(encoding="utf-8")
     html, *pieces = template.split("{{")
-    # All placeholders `{{NAME}}` are replaced in one pass, so that none is looked for in a value.
+    # All placeholders `{{NAME}}` are replaced in one pass. A value may contain such a text itself,
+    # which has to stay.
     for piece in pieces:
         placeholder, _, rest = piece.partition("}}")
         html += value_by_placeholder[placeholder] + rest

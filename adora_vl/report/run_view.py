@@ -114,8 +114,8 @@ def load_run(folder: Path, max_rollouts: int) -> RunView:
     try:
         try:
             return _load_once(folder, max_rollouts)
-        # A run that still trains has merged or deleted a file since the files were listed. It does
-        # so once in many steps, so a second attempt succeeds.
+        # A run that still trains may merge or delete a file after the files were listed. It does so
+        # once in many steps, so a second attempt succeeds.
         except FileNotFoundError:
             return _load_once(folder, max_rollouts)
     except (pa.ArrowException, OSError) as error:
@@ -201,19 +201,19 @@ def _count_rollouts(record_parts: list[RecordPart]) -> dict[int, int]:
 
 
 def _spread_steps(rollouts_by_step: Mapping[int, int], max_rollouts: int) -> list[int]:
-    """Return steps that are spread evenly over the run, so many that their rollouts are not too many.
+    """Choose steps, spread evenly over the run, with about `max_rollouts` rollouts at most.
 
-    The first and the last step are among them, unless only one step fits; one is returned at least.
-    Steps are taken to have equally many rollouts.
+    It is as if all steps had equally many rollouts. The first and the last step are chosen, unless
+    only one step fits. At least one step is chosen.
     """
     steps = sorted(rollouts_by_step)
-    total = sum(rollouts_by_step.values())
-    fitting_count = int(len(steps) * max_rollouts / total)
+    total_rollouts = sum(rollouts_by_step.values())
+    fitting_count = int(len(steps) * max_rollouts / total_rollouts)
     count = max(1, min(len(steps), fitting_count))
     last_index = len(steps) - 1
     intervals = max(1, count - 1)
-    spread = {steps[round(number * last_index / intervals)] for number in range(count)}
-    return sorted(spread)
+    chosen_steps = {steps[round(number * last_index / intervals)] for number in range(count)}
+    return sorted(chosen_steps)
 
 
 def _problem_json(row: Json) -> Json:
@@ -241,12 +241,13 @@ def _group_json(rows: list[Json], settings: Json) -> Json:
     group["id"] = str(first_row["id"])
     group["equal"] = len(rewards) <= 1
     group |= {name: first_row.get(name) for name in _WORK_COLUMNS}
+    # A rollout without a reward has left its group.
     group["left"] = len(rows) - len(rewarded_rows)
     group["size"] = len(rows)
-    learned = {"learned": advantages_differ(rewarded_rows)}
+    is_learned_from = advantages_differ(rewarded_rows)
     return {
         **{name: _rounded(value) for name, value in group.items()},
-        "why": weight_reason(group | learned, settings),
+        "why": weight_reason({**group, "learned": is_learned_from}, settings),
         "rollouts": [_rollout_values(row) for row in rows],
     }
 
@@ -357,7 +358,7 @@ def _compared_parts(row: Json) -> list[tuple[str, str, str]] | None:
 def _rounded(value: Any) -> Any:
     """Return a float with six digits, and any other value as it is.
 
-    Six are more than anybody reads, and make the page half as long as all digits would.
+    Nobody reads more than six, and with all digits the page would be twice as large.
     """
     return float(f"{value:.6g}") if isinstance(value, float) else value
 

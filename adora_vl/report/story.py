@@ -59,8 +59,9 @@ class GroupFacts:
     def is_left_out(self) -> bool:
         """Whether the loss did not get the group, though it has signal.
 
-        So it is with groups that `refill` has sampled beyond those that it needed. A weight of 0
-        makes all advantages 0 too, but of a group that the loss did get.
+        That happens to groups that `refill`, which replaces groups without signal, has sampled
+        beyond those that it needed. With a weight of 0 all advantages are 0 too, but the loss did
+        get the group.
         """
         return self.has_signal and self.advantage_after == 0 and self.weight != 0
 
@@ -225,7 +226,7 @@ def _lengths_sentence(groups: Sequence[GroupFacts]) -> str | None:
     first_groups = [group for group in groups if group.step <= end_of_first_fifth]
     last_groups = [group for group in groups if group.step >= begin_of_last_fifth]
     changes = []
-    # two verdicts have the same kind, which is looked at once
+    # Each kind once, though two verdicts have the same.
     kinds = dict.fromkeys([*_KIND_BY_VERDICT.values(), "answers"])
     for kind in kinds:
         first_lengths = _lengths_of_kind(first_groups, kind)
@@ -246,8 +247,8 @@ def _lengths_of_kind(groups: Sequence[GroupFacts], kind: str) -> list[float]:
 def _length_change(first_lengths: Sequence[float], last_lengths: Sequence[float]) -> str:
     """Say whether lengths became longer or shorter, with their means in tokens.
 
-    They did if the 95 % interval of the difference (by Welch's t) lies on one side of 0; they may
-    have changed by chance otherwise. Each argument has a mean length for each group.
+    They did, if the 95 % interval of the difference (by Welch's t) lies on one side of 0. Otherwise
+    the change may be chance. Each argument has a mean length for each group.
     """
     low, high = welch_interval(first_lengths, last_lengths)
     means = f"{fmean(first_lengths):.0f} → {fmean(last_lengths):.0f} tokens"

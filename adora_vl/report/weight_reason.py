@@ -90,14 +90,14 @@ def _criteria_verdict(group: Mapping[str, Any], options: Mapping[str, Any]) -> s
     criteria = list(options["criteria"])
     if criteria == ["working"] and options["no_figure"] == "keep" and not _has_work(group):
         return "neither TAS nor TDS, since no work is measured on the problem"
-    # Without a right rollout only the criterion of difficulty can make a group TDS: the others
-    # compare right rollouts with wrong ones. It must be able to decide alone then.
+    # Without a right rollout only the criterion of difficulty says something, since the others
+    # compare right rollouts with wrong ones. Then it has to be enough alone.
     one_criterion_decides = criteria == ["difficulty"] or options["combine"] == "any"
-    can_be_hard_alone = (
+    difficulty_can_decide = (
         "difficulty" in criteria and one_criterion_decides and not options["needs_correct"]
     )
     has_right_rollout = bool(group["pass_rate"])
-    if not has_right_rollout and not group["tds"] and not can_be_hard_alone:
+    if not has_right_rollout and not group["tds"] and not difficulty_can_decide:
         return "neither TAS nor TDS, since no rollout is right"
     reasons = [reason_by_criterion[criterion](group, options) for criterion in criteria]
     return ", ".join(["TDS" if group["tds"] else "TAS", *reasons])
@@ -172,6 +172,9 @@ def _comparison_reason(
     mean_wrong: float | None,
 ) -> str:
     """Say how the largest value of a right rollout compares with the mean of the wrong ones.
+
+    The text is a part of the reason for the group's weight, such as `the longest right rollout is
+    not longer than the mean of the finished wrong ones`.
 
     Args:
         group: its recorded values, as `weight_reason` takes them.

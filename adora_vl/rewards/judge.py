@@ -123,7 +123,7 @@ class JudgeReward:
             if messages is not None and self._cached_score(messages) is not None:
                 cached_count += 1
         # All questions are asked at once, in the threads of the client.
-        scores = self.client.each(self._score, questions)
+        scores = self.client.map_in_threads(self._score, questions)
         self.client.check_server("adora_reward: judge")
         errors = [score for score in scores if isinstance(score, EndpointError)]
         if errors and not self._has_warned:

@@ -22,7 +22,7 @@ from adora_vl.utils.call_guards import (
     OverdueError,
     backstop,
     deadline,
-    in_one_process,
+    ending_forked_children,
     returning_to,
 )
 from adora_vl.utils.errors import UserError, in_one_line
@@ -217,7 +217,7 @@ class _SafeFunction:
                 returning_to(self.folder),
                 backstop(self.timeout),
                 deadline(self.timeout),
-                in_one_process(f"reward {self.name}"),
+                ending_forked_children(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
                 returned = self.function(**_copy_arguments(_checking_logged(arguments, counts)))
@@ -234,7 +234,7 @@ class _SafeFunction:
                 with (
                     returning_to(self.folder),
                     backstop(self.timeout),
-                    in_one_process(f"reward {self.name}"),
+                    ending_forked_children(f"reward {self.name}"),
                 ):
                     row = _first_to_fail(self.function, arguments, self.timeout)
             return self._note_failure(error, arguments, row)
@@ -249,7 +249,7 @@ class _SafeFunction:
             with (
                 returning_to(self.folder),
                 backstop(self.timeout),
-                in_one_process(f"reward {self.name}"),
+                ending_forked_children(f"reward {self.name}"),
             ):
                 counts = Counter[str]()
                 copies = _copy_arguments(_checking_logged(arguments, counts))

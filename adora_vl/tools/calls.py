@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers.utils import get_json_schema
 
-from adora_vl.utils.call_guards import backstop, deadline, in_one_process, returning_to
+from adora_vl.utils.call_guards import backstop, deadline, ending_forked_children, returning_to
 from adora_vl.utils.cli import refuse_repeated_keys
 from adora_vl.utils.errors import UserError, in_one_line
 from adora_vl.utils.seeding import keeping_random_state, number_at
@@ -287,7 +287,13 @@ def run_limited(label: str, seconds: float, seed: str) -> Iterator[None]:
         np.random.seed(number % 2**32)
         torch.manual_seed(number >> 1)
         # `deadline` raises `OverdueError` in Python code. Compiled code cannot be interrupted, so
-        # `backstop` ends the whole process some time later. `in_one_process` ends forked processes,
-        # and has to be the innermost: `backstop` would wait in them for a thread that they lack.
-        with returning_to(Path.cwd()), backstop(seconds), deadline(seconds), in_one_process(label):
+        # `backstop` ends the whole process some time later. `ending_forked_children` ends forked
+        # processes, and has to be the innermost: `backstop` would wait in them for a thread that
+        # they lack.
+        with (
+            returning_to(Path.cwd()),
+            backstop(seconds),
+            deadline(seconds),
+            ending_forked_children(label),
+        ):
             yield

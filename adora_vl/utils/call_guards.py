@@ -29,14 +29,14 @@ class OverdueError(BaseException):
 
 
 @contextmanager
-def in_one_process(label: str) -> Iterator[None]:
-    """End a process that the code in the `with` has forked when it comes to the end of the `with`.
+def ending_forked_children(label: str) -> Iterator[None]:
+    """End a child process that the code in the `with` block forks, if it reaches the block's end.
 
     A function of the user's that forks has to end the child process itself (`os._exit`). Otherwise
     the child would return from the function too, and go on as a second run.
 
-    This `with` goes inside those of `deadline` and `backstop`: the latter would wait in the child
-    for a thread that a forked process does not have.
+    This block has to stand inside of those of `deadline` and `backstop`. Their ends are then never
+    reached by the child, where `backstop` would wait for a thread that a forked process lacks.
 
     `label`: the user's function, with which the line on stderr begins.
     """
@@ -46,7 +46,7 @@ def in_one_process(label: str) -> Iterator[None]:
     except SystemExit as error:
         is_child = os.getpid() != first_pid
         if is_child:
-            # a child that calls `sys.exit` means to end: with its code, or 1 for a message
+            # `sys.exit` in a child ends it: with the code, or with 1 for a message.
             code = error.code if isinstance(error.code, int) else int(error.code is not None)
             os._exit(code)
         raise
@@ -57,7 +57,8 @@ def in_one_process(label: str) -> Iterator[None]:
                 f"{label}: it forked a process that did not end in it (os._exit); that process "
                 "was ended\n"
             )
-            # directly, since the buffer of sys.stderr may hold what the first process will write
+            # Not through sys.stderr: its buffer may hold a copy of what the parent has yet to
+            # write.
             os.write(2, line.encode())
             os._exit(1)
 
@@ -78,8 +79,8 @@ def returning_to(folder: Path) -> Iterator[None]:
 def deadline(seconds: float | None) -> Iterator[None]:
     """Raise `OverdueError` inside the block after `seconds`, wherever Python code runs or waits.
 
-    The signal of a timer does it, which only interrupts the main thread: in other threads nothing is
-    raised. None is no deadline.
+    The signal of a timer interrupts the code. Signals only reach the main thread, so in other
+    threads nothing is raised. None is no deadline.
     """
     if seconds is None or threading.current_thread() is not threading.main_thread():
         yield
@@ -91,7 +92,7 @@ def deadline(seconds: float | None) -> Iterator[None]:
 
     begin = time.monotonic()
     earlier_handler = signal.signal(signal.SIGALRM, raise_overdue)
-    # a process has one such timer, which other code may be using
+    # A process has a single timer of this kind. If other code uses it, it is restored below.
     earlier_remaining_s, earlier_interval_s = signal.setitimer(
         signal.ITIMER_REAL, seconds, _SIGNAL_INTERVAL_S
     )

@@ -49,7 +49,7 @@ def exit_code_of(command: Callable[[], None], interrupted: str, *, speaks: bool 
     """
     try:
         command()
-        # here, so that the last lines raise an error inside the `try` where nobody reads them
+        # If nobody reads the output on, this raises the BrokenPipeError inside of the `try`.
         sys.stdout.flush()
     except UserError as error:
         one_line = " ".join(str(error).split())
@@ -73,9 +73,10 @@ def amount(count: int, noun: str) -> str:
 
 
 def quantile(values: Sequence[Any], share: float) -> Any:
-    """Return the smallest of the values that at least this share of them does not exceed.
+    """Return the quantile of the values, such as the median for a `share` of 0.5.
 
-    That is the nearest-rank quantile. There must be at least one value.
+    It is one of the values (the nearest-rank quantile): the smallest one for which at least this
+    share of all values is not larger. There must be at least one value.
     """
     rank = math.ceil(share * len(values))
     index = max(0, rank - 1)
@@ -102,8 +103,9 @@ def spelled_in_config(value: object) -> str:
 def plain_value(value: Any) -> Any:
     """Return a value of the config in the types of JSON and YAML, as a user would write it.
 
-    A dataclass of options becomes a mapping. Some of them name one option as their `shorthand`: if
-    all others have their defaults, the value of that option stands for the whole.
+    A dataclass of options becomes a mapping of its options. A dataclass may name one option as its
+    `shorthand`. If all other options have their defaults, the value of that option alone is
+    returned.
     """
     if is_dataclass(value) and not isinstance(value, type):
         options = {
@@ -112,12 +114,12 @@ def plain_value(value: Any) -> Any:
         shorthand = str(getattr(value, "shorthand", ""))
         if not shorthand:
             return options
-        has_defaults_else = all(
+        others_are_default = all(
             getattr(value, option.name) == option.default
             for option in fields(value)
             if option.name != shorthand
         )
-        return options[shorthand] if has_defaults_else else options
+        return options[shorthand] if others_are_default else options
     if isinstance(value, Mapping):
         return {key: plain_value(item) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -126,9 +128,10 @@ def plain_value(value: Any) -> Any:
 
 
 def with_dotted_keys(key: str, value: Any) -> dict[str, Any]:
-    """Return a nested mapping as a flat one with dotted keys, such as `adora_rollouts.budget`.
+    """Return a key's value as a flat mapping with dotted keys, such as `adora_rollouts.budget`.
 
-    A value that is no mapping, or an empty one, stands under `key` itself.
+    Mappings inside of mappings are flattened too. A value that is no mapping, or an empty one,
+    stands under `key` itself.
     """
     if not isinstance(value, Mapping) or not value:
         return {key: value}
@@ -170,14 +173,14 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise a `UserError` of one line for what argparse found wrong."""
-        # it repeats the user's words, which may be a whole file
+        # The message repeats the user's words, which may be a whole file.
         if len(message) > _MAX_MESSAGE_CHARACTERS:
             half = _MAX_MESSAGE_CHARACTERS // 2
             message = f"{message[:half]}...{message[-half:]}"
         raise UserError(f"{message}{self._nearest_name(message)}; see `{self.prog} --help`")
 
     def _nearest_name(self, message: str) -> str:
-        """Return which option or command an unknown one was meant to be, as a part of its error."""
+        """Return `; did you mean 'x'?` for an unknown option or command in an error of argparse."""
         option = _UNKNOWN_OPTION_PATTERN.match(message)
         if option is not None:
             return did_you_mean(option[1], self._options())
@@ -209,7 +212,7 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
     def convert(text: str) -> int:
         """Read a whole number within the bounds."""
         has_digits_only = text.isascii() and text.removeprefix("-").isdecimal()
-        # The length is bounded, as Python refuses to read over 4,300 digits with an error of its own.
+        # The length is bounded, since Python has another error for more than 4,300 digits.
         if has_digits_only and len(text) < 20:
             value = int(text)
             is_below_maximum = maximum is None or value <= maximum
@@ -232,7 +235,7 @@ def number(minimum: float, maximum: float, *, also: float | None = None) -> Call
         try:
             value = float(text)
         except ValueError:
-            # which lies in no bounds, and equals nothing
+            # NaN lies within no bounds and equals no number, so it is refused below.
             value = math.nan
         is_within = minimum <= value <= maximum
         if not is_within and value != also:
@@ -293,7 +296,7 @@ def is_null(text: object) -> bool:
 
 
 def read_truth(value: object) -> bool | None:
-    """Return `value` as true or false; None where it is neither."""
+    """Return the truth value that a word such as `yes` or `0` means; None for any other value."""
     word = str(value).strip().lower()
     if word in _TRUE_WORDS:
         return True

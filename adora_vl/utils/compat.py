@@ -32,15 +32,15 @@ class Patch:
                 class gets one of its own, which is deleted after the block, so that it is not saved
                 with the object.
         """
-        is_own_attribute = self.name in vars(on)
-        # `getattr` would return the function inside of a static method, and for an attribute of the
-        # class it only checks that there is one.
-        original = vars(on)[self.name] if is_own_attribute else getattr(on, self.name)
+        has_own_attribute = self.name in vars(on)
+        # An own attribute is read from `vars`, since `getattr` would return the function inside of
+        # a static method. For one of the class, `getattr` raises an error if there is none.
+        original = vars(on)[self.name] if has_own_attribute else getattr(on, self.name)
         setattr(on, self.name, value)
         try:
             yield
         finally:
-            if is_own_attribute:
+            if has_own_attribute:
                 setattr(on, self.name, original)
             else:
                 delattr(on, self.name)

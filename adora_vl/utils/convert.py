@@ -59,28 +59,28 @@ def convert(key: str, value: object, hint: object) -> Any:
 
     Raises `UserError` for a value that the annotation does not allow.
     """
-    types = _member_types(hint)
+    allowed_types = _member_types(hint)
     # A word of the command line may come as a list with this one text.
     single_value = value
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str):
         single_value = value[0]
     if means_null(single_value, hint):
-        if NoneType not in types:
+        if NoneType not in allowed_types:
             _refuse_value(key, None, hint)
         return None
-    options_class = next((member for member in types if is_dataclass(member)), None)
+    options_class = next((member for member in allowed_types if is_dataclass(member)), None)
     if options_class is not None:
         return _convert_options(key, single_value, options_class)
-    if tuple in types:
+    if tuple in allowed_types:
         return _convert_tuple(key, value, hint)
     # A key may take either true/false or a list: `adora_stock_step: true` is not the list [true].
-    if bool in types and list in types:
+    if bool in allowed_types and list in allowed_types:
         truth_value = read_truth(single_value)
         if truth_value is not None:
             return truth_value
     # A key that takes a text or a list keeps a lone text, such as a regular expression of PEFT's.
-    stays_text = str in types and isinstance(value, str)
-    if list in types and not stays_text:
+    stays_text = str in allowed_types and isinstance(value, str)
+    if list in allowed_types and not stays_text:
         entry_hint = _entry_hint(hint)
         entries = _list_entries(key, value, entry_hint)
         return [convert(key, entry, entry_hint) for entry in entries]
@@ -129,13 +129,13 @@ def _convert_options(key: str, value: object, options_class: Any) -> Any:
     missing = [name for name in _options_without_default(options_class) if name not in options]
     if missing:
         raise UserError(f"{key}: {value_in_words(options)} lacks {', '.join(missing)}")
-    # The option whose value may be written in the place of the mapping, if the class has one. An
-    # error in it names the key alone, since the user may not have written the option's name.
+    # The value of one option, the class's shorthand, may stand for the whole mapping. An error in
+    # it names the key alone, since the user may not have written the option's name.
     shorthand = getattr(options_class, "shorthand", None)
-    is_shorthand = list(options) == [shorthand]
+    has_shorthand_only = list(options) == [shorthand]
     kwargs: dict[str, Any] = {}
     for name, option in options.items():
-        option_key = key if is_shorthand else f"{key}.{name}"
+        option_key = key if has_shorthand_only else f"{key}.{name}"
         kwargs[name] = convert(option_key, option, hints[name])
     try:
         return options_class(**kwargs)
@@ -145,9 +145,9 @@ def _convert_options(key: str, value: object, options_class: Any) -> Any:
 
 
 def refuse_unknown_options(key: str, options: Iterable[str], names: Collection[str]) -> None:
-    """Raise `UserError` for an option that is none of `names`, which are those that exist.
+    """Raise `UserError` for an option that does not exist.
 
-    `key`: what the options are of, for the error.
+    `key`: the key or entry that has the options, for the error. `names`: all options that exist.
     """
     for option in options:
         if option not in names:
@@ -315,26 +315,26 @@ def _parse_text(key: str, value: object, hint: object) -> Any:
     Every value on the command line is a text, and so are some words in YAML. What does not have
     the form stays as it is, and the validation that follows refuses it.
     """
-    types = _member_types(hint)
+    allowed_types = _member_types(hint)
     words = _literal_words(hint)
-    if bool in types:
+    if bool in allowed_types:
         truth_value = read_truth(value)
         if truth_value is not None:
             return truth_value
     # YAML reads a bare `off` or `no` as false.
     if words and str(value).lower() == "false":
         return next((word for word in _WORDS_FOR_OFF if word in words), value)
-    if types & {int, float} and isinstance(value, int | float | str):
-        return _parse_number(value, as_integer=float not in types)
-    if dict in types:
+    if allowed_types & {int, float} and isinstance(value, int | float | str):
+        return _parse_number(value, as_integer=float not in allowed_types)
+    if dict in allowed_types:
         # A key of this project may take a name or a mapping. Keys of the libraries that take a text
         # or a mapping want the mapping as a text.
         takes_name = Name in _union_members(hint)
         is_mapping_text = isinstance(value, str) and value.lstrip().startswith("{")
         if takes_name and isinstance(value, str) and not is_mapping_text:
             return value
-        return _read_mapping(key, value, as_text=str in types and not takes_name)
-    if str in types and not isinstance(value, dict | list | bool):
+        return _read_mapping(key, value, as_text=str in allowed_types and not takes_name)
+    if str in allowed_types and not isinstance(value, dict | list | bool):
         return str(value)
     return value
 

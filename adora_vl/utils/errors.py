@@ -65,7 +65,7 @@ _LOST_CONTACT_PATTERN = re.compile(
 
 
 def lost_contact_message(error: BaseException) -> str:
-    """Return the message for a collective call that failed because another process is gone.
+    """Return the error line for a collective call that failed because another process is gone.
 
     It is empty for any other error.
     """

@@ -146,7 +146,7 @@ class KeptAnswers:
         self._answer_by_key[key] = answer
         line = json.dumps({"key": key, "answer": answer}).encode() + b"\n"
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        # A short line is appended in one write, which no other process's write can divide.
+        # A short line is appended in one write, so that lines of several processes never mix.
         with self._file.open("ab+") as file:
             is_empty = file.tell() == 0
             if not is_empty:
@@ -212,7 +212,7 @@ def give_usual_modes(folder: Path) -> None:
 
     Stock safetensors (0.8) makes files that their owner alone can read.
     """
-    # an empty file shows which rights the system gives to a new one
+    # An empty file is created, to see which rights the system gives to a new file.
     probe = _hidden_neighbour(folder / "mode")
     with suppress(OSError):  # not every file system has access rights
         probe.touch()
@@ -268,11 +268,11 @@ def abandoned_folders(folders: Iterable[Path]) -> Iterator[Path]:
         os.close(lock)
 
 
-def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
+def locked_folder(random_path: Callable[[], Path]) -> tuple[Path, int | None]:
     """Create a folder and take a lock in it, by which other processes know that this one lives.
 
     Args:
-        new_name: returns a random name for the folder, another one at each call.
+        random_path: returns a random path for the folder, another one at each call.
 
     Returns:
         the folder, and the descriptor of the locked file in it, which the caller closes. The
@@ -280,16 +280,17 @@ def locked_folder(new_name: Callable[[], Path]) -> tuple[Path, int | None]:
         behind.
     """
     while True:
-        folder = new_name()
+        folder = random_path()
         folder.mkdir(parents=True)
         try:
             lock = _take_lock(folder, os.O_RDWR | os.O_CREAT)
-        # Another process has taken this new folder for an abandoned one: try another name.
+        # Another process has taken this new folder for an abandoned one, and locked it to remove
+        # it.
         except BlockingIOError:
             continue
         except OSError:
             return folder, None
-        # That process may also have been faster, and have removed the folder already.
+        # That process may also have removed the folder already. Then another path is tried.
         if (folder / _LOCK_NAME).exists():
             return folder, lock
         os.close(lock)
@@ -384,10 +385,10 @@ def unwritable_error(option: str, path: Path, error: Exception) -> UserError:
 
 
 def disk_is_full(error: BaseException | None) -> bool:
-    """Return whether an error of writing came from a full disk.
+    """Return whether writing failed because the disk is full.
 
-    Libraries raise errors of their own for it, so the errors that it was raised from are looked at
-    too, and the words of each.
+    Libraries wrap the system's error, or raise one of their own. So the error and all errors that
+    it was raised from are examined, by their code and by their words.
     """
     while error is not None:
         has_full_code = isinstance(error, OSError) and error.errno in _DISK_FULL_CODES

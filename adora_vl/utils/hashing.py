@@ -58,10 +58,11 @@ def content_hash(files: Iterable[Path]) -> str:
 
 
 def _file_hash(path: Path) -> str:
-    """Return the hash of one file's bytes, from memory where the file has not changed.
+    """Return the hash of a file's bytes; a remembered one, if the file has not changed since.
 
-    A hash is remembered only if the file did not change while it was read, nor so shortly before
-    that its times may not show the change.
+    A new hash is remembered only if the file did not change while it was read. It must not have
+    changed shortly before either: the file system's clock might then give a second change the same
+    time, and nobody would notice it.
     """
     with path.open("rb", buffering=0) as file:
         # of the open file: a client of NFS asks the server when it opens one

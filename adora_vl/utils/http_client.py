@@ -118,8 +118,8 @@ class HttpClient:
             if self._connections is None or self._connections.process_id != os.getpid():
                 self._connections = _start(self.address)
                 self._finalizer = weakref.finalize(self, _end, self._connections)
-                # The end of a process closes its connections anyway. Requests that are given up in
-                # that moment, as after Ctrl-C, would be warned of.
+                # At the end of a process the connections are closed anyway. Without this, a request
+                # that is given up at that moment, as after Ctrl-C, would cause a warning.
                 self._finalizer.atexit = False
             return self._connections
 
@@ -184,7 +184,9 @@ def _end(connections: _Connections) -> None:
 async def _exchange(
     connections: _Connections, timeout_s: float, content: bytes | None, headers: Headers | None
 ) -> HttpReply:
-    """Send a request and return the reply. The body of an error is read only as far as it is shown.
+    """Send a request and return the reply.
+
+    Of the body of an error only the beginning is read, since no more is shown.
 
     Args:
         connections: those of this process, of which one is used.

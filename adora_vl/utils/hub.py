@@ -6,6 +6,7 @@ It is asked once and briefly: the hub's library retries each file for minutes.
 import os
 import sys
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -30,21 +31,21 @@ def why_no_hub() -> str:
     """
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    # whether the hub answered without an error of its own; empty until it has
-    answers: list[bool] = []
+    # the HTTP status of the hub's answer; empty until there is one
+    statuses: list[int] = []
 
     def ask() -> None:
-        """Ask the hub, and note its answer."""
-        try:
-            status = get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S).status_code
-        except Exception:  # the library has changed its HTTP client before, and with it its errors
-            return
-        answers.append(status < _SERVER_ERROR)
+        """Ask the hub, and note the status of its answer."""
+        # The library has changed its HTTP client before, and with it its errors.
+        with suppress(Exception):
+            response = get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_S)
+            statuses.append(response.status_code)
 
     thread = threading.Thread(target=ask, name="hub-answers", daemon=True)
     thread.start()
     thread.join(_HUB_TIMEOUT_S)
-    if answers == [True]:
+    has_working_hub = bool(statuses) and statuses[0] < _SERVER_ERROR
+    if has_working_hub:
         return ""
     # What `HF_HUB_OFFLINE=1` does, also for libraries that are imported already.
     os.environ["HF_HUB_OFFLINE"] = "1"  # for child processes

@@ -41,7 +41,7 @@ def end_commands_in_one_line() -> None:
             earlier_hook(kind, error, trace)
             return
         print("interrupted", file=sys.stderr)
-        # Python ends with the exit code of a SystemExit that its hook raises
+        # If the hook raises SystemExit, Python ends with its exit code.
         raise SystemExit(EXIT_INTERRUPTED)
 
     sys.excepthook = hook

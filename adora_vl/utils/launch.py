@@ -44,7 +44,7 @@ def free_port() -> int:
         RunError: a hundred ports are all in use.
     """
     for port in random.SystemRandom().sample(_PORT_RANGE, 100):
-        # a port that is in use cannot be bound
+        # Binding a port that is in use raises an OSError.
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
@@ -78,9 +78,9 @@ def use_one_gpu() -> None:
 
 
 def prepare_engine_environment() -> None:
-    """Set the environment variables by which vLLM's engine runs in this process.
+    """Set the environment variables with which vLLM's engine runs inside of this process.
 
-    It has to be called before vLLM is imported. Variables that the user has set stay as they are.
+    This has to be called before vLLM is imported. Variables that the user has set stay as they are.
     """
     put_own_programs_on_path()
     use_one_gpu()
@@ -160,11 +160,11 @@ def _has_builder(folder: Path) -> bool:
     return False
 
 
-def is_left_behind(lock: Path) -> bool | None:
-    """Return whether the build of an operator that a lock file guards was killed.
+def build_was_killed(lock: Path) -> bool | None:
+    """Return whether a build of an operator was killed, so that its lock file is left behind.
 
-    Torch makes the lock file while it compiles. A build that was killed leaves it, and all later
-    ones would wait for it for ever.
+    Torch creates the lock file before it compiles, and removes it after that. All later builds
+    would wait for ever for a lock that was left behind.
 
     Returns:
         True for a killed build, False for a lock that is held or gone, and None while that cannot be
@@ -187,8 +187,8 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
     """Remove the locks that killed builds of torch's operators left, since torch waits for them.
 
     While it cannot be told whether a build was killed, this waits. The first rank of a machine
-    removes locks and says so in one line; its other ranks wait until it has. To torch, a lock that
-    vanishes means that the build is finished.
+    removes the locks, with a line for each, and its other ranks wait until it has. Torch takes a
+    lock that vanishes for the end of the build.
 
     `sleep`: waits some seconds; tests do not wait.
     """
@@ -198,8 +198,8 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
     locks = {*folder.glob("*/lock"), *folder.glob("*/*/lock")}
     for lock in sorted(locks):
         has_printed = False
-        was_killed = is_left_behind(lock)
-        # it is False once the lock is held or gone
+        was_killed = build_was_killed(lock)
+        # False: the lock is held or gone. None: it cannot be told yet.
         while was_killed is not False:
             if was_killed and is_first_rank:
                 lock.unlink(missing_ok=True)
@@ -221,7 +221,7 @@ def release_killed_builds(*, sleep: Callable[[float], None] = time.sleep) -> Non
                 )
                 has_printed = True
             sleep(0.5)
-            was_killed = is_left_behind(lock)
+            was_killed = build_was_killed(lock)
 
 
 _WATCH_INTERVAL_S = 1.0
@@ -258,10 +258,10 @@ SEVERAL_PROCESSES_HINT = (
 
 
 def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
-    """Return a note for a run of which `accelerate launch` has started only one process.
+    """Return a note if `accelerate launch` was asked for several processes, but has started one.
 
-    That is a run for which the user asked for several: accelerate then sets an address at which
-    processes meet, but no number of processes. The note is empty for any other run.
+    It can be told by the environment: accelerate has set an address at which processes meet, but no
+    number of processes. The note is empty for any other run.
 
     `environment`: the variables that accelerate has set.
     """
@@ -276,10 +276,11 @@ def fewer_than_asked(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def kills_too_early() -> bool:
-    """Return whether the launcher kills its processes 30 seconds after a signal, torch's default.
+    """Return whether the launcher kills its processes 30 seconds after a signal.
 
-    That is too early to save a checkpoint. A launched process can tell it only by the environment:
-    neither a variable for the time is set, nor does accelerate's config file have the key for it.
+    That is the default of torch's elastic launcher, and too early to save a checkpoint. A launched
+    process can tell it only by the environment. There the default holds if no variable sets another
+    time, and accelerate's config file does not have the key for it either.
     """
     has_variable = any(name in os.environ for name in _SHUTDOWN_VARIABLES)
     if not under_elastic(os.environ) or has_variable:

@@ -104,51 +104,49 @@ class Reply:
 
 
 class EndpointError(SpokenError):
-    """One call gave no usable answer; `str` says why.
+    """A call that gave no usable answer; the text of the error says why.
 
-    `again`: whether another attempt may succeed. `refused`: the server takes no call with this key.
-    `too_long`: nor with this prompt, which the model's context does not hold. `unreachable`: nobody
-    answers at the address. `unknown`: somebody does, who does not know it, or not the model.
+    The attributes say what follows from it; see `__init__`.
     """
 
     def __init__(
         self,
         reason: str,
         *,
-        again: bool = True,
+        may_retry: bool = True,
         wait_s: float = 0.0,
-        refused: bool = False,
-        too_long: bool = False,
-        unreachable: bool = False,
-        unknown: bool = False,
+        key_refused: bool = False,
+        prompt_too_long: bool = False,
+        is_unreachable: bool = False,
+        not_found: bool = False,
     ) -> None:
         """Create the error.
 
         Args:
             reason: why there is no answer.
-            again: whether another attempt may succeed.
+            may_retry: whether another attempt may succeed.
             wait_s: how long the server asks to wait before another attempt.
-            refused: whether the server accepts no call with this key.
-            too_long: whether the model's context does not hold the prompt.
-            unreachable: whether nobody answers at the address.
-            unknown: whether the server does not know the address, or not the model.
+            key_refused: whether the server accepts no call with this key.
+            prompt_too_long: whether the model's context does not hold the prompt.
+            is_unreachable: whether nobody answers at the address.
+            not_found: whether the server does not know the address, or not the model.
         """
         super().__init__(reason)
-        self.again = again
+        self.may_retry = may_retry
         self.wait_s = wait_s
-        self.refused = refused
-        self.too_long = too_long
-        self.unreachable = unreachable
-        self.unknown = unknown
+        self.key_refused = key_refused
+        self.prompt_too_long = prompt_too_long
+        self.is_unreachable = is_unreachable
+        self.not_found = not_found
 
     def remedy(self, key_variable: str) -> str:
-        """Say where to look, for the end of a message.
+        """Return the end of an error line, which says where the user may look for the cause.
 
         `key_variable`: the environment variable that holds the key.
         """
-        if self.unreachable:
+        if self.is_unreachable:
             return "is a server there?"
-        if self.unknown:
+        if self.not_found:
             return "look at the address and at the name of the model"
         return f"the key is read from {key_variable}"
 
@@ -247,7 +245,7 @@ class ChatClient:
         return str(owners[0]) if owners else ""
 
     def check_server(self, option: str) -> None:
-        """Raise `UserError` where `ask` makes no more calls, since the server takes none.
+        """Raise `UserError` if `ask` makes no more calls, because the server takes none.
 
         The next `ask` tries again, such as with another key.
 
@@ -259,7 +257,7 @@ class ChatClient:
         self._refusal = None
         variable = self.endpoint.key_variable
         server = f"{option}: {self.endpoint.url}"
-        if error.refused:
+        if error.key_refused:
             raise UserError(
                 f"{server} refuses the key in {variable} for the model {self.endpoint.model!r} "
                 f"({error}); set {variable} to one that it takes"
@@ -269,20 +267,20 @@ class ChatClient:
             f"{error.remedy(variable)}"
         )
 
-    def ask(self, messages: Messages, read: Callable[[str], str]) -> str:
+    def ask(self, messages: Messages, read_answer: Callable[[str], str]) -> str:
         """Ask for an answer, read it, and store what was read in the cache.
 
-        After a refused key no further call is made, nor where nobody is there to answer the first
-        one (see `check_server`).
+        No further call is made after the server has refused the key, or if nobody answered the
+        first call (see `check_server`).
 
         Args:
             messages: the conversation.
-            read: turns the text of the answer into what is wanted of it, such as a score. It may
-                raise `EndpointError` for an answer of the wrong form. Such an answer is asked for
-                again, unless it was cut off at the limit on its tokens.
+            read_answer: turns the text of the answer into what is wanted of it, such as a score. It
+                may raise `EndpointError` for an answer of the wrong form. Such an answer is asked
+                for again, unless it was cut off at the limit on its tokens.
 
         Returns:
-            what `read` returned.
+            what `read_answer` returned.
 
         Raises:
             EndpointError: no attempt gave an answer of the right form.
@@ -292,13 +290,13 @@ class ChatClient:
             """Make one attempt."""
             reply = self._call(messages, body={})
             try:
-                return read(reply.text)
+                return read_answer(reply.text)
             except EndpointError as error:
                 if reply.finish_reason != "length":
                     raise
                 # The next attempt would end at the same limit.
                 reason = f"{error}; it was cut off at the limit on its tokens"
-                raise EndpointError(reason, again=False) from error
+                raise EndpointError(reason, may_retry=False) from error
 
         if self._refusal is not None:
             raise self._refusal
@@ -321,7 +319,9 @@ class ChatClient:
         reply: Reply = self._with_attempts(lambda: self._call(messages, body))
         return reply
 
-    def each(self, function: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    def map_in_threads(
+        self, function: Callable[[_Item], _Result], items: Sequence[_Item]
+    ) -> list[_Result]:
         """Call a function for each item in several threads, and return its results in order.
 
         As many calls run at once as there are workers. Their threads are daemons, so that after
@@ -349,19 +349,19 @@ class ChatClient:
                 return call()
             except EndpointError as error:
                 is_last = attempt == self.endpoint.attempts
-                if is_last or not error.again:
+                if is_last or not error.may_retry:
                     last_error = EndpointError(
                         f"{error} (attempt {attempt})",
-                        refused=error.refused,
-                        too_long=error.too_long,
-                        unreachable=error.unreachable,
-                        unknown=error.unknown,
+                        key_refused=error.key_refused,
+                        prompt_too_long=error.prompt_too_long,
+                        is_unreachable=error.is_unreachable,
+                        not_found=error.not_found,
                     )
                     # A server that has answered before may be back soon.
                     is_missing_server = not self._has_answered and (
-                        error.unreachable or error.unknown
+                        error.is_unreachable or error.not_found
                     )
-                    if error.refused or is_missing_server:
+                    if error.key_refused or is_missing_server:
                         self._refusal = last_error
                     raise last_error from error
                 time.sleep(min(max(wait_s, error.wait_s), _MAX_WAIT_S))
@@ -380,7 +380,9 @@ class ChatClient:
         """
         with self._lock:
             if self.budget is not None and self.calls >= self.budget:
-                raise EndpointError(f"the budget of {self.budget} calls is used up", again=False)
+                raise EndpointError(
+                    f"the budget of {self.budget} calls is used up", may_retry=False
+                )
             self.calls += 1
         request = {**self._fields, "messages": list(messages), **body}
         reply_body = self._post(json.dumps(request).encode())
@@ -408,12 +410,12 @@ class ChatClient:
         try:
             reply = self._http.send(self.endpoint.timeout_s, content, headers)
         except ReplyTooLargeError as error:
-            raise EndpointError(str(error), again=False) from error
+            raise EndpointError(str(error), may_retry=False) from error
         # no connection, a reply that came too late, or one that is no HTTP
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             is_unreachable = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise EndpointError(
-                f"{type(error).__name__}: {error}", unreachable=is_unreachable
+                f"{type(error).__name__}: {error}", is_unreachable=is_unreachable
             ) from error
         if httpx.codes.is_success(reply.status):
             self._has_answered = True
@@ -422,20 +424,20 @@ class ChatClient:
         may_succeed_later = reply.status in _RETRIED_CODES
         # What a server says of a passing failure, such as a page of its proxy, is of no use.
         server_words = "" if may_succeed_later else _error_words(reply.body, self._api_key())
-        is_unknown = reply.status == httpx.codes.NOT_FOUND
-        if is_unknown:
-            # the user may have named an address that goes on too far, or not far enough
+        is_not_found = reply.status == httpx.codes.NOT_FOUND
+        if is_not_found:
+            # The user may have named an address with too many parts, or too few.
             server_words = f" at {self._http.address}{server_words}"
         # Servers refuse an answer that may become too long in similar words.
         names_prompt = _PROMPT_TOO_LONG_PATTERN.search(server_words) is not None
         names_answer = _ANSWER_TOO_LONG_PATTERN.search(server_words) is not None
         raise EndpointError(
             f"HTTP {reply.status}{server_words}",
-            again=may_succeed_later,
+            may_retry=may_succeed_later,
             wait_s=_seconds_to_wait(reply.headers.get("Retry-After")),
-            refused=self._refuses_key(reply.status),
-            too_long=names_prompt and not names_answer,
-            unknown=is_unknown,
+            key_refused=self._refuses_key(reply.status),
+            prompt_too_long=names_prompt and not names_answer,
+            not_found=is_not_found,
         )
 
     def _refuses_key(self, status: int) -> bool:
@@ -467,8 +469,8 @@ class ChatClient:
             raise EndpointError(
                 f"the key in {self.endpoint.key_variable} has a character that no header can hold, "
                 "such as a line break; set it to the key alone",
-                again=False,
-                refused=True,
+                may_retry=False,
+                key_refused=True,
             )
         if key:
             note_secret(key)

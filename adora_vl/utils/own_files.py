@@ -18,7 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from adora_vl.utils.call_guards import OverdueError, deadline, in_one_process, returning_to
+from adora_vl.utils.call_guards import OverdueError, deadline, ending_forked_children, returning_to
 from adora_vl.utils.errors import UserError, did_you_mean, in_one_line
 from adora_vl.utils.hashing import content_hash
 from adora_vl.utils.interrupts import PROJECT_FOLDERS
@@ -89,8 +89,8 @@ def _bound_values(function: object) -> list[object]:
     """Return the values that decide what a function does, and that its source does not show.
 
     They are the arguments of `partial`, the fields of a frozen dataclass that can be called, and
-    the plain variables of the function around it that it only reads. Whatever else there is may
-    change while the run goes on, such as a count of its calls.
+    for a function inside of another one the outer function's texts and numbers that it only reads.
+    Other values, such as a count of its calls, may change during the run and are left out.
     """
     values: list[object] = []
     while isinstance(function, partial):
@@ -120,9 +120,9 @@ def _bound_values(function: object) -> list[object]:
 
 
 def _assigned_outer_names(code: CodeType) -> set[str]:
-    """Return which variables of the functions around it a function assigns (`nonlocal`).
+    """Return the variables of outer functions that an inner function assigns (`nonlocal`).
 
-    `code`: that of the function. What is assigned inside of the functions in it counts too.
+    `code`: the code of the inner function. Functions that are defined in it are searched too.
     """
     names = {
         instruction.argval
@@ -166,8 +166,9 @@ def load_from_file(
             has no such name.
     """
     path = _find_file(key, entry, noun)
-    # Before the file is loaded: if it changes in the meantime, the next start sees another hash.
-    files_hash = content_hash(with_neighbours(path))
+    # The hash is taken before the file is loaded. If the file changes in between, the next start
+    # sees another hash, and not the same hash for other code.
+    files_hash = content_hash(file_with_local_imports(path))
     file, _, name = entry.rpartition(":")
     module = _load_module(f"{key}: {entry!r}", path, name)
     value = getattr(module, name, None)
@@ -225,18 +226,19 @@ def _find_file(key: str, entry: str, noun: str) -> Path:
     raise UserError(f"{key}: {entry!r}: there is no file {file!r} in {searched}")
 
 
-def with_neighbours(path: Path) -> set[Path]:
-    """Return a Python file with all files beside it that it imports, directly or indirectly.
+def file_with_local_imports(path: Path) -> set[Path]:
+    """Return a Python file and all files beside it that it imports, directly or indirectly.
 
-    Their content decides what the file does. Modules in packages below its folder count too, and
-    imports inside a function. The standard library's `modulefinder` is not used, since it fails for
-    a package without `__init__.py`.
+    The content of these files decides what the file does, so they are hashed together. Modules in
+    packages below its folder count too, and imports inside a function. The standard library's
+    `modulefinder` is not used, since it fails for a package without `__init__.py`.
     """
     root = path.parent
     files = set[Path]()
     pending = [path]
     while pending:
         file = pending.pop()
+        # Most names are those of installed modules, which have no file beside this one.
         if file in files or not file.is_file():
             continue
         # this project's own modules have a version, and are no part of the user's code
@@ -305,7 +307,7 @@ def _load_module(where: str, path: Path, object_name: str) -> ModuleType:
         with (
             returning_to(Path.cwd()),
             deadline(LOAD_TIMEOUT_S),
-            in_one_process(f"{path.name}:{object_name}"),
+            ending_forked_children(f"{path.name}:{object_name}"),
         ):
             spec.loader.exec_module(module)
     except (Exception, SystemExit, OverdueError) as error:

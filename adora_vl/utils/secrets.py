@@ -69,7 +69,7 @@ def without_secrets(value: Any, hidden: str | None = HIDDEN_MARK) -> Any:
         return type(value)(without_secrets(item, hidden) for item in value)
     if not isinstance(value, Mapping):
         return value
-    # Noted before the other values are masked, since these may have the secrets in them too.
+    # All secrets are noted first, since the other values may contain them too.
     secret_by_key = {
         key: item
         for key, item in value.items()
@@ -180,11 +180,12 @@ def _without_secret(text: str, secret: str) -> str:
 
 
 def _base64_patterns(content: bytes) -> list[str]:
-    """Return expressions that find bytes in a text in Base64, which may have more bytes before them.
+    """Return regular expressions that find bytes in a Base64 text, where others may precede them.
 
-    Base64 writes three bytes as four letters, so the letters depend on how many bytes stand before,
-    modulo three: there is an expression for each case. A letter that is also made of a neighbouring
-    byte is left out at the beginning; what follows is hidden to the end of the word.
+    Base64 writes three bytes as four letters. The letters of these bytes therefore depend on how
+    many bytes precede them, modulo three, and there is an expression for each case. A first or last
+    letter that also depends on a neighbouring byte is left out. What follows the letters is matched
+    to the end of the word.
     """
     patterns = []
     # by the number of bytes before: how many letters at the beginning are theirs too

@@ -34,8 +34,8 @@ def installed_version(distribution: str) -> str | None:
 def tested_versions() -> dict[str, SpecifierSet]:
     """Return the versions of each library that this project was tested with, by distribution.
 
-    A checkout has `pyproject.toml`, which counts also where an older one is installed, as before
-    `make setup` is run again. An installed package has its entries as metadata.
+    In a checkout they are read from `pyproject.toml`, even if an older version of this package is
+    installed there. Elsewhere they are read from the metadata of the installed package.
     """
     project = {}
     if _PYPROJECT_FILE.is_file():

@@ -136,9 +136,9 @@ def read_prompts_again(examination: Examination) -> None:
 SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[Check]]]] = {
     "expanded": (send_expanded_image_tokens, lambda e: e.check_agreement()),
     "unnoticed": (send_expanded_tokens_unchecked, lambda e: e.check_agreement()),
-    "no_sync": (skip_weight_sync, lambda e: [e.after_change(vision=False)]),
+    "no_sync": (skip_weight_sync, lambda e: [e.check_after_change(vision=False)]),
     "pixel_limits": (change_pixel_limits, lambda e: examine_in_order(e, 2)),
-    "unbanned": (allow_banned_tokens, lambda e: [e.banned()]),
+    "unbanned": (allow_banned_tokens, lambda e: [e.check_banned_tokens()]),
     "rounded": (
         round_rotary_frequencies,
         lambda e: [check_buffers(e.models), *e.check_agreement(), e.check_distant_agreement()],
@@ -150,7 +150,7 @@ SABOTAGE_AND_CHECKS_BY_NAME: dict[str, tuple[Any, Callable[[Examination], list[C
     ),
     "stale_encoder_cache": (
         keep_encoder_cache,
-        lambda e: [e.after_change(vision=True)],
+        lambda e: [e.check_after_change(vision=True)],
     ),  # may break the engine
 }
 

@@ -116,10 +116,10 @@ class EndpointEngine:
         if self._pending_note is not None:
             print(self._pending_note, file=sys.stderr)
             self._pending_note = None
-        outcomes = self._client.each(self._ask, requests)
+        outcomes = self._client.map_in_threads(self._ask, requests)
         failures = [outcome for outcome in outcomes if isinstance(outcome, EndpointError)]
         if failures and len(failures) == len(outcomes):
-            if failures[0].refused:
+            if failures[0].key_refused:
                 self._client.check_server("base_url")
             raise UserError(
                 f"base_url: {self._client.endpoint.url} gave none of "
@@ -141,7 +141,7 @@ class EndpointEngine:
         try:
             return self._client.chat(openai_messages(request), seed=request.seed, **self._body)
         except EndpointError as error:
-            return Unanswerable(str(error)) if error.too_long else error
+            return Unanswerable(str(error)) if error.prompt_too_long else error
 
 
 def _note_on_server_defaults(endpoint: Endpoint, program: str) -> str:

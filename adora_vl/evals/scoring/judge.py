@@ -287,7 +287,7 @@ def ask_judge(
             bar.update()
             return report
 
-        reports: list[Extraction | None] = judge.each(report_on, conversations)
+        reports: list[Extraction | None] = judge.map_in_threads(report_on, conversations)
     judge.check_server("judge_url")
     if failures:
         rows = amount(len(failures), "row")

@@ -313,7 +313,7 @@ def test_after_an_error_the_rest_is_skipped_and_not_hidden(monkeypatch):
     def broken(self: Examination, *, vision: bool) -> Check:
         raise RuntimeError("Encoder cache miss")
 
-    monkeypatch.setattr(Examination, "after_change", broken)
+    monkeypatch.setattr(Examination, "check_after_change", broken)
     checks = examine_in_order(examination_of(SimpleNamespace(model_runner="V1")), merge=2)
     assert [check.status for check in checks[5:]] == [
         Status.PASSED,
@@ -340,7 +340,7 @@ def test_the_engine_is_put_to_sleep_before_it_is_compared(monkeypatch):
             return SimpleNamespace(drift=Drift(mean, mean))
 
         monkeypatch.setattr(Examination, "compare", compare)
-        check = examination_of(generation).after_sleep()
+        check = examination_of(generation).check_after_sleep()
         assert events == [2, "sleep"]
         assert generation._llm_weights_sleeping
         assert check.status is status

@@ -101,7 +101,7 @@ def test_every_value_is_converted_once_and_methods_are_built_once_on_every_way(
     tmp_path, monkeypatch, subtests, no_weights
 ):
     nothing: Callable[[object], list[object]] = lambda run: []  # noqa: E731
-    monkeypatch.setattr(doctor, "paper_checks", nothing)
+    monkeypatch.setattr(doctor, "checks_without_weights", nothing)
     monkeypatch.setattr(doctor, "engine_checks", nothing)
     gpu = ["--config", str(CONFIGS / "train" / "adora_3b_1gpu_lora.yaml")]
     launcher = DryRunOptions(accelerate_config=CONFIGS / "accelerate" / "gpu1.yaml")

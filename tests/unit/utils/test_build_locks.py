@@ -51,11 +51,11 @@ def test_an_old_lock_that_nobody_holds_is_removed_in_one_line(
 def test_the_lock_of_a_build_that_goes_on_stays(make_lock: Path):
     """However long one file takes to compile: ninja works in the folder."""
     with subprocess.Popen(["sleep", "60"], cwd=make_lock.parent) as builder:
-        assert launch.is_left_behind(make_lock) is False
+        assert launch.build_was_killed(make_lock) is False
         launch.release_killed_builds(sleep=lambda _: pytest.fail("it waited"))
         builder.kill()
     assert make_lock.exists()
-    assert launch.is_left_behind(make_lock) is True
+    assert launch.build_was_killed(make_lock) is True
 
 
 @pytest.mark.parametrize("written", ["lock", "operator.o"])

@@ -27,7 +27,7 @@ def test_calls_go_over_as_many_connections_as_there_are_workers(serve):
     server = serve(lambda body, call: completion_reply("hi"))
     client = ChatClient(Endpoint(server.url, "m", workers=4))
     for _ in range(3):
-        assert len(client.each(lambda _: client.chat(HELLO), range(20))) == 20
+        assert len(client.map_in_threads(lambda _: client.chat(HELLO), range(20))) == 20
     assert client.chat(HELLO).text == "hi"
     assert len(server.requests) == 61
     assert server.connections <= 4
@@ -180,7 +180,7 @@ assert client.chat(hello).text == text
 # Threads of the client still wait when the process ends.
 signal.setitimer(signal.ITIMER_REAL, 0.3)
 try:
-    slow_client.each(lambda _: slow_client.chat(hello), range(20))
+    slow_client.map_in_threads(lambda _: slow_client.chat(hello), range(20))
 except KeyboardInterrupt:
     assert time.monotonic() - began < 10
 """

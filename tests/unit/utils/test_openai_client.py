@@ -177,7 +177,7 @@ def test_a_key_with_a_line_break_is_named_before_anything_is_sent(serve, monkeyp
         ) as error:
             build_client(server).chat(HELLO_MESSAGES)
         assert key not in str(error.value)
-        assert error.value.refused
+        assert error.value.key_refused
         assert server.requests == []
     monkeypatch.setenv("OPENAI_API_KEY", f"{KEY_OF_SOMEBODY}\r\n")
     assert build_client(server).chat(HELLO_MESSAGES).text == "hi"
