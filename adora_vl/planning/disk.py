@@ -41,9 +41,8 @@ def checkpoint_bytes(
         return model_bytes + optimizer_bytes + reference_bytes + _SMALL_FILES_BYTES
     bytes_per_parameter = 2 if mixed_precision else shape.weight_bytes
     model_bytes = saved_parameters * bytes_per_parameter
-    optimizer_bytes = (
-        shape.trained_parameters * (ADAM_MOMENTS + 1) * FLOAT32_BYTES
-    )  # 1: the master weights
+    master_and_moments_bytes = (1 + ADAM_MOMENTS) * FLOAT32_BYTES
+    optimizer_bytes = shape.trained_parameters * master_and_moments_bytes
     # Under ZeRO-3 the module's file has only the weights that are not trained.
     module_parameters = shape.total_parameters
     if sharding.stage >= 3:

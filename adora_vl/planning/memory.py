@@ -173,7 +173,7 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
     The phases are the rollouts, the pass of the images through a frozen vision tower, forward and
     backward, and the optimizer step. `card_bytes`: the memory of the GPU.
     """
-    training = predict_state_bytes(
+    model_state = predict_state_bytes(
         setup.shape,
         sharding=setup.sharding,
         has_reference=setup.has_reference,
@@ -183,19 +183,19 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
     tower = frozen_tower_memory(setup)
     pixels = {"pixels": _pixel_bytes(setup)}
     features = {"image features": tower.feature_bytes}
-    gathered = {"gathered weights": training.gathered_weights}
-    all_gradients = {"gradients": training.gradients}
+    gathered = {"gathered weights": model_state.gathered_weights}
+    all_gradients = {"gradients": model_state.gradients}
     # While the policy learns, the engine may sleep.
-    resident = {**_resident_bytes(training), **_engine_while_learning(setup, engine)}
+    resident = {**_resident_bytes(model_state), **_engine_while_learning(setup, engine)}
     before_pass = {**resident, **gathered, **pixels, **features}
     recomputed = recomputed_layers(
-        setup, card_bytes, held_bytes=sum(before_pass.values()) + training.gradients
+        setup, card_bytes, held_bytes=sum(before_pass.values()) + model_state.gradients
     )
     phases = {
-        "rollouts": _rollout_phase(setup, training, engine),
+        "rollouts": _rollout_phase(setup, model_state, engine),
         "forward and backward": {
             **before_pass,
-            **_learning_memory(setup, training.gradients, recomputed),
+            **_learning_memory(setup, model_state.gradients, recomputed),
         },
     }
     if tower.pass_bytes:
@@ -207,36 +207,41 @@ def predict_memory(setup: Setup, card_bytes: int) -> Prediction:
             **features,
             "vision": tower.pass_bytes,
         }
-    phases["optimizer step"] = {**resident, **all_gradients, **pixels, "step": training.during_step}
+    phases["optimizer step"] = {
+        **resident,
+        **all_gradients,
+        **pixels,
+        "step": model_state.during_step,
+    }
     return Prediction(
         phases={
             phase: _with_overhead(component_bytes, setup)
             for phase, component_bytes in phases.items()
         },
         engine=engine,
-        states=training,
+        states=model_state,
         recomputed=recomputed,
     )
 
 
-def _resident_bytes(training: ModelStateBytes) -> dict[str, int]:
+def _resident_bytes(model_state: ModelStateBytes) -> dict[str, int]:
     """Return the bytes of a training that are on the GPU in every phase, by component."""
     return {
-        "weights": training.weights,
-        "optimizer": training.optimizer,
-        "reference model": training.reference,
+        "weights": model_state.weights,
+        "optimizer": model_state.optimizer,
+        "reference model": model_state.reference,
     }
 
 
 def _rollout_phase(
-    setup: Setup, training: ModelStateBytes, engine: EngineMemory | None
+    setup: Setup, model_state: ModelStateBytes, engine: EngineMemory | None
 ) -> dict[str, int]:
     """Return what a GPU holds while rollouts are sampled, in bytes by component.
 
-    `training`: weights, gradients and optimizer. `engine`: None without an engine on this GPU.
+    `model_state`: weights, gradients and optimizer. `engine`: None without an engine on this GPU.
     """
     shape = setup.shape
-    resident = _resident_bytes(training)
+    resident = _resident_bytes(model_state)
     if setup.swaps_base:
         # The trainer's base in 4 bits is in host memory while the engine samples with its own.
         resident["weights"] -= shape.base_bytes(shape.weight_bytes)
@@ -246,7 +251,7 @@ def _rollout_phase(
     gathers_for_engine = setup.sharding.stage == 3
     return {
         **resident,
-        "gradients": training.gradients if has_lasting_gradients else 0,
+        "gradients": model_state.gradients if has_lasting_gradients else 0,
         **_engine_awake(engine),
         "weights on their way": (
             shape.largest_tensor * setup.dtypes.residual if gathers_for_engine else 0
@@ -383,57 +388,87 @@ def _moments_with_first_gradients(
         gradient_bytes: Bytes of all gradients, at the end of the pass.
         recomputed: Layers of the language model that gradient checkpointing recomputes.
     """
+    gradients = _gradients_during_backward(setup, gradient_bytes)
+    first_layer, last_layer = _first_and_last_layer_back(setup, recomputed)
+    # If head and embedding share a weight, its gradient is in the candidates' own bytes. Its two
+    # parts are added up at the end: both are there, and their sum.
+    tied_head = setup.activation_memory.tied_head_gradient
+    end = PeakCandidate(LAYER_BACKWARD_NAME, transient_bytes=3 * tied_head, kept_bytes=0)
+    # The second candidate, a layer going back, is replaced by the first and last layer and the end.
+    in_between: list[_PeakMoment] = []
+    for candidate in candidates[2:]:
+        layer_gradients = int(gradients.of_layers * candidate.backward_share)
+        in_between.append(_PeakMoment(candidate, gradients.after_head + layer_gradients))
+    layers = setup.shape.text.layers
+    before_last_layer = gradients.after_head + gradients.of_layers * (layers - 1) // layers
+    return [
+        _PeakMoment(candidates[0], gradients.at_start),
+        _PeakMoment(first_layer, gradients.after_head),
+        *in_between,
+        _PeakMoment(last_layer, before_last_layer),
+        _PeakMoment(end, gradient_bytes - tied_head),
+    ]
+
+
+class _BackwardGradients(NamedTuple):
+    """The bytes of the gradients in a backward pass that begins without them."""
+
+    at_start: int
+    after_head: int
+    of_layers: int  # of all layers of the language model, without head and embedding
+
+
+def _gradients_during_backward(setup: Setup, gradient_bytes: int) -> _BackwardGradients:
+    """Return the gradients that exist at moments of a backward pass that begins without them.
+
+    `gradient_bytes`: of all gradients, at the end of the pass.
+    """
     shape = setup.shape
-    activation_memory = setup.activation_memory
-    # If head and embedding share a weight, its gradient is in the candidates' own bytes.
-    tied_head = activation_memory.tied_head_gradient
-    head = activation_memory.head_gradient
-    untied_head = head - tied_head
+    head = setup.activation_memory.head_gradient
+    untied_head = head - setup.activation_memory.tied_head_gradient
     bytes_per_parameter = FLOAT32_BYTES if shape.has_adapters else shape.weight_bytes
-    layers = shape.text.layers
     # DDP's buckets are allocated before; they are counted beyond one number per parameter.
     at_start = gradient_bytes - shape.trained_parameters * bytes_per_parameter
-    after_head = at_start + untied_head
     # The embedding's gradient comes at the end. It is as large as an untied head's.
-    of_all_layers = (
-        shape.trained_by_component[LANGUAGE_MODEL] * bytes_per_parameter - head - untied_head
+    embedding = untied_head
+    of_language_model = shape.trained_by_component[LANGUAGE_MODEL] * bytes_per_parameter
+    return _BackwardGradients(
+        at_start=at_start,
+        after_head=at_start + untied_head,
+        of_layers=of_language_model - head - embedding,
     )
+
+
+def _first_and_last_layer_back(
+    setup: Setup, recomputed: int
+) -> tuple[PeakCandidate, PeakCandidate]:
+    """Return the moments at which the first and the last layer of the language model go back.
+
+    `recomputed`: how many of the layers gradient checkpointing recomputes.
+    """
+    layers = setup.shape.text.layers
     saved = activations.saved_bytes(
-        shape,
+        setup.shape,
         setup.pass_size,
         setup.dtypes,
         checkpointing=setup.checkpointing,
         recomputed_count=recomputed,
     )
-    layer_transient = saved.layer_gradients + tied_head
+    transient_bytes = saved.layer_gradients + setup.activation_memory.tied_head_gradient
     if recomputed == layers:
-        layer_transient += saved.largest_recomputed
-    first_layer_to_go_back = PeakCandidate(
-        LAYER_BACKWARD_NAME, transient_bytes=layer_transient, kept_bytes=saved.text
+        transient_bytes += saved.largest_recomputed
+    first_layer = PeakCandidate(
+        LAYER_BACKWARD_NAME, transient_bytes=transient_bytes, kept_bytes=saved.text
     )
     kept_by_last_layer = saved.text // layers
     if 0 < recomputed < layers:
         # The last layer to go back is a recomputed one here, and the first is not.
         kept_by_last_layer = saved.layer_inputs // recomputed
-        layer_transient += saved.recomputed_layer
-    last_layer_to_go_back = PeakCandidate(
-        LAYER_BACKWARD_NAME, transient_bytes=layer_transient, kept_bytes=kept_by_last_layer
+        transient_bytes += saved.recomputed_layer
+    last_layer = PeakCandidate(
+        LAYER_BACKWARD_NAME, transient_bytes=transient_bytes, kept_bytes=kept_by_last_layer
     )
-    before_last_layer = after_head + of_all_layers * (layers - 1) // layers
-    # The two parts of a shared weight's gradient are added up: both are there, and their sum.
-    end = PeakCandidate(LAYER_BACKWARD_NAME, transient_bytes=3 * tied_head, kept_bytes=0)
-    # The second candidate, a layer going back, is replaced by the first and last layer and the end.
-    in_between = [
-        _PeakMoment(candidate, after_head + int(of_all_layers * candidate.backward_share))
-        for candidate in candidates[2:]
-    ]
-    return [
-        _PeakMoment(candidates[0], at_start),
-        _PeakMoment(first_layer_to_go_back, after_head),
-        *in_between,
-        _PeakMoment(last_layer_to_go_back, before_last_layer),
-        _PeakMoment(end, gradient_bytes - tied_head),
-    ]
+    return first_layer, last_layer
 
 
 def _engine_awake(engine: EngineMemory | None) -> dict[str, int]:

@@ -127,12 +127,14 @@ def sharing_lines(plan: Plan) -> list[str]:
     if not (plan.setup.sharing.vision or plan.setup.sharing.prompts):
         return []
     # With `auto` both runs would fill the GPU, one with fewer recomputed layers.
-    sharing_setup = replace(plan.setup, recompute="all")
+    setup = replace(plan.setup, recompute="all")
     # The same run with image and prompt computed for each rollout, as TRL does.
-    setup_of_trl = replace(sharing_setup, sharing=Sharing())
+    setup_of_trl = replace(setup, sharing=Sharing())
     phase = "forward and backward"
-    sharing_bytes = sum(predict_memory(sharing_setup, plan.card_bytes).phases[phase].values())
-    trl_bytes = sum(predict_memory(setup_of_trl, plan.card_bytes).phases[phase].values())
+    phases = predict_memory(setup, plan.card_bytes).phases
+    phases_of_trl = predict_memory(setup_of_trl, plan.card_bytes).phases
+    sharing_gib = sum(phases[phase].values()) / GIB
+    trl_gib = sum(phases_of_trl[phase].values()) / GIB
     batch = plan.setup.micro_batch
     has_shared_image = batch.image_tokens > 0 and batch.sequences_per_problem > 1
     shared_parts: list[str] = []
@@ -142,12 +144,12 @@ def sharing_lines(plan: Plan) -> list[str]:
         shared_parts.append("the prompt")
     lines: list[str] = []
     if shared_parts:
-        recomputed = ", all layers recomputed" if plan.setup.checkpointing else ""
+        recompute_note = ", all layers recomputed" if plan.setup.checkpointing else ""
         lines.append(
             f"Computed once for {batch.sequences_per_problem} rollouts of a micro-batch: "
             f"{' and '.join(shared_parts)}. "
-            f"With one for each {phase} would take {trl_bytes / GIB:.3g} GiB instead of "
-            f"{sharing_bytes / GIB:.3g}{recomputed}."
+            f"With one for each {phase} would take {trl_gib:.3g} GiB instead of "
+            f"{sharing_gib:.3g}{recompute_note}."
         )
     # A micro-batch with a part of a group computes image and prompt for this part alone.
     group_size = plan.setup.group_size

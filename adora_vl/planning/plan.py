@@ -250,17 +250,8 @@ def make_setup(
         lengths: The lengths of the prompts.
     """
     longest_prompt = lengths.longest_prompt
-    image_tokens = lengths.most_image_tokens
     sequences = config.per_device_train_batch_size
     sequences_per_generation = sequences * config.steps_per_generation
-    stores_images_once = config.uses("cache_images")
-    # Otherwise the rollouts of a group may be in any micro-batch, and share nothing there.
-    keeps_groups_together = stores_images_once and not regroup_obstacle(config)
-    sharing = Sharing(
-        images=stores_images_once,
-        vision=keeps_groups_together and config.uses("share_vision"),
-        prompts=keeps_groups_together and config.uses("share_prompt"),
-    )
     return Setup(
         shape=shape,
         sharding=sharding,
@@ -268,11 +259,11 @@ def make_setup(
             sequences=sequences,
             prompt_tokens=longest_prompt,
             completion_tokens=config.max_completion_length,
-            image_tokens=image_tokens if shape.vision else 0,
+            image_tokens=lengths.most_image_tokens if shape.vision else 0,
         ),
         sequences_per_generation=sequences_per_generation,
         group_size=config.num_generations,
-        sharing=sharing,
+        sharing=_sharing(config),
         mixed_precision=bool(config.bf16 or config.fp16),
         checkpointing=config.gradient_checkpointing,
         recompute=config.adora_recompute,
@@ -286,6 +277,18 @@ def make_setup(
             sequences_per_generation=sequences_per_generation,
         ),
         on_gpu=not config.use_cpu,
+    )
+
+
+def _sharing(config: AdoraGRPOConfig) -> Sharing:
+    """Return what the steps of a run compute only once for all rollouts of a group."""
+    stores_images_once = config.uses("cache_images")
+    # Otherwise the rollouts of a group may be in any micro-batch, and share nothing there.
+    keeps_groups_together = stores_images_once and not regroup_obstacle(config)
+    return Sharing(
+        images=stores_images_once,
+        vision=keeps_groups_together and config.uses("share_vision"),
+        prompts=keeps_groups_together and config.uses("share_prompt"),
     )
 
 

@@ -174,10 +174,10 @@ def _epoch_lines(plan: Plan) -> list[str]:
     assert total is not None, "it is known where the rows are"
     # TRL's sampler leaves out the last rows of an epoch if they do not fill a generation.
     remainder = rows % plan.run.layout.prompts_per_generation
-    waiting = f"; {amount(remainder, 'row')} left out, others each time" if remainder else ""
-    make = "makes" if rows == 1 else "make"
+    left_out = f"; {amount(remainder, 'row')} left out, others each time" if remainder else ""
+    verb = "makes" if rows == 1 else "make"
     return [
-        f"{amount(rows, 'row')} {make} {amount(per_epoch, 'optimizer step')} an epoch{waiting}.",
+        f"{amount(rows, 'row')} {verb} {amount(per_epoch, 'optimizer step')} an epoch{left_out}.",
         f"The run takes {amount(total, 'optimizer step')}, {total / per_epoch:.3g} epochs.",
     ]
 
