@@ -103,7 +103,7 @@ def export(run: Path, output: Path, *, adapter: bool = False, universal: bool = 
     # The last lines of a run propose this folder. Its files are recorded as those of the run.
     belongs_to_run = output.resolve() == run.resolve() / MERGED_FOLDER and run_has_begun(run)
     # All is written into `staged`, which becomes `output` when the block ends.
-    with recording_saved_files(run, writes=belongs_to_run), replacing_folder(output) as staged:
+    with recording_saved_files(run, saves_model=belongs_to_run), replacing_folder(output) as staged:
         if (source / ADAPTER_CONFIG_FILE).is_file() and not adapter:
             _merge_adapter(source, staged)
         elif has_whole_weights:

@@ -168,7 +168,7 @@ def copy_finished(checkpoint: Path, output_dir: Path) -> None:
 
     with (
         naming_write_errors("output_dir", output_dir),
-        recording_saved_files(output_dir, writes=True),
+        recording_saved_files(output_dir, saves_model=True),
     ):
         copy_model(checkpoint, output_dir)
     print(f"{checkpoint} is the last step: nothing left to train; its model is in {output_dir}")

@@ -670,7 +670,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
         All ranks call this together.
         """
-        return self.parts.checkpoint_writer.at(
+        return self.parts.checkpoint_writer.ensure_checkpoint(
             self.state.global_step, lambda: self._save_checkpoint(self.model, trial=None)
         )
 
@@ -707,7 +707,7 @@ class AdoraGRPOTrainer(GRPOTrainer):  # type: ignore[misc]  # TRL is untyped to 
 
     def restore(self, checkpoint: str) -> None:
         """Restore what a checkpoint has beside TRL's own state, which `train` restores."""
-        self.parts.checkpoint_writer.began_at = checkpoint
+        self.parts.checkpoint_writer.resumed_from = checkpoint
         unfinished = self.parts.checkpoint_state.restore(Path(checkpoint))
         if unfinished is not None:
             self._step = unfinished.micro_step

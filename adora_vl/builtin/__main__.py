@@ -5,6 +5,7 @@
 tiny model, built in the cache where it is missing.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     `arguments`: of the command; None for those of this process.
     """
+
+    def command() -> None:
+        """Print the folder of a tiny model, or build one and print how it was made."""
+        options = _parser().parse_args(arguments)
+        size = ModelSize(width=options.width, layers=options.layers, dtype=options.dtype)
+        if size != SHIPPED_SIZE and options.start != TINY_MODEL:
+            raise UserError(
+                f"width, layers, dtype: {options.start} goes on from the shipped {TINY_MODEL}, "
+                f"which has its own; leave them out, or build --start {TINY_MODEL}"
+            )
+        if options.find:
+            _print_folder(options.find)
+        else:
+            _build(options, size)
+
+    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
+
+
+def _parser() -> Parser:
+    """Return the parser of the command's arguments."""
     defaults = WarmStart()
     parser = Parser(prog="python -m adora_vl.builtin", description=__doc__)
     by_default = "%(default)s by default"
@@ -52,35 +73,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=SHIPPED_SIZE.layers, help=layers_help)
     dtype_help = f"of the saved weights: {' or '.join(DTYPES)} ({by_default})"
     parser.add_argument("--dtype", default=SHIPPED_SIZE.dtype, help=dtype_help)
+    return parser
 
-    def command() -> None:
-        """Print the folder of a tiny model, or build one and print how it was made."""
-        options = parser.parse_args(arguments)
-        size = ModelSize(width=options.width, layers=options.layers, dtype=options.dtype)
-        if size != SHIPPED_SIZE and options.start != TINY_MODEL:
-            raise UserError(
-                f"width, layers, dtype: {options.start} goes on from the shipped {TINY_MODEL}, "
-                f"which has its own; leave them out, or build --start {TINY_MODEL}"
-            )
-        from adora_vl.builtin.builtin_data import STARTS, resolve_model
-        from adora_vl.builtin.small_model import build_start
-        from adora_vl.builtin.tiny_vl import build_tiny_model
 
-        if options.find:
-            with redirect_stdout(sys.stderr):  # what its training prints
-                folder = resolve_model(options.find)
-            print(folder)
-            return
-        if options.start == TINY_MODEL:
-            short_prompt_steps = min(defaults.short_prompt_steps, options.steps // 2)
-            plan = WarmStart(options.steps, short_prompt_steps, seed=options.seed)
-            facts = build_tiny_model(options.output, plan, options.family, size)
-        else:
-            start = STARTS[options.start]
-            facts = build_start(options.output, start.plan, start.begin)
-        print(json.dumps(facts, indent=2))
+def _print_folder(name: str) -> None:
+    """Print the folder of a tiny model, which is built first if it is missing."""
+    from adora_vl.builtin.builtin_data import resolve_model
 
-    return exit_code_of(command, "nothing was written, and what was there before is unchanged")
+    with redirect_stdout(sys.stderr):  # what its training prints
+        folder = resolve_model(name)
+    print(folder)
+
+
+def _build(options: argparse.Namespace, size: ModelSize) -> None:
+    """Build the tiny model that the options ask for, and print how it was made."""
+    from adora_vl.builtin.builtin_data import STARTS
+    from adora_vl.builtin.small_model import build_start
+    from adora_vl.builtin.tiny_vl import build_tiny_model
+
+    if options.start == TINY_MODEL:
+        short_prompt_steps = min(WarmStart().short_prompt_steps, options.steps // 2)
+        plan = WarmStart(options.steps, short_prompt_steps, seed=options.seed)
+        facts = build_tiny_model(options.output, plan, options.family, size)
+    else:
+        start = STARTS[options.start]
+        facts = build_start(options.output, start.plan, start.begin)
+    print(json.dumps(facts, indent=2))
 
 
 if __name__ == "__main__":

@@ -81,16 +81,18 @@ def resolve_dataset(name: str, rows: int, columns: Mapping[str, Any] | None = No
         columns: which column of a table is what (`adora_columns`); None without a table.
     """
     if name == KNIGHTS_DATA:
-        drawn = describe_puzzles(rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE)
+        drawn_dataset = describe_puzzles(
+            rows=rows, test_rows=SYNTHETIC_TEST_ROWS, people=KNIGHTS_PEOPLE
+        )
     elif name == SYNTHETIC_DATA:
-        drawn = describe_synthetic(
+        drawn_dataset = describe_synthetic(
             rows=rows, test_rows=SYNTHETIC_TEST_ROWS, seed=SYNTHETIC_SEED, size=SYNTHETIC_SIZE
         )
     elif columns is None or _is_prepared(name):
         return name
     else:
         return str(ensure_converted(name, columns, cache_folder()))
-    return str(ensure_drawn(cache_folder() / f"{name}-{rows}", drawn))
+    return str(ensure_drawn(cache_folder() / f"{name}-{rows}", drawn_dataset))
 
 
 def _is_prepared(name: str) -> bool:

@@ -68,8 +68,8 @@ def begin_perimeter(
     else:
         model = build_model(processor.tokenizer, seed=plan.seed, size=size)
     rows = rows or list(generate(plan.rows, seed=_DATA_SEED, families=("perimeter",)))
-    short = encode(processor, rows, "Answer.")
-    full = encode(processor, rows, SYSTEM_PROMPT)
+    with_short_prompt = encode(processor, rows, "Answer.")
+    with_full_prompt = encode(processor, rows, SYSTEM_PROMPT)
     sides = [sides_in_problem(row["problem"], row["meta"]["solution"]) for row in rows]
     answer_rng = random.Random(plan.seed)
     first_stage_rng = random.Random(plan.seed)
@@ -79,21 +79,24 @@ def begin_perimeter(
         data: Encoded, rng: random.Random, answer_for: Callable[[tuple[int, ...]], str]
     ) -> Tensor:
         """Return the loss of a random batch; `answer_for` makes answers from the sides' lengths."""
-        picks = rng.sample(range(len(rows)), plan.batch_size)
+        row_numbers = rng.sample(range(len(rows)), plan.batch_size)
         answers = {}
-        for pick in picks:
-            text = answer_for(sides[pick]) + END_OF_TURN
-            answers[pick] = torch.tensor(processor.tokenizer(text)["input_ids"])
-        return answer_loss(model, data=data, answers=answers, picks=picks)
+        for number in row_numbers:
+            text = answer_for(sides[number]) + END_OF_TURN
+            answers[number] = torch.tensor(processor.tokenizer(text)["input_ids"])
+        return answer_loss(model, data=data, answers=answers, row_numbers=row_numbers)
 
     def first_stage_loss(step: int) -> Tensor:
         """Return the loss of right workings, with the short prompt in the first steps."""
-        data = short if step < plan.short_prompt_steps else full
+        is_early = step < plan.short_prompt_steps
+        data = with_short_prompt if is_early else with_full_prompt
         return batch_loss(data, first_stage_rng, partial(write_working, answer_rng))
 
     def second_stage_loss(_: int) -> Tensor:
         """Return the loss of the teacher's answers to the full prompt, whatever the step."""
-        return batch_loss(full, second_stage_rng, partial(teacher, answer_rng, plan=plan))
+        return batch_loss(
+            with_full_prompt, second_stage_rng, partial(teacher, answer_rng, plan=plan)
+        )
 
     stages = [
         TrainingStage(plan.steps, plan.learning_rate, first_stage_loss),

@@ -56,8 +56,8 @@ def begin_text(plan: TextStart) -> UntrainedModel:
 
     def loss_of(_: int) -> Tensor:
         """Return the loss of a random batch, whatever the step."""
-        picks = rng.sample(range(len(prompts)), plan.batch_size)
-        return answer_loss(model, data=Encoded(prompts), answers=answers, picks=picks)
+        row_numbers = rng.sample(range(len(prompts)), plan.batch_size)
+        return answer_loss(model, data=Encoded(prompts), answers=answers, row_numbers=row_numbers)
 
     stage = TrainingStage(plan.steps, plan.learning_rate, loss_of)
     return UntrainedModel(model=model, processor=tokenizer, stages=[stage])

@@ -42,7 +42,7 @@ class FamilyConfig:
 
 
 def _qwen2_5_vl(size: ModelSize) -> FamilyConfig:
-    """Return what Qwen2.5-VL has: attention over the whole picture in every vision block."""
+    """Return what is special about Qwen2.5-VL: here every vision block attends to all patches."""
     return FamilyConfig(
         config=transformers.Qwen2_5_VLConfig,
         text={"layer_types": ["full_attention"] * size.layers},
@@ -52,7 +52,10 @@ def _qwen2_5_vl(size: ModelSize) -> FamilyConfig:
 
 
 def _qwen3_vl(size: ModelSize) -> FamilyConfig:
-    """Return what Qwen3-VL has: interleaved positions, and vision features after two early layers."""
+    """Return what is special about Qwen3-VL.
+
+    The axes of its positions interleave, and vision features are added after two early layers.
+    """
     return FamilyConfig(
         config=transformers.Qwen3VLConfig,
         text={},
@@ -67,7 +70,7 @@ def _qwen3_vl(size: ModelSize) -> FamilyConfig:
 
 
 def _qwen3_5(size: ModelSize) -> FamilyConfig:
-    """Return what Qwen3.5 has: linear attention in all layers but the last.
+    """Return what is special about Qwen3.5: linear attention in all layers but the last.
 
     The last one rotates a quarter of each head, as published.
     """
@@ -211,7 +214,7 @@ Answers = Sequence[Tensor] | Mapping[int, Tensor]  # by the number of the row
 
 
 def answer_loss(
-    model: "PreTrainedModel", data: Encoded, answers: Answers, picks: list[int]
+    model: "PreTrainedModel", data: Encoded, answers: Answers, row_numbers: list[int]
 ) -> Tensor:
     """Return the mean loss over the tokens of the answers to some problems.
 
@@ -219,24 +222,24 @@ def answer_loss(
         model: computes the loss.
         data: the prompts of all problems.
         answers: token ids of the answers, by the number of the problem.
-        picks: the numbers of the chosen problems.
+        row_numbers: the numbers of the chosen problems.
     """
     sequences = []
     labels = []
-    for number in picks:
+    for number in row_numbers:
         prompt = data.prompts[number]
         answer = answers[number]
         sequences.append(torch.cat([prompt, answer]))
         labels.append(torch.cat([torch.full_like(prompt, -100), answer]))  # -100: not in the loss
     if data.pixels is None or data.grids is None:
         return token_loss(model, sequences, labels)
-    pixels = data.pixels[picks].flatten(0, 1).float()
+    pixels = data.pixels[row_numbers].flatten(0, 1).float()
     return token_loss(
         model,
         sequences=sequences,
         labels=labels,
         pixel_values=pixels,
-        image_grid_thw=data.grids[picks],
+        image_grid_thw=data.grids[row_numbers],
     )
 
 
@@ -282,8 +285,8 @@ def warm_start(
         plan: the numbers of the training.
     """
     rng = random.Random(plan.seed)
-    short = encode(processor, rows, "Answer.")
-    full = encode(processor, rows, SYSTEM_PROMPT)
+    with_short_prompt = encode(processor, rows, "Answer.")
+    with_full_prompt = encode(processor, rows, SYSTEM_PROMPT)
     # A row has the same answer in all steps, right or with the slip.
     answers = []
     for row in rows:
@@ -294,9 +297,13 @@ def warm_start(
 
     def loss_of(step: int) -> Tensor:
         """Return the loss of a random batch, with the short prompt in the first steps."""
-        data = short if step < plan.short_prompt_steps else full
+        is_early = step < plan.short_prompt_steps
+        data = with_short_prompt if is_early else with_full_prompt
         return answer_loss(
-            model, data=data, answers=answers, picks=rng.sample(range(len(rows)), plan.batch_size)
+            model,
+            data=data,
+            answers=answers,
+            row_numbers=rng.sample(range(len(rows)), plan.batch_size),
         )
 
     return TrainingStage(plan.steps, plan.learning_rate, loss_of)

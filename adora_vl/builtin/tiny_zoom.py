@@ -34,8 +34,8 @@ from adora_vl.tools.run import Toolbox, choose_tools
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
 
-SIZE = 448
-SEEN = 56
+SIZE = 448  # pixels of a drawn picture's side
+SEEN = 56  # pixels of its side as the model sees it
 SYSTEM = "Look with zoom."  # as `configs/train/tiny_zoom.yaml` has it
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _DATA_SEED = 3000  # other problems than any training run draws by default
@@ -69,8 +69,11 @@ class ZoomStart:
     tool: bool = True  # without it the teacher gives a number that nobody can read
 
 
-def call_for(corner: str) -> str:
-    """Return the text of a call of `zoom` for a corner, in pixels of the picture as it is seen."""
+def zoom_call(corner: str) -> str:
+    """Return the text of a call of the tool `zoom` for a corner of the picture.
+
+    Its coordinates are pixels of the picture as the model sees it.
+    """
     side = SEEN // CELLS_PER_SIDE  # of a corner
     x = 0 if "left" in corner else SEEN - side
     y = 0 if "top" in corner else SEEN - side
@@ -104,11 +107,14 @@ class _Teacher:
         parts = [_prompt(_IMAGE), _completion(answer_with_number(number))]
         return Example(parts, images=[draw_corner_cell(self.rng, number)])
 
-    def direct_answer(self, *, short: bool) -> Example:
-        """Return a problem and its answer, without a call. `short`: the prompt is a few words."""
+    def direct_answer(self, *, has_short_prompt: bool) -> Example:
+        """Return a problem and its answer, without a call.
+
+        `has_short_prompt`: the prompt is the name of the corner alone.
+        """
         image, numbers = draw_numbered_corners(self.rng, SIZE)
         corner = self.rng.choice(CORNER_NAMES)
-        prompt = _IMAGE + corner if short else self.prompt(corner)
+        prompt = _IMAGE + corner if has_short_prompt else self.prompt(corner)
         parts = [_prompt(prompt), _completion(answer_with_number(numbers[corner]))]
         return Example(parts, images=[image])
 
@@ -116,13 +122,13 @@ class _Teacher:
         """Return a problem, mostly a call of `zoom` and the tool's reply, and an answer."""
         image, numbers = draw_numbered_corners(self.rng, SIZE)
         corner = self.rng.choice(CORNER_NAMES)
-        calls = self.rng.random() < self.plan.calls
-        if not calls:
+        calls_zoom = self.rng.random() < self.plan.calls
+        if not calls_zoom:
             guess = answer_with_number(self.rng.randrange(10, 100))
             return Example([_prompt(self.prompt(corner)), _completion(guess)], images=[image])
         # Half of the calls are for any corner: which one to look at is left to reinforcement.
         called_corner = corner if self.rng.random() < 0.5 else self.rng.choice(CORNER_NAMES)
-        call = call_for(called_corner)
+        call = zoom_call(called_corner)
         reply = self.toolbox.answer(call, [image], seed="", is_last=False)
         assert reply is not None
         reply_text = "".join(part if isinstance(part, str) else _IMAGE for part in reply.parts)
@@ -206,7 +212,7 @@ def begin_zoom(plan: ZoomStart) -> UntrainedModel:
     # The text around each problem, which the tokenizer learns to write with few tokens.
     frame = f"system {system} user assistant\n<tool_response>\nPicture 1: \n</tool_response>"
     texts = [
-        call_for(corner) + answer_with_number(number) + question_for_corner(corner)
+        zoom_call(corner) + answer_with_number(number) + question_for_corner(corner)
         for corner in CORNER_NAMES
         for number in range(10, 100)
     ]
@@ -218,16 +224,20 @@ def begin_zoom(plan: ZoomStart) -> UntrainedModel:
         """Return the loss of the first stage, in which the model learns to read numbers."""
         examples = []
         for _ in range(2 * plan.batch_size):
-            example = teacher.corner_alone() if plan.tool else teacher.direct_answer(short=True)
-            examples.append(example)
+            if plan.tool:
+                examples.append(teacher.corner_alone())
+            else:
+                examples.append(teacher.direct_answer(has_short_prompt=True))
         return _loss(model, processor, examples)
 
     def conversation_loss(_: int) -> Tensor:
         """Return the loss of the second stage, in which it learns how a conversation goes."""
         examples = []
         for _ in range(plan.batch_size):
-            example = teacher.conversation() if plan.tool else teacher.direct_answer(short=False)
-            examples.append(example)
+            if plan.tool:
+                examples.append(teacher.conversation())
+            else:
+                examples.append(teacher.direct_answer(has_short_prompt=False))
         return _loss(model, processor, examples)
 
     stages = [

@@ -106,7 +106,7 @@ def fingerprint(
     processes: int,
     sharding: str = "none",
     code_hashes: Mapping[str, str] | None = None,
-    left_out: Sequence[str] = (),
+    left_out_ids: Sequence[str] = (),
     has_tools: bool = False,
 ) -> Fingerprint:
     """Return everything that influences the steps of a run, as text by name.
@@ -122,7 +122,7 @@ def fingerprint(
         sharding: How the model is divided over them, from `sharding_of`.
         code_hashes: A hash of each file of the user's code, by a name that begins with what the
             code is for, such as `tool my_tools.py`.
-        left_out: The ids of rows that are not trained on.
+        left_out_ids: The ids of rows that are not trained on.
         has_tools: Whether Python code has passed tools beside those of the config keys.
     """
     values = _values_by_dotted_key(settings)
@@ -135,9 +135,9 @@ def fingerprint(
         if not is_ignored and not key.startswith(_IGNORED_PREFIXES):
             text_by_name[key] = json.dumps(value, default=str, sort_keys=True)
     text_by_name.update(code_hashes or {})
-    if left_out:
-        digest = hashlib.sha256(json.dumps(list(left_out)).encode()).hexdigest()
-        text_by_name["rows left out"] = f"{len(left_out)} ({digest[:16]})"
+    if left_out_ids:
+        digest = hashlib.sha256(json.dumps(list(left_out_ids)).encode()).hexdigest()
+        text_by_name["rows left out"] = f"{len(left_out_ids)} ({digest[:16]})"
     text_by_name["processes"] = str(processes)
     text_by_name["sharding"] = sharding
     # `Path.is_dir` raises for a text that is too long for a path, such as the columns of a stream.

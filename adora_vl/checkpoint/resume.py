@@ -165,10 +165,10 @@ def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerpri
                 f"output_dir: {name} holds a finished run; {_remedies_for_old_run(output_dir)}"
             )
         return StartPoint(checkpoint=None)
-    holds = f"{name} holds {newest.name}"
+    contents = f"{name} holds {newest.name}"
     if resume_word == "false":
         raise UserError(
-            f"resume_from_checkpoint: false, but {holds}; {_remedies_for_old_run(output_dir)}"
+            f"resume_from_checkpoint: false, but {contents}; {_remedies_for_old_run(output_dir)}"
         )
     saved: Fingerprint = manifest_of(newest).get("fingerprint", {})
     changed_keys = differences(saved, current)
@@ -177,7 +177,7 @@ def _start_from_newest(output_dir: Path, *, resume_word: str, current: Fingerpri
         _refuse_other_shards(newest, saved, current)
         remaining = f" (and {len(changed_keys) - 1} more)" if len(changed_keys) > 1 else ""
         raise UserError(
-            f"output_dir: {holds} of another run: {changed_keys[0]}{remaining}; set it back, "
+            f"output_dir: {contents} of another run: {changed_keys[0]}{remaining}; set it back, "
             f"{_remedies_for_old_run(output_dir)}"
         )
     return StartPoint(checkpoint=str(newest), notes=[*skipped, f"going on from {newest}"])
@@ -239,13 +239,14 @@ def _start_over(
     Raises `UserError` for a checkpoint of the run that would be replaced, so that none is deleted
     which the user named.
     """
-    is_in_output_dir = (
-        user_checkpoint is not None and output_dir.resolve() in user_checkpoint.resolve().parents
-    )
-    if resume_word == "true" or is_in_output_dir:
-        value = resume_word if user_checkpoint is None else str(user_checkpoint)
+    named = resume_word
+    is_replaced = resume_word == "true"  # it means a checkpoint of the run in the folder
+    if user_checkpoint is not None:
+        named = str(user_checkpoint)
+        is_replaced = output_dir.resolve() in user_checkpoint.resolve().parents
+    if is_replaced:
         raise UserError(
-            f"resume_from_checkpoint: {value!r} is of the run that overwrite_output_dir: true "
+            f"resume_from_checkpoint: {named!r} is of the run that overwrite_output_dir: true "
             "replaces; leave out one of the two, or choose another output_dir"
         )
     start = StartPoint(checkpoint=None)

@@ -128,16 +128,16 @@ def first_names_in_words(names: Sequence[str]) -> str:
 
 
 @contextmanager
-def recording_saved_files(output_dir: Path, writes: bool) -> Iterator[None]:
+def recording_saved_files(output_dir: Path, saves_model: bool) -> Iterator[None]:
     """Record in `written.json` which files the `with` block saves of a model into `output_dir`.
 
     With it a later run can tell the files of the model from the user's own. If the process is
     killed inside of the block, every file that was not there before counts as the run's, so that
     the run can be resumed.
 
-    `writes`: whether this process saves the model; if not, nothing happens. Raises `OSError`.
+    `saves_model`: whether this process does; if not, nothing happens. Raises `OSError`.
     """
-    if not writes:
+    if not saves_model:
         yield
         return
     versions_before = _model_file_versions(output_dir)

@@ -75,12 +75,12 @@ class MovingReference:
             return
 
         def whole_parameters() -> Iterator[tuple[str, Tensor]]:
+            """Yield each parameter by name, gathered from all ranks. Collective."""
             for name, parameter in self.model.named_parameters():
                 with self.gather([parameter]):
                     yield name, parameter.data
 
-        if not self.is_main:
-            # Gathering is collective, so that other ranks go through the parameters too.
+        if not self.is_main:  # this rank writes nothing, but takes part in the gathering
             for _ in whole_parameters():
                 pass
             return
@@ -134,9 +134,9 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
         self._loaded: dict[str, Any] | None = None
 
     def facts(self) -> dict[str, Any]:
-        """Return the sums of this rank for the facts of a checkpoint; none before the training.
+        """Return the sums of this rank for the manifest of a checkpoint; none before the training.
 
-        `with_all_ranks` puts those of all ranks in their place before a manifest is written.
+        `with_all_ranks` puts those of all ranks in their place before the manifest is written.
         """
         trainer = self._trainer
         if not hasattr(trainer, "_tr_loss"):
@@ -154,7 +154,7 @@ class LossSums(TrainerCallback):  # type: ignore[misc]  # transformers is untype
     def with_all_ranks(facts: dict[str, Any]) -> dict[str, Any]:
         """Return the facts for a manifest, with the sums since the last log of all ranks.
 
-        Collective. `facts`: what `facts` has returned on this rank, and others.
+        Collective. `facts`: what the manifest says of the run, with the sums of this rank.
         """
         sums = facts.get(_LOSSES_KEY)
         if sums is None:

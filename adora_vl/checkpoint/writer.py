@@ -82,21 +82,21 @@ class CheckpointWriter:
         self.output_dir = output_dir
         self.keep = keep
         self.accelerator = accelerator
-        # The step of the newest checkpoint that this process has written; None before the first.
-        self.saved_at: int | None = None
+        # The optimizer step of the newest checkpoint that this process has written; None before it.
+        self.last_saved_step: int | None = None
         # The checkpoint that this process resumed from, which the trainer sets; else None.
-        self.began_at: str | None = None
+        self.resumed_from: str | None = None
         # The folder that TRL writes `checkpoint-N` into, during `write`; else None.
         self.staging: Path | None = None
 
-    def write(self, step: int, save: WriteCheckpointFiles) -> None:
+    def write(self, step: int, write_files: WriteCheckpointFiles) -> None:
         """Write a checkpoint, and delete older ones beyond the limit.
 
         The files are written into a hidden folder, which becomes `checkpoint-N` when it is
         complete.
 
-        `step`: the optimizer step N. `save`: writes the files of this rank. Raises `RunError` if a
-        file cannot be written; older checkpoints are then as they were.
+        `step`: the optimizer step N. `write_files`: writes those of this rank. Raises `RunError` if
+        a file cannot be written; older checkpoints are then as they were.
         """
         from accelerate.utils import gather_object
 
@@ -104,9 +104,8 @@ class CheckpointWriter:
         self.staging = self.output_dir / STAGING_FOLDER
         staged_checkpoint = self.staging / name
         try:
-            facts = save(staged_checkpoint)
-            # Files are renamed when they are complete. After this no rank is still at that, so that
-            # the names are the final ones.
+            facts = write_files(staged_checkpoint)
+            # A file is renamed when it is complete. Once all ranks are here, all names are final.
             self.accelerator.wait_for_everyone()
             written_names = set(gather_object(store.file_names_below(staged_checkpoint)))
             if self.accelerator.is_main_process:
@@ -134,14 +133,14 @@ class CheckpointWriter:
             self.staging = None
         # No rank goes on before the checkpoint is complete.
         self.accelerator.wait_for_everyone()
-        self.saved_at = step
+        self.last_saved_step = step
 
-    def at(self, step: int, save: Callable[[], None]) -> Path:
+    def ensure_checkpoint(self, step: int, save: Callable[[], None]) -> Path:
         """Return the checkpoint of the current step, which `save` writes unless it exists already.
 
         It is for a run that ends with an error.
         """
-        if self.saved_at != step:
+        if self.last_saved_step != step:
             save()
         # The first rank that raises an error ends the others, so that none may still be writing.
         self.accelerator.wait_for_everyone()
@@ -149,9 +148,9 @@ class CheckpointWriter:
 
     def where_to_go_on(self) -> str:
         """Return the end of an error: where the same command begins when it is started again."""
-        newest = self.began_at
-        if self.saved_at is not None:
-            newest = f"{_CHECKPOINT_PREFIX}-{self.saved_at}"
+        newest = self.resumed_from
+        if self.last_saved_step is not None:
+            newest = f"{_CHECKPOINT_PREFIX}-{self.last_saved_step}"
         if newest is None:
             return "there is no checkpoint yet: the same command starts at the first step"
         return f"the same command goes on from {newest}"

@@ -90,7 +90,7 @@ def fingerprint_of(
         processes=context.sharding.processes,
         sharding=context.sharding.name if context.dry_run else sharding_of(request.config),
         code_hashes=code_hashes,
-        left_out=data.left_out,
+        left_out_ids=data.left_out,
         has_tools=bool(request.tools),
     )
     if model.adapters:

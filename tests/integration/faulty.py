@@ -176,8 +176,8 @@ def start_in_turn(arguments: list[str], starts: list[str]) -> int:
         trainer._step = 0
         trainer._steps_of_generation = range(0)
         trainer.parts.sampler.synced_step = -1
-        trainer.parts.checkpoint_writer.saved_at = None
-        trainer.parts.checkpoint_writer.began_at = None
+        trainer.parts.checkpoint_writer.last_saved_step = None
+        trainer.parts.checkpoint_writer.resumed_from = None
         trainer.callback_handler.callbacks = [  # without those of the command
             callback
             for callback in trainer.callback_handler.callbacks

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adora_vl.builtin.small_model import build_start
-from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, call_for
+from adora_vl.builtin.tiny_zoom import SEEN, ZoomStart, _Teacher, begin_zoom, zoom_call
 from adora_vl.config.blocks import ToolOptions
 from adora_vl.models.load import load_processor
 from adora_vl.rollout.rollouts import FinishReason, Rollout, Segment
@@ -77,7 +77,7 @@ def test_what_follows_a_call_is_what_the_start_was_taught(built_model, toolbox):
 @pytest.mark.parametrize("corner", CORNER_NAMES)
 def test_a_call_shows_the_corner_that_is_asked_for(corner, toolbox):
     picture, _ = draw_numbered_corners(random.Random(0), PICTURE_SIZE)
-    reply = toolbox.answer(call_for(corner), [picture], seed="0", is_last=False)
+    reply = toolbox.answer(zoom_call(corner), [picture], seed="0", is_last=False)
     view: Any = reply.parts[2]
     left_edge = 0 if "left" in corner else PICTURE_SIZE - SEEN
     top_edge = 0 if "top" in corner else PICTURE_SIZE - SEEN

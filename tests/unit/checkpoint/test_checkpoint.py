@@ -415,10 +415,10 @@ def test_nothing_older_goes_before_the_new_checkpoint_is_whole(tmp_path):
     assert list((tmp_path / store.STAGING_FOLDER).iterdir()) == []
     assert store.problem_with_checkpoint(older) is None
     assert store.checkpoints(tmp_path / SET_ASIDE_FOLDER)
-    assert writer.saved_at is None
+    assert writer.last_saved_step is None
     writer.write(20, save)
     assert store.newest_valid_checkpoint(tmp_path)[0] == tmp_path / "checkpoint-20"
-    assert writer.saved_at == 20
+    assert writer.last_saved_step == 20
     assert len(store.checkpoints(tmp_path)) == 1
     assert not (tmp_path / SET_ASIDE_FOLDER).exists()
 

@@ -56,7 +56,7 @@ def write_run(folder: Path, *steps: int) -> Path:
     for step in steps:
         write_checkpoint(folder, step)
     folder.mkdir(exist_ok=True)
-    with recording_saved_files(folder, writes=True):
+    with recording_saved_files(folder, saves_model=True):
         for name in ("model.safetensors", "README.md", "trainer_state.json"):
             (folder / name).write_text("old")
     (folder / "metrics.jsonl").write_text(METRICS_OF_OLD_RUN)
@@ -470,7 +470,7 @@ def test_a_resume_writes_over_nothing_of_the_users(run, tmp_path, capsys):
     assert list_users_files(run) == ["rollouts/_images/mine.png"]
 
     write_users_file(killed / "added_tokens.json")
-    with pytest.raises(RuntimeError), recording_saved_files(killed, writes=True):
+    with pytest.raises(RuntimeError), recording_saved_files(killed, saves_model=True):
         write_users_file(killed / "model.safetensors", "half of an")
         shutil.copy(killed / WRITTEN_FILES_NOTE, tmp_path)
         raise RuntimeError
@@ -618,13 +618,13 @@ def test_what_a_run_saves_is_noted_and_nothing_else(tmp_path):
     write_users_file(tmp_path / "merged" / "mine")
     write_users_file(tmp_path / "notes.txt")
     (tmp_path / "tokenizer.json").symlink_to(tmp_path / "notes.txt")
-    with recording_saved_files(tmp_path, writes=True):
+    with recording_saved_files(tmp_path, saves_model=True):
         write_users_file(tmp_path / "config.json", "a run's")
-    with pytest.raises(OSError, match="full"), recording_saved_files(tmp_path, writes=True):
+    with pytest.raises(OSError, match="full"), recording_saved_files(tmp_path, saves_model=True):
         write_users_file(tmp_path / "README.md", "a run's")
         write_users_file(tmp_path / "tokenizer.json", "through the link")
         raise OSError("full")
-    with recording_saved_files(tmp_path, writes=False):
+    with recording_saved_files(tmp_path, saves_model=False):
         write_users_file(tmp_path / "model.safetensors", "of another process")
     assert json.loads((tmp_path / WRITTEN_FILES_NOTE).read_text())["files"].keys() == {
         "config.json",

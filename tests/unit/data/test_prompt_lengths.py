@@ -450,7 +450,7 @@ def test_a_resume_sees_the_same_rows(data: Path) -> None:
     def of(left_out: list[str], policy: str = "drop") -> dict[str, str]:
         script = parse([*CPU, "--output_dir", "nowhere", "--adora_overlong_prompts", policy])[0]
         return fingerprint(
-            script, data=[data], model="m", revision="r", processes=1, left_out=left_out
+            script, data=[data], model="m", revision="r", processes=1, left_out_ids=left_out
         )
 
     assert of([]) == of([], "error"), "where nothing is left out, the key changes no run"

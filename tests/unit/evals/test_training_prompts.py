@@ -86,7 +86,7 @@ def test_all_chat_templates_of_a_model_are_exported(run_folder: Path, tmp_path: 
     """Transformers writes those beside the first into a folder of their own."""
     processor = load_processor(str(PRETRAINED_FOLDER))
     processor.chat_template = {"default": processor.chat_template, "tool_use": "{{ tools }}"}
-    with recording_saved_files(run_folder, writes=True):
+    with recording_saved_files(run_folder, saves_model=True):
         processor.save_pretrained(run_folder)
 
     export(run_folder, tmp_path / "exported")

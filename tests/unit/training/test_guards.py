@@ -266,8 +266,8 @@ def raised_in_step_7(
     """
     nothing: Any = None
     writer = CheckpointWriter(Path("runs/x"), nothing, nothing)
-    writer.saved_at = saved_at
-    writer.began_at = began_at
+    writer.last_saved_step = saved_at
+    writer.resumed_from = began_at
     with pytest.raises(RunError) as caught, errors_with_step(lambda: 6, writer.where_to_go_on):
         raise error
     return caught.value
