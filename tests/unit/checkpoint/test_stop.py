@@ -390,7 +390,7 @@ def test_a_run_that_is_interrupted_before_its_first_step(tmp_path, monkeypatch, 
         train,
         "prepare",
         lambda *_: SimpleNamespace(
-            finished=None, config=config, request=SimpleNamespace(is_main_process=True)
+            finished_checkpoint=None, config=config, request=SimpleNamespace(is_main_process=True)
         ),
     )
     for function in ("build_trainer", "prepare"):
