@@ -260,10 +260,14 @@ def test_a_group_is_advantageous_by_any_or_by_all_criteria():
     rewards = torch.tensor([[1.0, 0.1, 0.1, 0.1], [1.0, 1.0, 1.0, 0.1], [1.0, 1.0, 1.0, 0.1]])
     # hard but short, easy but long, neither
     lengths = torch.tensor([[1, 5, 5, 5], [9, 9, 9, 5], [1, 1, 1, 5]])
-    both = ("length", "difficulty")
-    assert adora_weights(rewards, lengths, criteria=both).tolist() == [1.0, 1.0, pytest.approx(0.1)]
-    result = adora_weights(rewards, lengths, criteria=both, combine="all")
-    assert result.tolist() == [pytest.approx(0.1)] * 3
+    criteria = ("length", "difficulty")
+    assert adora_weights(rewards, lengths, criteria=criteria).tolist() == [
+        1.0,
+        1.0,
+        pytest.approx(0.1),
+    ]
+    weights_by_all = adora_weights(rewards, lengths, criteria=criteria, combine="all")
+    assert weights_by_all.tolist() == [pytest.approx(0.1)] * 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,20 +359,23 @@ def test_keeping_ties_amplifies_them():
 
 
 def test_with_both_options_the_length_criterion_is_the_llm_references():
-    """`compute_grpo_outcome_advantage_ADORA` written out: a maximum or a mean over nothing is -inf."""
-    drawn = random_groups(prompts=400, generations=5)
-    rewards = drawn.rewards_PG
-    lengths = drawn.lengths_PG
+    """The expected weights follow the reference's code: a maximum or a mean over nothing is -inf.
+
+    That code is `compute_grpo_outcome_advantage_ADORA`.
+    """
+    groups = random_groups(prompts=400, generations=5)
+    rewards = groups.rewards_PG
+    lengths = groups.lengths_PG
     weights = adora_weights(
         rewards, lengths, truncated_at=60, empty_wrong="keep", no_correct="attenuate"
     )
     for reward, length, weight in zip(rewards, lengths, weights, strict=True):
         is_right = reward > 0.5
         is_wrong = (reward <= 0.5) & (length < 60)
-        right = length[is_right]
-        wrong = length[is_wrong]
-        longest = right.max().item() if len(right) else float("-inf")
-        mean = wrong.float().mean().item() if len(wrong) else float("-inf")
+        right_lengths = length[is_right]
+        wrong_lengths = length[is_wrong]
+        longest = right_lengths.max().item() if len(right_lengths) else float("-inf")
+        mean = wrong_lengths.float().mean().item() if len(wrong_lengths) else float("-inf")
         assert weight.item() == pytest.approx(1.0 if longest > mean else 0.1)
 
 
@@ -428,27 +435,30 @@ CONTROL_ASSIGNMENTS = ("random", "reversed", "rate")
 
 
 def groups(seed=0, step=0, prompts=40) -> Groups:
+    """Return random groups of four rollouts."""
     return random_groups(prompts, 4, seed, step)
 
 
 def weigh_with_assignment(assign, batch, seed=5, **options):
+    """Return ADORA's weights of a batch with the control `assign`."""
     return AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=seed).weigh(batch)
 
 
 def apply_with_assignment(assign, batch, **options):
-    run = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
-    return run.compute_advantages(batch, group_advantages(batch.rewards_PG)), run
+    """Return the advantages of a batch with the control `assign`, and the pipeline."""
+    pipeline = AdvantagePipeline({"adora": Adora(assign=assign, **options)}, seed=5)
+    return pipeline.compute_advantages(batch, group_advantages(batch.rewards_PG)), pipeline
 
 
 def test_the_neutral_setting_of_a_control_is_grpo_to_the_bit(subtests):
     cases: Iterable[Any] = product(
         CONTROL_ASSIGNMENTS, [{"mode": "off"}, {"factor": Schedule(1.0)}]
     )
-    for assign, neutral in cases:
-        with subtests.test(f"{assign} {neutral!r:.80}"):
-            advantages, run = apply_with_assignment(assign, groups(), **neutral)
-            assert run.keeps_trl_advantages
-            assert run.learning_rate_factor == 1.0
+    for assign, neutral_options in cases:
+        with subtests.test(f"{assign} {neutral_options!r:.80}"):
+            advantages, pipeline = apply_with_assignment(assign, groups(), **neutral_options)
+            assert pipeline.keeps_trl_advantages
+            assert pipeline.learning_rate_factor == 1.0
             assert torch.equal(advantages, group_advantages(groups().rewards_PG))
 
 
@@ -458,12 +468,14 @@ def test_random_attenuates_as_many_groups_with_signal_but_others(subtests):
             batch = groups(seed)
             by_criterion = weigh_with_assignment("criterion", batch)
             by_chance = weigh_with_assignment("random", batch)
-            signal = ~is_constant(batch.rewards_PG)
-            criterion_weights = by_criterion.weights_P[signal]
-            random_weights = by_chance.weights_P[signal]
+            has_signal = ~is_constant(batch.rewards_PG)
+            criterion_weights = by_criterion.weights_P[has_signal]
+            random_weights = by_chance.weights_P[has_signal]
             assert torch.equal(random_weights.sort().values, criterion_weights.sort().values)
             assert not torch.equal(random_weights, criterion_weights)
-            assert torch.equal(by_chance.weights_P[~signal], by_criterion.weights_P[~signal])
+            assert torch.equal(
+                by_chance.weights_P[~has_signal], by_criterion.weights_P[~has_signal]
+            )
             assert torch.equal(by_chance.tds_P, by_criterion.tds_P), (
                 "what the criteria say stays in the log"
             )
@@ -474,22 +486,21 @@ def test_random_depends_on_the_runs_seed_and_step_alone():
     first = weigh_with_assignment("random", groups(step=3)).weights_P
     assert torch.equal(torch.random.get_rng_state(), before), "no global state is touched"
     torch.manual_seed(99)
-    resumed = weigh_with_assignment(
-        "random", groups(step=3)
-    ).weights_P  # a process of its own would do the same
+    # The global seed has no part in it, so a process of its own would do the same.
+    resumed = weigh_with_assignment("random", groups(step=3)).weights_P
     assert torch.equal(first, resumed)
     assert not torch.equal(first, weigh_with_assignment("random", groups(step=4)).weights_P)
     assert not torch.equal(first, weigh_with_assignment("random", groups(step=3), seed=6).weights_P)
 
 
 def test_every_group_is_chosen_equally_often_by_chance():
-    chosen = torch.stack(
+    is_attenuated = torch.stack(
         [weigh_with_assignment("random", groups(), seed=seed).weights_P < 1 for seed in range(400)]
     ).double()
-    signal = ~is_constant(groups().rewards_PG)
-    share = (weigh_with_assignment("criterion", groups()).weights_P[signal] < 1).double().mean()
+    has_signal = ~is_constant(groups().rewards_PG)
+    share = (weigh_with_assignment("criterion", groups()).weights_P[has_signal] < 1).double().mean()
     assert (
-        chosen.mean(0)[signal] - share
+        is_attenuated.mean(0)[has_signal] - share
     ).abs().max() < 0.12  # 4.8 standard deviations of 400 draws at most
 
 
@@ -498,18 +509,20 @@ def test_reversed_gives_the_factor_to_the_other_side(subtests):
         with subtests.test(mode):
             batch = groups()
             options = {"mode": mode, "factor": Schedule(factor)}
-            right = weigh_with_assignment("criterion", batch, **options)
-            wrong = weigh_with_assignment("reversed", batch, **options)
-            marked = right.weights_P != 1
-            swapped = wrong.weights_P != 1
-            assert marked.any()
-            assert swapped.any()
-            assert not (marked & swapped).any()
-            neither = ~right.tds_P & ~right.tas_P
-            assert torch.equal(marked | swapped, ~neither), (
+            by_criterion = weigh_with_assignment("criterion", batch, **options)
+            by_reversal = weigh_with_assignment("reversed", batch, **options)
+            gets_factor = by_criterion.weights_P != 1
+            gets_factor_reversed = by_reversal.weights_P != 1
+            assert gets_factor.any()
+            assert gets_factor_reversed.any()
+            assert not (gets_factor & gets_factor_reversed).any()
+            neither = ~by_criterion.tds_P & ~by_criterion.tas_P
+            assert torch.equal(gets_factor | gets_factor_reversed, ~neither), (
                 "a group without a right rollout keeps its weight"
             )
-            assert bool((wrong.weights_P[swapped] == torch.tensor(factor).float()).all())
+            assert bool(
+                (by_reversal.weights_P[gets_factor_reversed] == torch.tensor(factor).float()).all()
+            )
 
 
 def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
@@ -531,16 +544,16 @@ def test_a_control_gives_the_factor_of_the_step_and_is_off_outside_its_steps():
 
 def test_rate_is_the_mean_weight_of_the_groups_with_signal_and_leaves_the_advantages():
     batch = groups()
-    advantages, run = apply_with_assignment("rate", batch)
+    advantages, pipeline = apply_with_assignment("rate", batch)
     assert torch.equal(advantages, group_advantages(batch.rewards_PG))
-    signal = ~is_constant(batch.rewards_PG)
+    has_signal = ~is_constant(batch.rewards_PG)
     assert (
-        run.learning_rate_factor
-        == weigh_with_assignment("criterion", batch).weights_P[signal].mean().item()
+        pipeline.learning_rate_factor
+        == weigh_with_assignment("criterion", batch).weights_P[has_signal].mean().item()
     )
-    assert 0.1 < run.learning_rate_factor < 1
-    assert run.figures == {"rate_scale": run.learning_rate_factor}
-    assert bool((run.weighting.weights_P == 1).all())
+    assert 0.1 < pipeline.learning_rate_factor < 1
+    assert pipeline.figures == {"rate_scale": pipeline.learning_rate_factor}
+    assert bool((pipeline.weighting.weights_P == 1).all())
     assert apply_with_assignment("rate", groups(prompts=2))[1].learning_rate_factor == 1.0, (
         "nothing has signal"
     )
@@ -559,29 +572,29 @@ def test_the_optimizer_steps_with_the_scaled_rate_and_has_its_own_again():
     optimizer = torch.optim.SGD([weight], lr=0.3)
     factors = iter([0.7, 1.0])
     callback = ScaledRate(lambda: next(factors))
-    moved = []
+    changes = []
     for _ in range(2):
         weight.grad = torch.ones(1)
         callback.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
-        before = weight.item()
+        weight_before = weight.item()
         optimizer.step()
         callback.on_optimizer_step(None, None, None, optimizer=optimizer)
-        moved.append(before - weight.item())
+        changes.append(weight_before - weight.item())
         assert optimizer.param_groups[0]["lr"] == 0.3
-    assert moved == pytest.approx([0.21, 0.3])
+    assert changes == pytest.approx([0.21, 0.3])
 
 
 @pytest.mark.slow
 def test_a_run_takes_its_steps_with_the_logged_rate(tmp_path, monkeypatch):
     """The real training command, which notes the learning rate of every optimizer step."""
-    stock = AcceleratedOptimizer.step
+    stock_step = AcceleratedOptimizer.step
     rates = []
 
-    def noted(self, *arguments):
+    def step_noting_rate(self, *arguments):
         rates.append(self.param_groups[0]["lr"])
-        return stock(self, *arguments)
+        return stock_step(self, *arguments)
 
-    monkeypatch.setattr(AcceleratedOptimizer, "step", noted)
+    monkeypatch.setattr(AcceleratedOptimizer, "step", step_noting_rate)
     options = '{"adora": {"assign": "rate", "criteria": ["difficulty"], "tau": 0.25}}'
     folder = train(tmp_path / "run", save_strategy="no", adora_method=options, max_steps=3)
     log = json.loads((folder / "trainer_state.json").read_text())["log_history"]
@@ -617,7 +630,7 @@ RATE_ASSIGNMENT_WORDS = [
 
 
 def test_a_step_has_one_rate(subtests):
-    """A step of two generations would take the learning rate of the second alone."""
+    """An optimizer step over two generations would take the learning rate of the second alone."""
     for words, message in [
         (
             ["--steps_per_generation", "2"],
@@ -661,14 +674,18 @@ def test_working_is_the_papers_inequality_where_the_measure_is_length(subtests):
         "others": ((), ("difficulty",)),
     }
     for values in product(*options.values()):
-        chosen: dict[str, Any] = dict(zip(options, values, strict=True))
-        others = chosen.pop("others")
-        chosen["factor"] = 0.1 if chosen["mode"] == "attenuation" else 4.0
+        chosen_options: dict[str, Any] = dict(zip(options, values, strict=True))
+        other_criteria = chosen_options.pop("others")
+        chosen_options["factor"] = 0.1 if chosen_options["mode"] == "attenuation" else 4.0
         with subtests.test(str(values)):
             groups = random_groups(prompts=200, seed=7)
             groups = with_work(groups, groups.lengths_PG)
-            by_length = weigh_groups(groups, Adora(criteria=("length", *others), **chosen))
-            by_work = weigh_groups(groups, Adora(criteria=("working", *others), **chosen))
+            by_length = weigh_groups(
+                groups, Adora(criteria=("length", *other_criteria), **chosen_options)
+            )
+            by_work = weigh_groups(
+                groups, Adora(criteria=("working", *other_criteria), **chosen_options)
+            )
             for name in ("weights_P", "tds_P", "tas_P", "tds_by_tie_P"):
                 assert torch.equal(getattr(by_length, name), getattr(by_work, name)), name
             advantageous_groups = by_length.tas_P.sum()
@@ -705,8 +722,8 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
         [3, 5, 6, 8],
         [3, 9, 4, 8],
     ]  # disadvantageous and advantageous by length
-    nothing = [[NAN] * 4] * 2
-    groups = with_work(groups_of_rewards(rewards, lengths), nothing)
+    unknown_work = [[NAN] * 4] * 2
+    groups = with_work(groups_of_rewards(rewards, lengths), unknown_work)
     by_length = weigh_groups(groups, Adora(criteria=("working",)))
     assert by_length.weights_P.tolist() == [pytest.approx(0.1), 1.0]
     mode: Any
@@ -717,11 +734,11 @@ def test_a_problem_without_a_figure_goes_by_length_or_keeps_its_weight():
             mode=mode,
             factor=factor,
         )
-        kept_groups = weigh_groups(groups, options)
-        assert kept_groups.weights_P.tolist() == [1.0, 1.0]
-        assert not (kept_groups.tds_P | kept_groups.tas_P).any()
-    both = Adora(criteria=("working", "length"), no_figure="keep", combine="all")
-    assert weigh_groups(groups, both).weights_P.tolist() == [pytest.approx(0.1), 1.0]
+        weighting = weigh_groups(groups, options)
+        assert weighting.weights_P.tolist() == [1.0, 1.0]
+        assert not (weighting.tds_P | weighting.tas_P).any()
+    two_criteria = Adora(criteria=("working", "length"), no_figure="keep", combine="all")
+    assert weigh_groups(groups, two_criteria).weights_P.tolist() == [pytest.approx(0.1), 1.0]
 
 
 def test_work_that_was_not_measured_is_refused():
@@ -735,13 +752,19 @@ def test_controls_act_on_weights_by_work_as_on_those_by_length():
     groups = with_work(groups, torch.randint(0, 4, groups.rewards_PG.shape))
     options = Adora(criteria=("working",))
     weighting = weigh_groups(groups, options)
-    signal_P = groups.rewards_differ_P
-    shuffled = replace(options, assign="random").assign_weights(weighting, signal_P, seed=1, step=2)
+    has_signal_P = groups.rewards_differ_P
+    shuffled = replace(options, assign="random").assign_weights(
+        weighting, has_signal_P, seed=1, step=2
+    )
     assert shuffled.weights_P.sum() == pytest.approx(weighting.weights_P.sum())
     assert not torch.equal(shuffled.weights_P, weighting.weights_P)
-    rate = replace(options, assign="rate").assign_weights(weighting, signal_P, seed=1, step=2)
-    assert rate.learning_rate_factor == pytest.approx(weighting.weights_P[signal_P].mean().item())
-    backwards = replace(options, assign="reversed").assign_weights(
-        weighting, signal_P, seed=1, step=2
+    by_rate = replace(options, assign="rate").assign_weights(
+        weighting, has_signal_P, seed=1, step=2
     )
-    assert torch.equal(backwards.weights_P < 1, weighting.tas_P)
+    assert by_rate.learning_rate_factor == pytest.approx(
+        weighting.weights_P[has_signal_P].mean().item()
+    )
+    reversed_weighting = replace(options, assign="reversed").assign_weights(
+        weighting, has_signal_P, seed=1, step=2
+    )
+    assert torch.equal(reversed_weighting.weights_P < 1, weighting.tas_P)

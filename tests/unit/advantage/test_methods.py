@@ -87,7 +87,7 @@ def test_dapo_by_hand():
     penalties = overlong_penalty(torch.tensor([70, 80, 90, 100, 200]), 100, 20)
     assert penalties.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
     advantages = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
-    lengths = torch.tensor([[5, 5], [20, 10]])  # 40 tokens, of which 10 are left
+    lengths = torch.tensor([[5, 5], [20, 10]])  # 40 tokens, 10 of them in the group with signal
     weighted = apply_alone(Dapo(), advantages, advantages, lengths)
     assert weighted.tolist() == [[4.0, -4.0], [0.0, 0.0]]
     groups = groups_of_rewards([[1.0, 1.0, 0.0]], [[10, 95, 10]])
@@ -153,8 +153,9 @@ def test_daros_weights_converge_to_the_inverse_of_fixed_losses():
 
 
 def test_with_rewards_of_0_and_1_the_weights_converge_to_a_function_of_the_pass_rate():
-    """`docs/methods.md` says so: nothing else is learned from them where all answers are equally
-    long.
+    """Where all answers are equally long, DARO learns nothing but this function.
+
+    `docs/methods.md` says so.
     """
     right = torch.tensor([1, 2, 4])
     rewards_PG = (torch.arange(8)[None, :] < right[:, None]).to(torch.float64)
@@ -180,9 +181,7 @@ def test_a_bin_that_is_absent_keeps_its_weight_and_a_tiny_loss_has_a_bounded_one
 
 
 def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses():
-    """`loss_type: dapo` divides by all tokens; the gradient by the log-probabilities must be
-    DARO's.
-    """
+    """TRL's `loss_type: dapo` divides by all tokens, and yet the gradient has to be DARO's."""
     generator = torch.Generator().manual_seed(0)
     rewards = torch.tensor(
         [[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
@@ -199,23 +198,23 @@ def test_trls_token_mean_with_these_advantages_is_the_weighted_sum_of_bin_losses
         return -(torch.min(ratio * values, ratio.clamp(0.8, 1.2) * values) * mask).sum(dim=1)
 
     bins = assign_bins(rates, 4)
-    weighed = (
+    weighed_advantages = (
         Daro().weigh_advantages(advantages, tokens, bins, weights, rewards >= 0).flatten()[:, None]
     )
-    trl = surrogate(weighed).sum() / mask.sum()
-    papers = torch.zeros(())
+    trl_loss = surrogate(weighed_advantages).sum() / mask.sum()
+    daro_loss = torch.zeros(())
     for number, weight in enumerate(weights.tolist()):
         rows = (bins == number).repeat_interleave(4)
         if rows.any():
-            papers = (
-                papers
+            daro_loss = (
+                daro_loss
                 + weight * surrogate(advantages.flatten()[:, None])[rows].sum() / mask[rows].sum()
             )
-    torch.testing.assert_close(trl, papers)
-    ours = torch.autograd.grad(trl, logps)[0]
-    expected = torch.autograd.grad(papers, logps)[0]
-    torch.testing.assert_close(ours, expected)
-    assert expected.abs().sum() > 0
+    torch.testing.assert_close(trl_loss, daro_loss)
+    trl_gradient = torch.autograd.grad(trl_loss, logps)[0]
+    daro_gradient = torch.autograd.grad(daro_loss, logps)[0]
+    torch.testing.assert_close(trl_gradient, daro_gradient)
+    assert daro_gradient.abs().sum() > 0
 
 
 def _run_steps(pipeline, count, first=0):
@@ -258,10 +257,10 @@ def test_each_bin_of_daro_is_logged():
 
 
 def test_a_schedule_by_hand():
-    line = Schedule(1.0, 3.0, "linear", (10, 20))
-    assert [line.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
-    wave = Schedule(1.0, 3.0, "cosine", (0, 4))
-    assert [wave.at(step) for step in (0, 1, 2, 4)] == pytest.approx(
+    linear = Schedule(1.0, 3.0, "linear", (10, 20))
+    assert [linear.at(step) for step in (0, 10, 15, 20, 99)] == [1.0, 1.0, 2.0, 3.0, 3.0]
+    cosine = Schedule(1.0, 3.0, "cosine", (0, 4))
+    assert [cosine.at(step) for step in (0, 1, 2, 4)] == pytest.approx(
         [1.0, 2 - math.sqrt(0.5), 2.0, 3.0]
     )
     assert Schedule(0.3).at(7) == 0.3
@@ -355,12 +354,12 @@ def test_signal_is_what_a_group_has_to_teach_by_itself(subtests):
     }
     for names, (expected, options) in cases.items():
         with subtests.test("+".join(names)):
-            method = AdvantagePipeline(
+            pipeline = AdvantagePipeline(
                 {name: options.get(name) or METHODS[name]() for name in names}, max_length=40
             )
-            assert method.groups_with_signal(groups).tolist() == expected
-            assert method.state() == {}
-            advantages = method.compute_advantages(groups, group_advantages(groups.rewards_PG))
+            assert pipeline.groups_with_signal(groups).tolist() == expected
+            assert pipeline.state() == {}
+            advantages = pipeline.compute_advantages(groups, group_advantages(groups.rewards_PG))
             assert advantages.any(dim=1).tolist() == expected, "so no method takes one for silent"
 
 
@@ -383,9 +382,9 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
             groups = random_groups()
             order = torch.randperm(8, generator=torch.Generator().manual_seed(1))
             names = ("rewards_PG", "lengths_PG", "truncated_PG", "surprisal_PG")
-            moved = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
+            permuted = replace(groups, **{name: getattr(groups, name)[:, order] for name in names})
             torch.testing.assert_close(
-                apply_method(name, moved, options),
+                apply_method(name, permuted, options),
                 apply_method(name, groups, options)[:, order],
                 rtol=0,
                 atol=1e-9,
@@ -393,7 +392,7 @@ def test_permuting_a_group_permutes_its_advantages(subtests):
 
 
 def test_a_shift_of_all_rewards_changes_nothing(subtests):
-    """The threshold of a right answer and the highest reward shift with them."""
+    """The threshold of a right answer shifts with the rewards."""
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
@@ -408,9 +407,9 @@ def test_a_scale_of_all_rewards_changes_nothing_or_scales_what_is_not_divided(su
         with subtests.test(name):
             groups = random_groups()
             scaled = replace(groups, rewards_PG=groups.rewards_PG * 4, correct_above=2.0)
-            undivided = METHODS[name].settings.get("scale_rewards") == "none"
-            scale = "none" if undivided else "group"
-            expected = apply_method(name, groups, scale=scale) * (4 if undivided else 1)
+            is_undivided = METHODS[name].settings.get("scale_rewards") == "none"
+            scale = "none" if is_undivided else "group"
+            expected = apply_method(name, groups, scale=scale) * (4 if is_undivided else 1)
             # eps is added to a deviation that is four times as large
             torch.testing.assert_close(
                 apply_method(name, scaled, scale=scale), expected, rtol=5e-3, atol=1e-3
@@ -436,28 +435,28 @@ def test_everything_stays_finite(subtests):
     for case, name in product(DEGENERATE, METHODS):
         with subtests.test(f"{case} {name}"):
             groups = groups_of_rewards(DEGENERATE[case])
-            result = apply_method(name, groups)
-            assert result.shape == groups.rewards_PG.shape
-            assert result.isfinite().all()
-            assert (result[groups.rewards_PG.isnan()] == 0).all()
+            advantages = apply_method(name, groups)
+            assert advantages.shape == groups.rewards_PG.shape
+            assert advantages.isfinite().all()
+            assert (advantages[groups.rewards_PG.isnan()] == 0).all()
             if case == "none scored" or case.startswith("all"):
-                assert (result == 0).all()
+                assert (advantages == 0).all()
 
 
 def test_a_better_reward_never_has_a_lower_sign_than_a_worse_one_in_its_group(subtests):
-    """Under every method that compares whole groups no wrong rollout is lifted while a right one is
-    pushed down.
-    """
+    """No method raises the probability of a wrong rollout and lowers that of a right one."""
     for name in METHODS:
         with subtests.test(name):
             groups = random_groups()
-            result = apply_method(name, groups)
+            advantages = apply_method(name, groups)
             rewards = groups.rewards_PG
-            best = torch.where(rewards == rewards.amax(1, keepdim=True), result, torch.inf).amin(1)
-            worst = torch.where(rewards == rewards.amin(1, keepdim=True), result, -torch.inf).amax(
-                1
-            )
-            assert (best >= worst).all()
+            lowest_of_best = torch.where(
+                rewards == rewards.amax(1, keepdim=True), advantages, torch.inf
+            ).amin(1)
+            highest_of_worst = torch.where(
+                rewards == rewards.amin(1, keepdim=True), advantages, -torch.inf
+            ).amax(1)
+            assert (lowest_of_best >= highest_of_worst).all()
 
 
 def test_the_package_needs_torch_and_nothing_else():
@@ -466,8 +465,10 @@ def test_the_package_needs_torch_and_nothing_else():
         "print([m for m in sys.modules if m not in before and not m.startswith('adora_vl')"
         " and m.split('.')[0] not in sys.stdlib_module_names and not m.startswith('torch')])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "[]"
 
 
 RANKS = """
@@ -506,16 +507,16 @@ print("same")
 
 
 def test_two_ranks_compute_what_one_does(tmp_path):
-    """Real processes, gathered tensors, every method and control, three steps with what they
-    remember.
-    """
+    """Two processes gather tensors, for every method and control, over three steps with state."""
     port = str(free_port())
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
     env = {"PYTHONPATH": str(Path(__file__).parents[3]), "PATH": ""}
     command = [sys.executable, str(script)]
     ranks = [
-        subprocess.Popen([*command, str(r), port], stdout=subprocess.PIPE, text=True, env=env)
-        for r in range(2)
+        subprocess.Popen(
+            [*command, str(rank_number), port], stdout=subprocess.PIPE, text=True, env=env
+        )
+        for rank_number in range(2)
     ]
     assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["same", "same"]

@@ -24,7 +24,7 @@ WORDS = [token for token in range(len(TOKENIZER)) if token not in TOKENIZER.all_
 
 
 def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
-    """Policy and engine with room for so many positions."""
+    """Return a pair of policy and engine that take this many positions."""
     config = SimpleNamespace(max_position_embeddings=model)
     llm = SimpleNamespace(
         llm_engine=SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine))
@@ -39,14 +39,18 @@ def engine_pair(model: int = 10**6, engine: int = 10**6) -> Any:
 
 
 def prompts(shapes: list[tuple[list[int], list[int]]]) -> Prompts:
-    """Of each row its words, and for each of its images the number of image tokens, four patches a
-    token.
+    """Return prompts of these shapes: the token ids of a row's text, and the sizes of its images.
+
+    The size of an image is its number of image tokens, which have four patches each.
     """
     ids = [[token for size in sizes for token in [IMAGE] * size] + words for words, sizes in shapes]
     grids = [[1, 2, 2 * size] for _, sizes in shapes for size in sizes]
-    kinds = [[int(token == IMAGE) for token in row] for row in ids]
+    token_types = [[int(token == IMAGE) for token in row] for row in ids]
     patches = sum(2 * 2 * size for _, sizes in shapes for size in sizes)
-    fields: dict[str, Any] = {"image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
+    fields: dict[str, Any] = {
+        "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": token_types,
+    }
     fields["pixel_values"] = torch.arange(patches)[:, None].float()
     names = [str(number) for number in range(len(ids))]
     return Prompts([], ids, [[None] * len(sizes) for _, sizes in shapes], fields, names)
@@ -70,15 +74,16 @@ def test_the_same_prompts_with_their_images_stand_after_words_of_their_own(shape
     assert far is not None
     assert far.images is not None
     rows = len(shapes[: agreement.FAR_ROWS])
+    # The longest prompt leaves room for the answer, and all are longer by the same number.
     assert max(map(len, far.ids)) == min(agreement.FAR_POSITION, longest - tokens)
     assert (
-        len({len(there) - len(here) for there, here in zip(far.ids, near.ids, strict=False)}) == 1
+        len({len(far_ids) - len(ids) for far_ids, ids in zip(far.ids, near.ids, strict=False)}) == 1
     )
-    for (words, _), there, here in zip(shapes, far.ids, near.ids, strict=False):
-        assert there[-len(here) :] == here
-        assert set(there[: -len(here)]) <= set(words)
-    for ids, kinds in zip(far.ids, far.fields["mm_token_type_ids"], strict=True):
-        assert kinds == [int(token == IMAGE) for token in ids]
+    for (words, _), far_ids, near_ids in zip(shapes, far.ids, near.ids, strict=False):
+        assert far_ids[-len(near_ids) :] == near_ids
+        assert set(far_ids[: -len(near_ids)]) <= set(words)
+    for ids, token_types in zip(far.ids, far.fields["mm_token_type_ids"], strict=True):
+        assert token_types == [int(token == IMAGE) for token in ids]
     sizes = [size for _, row in shapes[:rows] for size in row]
     assert far.fields["image_grid_thw"].prod(dim=-1).tolist() == [4 * size for size in sizes]
     assert torch.equal(far.fields["pixel_values"], near.fields["pixel_values"][: 4 * sum(sizes)])
@@ -99,13 +104,13 @@ def test_where_model_or_engine_have_no_room_there_are_none():
 
 
 def test_prompts_without_images_keep_none():
-    plain = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
-    far = agreement.lengthened_prompts(engine_pair(engine=100), plain, 10)
+    text_prompts = Prompts([], [[20, 21], [22], [23]], None, {}, ["a", "b", "c"])
+    far = agreement.lengthened_prompts(engine_pair(engine=100), text_prompts, 10)
     assert far is not None
     assert far.images is None
     assert far.fields == {}
     assert [len(row) for row in far.ids] == [90, 89]
-    assert agreement.first_prompts(plain, 1).ids == [[20, 21]]
+    assert agreement.first_prompts(text_prompts, 1).ids == [[20, 21]]
 
 
 def test_the_bound_follows_the_coarser_dtype(subtests):

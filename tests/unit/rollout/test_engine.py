@@ -48,7 +48,7 @@ END = 92
 @pytest.mark.parametrize("candidates", [1, 3])
 @pytest.mark.parametrize("broken", [-0.5, float("nan"), float("-inf")])
 def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(candidates, broken):
-    """The sampled token is the likeliest at no position, and one value may be no number."""
+    """vLLM's two formats give the same values. One of them may be no finite number."""
     tokens = [5, 7, 5]
     values = [-1.5, broken, -2.0]
     positions = []
@@ -63,31 +63,31 @@ def test_flat_log_probabilities_are_read_as_those_of_one_mapping_a_position(cand
 
 
 def test_log_probabilities_are_the_trainers_own_where_tokens_are_only_left_out(subtests):
-    """By bans and filters, since what was cut off would be missing from each token's ratio."""
-    cases: list[dict[str, Any]] = [
+    """Bans and filters only leave tokens out. What they cut off would be missing from each ratio."""
+    unchanged_cases: list[dict[str, Any]] = [
         {},
         {"top_k": -1, "min_p": 0.0},
         {"top_p": 0.9},
         {"top_k": 20},
         {"min_p": 0.1},
     ]
-    cases += [{"_config_generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
-    moved: list[dict[str, Any]] = [
+    unchanged_cases += [{"_config_generation_kwargs": {"stop": ["x"], "bad_words": ["y"]}}]
+    changing_cases: list[dict[str, Any]] = [
         {"temperature": 0.7},
         {"repetition_penalty": 1.05},
         {"_config_generation_kwargs": {"logit_bias": {5: 1.0}}},
     ]
-    for sampling in [*cases, *moved]:
+    for sampling in [*unchanged_cases, *changing_cases]:
         with subtests.test(str(sampling)):
             engine = object.__new__(AdoraVLLMGeneration)
             engine.__dict__.update({**NEUTRAL, "_config_generation_kwargs": {}, **sampling})
             assert engine._logprobs_mode() == (
-                "raw_logprobs" if sampling in cases else "processed_logprobs"
+                "raw_logprobs" if sampling in unchanged_cases else "processed_logprobs"
             )
 
 
 def test_the_log_probability_of_a_token_is_that_of_its_own_id():
-    """Beside a likelier one, which stands first."""
+    """A likelier token may stand before it."""
     tokens = [[7, 8]]
     logps = [[[-0.1, -2.0], [-0.5]]]
     ids = [[[9, 7], [8]]]
@@ -95,9 +95,9 @@ def test_the_log_probability_of_a_token_is_that_of_its_own_id():
 
 
 def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_path, monkeypatch):
-    """Else two runs on a machine would share it, and every run would leave some behind.
+    """Otherwise two runs on a machine would share it, and every run would leave some behind.
 
-    Others' stays.
+    The memory of others stays.
     """
     monkeypatch.setattr(llm_module, "_SHARED_MEMORY_FOLDER", tmp_path)
     monkeypatch.setenv("VLLM_DIST_IDENT", "a-run")
@@ -111,7 +111,7 @@ def test_shared_memory_has_a_name_of_its_own_and_no_name_after_the_start(tmp_pat
 
 
 def generation_with(asked: dict[str, Any] | None, mode: str = "colocate") -> AdoraVLLMGeneration:
-    """With these `generation_kwargs`, and no engine."""
+    """Return what samples with these `generation_kwargs`, without an engine."""
     tokenizer = SimpleNamespace(get_vocab=lambda: {})
     given = {"model": None, "accelerator": Accelerator(cpu=True), "processing_class": tokenizer}
     return AdoraVLLMGeneration(
@@ -130,9 +130,9 @@ def test_rollouts_are_not_turned_into_text_by_the_engine_unless_it_stops_at_a_st
         ("colocate", {"detokenize": True}, True),
         ("server", None, None),
     ]
-    for mode, asked, detokenize in cases:
-        with subtests.test(f"{mode} {asked}"):
-            engine = generation_with(asked, mode)
+    for mode, generation_kwargs, detokenize in cases:
+        with subtests.test(f"{mode} {generation_kwargs}"):
+            engine = generation_with(generation_kwargs, mode)
             assert engine.generation_kwargs.get("detokenize") is detokenize
             # vLLM refuses strings to stop at without a text
             SamplingParams(**engine.generation_kwargs)
@@ -154,14 +154,14 @@ def test_an_evaluation_ends_answers_where_a_rollout_ends(monkeypatch):
 def test_an_answer_that_repeats_itself_can_be_stopped_by_a_key_of_the_config(monkeypatch):
     monkeypatch.setattr(AdoraVLLMGeneration, "_init_vllm", lambda self: None)
     engine = generation_with({"repetition_detection": {"max_pattern_size": 2, "min_count": 3}})
-    asked = SamplingParams(**engine.generation_kwargs).repetition_detection
-    assert asked is not None
-    assert asked.max_pattern_size == 2
-    found = [
-        check_sequence_repetition(tokens, asked)
+    parameters = SamplingParams(**engine.generation_kwargs).repetition_detection
+    assert parameters is not None
+    assert parameters.max_pattern_size == 2
+    repeats = [
+        check_sequence_repetition(tokens, parameters)
         for tokens in ([7, 1, 2, 1, 2, 1, 2], [7, 1, 2, 1, 2, 1])
     ]
-    assert found == [True, False]
+    assert repeats == [True, False]
     assert engine._logprobs_mode() == "raw_logprobs", "each token is sampled as without it"
     for wrong, message in (
         ({"max_pattern_size": 2}, ": {'max_pattern_size': 2} is not taken by vLLM .*such as"),
@@ -186,7 +186,7 @@ def test_a_bias_from_the_command_line_has_texts_as_its_tokens(monkeypatch):
 
 
 def built_with(monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, ranks: int = 1) -> Any:
-    """What vLLM's engine is built with."""
+    """Return the arguments with which vLLM's engine is built."""
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     engine = object.__new__(AdoraVLLMGeneration)
     model = SimpleNamespace(dtype=torch.float32)
@@ -209,63 +209,66 @@ def test_by_default_the_engine_compiles_on_a_card_alone(monkeypatch, subtests):
         (False, True, False),
         (True, False, True),
     ]
-    for wanted, on_cpu, eager in cases:
-        with subtests.test(f"{wanted} {on_cpu}"):
+    for configured, on_cpu, is_eager in cases:
+        with subtests.test(f"{configured} {on_cpu}"):
             monkeypatch.setattr(sync, "engine_runs_on_cpu", lambda on_cpu=on_cpu: on_cpu)
             assert (
-                built_with(monkeypatch, EngineSettings(enforce_eager=wanted))["enforce_eager"]
-                is eager
+                built_with(monkeypatch, EngineSettings(enforce_eager=configured))["enforce_eager"]
+                is is_eager
             )
 
 
 def test_a_divided_engine_leaves_the_all_reduce_to_nccl_where_memory_segments_grow(
     monkeypatch, subtests
 ):
-    """vLLM's own would end the process."""
+    """vLLM's own all-reduce would end the process."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-    for ranks, setting, off in [
+    for ranks, setting, is_disabled in [
         (2, "expandable_segments:True", True),
         (2, "", None),
         (1, "expandable_segments:True", None),
     ]:
         with subtests.test(f"{ranks} {setting}"):
             monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
-            found = built_with(monkeypatch, EngineSettings(), ranks)
-            assert found.get("disable_custom_all_reduce") is off
+            arguments = built_with(monkeypatch, EngineSettings(), ranks)
+            assert arguments.get("disable_custom_all_reduce") is is_disabled
 
 
 def engine_of(monkeypatch: Any, seen: list[Any], reasons: list[str], **changed: Any) -> Any:
-    """A colocated engine whose vLLM notes what it is asked for in `seen`, and ends its rollouts for
-    these reasons. The rollouts of a request come in any order; the log-probability of a token is
-    beside that of a likelier one.
+    """Return a colocated engine with a stand-in for vLLM.
+
+    The stand-in notes prompts and sampling parameters in `seen`, and ends its rollouts for these
+    reasons. A rollout repeats one token: its seed plus its number in the request. The rollouts of a
+    request come in reversed order, and each token has a likelier one beside it.
     """
 
     def generate(self: Any, prompts: Any, sampling_params: Any, **_: Any) -> list[Any]:
         seen.extend(zip(prompts, sampling_params, strict=True))
-        left = iter(reasons)
+        remaining_reasons = iter(reasons)
         outputs = []
-        for prompt, p in zip(prompts, sampling_params, strict=True):
+        for prompt, parameters in zip(prompts, sampling_params, strict=True):
+            # As vLLM does, it repeats an image token: to two of them here.
             ids = [
-                token
-                for one in prompt["prompt_token_ids"]
-                for token in [one] * (1 + (one == IMAGE))
+                repeated
+                for token in prompt["prompt_token_ids"]
+                for repeated in [token] * (1 + (token == IMAGE))
             ]
-            made = [
+            rollouts = [
                 SimpleNamespace(
                     index=index,
-                    token_ids=[p.seed + index] * p.max_tokens,
-                    finish_reason=next(left),
+                    token_ids=[parameters.seed + index] * parameters.max_tokens,
+                    finish_reason=next(remaining_reasons),
                     logprobs=[
                         {
                             3: SimpleNamespace(logprob=-0.1),
-                            p.seed + index: SimpleNamespace(logprob=-2.0),
+                            parameters.seed + index: SimpleNamespace(logprob=-2.0),
                         }
                     ]
-                    * p.max_tokens,
+                    * parameters.max_tokens,
                 )
-                for index in range(p.n)
+                for index in range(parameters.n)
             ]
-            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=made[::-1]))
+            outputs.append(SimpleNamespace(prompt_token_ids=ids, outputs=rollouts[::-1]))
         return outputs
 
     monkeypatch.setattr(LLM, "generate", generate)
@@ -295,18 +298,24 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
     copies = [
         as_kept_image(Image.new("RGB", (8, 6), (9, 9, 9))) for _ in range(2)
     ]  # of another process
-    shown = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
+    images_of_rows = [*[images[:1]] * 4, images[1:], copies[:1], copies[1:]]
+    # The rows are numbers 2 to 8, so groups of four begin at the third row and at the seventh.
     numbers: dict[str, Any] = {"first": 2, "generations": 4, "limit": 2}
-    asks = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, shown, **numbers)
+    asks = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, images_of_rows, **numbers)
     assert [len(request) for request in merge_requests(asks)] == [2, 2, 1, 1, 1]
     assert [
         len(request) for request in merge_requests([replace(ask, group=0) for ask in asks])
     ] == [4, 1, 2]
-    alone = sampling_requests([[START, IMAGE, IMAGE, END]] * 7, shown, grouped=False, **numbers)
-    found = [engine_of(monkeypatch, [], ["stop"] * 7).sample(each) for each in (asks, alone)]
+    single_asks = sampling_requests(
+        [[START, IMAGE, IMAGE, END]] * 7, images_of_rows, grouped=False, **numbers
+    )
+    results = [
+        engine_of(monkeypatch, [], ["stop"] * 7).sample(requests)
+        for requests in (asks, single_asks)
+    ]
     assert (
-        found[0]
-        == found[1]
+        results[0]
+        == results[1]
         == [
             SamplingResult(
                 tokens=[ask.seed] * 2,
@@ -320,14 +329,17 @@ def test_a_group_is_one_request_with_seeds_that_count_up(monkeypatch):
 
 
 def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
-    """The second row ends by itself, the third one where the engine has no room, and the last two
-    begin.
+    """The second row ends by itself, the third one where the engine has no room.
+
+    The last two are new, and one request of vLLM.
     """
     seen: list[Any] = []
     engine = engine_of(monkeypatch, seen, ["length", "stop", "length", "length", "length"])
-    had = [[5], [5, 6], [5] * 12, [], []]
+    tokens_so_far = [[5], [5, 6], [5] * 12, [], []]
     prompt = [START, IMAGE, IMAGE, END, 1]
-    numbers = zip(had, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True)
+    numbers = zip(
+        tokens_so_far, [10, 11, 12, 1, 1], [21, 22, 23, 31, 32], [3, 3, 3, 4, 4], strict=True
+    )
     asks = [
         SamplingRequest(
             prompt_ids=[*prompt, *begun], images=[], group=group, seed=seed, max_tokens=limit
@@ -335,8 +347,8 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
         for begun, group, seed, limit in numbers
     ]
     answers = engine.sample(asks, {**engine.sampling_settings, "temperature": 0.5})
-    assert [one["prompt_token_ids"] for one, _ in seen] == [
-        [START, IMAGE, END, 1, *begun] for begun in had[:4]
+    assert [vllm_prompt["prompt_token_ids"] for vllm_prompt, _ in seen] == [
+        [START, IMAGE, END, 1, *begun] for begun in tokens_so_far[:4]
     ]
     assert [(p.n, p.max_tokens, p.seed) for _, p in seen] == [
         (1, 3, 21),
@@ -357,21 +369,23 @@ def test_rollouts_go_on_from_what_they_have_up_to_their_limits(monkeypatch):
 
 
 def test_the_ranks_of_a_divided_engine_ask_for_the_same_and_each_gets_its_own(monkeypatch):
-    """They may ask for different numbers."""
-    parts = [sampling_requests([[5]] * 4, generations=4, limit=1), []]
-    parts[1] = sampling_requests([[6]] * 3, first=4, generations=4, limit=1)
-    put = list.__setitem__
+    """They may ask for different numbers of rollouts. The `all_gather` of the ranks is replaced."""
+    requests_by_rank = [sampling_requests([[5]] * 4, generations=4, limit=1), []]
+    requests_by_rank[1] = sampling_requests([[6]] * 3, first=4, generations=4, limit=1)
+    set_item = list.__setitem__
     monkeypatch.setattr(
-        distributed, "all_gather_object", lambda found, _, group: put(found, slice(2), parts)
+        distributed,
+        "all_gather_object",
+        lambda found, _, group: set_item(found, slice(2), requests_by_rank),
     )
-    for rank, own in enumerate(parts):
+    for rank, requests_of_rank in enumerate(requests_by_rank):
         seen: list[Any] = []
         monkeypatch.setattr(distributed, "get_rank", lambda group, rank=rank: rank)
         answers = engine_of(
             monkeypatch, seen, ["stop"] * 7, tensor_parallel_size=2, tp_group=None
-        ).sample(own)
+        ).sample(requests_of_rank)
         assert [p.n for _, p in seen] == [4, 3]
-        assert [one.tokens for one in answers] == [[ask.seed] for ask in own]
+        assert [answer.tokens for answer in answers] == [[ask.seed] for ask in requests_of_rank]
 
 
 def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypatch):
@@ -386,23 +400,25 @@ def test_vllm_takes_an_image_that_is_kept_without_copying_or_hashing_it(monkeypa
     row = {"prompt_token_ids": [1], "multi_modal_data": {"image": image}}
     assert parsed(row)[0] is not image, "vLLM still copies: without this there is nothing to save"
     monkeypatch.setattr(MultiModalHasher, "hash_kwargs", None)
-    taken, hashes = parsed(with_image_digests(row))
-    assert taken is image
+    vllm_image, hashes = parsed(with_image_digests(row))
+    assert vllm_image is image
     assert hashes == {"image": [image.digest]}
     two = {"prompt_token_ids": [1], "multi_modal_data": {"image": [image, image]}}
     assert parsed(with_image_digests(two))[1] == {"image": [image.digest] * 2}
 
 
 def test_images_that_may_be_drawn_on_go_to_vllm_as_they_are():
-    plain = Image.new("RGB", (8, 6))
+    changeable_image = Image.new("RGB", (8, 6))
     rows: list[dict[str, Any]] = [
         {"prompt_token_ids": [1]},
-        {"prompt_token_ids": [1], "multi_modal_data": {"image": plain}},
+        {"prompt_token_ids": [1], "multi_modal_data": {"image": changeable_image}},
     ]
     rows.append(
         {
             "prompt_token_ids": [1],
-            "multi_modal_data": {"image": [as_kept_image(Image.new("RGB", (8, 6))), plain]},
+            "multi_modal_data": {
+                "image": [as_kept_image(Image.new("RGB", (8, 6))), changeable_image]
+            },
         }
     )
     assert [with_image_digests(row) for row in rows] == rows
@@ -475,9 +491,9 @@ def test_a_mismatch_names_the_row_by_its_id_or_its_number():
 
 def test_vision_tokens_are_never_sampled_and_the_users_bans_stay():
     names = ["a", "<|image_pad|>", "<|vision_start|>", "b", "<|video_pad|>", "<|vision_end|>"]
-    for known, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
+    for vocabulary, banned in ((names, [1, 2, 4, 5]), (["a", "b"], [])):
         tokenizer: Any = SimpleNamespace(
-            get_vocab=lambda known=known: {name: at for at, name in enumerate(known)}
+            get_vocab=lambda vocabulary=vocabulary: {name: at for at, name in enumerate(vocabulary)}
         )
         assert sorted(prompt_tokens.never_sampled_ids(tokenizer)) == banned
     settings: dict[str, Any] = {"suppress_tokens": [7, 3]}

@@ -113,7 +113,10 @@ RATIOS = {
 
 @pytest.mark.parametrize("mode", RATIOS)
 def test_the_importance_ratio_by_hand(mode):
-    """Row 0 is 8, 0.5, (masked): its product is 4. Row 1 is (not asked for), 0.25, 1."""
+    """The ratios of row 0 are 8, 0.5 and one that is masked, so their product is 4.
+
+    Those of row 1 are one without a log-probability of the engine, 0.25 and 1.
+    """
     logps_BC = torch.log(torch.tensor([[8.0, 0.5, 9.0], [5.0, 0.25, 1.0]]))
     sampling_BC = torch.tensor([[0.0, 0, 0], [math.nan, 0, 0]])
     mask_BC = torch.tensor([[1, 1, 0], [1, 1, 1]])
@@ -129,7 +132,7 @@ def test_the_importance_ratio_by_hand(mode):
 
 
 def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
-    """Row 1 was sampled on another image: its tokens have no score, and it is in no figure."""
+    """The engine has seen another image in row 1, so its tokens have no score and no metric."""
     keys: dict[str, Any] = {
         "vllm_importance_sampling_mode": "token_mask",
         "vllm_importance_sampling_clip_min": 0.3,
@@ -144,19 +147,19 @@ def test_the_ratio_of_a_micro_batch_has_the_bounds_of_the_run_and_is_logged():
         "completion_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]),
     }
     assert ratio.is_due(micro)
-    log = ratio.add_to_batch(micro, logps)
+    metrics = ratio.add_to_batch(micro, logps)
     assert not ratio.is_due(micro)
     ratio_BC = micro["importance_sampling_ratio"]
     assert torch.allclose(ratio_BC[0, :3], torch.tensor([0.0, 0.5, 0.0]))
     assert (ratio_BC[1] == 1).all()
-    figures = {name.removeprefix("sampling/"): value for name, value in log.items()}
-    assert figures["importance_sampling_ratio/max"] == pytest.approx(0.5)
-    assert len(figures) == 5
-    assert figures["sampling_logp_difference/max"] == pytest.approx(math.log(8))
-    for stale in (
+    value_by_metric = {name.removeprefix("sampling/"): value for name, value in metrics.items()}
+    assert value_by_metric["importance_sampling_ratio/max"] == pytest.approx(0.5)
+    assert len(value_by_metric) == 5
+    assert value_by_metric["sampling_logp_difference/max"] == pytest.approx(math.log(8))
+    for stale_counts in (
         [0, 0],
         [3, 4],
     ):  # the ratio corrects for earlier weights as well
-        again: Any = {**micro, "stale_tokens": torch.tensor(stale)}
-        ratio.add_to_batch(again, logps)
-        assert torch.equal(again["importance_sampling_ratio"], ratio_BC)
+        batch_with_stale_tokens: Any = {**micro, "stale_tokens": torch.tensor(stale_counts)}
+        ratio.add_to_batch(batch_with_stale_tokens, logps)
+        assert torch.equal(batch_with_stale_tokens["importance_sampling_ratio"], ratio_BC)

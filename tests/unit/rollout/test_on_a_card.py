@@ -120,13 +120,13 @@ def test_the_memory_of_a_card_is_logged_awake_and_asleep(sleep_mode, monkeypatch
         with memory.phase("sleep", clock):
             pass
         peak["bytes"] = 19 * GIB
-    end: Any = (None, None, None)
-    memory.on_step_end(*end)
-    policy = 20.0 if sleep_mode else 51.0
-    assert logged == [("memory/rollout", 61.0), ("memory/policy", policy)]
+    callback_arguments: Any = (None, None, None)
+    memory.on_step_end(*callback_arguments)
+    policy_peak = 20.0 if sleep_mode else 51.0
+    assert logged == [("memory/rollout", 61.0), ("memory/policy", policy_peak)]
     logged.clear()
     peak["bytes"] = 18 * GIB
-    memory.on_step_end(*end)
+    memory.on_step_end(*callback_arguments)
     expected = [("memory/policy", 19.0)]
     if not sleep_mode:
         expected = [("memory/rollout", 61.0), *expected]

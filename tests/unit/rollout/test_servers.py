@@ -74,8 +74,8 @@ def engine_of(
 ) -> Any:
     """The engine of a run with these servers and weights by file."""
     if model is None:
-        text = SimpleNamespace(vocab_size=VOCABULARY)
-        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+        text_config = SimpleNamespace(vocab_size=VOCABULARY)
+        model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text_config))
     engine: Any = object.__new__(AdoraVLLMGeneration)
     accelerator = Accelerator(cpu=True)
     engine.__dict__.update(
@@ -85,7 +85,7 @@ def engine_of(
         _engine_has_all_parameters=False, _timed=nullcontext, image_token_id=IMAGE, tensors_sent=0
     )
     engine.__dict__.update(_config_generation_kwargs={}, group_port=0, server_timeout=patience_s)
-    engine.server_base_url = ",".join(one.url for one in stand_ins)
+    engine.server_base_url = ",".join(server.url for server in stand_ins)
     engine.settings = EngineSettings(
         weight_folder=str(folder), answer_timeout_s=answer_s, output_dir=str(folder)
     )
@@ -118,23 +118,25 @@ def requests(server: StandIn) -> list[dict[str, Any]]:
 def test_groups_are_divided_as_wholes_and_answers_come_back_in_order(stand_ins, tmp_path):
     engine = engine_of(stand_ins, tmp_path / "w")
     asks = rows(5)
-    found = sampled(engine, asks)
-    assert [len(requests(one)) for one in stand_ins] == [3, 2]
-    assert {sent["n"] for one in stand_ins for sent in requests(one)} == {2}
-    assert len({tuple(one.tokens) for one in found}) == 10
-    assert all(len(one.logps) == 8 for one in found)
-    alone = engine_of(stand_ins[:1], tmp_path / "w")
-    assert sampled(alone, asks) == found, "whoever is asked, the seeds decide"
-    assert sampled(engine, rows(5, grouped=False)) == found
-    assert {one["n"] for one in requests(stand_ins[0])[-5:]} == {1}
+    results = sampled(engine, asks)
+    # Five groups are five requests, of two rollouts each.
+    assert [len(requests(server)) for server in stand_ins] == [3, 2]
+    assert {sent["n"] for server in stand_ins for sent in requests(server)} == {2}
+    assert len({tuple(result.tokens) for result in results}) == 10
+    assert all(len(result.logps) == 8 for result in results)
+    engine_with_one_server = engine_of(stand_ins[:1], tmp_path / "w")
+    assert sampled(engine_with_one_server, asks) == results, "whoever is asked, the seeds decide"
+    # The same rollouts as single requests.
+    assert sampled(engine, rows(5, grouped=False)) == results
+    assert {sent["n"] for sent in requests(stand_ins[0])[-5:]} == {1}
     stand_ins[0].asked.clear()
-    assert sampled(alone, rows(5, grouped=False)) == found
-    read = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
-    assert len(read) == 2, "each image once, although both rollouts that see it are requests"
+    assert sampled(engine_with_one_server, rows(5, grouped=False)) == results
+    image_paths = [path for path, _ in stand_ins[0].asked if path.endswith("/render")]
+    assert len(image_paths) == 2, "each image once, although both rollouts that see it are requests"
 
 
 def spoilers() -> dict[str, Any]:
-    """Replies that no rollout can be made of."""
+    """Return functions by name that turn a server's reply into one that is no answer."""
 
     def without(key: str) -> Any:
         return lambda reply: {"choices": [{**one, key: []} for one in reply["choices"]]}
@@ -197,11 +199,11 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
     stand_ins, tmp_path, capsys, subtests
 ):
     asks = rows(5)
-    before = stand_ins[1].start_again
-    other = stand_ins[0]
+    start_again = stand_ins[1].start_again
+    steady_server = stand_ins[0]
 
-    def meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
-        before()
+    def start_again_meanwhile(reply: dict[str, Any]) -> dict[str, Any]:
+        start_again()
         return reply
 
     for when in ("before it is asked", "while it samples"):
@@ -209,47 +211,51 @@ def test_a_server_that_was_started_again_after_the_sync_is_not_believed(
             engine = engine_of(stand_ins, tmp_path / "w", nn_model())
             engine.sync_weights()
             expected = sampled(engine, asks)
-            asked = len(requests(other))
+            earlier_count = len(requests(steady_server))
             if when == "while it samples":
-                stand_ins[1].spoil = meanwhile
+                stand_ins[1].spoil = start_again_meanwhile
             else:
-                before()
+                start_again()
             assert sampled(engine, asks) == expected
-            assert len(requests(other)) - asked == 5, (
-                "the groups of both, since the other has other weights"
+            assert len(requests(steady_server)) - earlier_count == 5, (
+                "the groups of both, since the restarted one has other weights"
             )
-            said = capsys.readouterr().out
-            assert said.count("is left out (1 of 2 servers go on)") == 1
-            assert "it was started again" in said
+            output = capsys.readouterr().out
+            assert output.count("is left out (1 of 2 servers go on)") == 1
+            assert "it was started again" in output
             stand_ins[1].spoil = lambda reply: reply
             engine.sync_weights()
             assert len(engine.server_group.pool.servers_in_use) == 2, (
                 "with the weights of the next sync"
             )
-    alone = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
-    alone.sync_weights()
-    before()
+    engine_with_one_server = engine_of(stand_ins[1:], tmp_path / "w", nn_model())
+    engine_with_one_server.sync_weights()
+    start_again()
     with pytest.raises(
         NoServerError, match="no vLLM server is left; the last one: .*it was started again"
     ):
-        sampled(alone, asks)
+        sampled(engine_with_one_server, asks)
 
 
 def test_with_no_server_left_all_ranks_hear_it(stand_ins, tmp_path, monkeypatch):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    for one in stand_ins:
-        one.dead = True
-    for ask in (lambda: sampled(engine, rows(2)), engine.sync_weights):
+    for server in stand_ins:
+        server.dead = True
+    for use_servers in (lambda: sampled(engine, rows(2)), engine.sync_weights):
         with pytest.raises(NoServerError, match="no vLLM server is left; the last one"):
-            ask()
-    # another rank, which is told
-    other = ServerGroup(Accelerator(cpu=True), engine._place_features)
-    told = [None, SharedFailure(kind_number=0, text="no vLLM server is left")]
-    hear = "adora_vl.rollout.server_group.broadcast_object_list"
-    monkeypatch.setattr(hear, lambda given, from_process: given.__setitem__(slice(None), told))
+            use_servers()
+    # Another rank has no pool, and hears of the failure by the broadcast.
+    group_of_other_rank = ServerGroup(Accelerator(cpu=True), engine._place_features)
+    outcome = [None, SharedFailure(kind_number=0, text="no vLLM server is left")]
+    broadcast = "adora_vl.rollout.server_group.broadcast_object_list"
+    monkeypatch.setattr(
+        broadcast, lambda given, from_process: given.__setitem__(slice(None), outcome)
+    )
     took_part = []
     with pytest.raises(NoServerError, match="^no vLLM server is left$"):
-        other.on_first_rank(lambda pool: None, on_other_ranks=lambda: took_part.append(True))
+        group_of_other_rank.on_first_rank(
+            lambda pool: None, on_other_ranks=lambda: took_part.append(True)
+        )
     assert took_part == [True]
 
 
@@ -271,7 +277,8 @@ def test_a_server_that_was_started_again_gets_all_weights_and_else_only_what_can
     engine.sync_weights()
     assert len(trained) < len(everything)
     assert not (tmp_path / "w").exists()
-    assert [one.weights for one in stand_ins] == [[everything, trained]] * 2
+    # A stand-in notes the names of the weights of each sync, and forgets them in a restart.
+    assert [server.weights for server in stand_ins] == [[everything, trained]] * 2
     assert engine.bytes_sent == sum(dict(model.named_parameters())[name].nbytes for name in trained)
     stand_ins[0].start_again()  # between two syncs, so that nothing has failed
     engine.sync_weights()
@@ -291,8 +298,8 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
 ):
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=r".*language_model.*q_proj"))
     asks = rows(2)
-    for one in stand_ins:
-        one.lora = {"max_lora_rank": 8}
+    for server in stand_ins:
+        server.lora = {"max_lora_rank": 8}
     engine = engine_of(stand_ins, tmp_path / "w", model)
     assert (
         "serves stand-in, to which the adapter goes alone; it has to be " in capsys.readouterr().out
@@ -300,25 +307,27 @@ def test_servers_with_lora_get_the_adapter_alone_and_answer_by_no_other_one(
     for _ in range(2):
         engine.sync_weights()
         (folder,) = (tmp_path / "w").iterdir()  # it stays: vLLM may read it once more
-        assert [one.served for one in stand_ins] == [["stand-in", folder.name]] * 2
-        found = sampled(engine, asks)
-        asked = [
-            [body["model"] for path, body in one.asked if path in GENERATE_PATHS]
-            for one in stand_ins
+        assert [server.served for server in stand_ins] == [["stand-in", folder.name]] * 2
+        results = sampled(engine, asks)
+        requested_models = [
+            [body["model"] for path, body in server.asked if path in GENERATE_PATHS]
+            for server in stand_ins
         ]
-        assert {models[-1] for models in asked} == {folder.name}
+        assert {models[-1] for models in requested_models} == {folder.name}
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 8, (
         "a rank that vLLM has kernels for"
     )
     assert stand_ins[0].weights[0] == sorted(load_file(folder / "adapter_model.safetensors"))
     assert all("lora_" in name for name in stand_ins[0].weights[0])
     assert engine.bytes_sent == 8 * 96 * 4 * 3
+    # A server that was started again has no adapter until the next sync.
     stand_ins[1].start_again()
-    assert sampled(engine, asks) == found
+    assert sampled(engine, asks) == results
     assert "it was started again" in capsys.readouterr().out
     engine.sync_weights()
     assert len(engine.server_group.pool.servers_in_use) == 2
-    assert sampled(engine, asks) == found
+    assert sampled(engine, asks) == results
+    # One that was started without LoRA is left out.
     stand_ins[1].start_again()
     stand_ins[1].lora = None
     engine.sync_weights()
@@ -355,8 +364,8 @@ def test_a_server_that_would_not_serve_the_whole_adapter_is_refused_at_the_start
 ):
     monkeypatch.setattr(AdoraVLLMGeneration, "four_bit", four_bit)
     model = get_peft_model(nn_model(), LoraConfig(r=4, target_modules=f".*{targets}"))
-    for one in stand_ins:
-        one.lora = lora
+    for server in stand_ins:
+        server.lora = lora
     with pytest.raises(EngineError, match=f"vllm_server_base_url: {stand_ins[0].url}: it .*{said}"):
         engine_of(stand_ins, tmp_path / "w", model)
 
@@ -370,51 +379,54 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
     """
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
     state = TrainerState()
-    asked = Event()
-    gate = Event()
+    first_request_came = Event()
+    may_sample = Event()
     context: Any = step_context(state=state, adora_rollouts=RolloutOptions(ahead=2))
     ahead = AsyncServerSampler(context, SimpleNamespace(cache=None), engine)  # type: ignore[arg-type]
     asks = rows(2)
     sample = ServerPool.sample
 
-    def slowly(*given: Any) -> Any:
-        asked.set()
-        assert gate.wait(60)
+    def sample_when_allowed(*given: Any) -> Any:
+        first_request_came.set()
+        assert may_sample.wait(60)
         return sample(*given)
 
-    monkeypatch.setattr(ServerPool, "sample", slowly)
+    monkeypatch.setattr(ServerPool, "sample", sample_when_allowed)
+    # Three steps queue their weights and requests, while the servers are held at the first request.
     tickets = []
     for state.global_step in range(3):
         ahead.sync_weights()
         ahead.sync_weights()
         tickets.append(ahead.begin(asks))
-    assert asked.wait(60), "they sample by the first ones"
+    assert first_request_came.wait(60), "they sample by the first ones"
     assert len(ahead._stack_by_weight_folder) == 2, "they sample by the first ones"
     assert len(stand_ins[0].weights) == 1, "they sample by the first ones"
     stand_ins[1].start_again()
-    gate.set()
-    found = [ticket.join() for ticket in tickets]
-    assert found[0] == found[1] == found[2] == tickets[2].join()
-    assert [one.step for one in tickets] == [0, 1, 2]
+    may_sample.set()
+    results = [ticket.join() for ticket in tickets]
+    assert results[0] == results[1] == results[2] == tickets[2].join()
+    assert [ticket.step for ticket in tickets] == [0, 1, 2]
     assert not ahead._stack_by_weight_folder
     assert not (tmp_path / "w").exists()
     assert set(ahead.pop_seconds_waited()) == {"trainer", "servers"}
+    # The server that was started again gets all weights with the next sync.
     everything = stand_ins[0].weights[0]
     assert stand_ins[1].weights == []
     assert len(stand_ins[0].weights[1]) < len(everything)
     state.global_step = 3
-    assert ahead.sample(asks) == found[0]
+    assert ahead.sample(asks) == results[0]
     assert stand_ins[1].weights == [everything]
-    assert "gets all weights with the next ones" in (said := capsys.readouterr().out)
-    assert "is back." in said
-    for one in stand_ins:
-        one.dead = True
+    assert "gets all weights with the next ones" in (output := capsys.readouterr().out)
+    assert "is back." in output
+    # After a failure every later job fails too.
+    for server in stand_ins:
+        server.dead = True
     state.global_step = 4
     ahead.sync_weights()
     with pytest.raises(NoServerError):
         ahead.begin(asks).join()
-    for one in stand_ins:
-        one.dead = False
+    for server in stand_ins:
+        server.dead = False
     state.global_step = 5
     ahead.sync_weights()
     with pytest.raises(NoServerError):  # it would have been sampled by weights that never came
@@ -426,32 +438,34 @@ def test_what_servers_are_given_ahead_is_done_in_order_and_leaves_nothing(
 def test_a_sync_that_fails_on_the_disk_ends_in_one_line_with_all_ranks_in_step(
     stand_ins, tmp_path, monkeypatch
 ):
+    # A folder below a file cannot be made.
     (tmp_path / "file").write_text("")
     files = WeightFiles(tmp_path / "file" / "w", tmp_path)
-    taken: list[str] = []
+    gathered_names: list[str] = []
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name in ("a", "b", "c"):
-            taken.append(name)
+            gathered_names.append(name)
             yield name, torch.zeros(2)
 
     one_line = "adora_weight_transfer: .* cannot be written .*choose another"
     with pytest.raises(UserError, match=one_line), files.written(tensors()):
         raise AssertionError("nothing was written")
-    assert taken == ["a", "b", "c"], "other ranks gather every tensor"
+    assert gathered_names == ["a", "b", "c"], "other ranks gather every tensor"
     monkeypatch.setattr("adora_vl.checkpoint.trl_state._MAX_FILE_BYTES", 8)
     shared = tmp_path / "w"
     with WeightFiles(shared, tmp_path).written(tensors()) as folder:
         assert len(list(folder.glob("*.safetensors"))) == 3
-        assert [one.name for one in shared.iterdir()] == [folder.name]
-    killed = shared / f"{folder.name[:-16]}0123456789abcdef"
-    killed.mkdir(parents=True)
-    (killed / "lock").touch()
+        assert [path.name for path in shared.iterdir()] == [folder.name]
+    # What an earlier start of the same run has left, and a folder of another program.
+    folder_of_killed_run = shared / f"{folder.name[:-16]}0123456789abcdef"
+    folder_of_killed_run.mkdir(parents=True)
+    (folder_of_killed_run / "lock").touch()
     (shared / "weights-000001").mkdir()
     shared.chmod(0o700)
     with WeightFiles(shared, tmp_path).written(tensors()):
         pass
-    assert [one.name for one in shared.iterdir()] == ["weights-000001"], (
+    assert [path.name for path in shared.iterdir()] == ["weights-000001"], (
         "what a killed run has left is gone"
     )
     (shared / "weights-000001").rmdir()
@@ -476,48 +490,48 @@ def test_weights_are_read_by_their_user_and_by_a_group_that_was_let_in(
     if given is not None:
         shared.mkdir()
         shared.chmod(given)
-    before = os.umask(0o022)
+    umask_before = os.umask(0o022)
     try:
-        with WeightFiles(shared, tmp_path).written(iter([("w", torch.ones(2))])) as told:
+        with WeightFiles(shared, tmp_path).written(iter([("w", torch.ones(2))])) as weight_folder:
             assert shared.stat().st_mode & 0o7777 == (0o700 if given is None else given)
-            assert told.stat().st_mode & 0o777 == folder
-            assert {path.stat().st_mode & 0o777 for path in told.iterdir()} == {file}
+            assert weight_folder.stat().st_mode & 0o777 == folder
+            assert {path.stat().st_mode & 0o777 for path in weight_folder.iterdir()} == {file}
     finally:
-        os.umask(before)
+        os.umask(umask_before)
 
 
 def test_two_runs_share_one_folder_of_weights(tmp_path):
     shared = tmp_path / "w"
-    with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as one:
-        with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as other:
-            assert {path.name for path in shared.iterdir()} == {one.name, other.name}
-            with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as same:
+    with WeightFiles(shared, tmp_path / "one").written([("a", torch.zeros(2))]) as first:
+        with WeightFiles(shared, tmp_path / "other").written([("b", torch.ones(2))]) as second:
+            assert {path.name for path in shared.iterdir()} == {first.name, second.name}
+            with WeightFiles(shared, tmp_path / "one").written([("a", torch.ones(2))]) as third:
                 # as in a container whose host name and output_dir are the first one's
-                assert one.is_dir()
-                assert load_file(one / "model-00001.safetensors")["a"].sum() == 0
-                assert same != one
-            assert other.is_dir()
-            assert one.is_dir()
-            assert not same.exists()
+                assert first.is_dir()
+                assert load_file(first / "model-00001.safetensors")["a"].sum() == 0
+                assert third != first
+            assert second.is_dir()
+            assert first.is_dir()
+            assert not third.exists()
         assert shared.is_dir()
-        assert not other.exists()
+        assert not second.exists()
     assert not shared.exists()
 
 
 def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_path, capsys):
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    told = stand_ins[1].told
-    answered = stand_ins[1].answered
+    reply_to_get = stand_ins[1].told
+    reply_to_post = stand_ins[1].answered
     nonsense: dict[str, Any] = {
         "told": lambda path: [path],
         "answered": lambda path, body: None if body else [],
     }
-    for question, reply in nonsense.items():
-        setattr(stand_ins[1], question, reply)
+    for method_name, nonsense_reply in nonsense.items():
+        setattr(stand_ins[1], method_name, nonsense_reply)
         engine.sync_weights()
-        assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, question
-        stand_ins[1].told = told
-        stand_ins[1].answered = answered
+        assert capsys.readouterr().out.count(" is left out (1 of 2") == 1, method_name
+        stand_ins[1].told = reply_to_get
+        stand_ins[1].answered = reply_to_post
         engine.sync_weights()
         assert "is back" in capsys.readouterr().out
 
@@ -525,15 +539,15 @@ def test_a_server_that_answers_nonsense_is_left_out_of_a_sync(stand_ins, tmp_pat
 def test_a_server_that_takes_connections_and_says_nothing_is_left_out(
     stand_ins, tmp_path, monkeypatch, capsys
 ):
-    short = Timeouts(connect_s=5.0, answer_s=0.3)
-    monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short)
+    short_timeouts = Timeouts(connect_s=5.0, answer_s=0.3)
+    monkeypatch.setattr("adora_vl.rollout.server_pool.TIMEOUTS_IN_USE", short_timeouts)
     engine = engine_of(stand_ins, tmp_path / "w", nn_model())
-    told = stand_ins[1].told
-    woken = Event()
-    stand_ins[1].told = lambda path: told(path) if woken.wait(20) else None
+    reply_to_get = stand_ins[1].told
+    may_answer = Event()
+    stand_ins[1].told = lambda path: reply_to_get(path) if may_answer.wait(20) else None
     engine.sync_weights()
-    woken.set()
-    assert [len(one.weights) for one in stand_ins] == [
+    may_answer.set()
+    assert [len(server.weights) for server in stand_ins] == [
         1,
         0,
     ]
@@ -547,26 +561,26 @@ def test_a_server_that_hangs_while_it_samples_is_left_out_at_the_deadline(
     asks = rows(9)
     engine = engine_of(stand_ins, tmp_path / "w", answer_s=1.0)
     expected = sampled(engine, asks)
-    woken = Event()
-    heard = []
+    may_answer = Event()
+    paths_asked = []
 
     def hang(path: str, body: dict[str, Any]) -> None:
-        heard.append(path)
-        woken.wait(60)
+        paths_asked.append(path)
+        may_answer.wait(60)
 
     stand_ins[1].answered = hang
     assert sampled(engine, asks) == expected
-    woken.set()
-    assert len(heard) <= 2, (
+    may_answer.set()
+    assert len(paths_asked) <= 2, (
         "one for each thread: the deadline passes once, and a request that hangs is not repeated"
     )
-    said = capsys.readouterr().out
-    assert said.count(" is left out (1 of 2") == 1
-    assert "it gave no answer in 1 s, half of ddp_timeout" in said
+    output = capsys.readouterr().out
+    assert output.count(" is left out (1 of 2") == 1
+    assert "it gave no answer in 1 s, half of ddp_timeout" in output
 
 
 def test_a_run_that_ends_does_not_wait_for_its_servers():
-    """As it would with the threads of an executor, which Python joins."""
+    """It would with the threads of an executor, which Python joins."""
     script = """
 from threading import Event, Thread
 from adora_vl.utils.daemon_threads import run_on_daemon_threads
@@ -592,9 +606,9 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
         start()
         engine.sync_weights()
         engine.sync_weights()
-        said = capsys.readouterr().out.splitlines()
-        assert len(said) == 1
-        assert said[0].startswith(
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 1
+        assert lines[0].startswith(
             f"Server {stand_ins[1].url} was started with --logprobs-mode proc"
         )
 
@@ -602,14 +616,16 @@ def test_a_server_that_gives_other_log_probabilities_is_named_once_for_each_of_i
 def test_a_server_that_hangs_while_it_reads_weights_is_left_out_at_the_deadline(
     stand_ins, tmp_path, capsys
 ):
-    """While the other ranks still wait for the first one."""
+    """It is left out while the other ranks still wait for the first one."""
     engine = engine_of(stand_ins, tmp_path / "w", nn_model(), answer_s=1.0)
-    answered = StandIn.answered
-    woken = Event()
-    stand_ins[1].answered = lambda path, body: woken.wait(60) and answered(stand_ins[1], path, body)
+    reply_to_post = StandIn.answered
+    may_answer = Event()
+    stand_ins[1].answered = lambda path, body: (
+        may_answer.wait(60) and reply_to_post(stand_ins[1], path, body)
+    )
     engine.sync_weights()
     stand_ins[1].dead = True
-    woken.set()
+    may_answer.set()
     assert len(stand_ins[0].weights) == 1
     assert capsys.readouterr().out.count(" is left out (1 of 2") == 1
 
@@ -625,7 +641,7 @@ def test_servers_that_cannot_be_used_are_named_at_the_start(stand_ins):
 
 
 def test_a_server_behind_a_login_is_used_and_the_password_is_said_nowhere(stand_ins, monkeypatch):
-    """Whether it answers, is not there, or stands behind a proxy that has nothing but errors."""
+    """The server answers, is not there, or stands behind a proxy that has nothing but errors."""
     address = stand_ins[0].url.replace("//", "//me:pass%40word@")
     (server,) = connect([address], 0, 0.0)
     basic = f"Basic {b64encode(b'me:pass@word').decode()}"

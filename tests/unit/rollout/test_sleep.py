@@ -46,7 +46,7 @@ ASKS = [SamplingRequest(prompt_ids=[1], images=[], group=0)] * 2
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A colocated engine with sleep mode, asleep, which notes in `did` what is asked of vLLM."""
+    """A colocated engine in sleep mode that sleeps; `did` notes what is asked of vLLM, in order."""
     did: list[str] = []
     answers = [
         SimpleNamespace(token_ids=[7], logprobs=None, index=number, finish_reason="stop")
@@ -96,7 +96,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def sampling_generation(engine: Any, **changed: Any) -> AbstractContextManager[None]:
-    """The context in which a generation with dynamic sampling is sampled; `changed` in `facts`."""
+    """Return the context in which a generation with dynamic sampling is sampled.
+
+    `changed`: replaces some of `facts`, from which the trainer decides whether the engine may stay
+    awake between the batches of a generation.
+    """
     facts: dict[str, Any] = {"tries": 2, "old_pass": False, "beta": 0.0}
     facts |= changed
     context = step_context(
@@ -126,7 +130,7 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
     assert engine.did[-1] == "sleep"
     assert engine.did.count("sleep") == 1
     engine.did.clear()
-    engine.sample(ASKS)  # the next step's, without it
+    engine.sample(ASKS)  # of the next step, outside of the context
     assert engine.did == [
         "wake weights",
         "zero scratch",
@@ -139,7 +143,7 @@ def test_the_batches_of_dynamic_sampling_need_one_sync(engine):
 
 @pytest.mark.parametrize("batches", [0, 3], ids=["each step", "dynamic sampling"])
 def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, monkeypatch):
-    """Each of vLLM's calls takes one second here."""
+    """Each of vLLM's calls takes one second here: the clock reads how many were made."""
     clock = PhaseClock(print, lambda: float(len(engine.did)), wait=lambda: None, sleep_mode=True)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: None)
     monkeypatch.setattr(engine_module, "refuse_on_cpu", lambda config, sleep_mode: None)
@@ -154,10 +158,20 @@ def test_the_clock_says_what_waking_syncing_and_sleeping_took(engine, batches, m
                 engine.sample(ASKS)
     clock.leave_phase()
     syncs = 1 if batches else 2  # each writes zeros into positions too
-    spent = {"rollout": batches or 2, "sync": 2 * syncs, "wake": 2 * syncs, "sleep": syncs}
+    seconds_by_phase = {
+        "rollout": batches or 2,
+        "sync": 2 * syncs,
+        "wake": 2 * syncs,
+        "sleep": syncs,
+    }
     if batches:
-        spent["wake"] += batches - 1  # TRL asks for the memory of the caches again, which are there
-    assert clock.take_seconds() == {**dict.fromkeys(("grading", "policy", "other"), 0), **spent}
+        seconds_by_phase["wake"] += (
+            batches - 1
+        )  # TRL asks for the memory of the caches again, which are there
+    assert clock.take_seconds() == {
+        **dict.fromkeys(("grading", "policy", "other"), 0),
+        **seconds_by_phase,
+    }
 
 
 def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
@@ -169,7 +183,7 @@ def test_it_sleeps_as_well_where_the_batches_end_in_an_error(engine):
 
 
 def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subtests):
-    """The pass needs the memory of the engine."""
+    """The policy's pass needs the memory of the engine, so the engine sleeps between two batches."""
     for changed in ({"old_pass": True}, {"beta": 0.01}, {"tries": 0}):
         with subtests.test(str(changed)):
             engine.did.clear()
@@ -181,12 +195,10 @@ def test_it_sleeps_after_each_where_the_policy_makes_a_pass_between(engine, subt
 
 
 def test_the_weights_of_a_step_are_synced_once(engine):
-    """Where several parts of a step ask for them, as one step ahead and the measurement of the
-    drift do.
-    """
+    """Several parts of a step may ask for it, as sampling ahead and the measure of drift do."""
     state = TrainerState()
-    shown = cast("Any", SimpleNamespace(cache=None))
-    sampler = VLLMSampler(step_context(state=state), shown, engine)
+    images = cast("Any", SimpleNamespace(cache=None))
+    sampler = VLLMSampler(step_context(state=state), images, engine)
     for state.global_step in (3, 3, 4, 4):
         sampler.sync_weights()
     assert engine.did.count("sync") == 2
@@ -205,9 +217,7 @@ def around(runner: Any) -> Any:
 
 
 def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
-    """vLLM's own classes, of which no object can be made without a GPU: their memory is what a
-    sleep leaves.
-    """
+    """The objects are of vLLM's own classes, made without their constructors, which need a GPU."""
     runner = object.__new__(RunnerV2)
     state = object.__new__(DefaultModelState)
     rope = object.__new__(RopeState)
@@ -222,9 +232,7 @@ def test_the_positions_of_model_runner_v2_are_zero_again_after_sleep():
 
 
 def test_what_qwen3_vl_adds_to_its_layers_is_zero_again_after_sleep():
-    """A step without an image, as of prompts of text alone, adds what it finds there to every
-    token.
-    """
+    """A step without an image adds what it finds there to every token."""
     runner = object.__new__(CPUModelRunner)
     model = object.__new__(Qwen3VL)
     nn.Module.__init__(model)

@@ -41,13 +41,14 @@ OPTIONS: dict[str, Any] = {
 
 
 def around(model: Any) -> Any:
-    """What `push_weights` reaches into, with a GPU's runner around vLLM's model."""
+    """Return an engine as `push_weights` reads it: the runner of a GPU around vLLM's model."""
     runner = SimpleNamespace(device=torch.device("cuda"), model=model)
     executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
     return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
 
 
 def tensors(llm: Any) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of an engine's model by name."""
     model = llm.llm_engine.model_executor.driver_worker.model_runner.model
     return {
         **{name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)},
@@ -56,7 +57,7 @@ def tensors(llm: Any) -> dict[str, torch.Tensor]:
 
 
 def answer(llm: Any) -> list[Any]:
-    """Tokens and log-probabilities of a greedy answer about an image."""
+    """Return the tokens and log-probabilities of a greedy answer about an image."""
     image = {"image": Image.new("RGB", (56, 84), (200, 30, 90))}
     prompt = {
         "prompt": "<|vision_start|><|image_pad|><|vision_end|>Find x.",
@@ -70,8 +71,8 @@ def answer(llm: Any) -> list[Any]:
     )
     (output,) = llm.generate([prompt], sampling_params=greedy, use_tqdm=False)
     return [
-        [(token, found.logprob) for token, found in step.items()]
-        for step in output.outputs[0].logprobs
+        [(token, candidate.logprob) for token, candidate in candidates.items()]
+        for candidates in output.outputs[0].logprobs
     ]
 
 
@@ -86,39 +87,43 @@ def test_the_first_sync_makes_it_the_engine_that_read_the_checkpoint(tied, tmp_p
         policy.tie_weights()
     policy.save_pretrained(tmp_path)
     processor.save_pretrained(tmp_path)
-    read = PolicyLLM(model=str(tmp_path), **OPTIONS)
+    engine_with_checkpoint = PolicyLLM(model=str(tmp_path), **OPTIONS)
 
-    fill = FirstSyncLoader.load_weights
-    sync = [(name, p.data) for name, p in policy.named_parameters()]
+    load_dummy_values = FirstSyncLoader.load_weights
+    policy_tensors = [(name, parameter.data) for name, parameter in policy.named_parameters()]
 
     def fill_and_sync(self: Any, model: Any, config: Any) -> None:
-        fill(self, model, config)
-        for number in (0, len(sync) // 2, len(sync) - 1):
+        load_dummy_values(self, model, config)
+        for number in (0, len(policy_tensors) // 2, len(policy_tensors) - 1):
             with pytest.raises(RolloutError, match="got no value in a sync of the whole model"):
                 push_weights(
                     around(model),
-                    (one for one in sync if one is not sync[number]),
+                    (pair for pair in policy_tensors if pair is not policy_tensors[number]),
                     is_whole_model=True,
                 )
-        fill(self, model, config)
-        assert push_weights(around(model), iter(sync), is_whole_model=True) == len(sync)
+        load_dummy_values(self, model, config)
+        assert push_weights(around(model), iter(policy_tensors), is_whole_model=True) == len(
+            policy_tensors
+        )
 
     monkeypatch.setattr(FirstSyncLoader, "load_weights", fill_and_sync)
-    synced = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)
-    wanted = tensors(read)
-    found = tensors(synced)
-    assert "visual.input_norm.weight" in wanted
-    assert wanted.keys() == found.keys()
-    assert [name for name in wanted if not torch.equal(wanted[name], found[name])] == []
-    assert answer(read) == answer(synced)
+    engine_with_sync = PolicyLLM(model=str(tmp_path), load_format=LOAD_WITH_FIRST_SYNC, **OPTIONS)
+    expected_tensors = tensors(engine_with_checkpoint)
+    synced_tensors = tensors(engine_with_sync)
+    assert "visual.input_norm.weight" in expected_tensors
+    assert expected_tensors.keys() == synced_tensors.keys()
+    assert [
+        name
+        for name in expected_tensors
+        if not torch.equal(expected_tensors[name], synced_tensors[name])
+    ] == []
+    assert answer(engine_with_checkpoint) == answer(engine_with_sync)
 
 
 def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
     tmp_path, monkeypatch
 ):
-    """With a copy of the tied weights in the checkpoint vLLM does not tie them before it has read
-    both.
-    """
+    """Where a checkpoint has a copy of the tied head, vLLM has to read both before it ties them."""
     monkeypatch.setattr(llm_module, "PolicyLLM", lambda **arguments: arguments)
     weight = torch.zeros(2, 2)
     for name, tensors in (
@@ -141,7 +146,7 @@ def test_only_an_engine_that_sleeps_and_can_do_without_starts_without_weights(
         )
         engine.settings = EngineSettings()
         engine.tensor_parallel_size = 1
-        without = sleeps and not (tied and checkpoint == "copied")
+        starts_without_weights = sleeps and not (tied and checkpoint == "copied")
         assert engine._build_llm(max_model_len=64).get("load_format") == (
-            LOAD_WITH_FIRST_SYNC if without else None
+            LOAD_WITH_FIRST_SYNC if starts_without_weights else None
         )

@@ -53,10 +53,12 @@ CALLED = f"{CALL_TAG} 7"
 
 
 def ids_of(text: str) -> list[int]:
+    """Return the token ids of a text."""
     return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
 def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout:
+    """Return a rollout whose last turn is this text, behind the segments `before`."""
     ids = (*ids_of(text), *end)
     return Rollout(
         segments=(*before, Segment(tokens=ids, logps=(-0.5,) * len(ids), step=3)),
@@ -65,7 +67,7 @@ def sampled(text: str, *before: Segment, end: Sequence[int] = (END,)) -> Rollout
 
 
 class Says:
-    """Tools that say these parts to whatever has a call in it."""
+    """Tools that answer each turn with a call by these parts, and note how they were asked."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = parts
@@ -84,6 +86,11 @@ class Says:
 def answered(
     tools: Says, rollout: Rollout, *, most: int = 2, room: int | None = None, longest: int = 200
 ) -> Rollout:
+    """Return a rollout with the answer of these tools to its last turn.
+
+    `most`: how many turns are answered. `room`: the length of the engine's context. `longest`: the
+    largest number of tokens of a completion.
+    """
     turns = ToolLoop(
         tools,
         PROCESSOR,
@@ -150,7 +157,7 @@ PIECES = [
 
 
 def test_no_turn_of_a_policy_ends_a_run():
-    """Of any pieces, with tools of ours and one whose answers cannot be looked at."""
+    """Turns of random pieces are answered, by tools of ours and one whose results cannot be read."""
 
     class Odd(dict[str, str]):
         def get(self, *_: Any) -> Any:
@@ -163,7 +170,7 @@ def test_no_turn_of_a_policy_ends_a_run():
     box = Toolbox(choose_tools(["line", "mark", odd]), ToolOptions(), View(784, 3136, 28))
     turns = ToolLoop(box, PROCESSOR, {}, lambda image: 4, None, TOKENIZER.decode)
     draw = random.Random(0)
-    called = 0
+    rollouts_with_calls = 0
     for number in range(300):
         text = "".join(draw.choices(PIECES, k=draw.randrange(1, 8)))
         before = sampled(text)
@@ -176,35 +183,38 @@ def test_no_turn_of_a_policy_ends_a_run():
             seed=f"7/{number}",
         )
         assert after.finish_reason in ("", "room", "stop")
-        called += bool(after.calls)
+        rollouts_with_calls += bool(after.calls)
         for call in after.calls:
             assert call.failed == call.text.startswith("Error: ")
             assert "\n" not in call.text
         if after.segments[1:]:
             assert after.tokens.count(IMAGE) - before.tokens.count(IMAGE) == 4 * len(after.pictures)
-    assert called > 50
+    assert rollouts_with_calls > 50
 
 
 @pytest.mark.parametrize("end", [(END,), ()], ids=["ended", "stopped at a string"])
 def test_an_answer_is_a_users_turn_of_the_template_behind_what_was_sampled(end):
-    """As the template itself would have written it; marks that a tool says begin no turn and no
-    image.
+    """The chat template itself would have written the same turn.
+
+    Control tokens in the text of a tool begin no turn and no image.
     """
     picture = Image.new("L", (84, 28), 50)
     before = sampled(CALLED, end=end)
     after = answered(Says("Picture 2: ", picture, " of <|image_pad|> and<|im_end|>"), before)
     assert after.segments[0] == before.segments[0]
     assert not after.has_ended
-    own = "" if end else "<|im_end|>"
-    shown = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
-    said = f"Picture 2: {shown} of < |image_pad|> and< |im_end|>"
-    expected = ids_of(f"{own}\n<|im_start|>user\n{said}<|im_end|>\n<|im_start|>assistant\n")
+    missing_end = "" if end else "<|im_end|>"
+    image_text = f"<|vision_start|>{'<|image_pad|>' * 3}<|vision_end|>"
+    answer_text = f"Picture 2: {image_text} of < |image_pad|> and< |im_end|>"
+    expected = ids_of(
+        f"{missing_end}\n<|im_start|>user\n{answer_text}<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert list(after.segments[1].tokens) == expected
     assert after.segments[1].logps is None
     assert after.segments[1].step == 4
-    (shown_now,) = after.pictures
+    (shown_picture,) = after.pictures
     (call,) = after.calls
-    assert (shown_now.span, call.span, shown_now.image.mode, shown_now.image.size) == (
+    assert (shown_picture.span, call.span, shown_picture.image.mode, shown_picture.image.size) == (
         1,
         1,
         "RGB",
@@ -239,47 +249,52 @@ def test_tools_are_asked_with_the_turns_words_and_all_images_under_a_seed_of_its
 
 
 def test_what_ends_a_rollout_and_whether_it_has_an_end():
-    """By its own words, with a call that nobody answers, and where the answer has no room; whatever
-    its last token.
+    """A rollout ends by itself, with a call that nobody answers, or where an answer has no room.
+
+    Only in the first case does it have an end, whatever its last token is.
     """
     tools = Says("x" * 20)
-    ends = StopCriteria.from_config({END}, {}, TOKENIZER.decode)
-    once = answered(tools, sampled(CALLED), most=1)
-    for rollout, ended, has_end in (
+    stop_criteria = StopCriteria.from_config({END}, {}, TOKENIZER.decode)
+    rollout_with_answer = answered(tools, sampled(CALLED), most=1)
+    for rollout, reason, has_end in (
         (answered(tools, sampled("so 7")), "stop", True),
-        (answered(tools, sampled(CALLED, *once.segments), most=1), "calls", False),
+        (answered(tools, sampled(CALLED, *rollout_with_answer.segments), most=1), "calls", False),
         (answered(tools, sampled(CALLED), longest=50), "room", False),
         (answered(tools, sampled(CALLED), room=150), "room", False),
     ):
-        assert rollout.finish_reason == ended
-        assert ends.rollout_has_stopped(rollout, "") is has_end
+        assert rollout.finish_reason == reason
+        assert stop_criteria.rollout_has_stopped(rollout, "") is has_end
     computer = AdvantageComputer(step_context(), AdvantagePipeline({}), torch.ones(1), tools=True)
     assert computer.truncated_at is None, "by the end alone, however few tokens of its own it has"
-    assert len(once.segments) == 2
+    assert len(rollout_with_answer.segments) == 2
     assert len(answered(tools, sampled(CALLED), longest=50).segments) == 1
 
 
 @pytest.mark.parametrize("wide", [28, 196])
 def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
-    """A right answer in a tool's words is no reward, and however large its picture, a group has the
-    same weight: of the right one and the wrong one that ended, the right one said more. As many
-    image tokens are learned behind as images.
+    """A right answer in a tool's words earns no reward, and its tokens count for no length.
+
+    So the group has the same weight however wide the picture of the tool is: of the two rollouts
+    that ended, the right one has sampled more tokens than the wrong one. The batch has as many image
+    tokens as its images need.
     """
     weights = torch.ones(1)
     context = step_context(use_vllm=True, num_generations=3)
     tools = Says("It is \\boxed{7}.", Image.new("RGB", (wide, 28)))
-    looked = answered(tools, sampled(CALLED))
+    rollout_with_answer = answered(tools, sampled(CALLED))
     rollouts = (
         replace(
-            looked,
-            segments=sampled("so 3", *looked.segments).segments,
+            rollout_with_answer,
+            segments=sampled("so 3", *rollout_with_answer.segments).segments,
             finish_reason=FinishReason.STOP,
         ),
         sampled("so it is " * 4 + "\\boxed{7}"),
         answered(tools, sampled(CALLED), longest=50),
     )
     images = DistinctImages([], PROCESSOR, torch.device("cpu"), context.config)
-    ends = StopCriteria.from_config({END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True))
+    stop_criteria = StopCriteria.from_config(
+        {END}, {}, partial(TOKENIZER.decode, skip_special_tokens=True)
+    )
     functions = RewardFunctions(
         [reward_function("accuracy")], [None], {}, dict, asyncio.new_event_loop
     )
@@ -287,7 +302,7 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         context=context,
         images=images,
         processor=PROCESSOR,
-        stop_criteria=ends,
+        stop_criteria=stop_criteria,
         to_device=lambda batch: batch,
         has_engine_logps=True,
         has_tools=True,
@@ -297,40 +312,43 @@ def test_what_a_tool_says_and_shows_earns_nothing_and_counts_for_nothing(wide):
         context, AdvantagePipeline({"adora": Adora()}), weights, tools=True
     )
     prompt = [{"role": "user", "content": "Which?"}]
-    asked: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
+    row: Any = {"prompt": prompt, "answer": "7", "images": [Image.new("RGB", (56, 28))]}
     group = RolloutGroup(
-        problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=asked, began=0, rollouts=rollouts
+        problem=DrawnProblem(row_number=0, key=KEY, slot=0), row=row, began=0, rollouts=rollouts
     )
-    prompts = images.prompts([asked] * 3, "train", refill=False)
+    prompts = images.prompts([row] * 3, "train", refill=False)
     built = builder.build(Generation(key=KEY, group_size=3), [group], prompts)
     scores = functions.score(built, TrainerState())
     assessment = computer.assess(scorer.score(built, scores, 3, 0), 3, 0)
     batch = built.batch
     assert assessment.groups.rewards_PG.tolist() == [[0, 1, 0]]
-    own, right, _ = assessment.groups.lengths_PG[0].tolist()
-    assert own == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1
-    assert own < right < len(rollouts[0].tokens)
+    # The first rollout's length leaves out the tool's tokens, and counts two tokens that end turns.
+    wrong_length, right_length, _ = assessment.groups.lengths_PG[0].tolist()
+    assert wrong_length == len(ids_of(CALLED)) + 1 + len(ids_of("so 3")) + 1
+    assert wrong_length < right_length < len(rollouts[0].tokens)
     assert assessment.groups.truncated_PG.tolist() == [[False, False, True]]
     assert assessment.weighting.weights_P.tolist() == [1]
-    shown = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
-    grids = batch["image_grid_thw"].prod(dim=1) // 4
-    assert shown.sum(dim=1).tolist() == [one.sum() for one in grids.split(batch["num_images"])]
-    assert len(grids) == 4
+    is_image_token = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1) == IMAGE
+    image_lengths = batch["image_grid_thw"].prod(dim=1) // 4
+    assert is_image_token.sum(dim=1).tolist() == [
+        lengths_of_row.sum() for lengths_of_row in image_lengths.split(batch["num_images"])
+    ]
+    assert len(image_lengths) == 4
 
 
 def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
-    """And a rank whose own rollouts have ended takes part until all have."""
-    wanted = {"a": 1, "b": 3, "c": 2}
-    asked = list[list[str]]()
-    going_elsewhere = iter([True, True, True, True, False])
+    """A rank whose own rollouts have ended takes part until those of all ranks have."""
+    turns_by_key = {"a": 1, "b": 3, "c": 2}
+    keys_of_each_call = list[list[str]]()
+    any_rank_continues = iter([True, True, True, True, False])
 
     class Player:
         def sample(self, rollouts: Mapping[str, Rollout]) -> dict[str, Rollout]:
-            asked.append([*rollouts])
+            keys_of_each_call.append([*rollouts])
             return {key: sampled("x", *rollout.segments) for key, rollout in rollouts.items()}
 
         def answer(self, key: str, rollout: Rollout) -> Rollout:
-            if len(rollout.segments) >= 2 * wanted[key] - 1:
+            if len(rollout.segments) >= 2 * turns_by_key[key] - 1:
                 return rollout
             answer = Segment(tokens=(9,), logps=None, step=3)
             return Rollout(segments=(*rollout.segments, answer))
@@ -339,8 +357,9 @@ def test_all_play_a_turn_then_those_that_were_answered_the_next_one():
             return True
 
         def any_rank_continues(self, continues: bool) -> bool:
-            return next(going_elsewhere)
+            return next(any_rank_continues)
 
-    done = run_turns(dict.fromkeys(wanted, Rollout()), Player())
-    assert asked == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
-    assert {key: len(rollout.segments) for key, rollout in done.items()} == {"a": 1, "b": 5, "c": 3}
+    results = run_turns(dict.fromkeys(turns_by_key, Rollout()), Player())
+    assert keys_of_each_call == [["a", "b", "c"], ["b", "c"], ["b"], [], []]
+    segment_counts = {key: len(rollout.segments) for key, rollout in results.items()}
+    assert segment_counts == {"a": 1, "b": 5, "c": 3}

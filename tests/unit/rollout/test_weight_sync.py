@@ -37,8 +37,9 @@ NAMES = ["first", "second", "third"]
 
 
 class Runner:
-    """What vLLM's model runners do with tensors: the CPU's keeps them until a layer is complete,
-    the GPU's copies.
+    """A stand-in for vLLM's model runners.
+
+    The runner on a CPU keeps tensors until a layer is complete; the one on a GPU copies them.
     """
 
     def __init__(self, device: str, events: list[str]) -> None:
@@ -84,28 +85,29 @@ def test_a_gathered_weight_is_taken_before_the_next_is_gathered_and_outlives_it(
 
 
 def test_an_engine_that_keeps_its_prefix_cache_is_an_error():
-    """It would answer with the keys and values of older weights."""
-    asked: list[str] = []
-    encoder = SimpleNamespace(reset_encoder_cache=lambda: asked.append("encoder"))
+    """Such an engine would answer with the keys and values of older weights."""
+    cleared_caches: list[str] = []
+    encoder = SimpleNamespace(reset_encoder_cache=lambda: cleared_caches.append("encoder"))
     reset_caches(SimpleNamespace(reset_prefix_cache=lambda: True, llm_engine=encoder))
-    assert asked == ["encoder"]
+    assert cleared_caches == ["encoder"]
     with pytest.raises(RolloutError, match="did not reset its prefix cache"):
         reset_caches(SimpleNamespace(reset_prefix_cache=lambda: False, llm_engine=encoder))
 
 
 def policy(dtype, family=DEFAULT_FAMILY, targets=("q_proj", "up_proj", "fc1"), **options):
     model = build_model(build_processor(["Find x."]).tokenizer, family=family).to(dtype)
-    names = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    original = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     config = LoraConfig(r=4, target_modules=list(targets), **options)
     model = get_peft_model(model, config, autocast_adapter_dtype=False)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    return model, names
+    return model, original
 
 
 def sent(model, wanted=lambda name: True):
+    """Return the tensors that a sync of this policy sends, by name."""
     return {
         name: tensor.clone()
         for name, tensor in merged_parameters(model, lambda _: nullcontext(), wanted)
@@ -181,27 +183,29 @@ def base():
 
 
 def assert_sent_is_merged(base, model):
-    """Every name of the base once, the tensors of PEFT's own merging, and a model of them answers
-    as the policy.
+    """Check the tensors that a sync sends, and return the names of those that differ from the base.
+
+    Each name of the base comes once, with the value of PEFT's own merging. A model of these tensors
+    answers as the policy does, and the policy stays as it is.
     """
     assert can_merge(model)
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state_before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     pairs = [
         (name, tensor.clone())
         for name, tensor in merged_parameters(model, lambda _: nullcontext(), bool)
     ]
     assert [name for name, _ in pairs] == [name for name, _ in base.named_parameters()]
-    assert all(torch.equal(kept[name], tensor) for name, tensor in model.state_dict().items()), (
-        "the policy is changed"
-    )
+    assert all(
+        torch.equal(state_before[name], tensor) for name, tensor in model.state_dict().items()
+    ), "the policy is changed"
     merged = dict(deepcopy(model).merge_and_unload().named_parameters())
     assert [name for name, tensor in pairs if not torch.equal(tensor, merged[name])] == []
     engine = deepcopy(base).eval()
     words = torch.arange(3, 20)[None]
     engine.load_state_dict(dict(pairs), strict=False)
-    trained, sampled = (one(input_ids=words).logits for one in (model, engine))
+    policy_logits, engine_logits = (part(input_ids=words).logits for part in (model, engine))
     # 1e-5: DEFT computes in float32, whatever the weights are
-    assert torch.allclose(trained, sampled, rtol=0, atol=1e-5)
+    assert torch.allclose(policy_logits, engine_logits, rtol=0, atol=1e-5)
     return {name for name, tensor in pairs if not torch.equal(tensor, base.get_parameter(name))}
 
 
@@ -212,7 +216,7 @@ def assert_sent_is_merged(base, model):
     + [(form, "active") for form in LORA_OPTIONS_BY_KIND if form not in ALONE],
 )
 def test_every_form_of_lora_is_sent_as_peft_merges_it(base, form, second):
-    """`second`: an adapter beside it, a reference as TRL keeps it, or one that is active too."""
+    """`second`: a further adapter, `ref` as TRL keeps it for the reference, or an `active` one."""
     model = policy_with_adapter(
         base,
         LoraConfig(
@@ -263,7 +267,7 @@ def test_a_bias_of_lora_is_sent_where_the_layer_has_one_and_else_refused(base):
 
 
 def test_every_part_of_another_family_is_sent_merged(subtests):
-    """Their towers and mergers have other layers: `linear_fc1` and `linear_fc2`."""
+    """The towers and mergers of some have other layers: `linear_fc1` and `linear_fc2`."""
     for family in set(TINY_FAMILIES) - {DEFAULT_FAMILY}:
         with subtests.test(family):
             model, original = policy(
@@ -283,11 +287,11 @@ def test_twenty_syncs_leave_bfloat16_weights_as_they_were():
     model, original = policy(torch.bfloat16)
     first = sent(model)
     for _ in range(20):
-        again = sent(model)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+        later = sent(model)
+    assert all(torch.equal(first[name], later[name]) for name in first)
     base = {
-        n.replace(".base_layer", "").removeprefix("base_model.model."): p
-        for n, p in model.named_parameters()
+        name_in_policy.replace(".base_layer", "").removeprefix("base_model.model."): parameter
+        for name_in_policy, parameter in model.named_parameters()
     }
     assert all(torch.equal(base[name], tensor) for name, tensor in original.items())
     assert first["lm_head.weight"].dtype == torch.bfloat16
@@ -331,18 +335,18 @@ class Client:
     def update_named_params(
         self, announced: list[Any], tensors: Iterator[tuple[str, Tensor]]
     ) -> None:
-        said = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
-        sent = [
+        announced_lines = [f"{name} {dtype} {shape}" for name, dtype, shape in announced]
+        sent_lines = [
             f"{name} {str(t.dtype).removeprefix('torch.')} {list(t.shape)}" for name, t in tensors
         ]
-        self.syncs.append((said, sent))
+        self.syncs.append((announced_lines, sent_lines))
 
     def reset_prefix_cache(self) -> None:
         pass
 
 
 def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
-    """vLLM sizes its buffers from the announcement, and rebuilds a layer of which it gets any part."""
+    """vLLM makes its buffers by what is announced, and rebuilds a layer if it gets any part of it."""
     frozen = build_model(build_processor(["Find x."]).tokenizer)
     freeze(frozen, ["vision_tower"])
     for kind, model in {"frozen": frozen, "LoRA": policy(torch.float32)[0]}.items():
@@ -361,7 +365,7 @@ def test_every_sync_with_a_server_sends_the_tensors_that_it_announced(subtests):
             engine._dist = SimpleNamespace(gather_params=lambda _: nullcontext())
             for _ in range(3):
                 engine.sync_weights()
-            (_, first), *later = engine.vllm_client.syncs
-            whole = [name for name, _ in frozen.named_parameters()]
-            assert [line.split()[0] for line in first] == whole
-            assert later == [(first, first)] * 2
+            (_, first_sync), *later_syncs = engine.vllm_client.syncs
+            all_names = [name for name, _ in frozen.named_parameters()]
+            assert [line.split()[0] for line in first_sync] == all_names
+            assert later_syncs == [(first_sync, first_sync)] * 2

@@ -18,15 +18,15 @@ from adora_vl.utils.errors import UserError
 
 
 class DoorsEnvironment:
-    """Behind one of them is the answer."""
+    """An environment with doors, which notes those that were opened."""
 
-    count = 0
+    count = 0  # of the instances that were built
 
     def __init__(self):
         DoorsEnvironment.count += 1
 
     def reset(self, answer, images, **row):
-        images[0].paste("red", (0, 0, 9, 9))  # a copy
+        images[0].paste("red", (0, 0, 9, 9))  # this is a copy of the row's image
         self.opened = []
         self.behind = random.randrange(10**9)
         return f" {answer}: {self.behind}." if answer else None
@@ -48,6 +48,7 @@ SHARED_ENVIRONMENT = DoorsEnvironment()
 
 
 def rollout_group(number, content, answer="x"):
+    """Return a group of two rollouts that have not begun, of a problem with this prompt."""
     images = [Image.new("RGB", (28, 28))]
     row = Row(
         id=f"r{number}", answer=answer, prompt=[{"role": "user", "content": content}], images=images
@@ -63,6 +64,7 @@ def rollout_group(number, content, answer="x"):
 
 
 def call_open(toolbox, rollout, door):
+    """Return the answer to a call of the tool `open` by this rollout."""
     call = f'<tool_call>{{"name": "open", "arguments": {{"door": {door}}}}}</tool_call>'
     return (
         toolbox.answer(call, [], seed="0", is_last=False, environment=rollout.environment)
@@ -81,28 +83,29 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         {"type": "image", "text": None},
         {"type": "text", "text": "Which?"},
     ]
-    groups_asked = [
+    new_groups = [
         rollout_group(0, "Which?"),
         rollout_group(1, content_parts),
         rollout_group(2, "Which?", answer=""),
     ]
-    entered_groups = environments.reset_for_groups(groups_asked, 7, begins_generation=True)
-    first_group, second_group, third_group = entered_groups
+    reset_groups = environments.reset_for_groups(new_groups, 7, begins_generation=True)
+    first_group, second_group, third_group = reset_groups
     first_rollout, second_rollout = first_group.rollouts
-    drawn_numbers = [
-        entered_group.rollouts[0].environment.behind for entered_group in entered_groups
-    ]
+    drawn_numbers = [group.rollouts[0].environment.behind for group in reset_groups]
+    # The text of `reset` is appended to the prompt, also where it is a list of parts.
     assert first_group.row["prompt"] == [
         {"role": "user", "content": f"Which? x: {drawn_numbers[0]}."}
     ]
     assert second_group.row["prompt"][0]["content"][2:] == [
         {"type": "text", "text": f" x: {drawn_numbers[1]}."}
     ]
-    assert third_group.row == groups_asked[2].row
+    assert third_group.row == new_groups[2].row
+    # Rollouts of a problem begin alike, and nothing outside of the environments changes.
     assert first_rollout.environment.behind == second_rollout.environment.behind
     assert len(set(drawn_numbers)) == 3
     assert random.getstate() == random_state
-    assert groups_asked[0].row["images"][0].getpixel((0, 0))[0] == 0
+    assert new_groups[0].row["images"][0].getpixel((0, 0))[0] == 0
+    # Each rollout plays in its own environment.
     assert [
         call_open(toolbox, first_rollout, 3),
         call_open(toolbox, first_rollout, 4),
@@ -119,9 +122,10 @@ def test_a_rollout_plays_in_its_own_environment_and_those_of_a_problem_begin_ali
         1.0,
     ]
     assert environments.reward_function().__name__ == "DoorsEnvironment"
+    # The environments of a generation are used again in the next one.
     assert DoorsEnvironment.count == 6
     environments.reset_for_groups([rollout_group(3, "Which?")], 7, begins_generation=False)
-    first_group_again, *_ = environments.reset_for_groups(groups_asked, 7, begins_generation=True)
+    first_group_again, *_ = environments.reset_for_groups(new_groups, 7, begins_generation=True)
     assert DoorsEnvironment.count == 8, "they are used again"
     assert first_group_again.row == first_group.row, "they are used again"
     assert first_group_again.rollouts[0].environment is first_rollout.environment
@@ -190,10 +194,8 @@ def test_a_method_that_answers_in_two_ways_in_environments_that_begin_alike_is_n
 
     environments = build_environments(Dice, 10.0)
     toolbox = Toolbox(choose_tools([], environments), ToolOptions(), None)
-    [entered_group] = environments.reset_for_groups(
-        [rollout_group(0, "Which?")], 7, begins_generation=True
-    )
-    group_environments = [rollout.environment for rollout in entered_group.rollouts]
+    [group] = environments.reset_for_groups([rollout_group(0, "Which?")], 7, begins_generation=True)
+    group_environments = [rollout.environment for rollout in group.rollouts]
     [warning_line] = unsteady_tools(toolbox, [], group_environments)
     assert warning_line.startswith("tools: 'throw' answers"), (
         "`open` counts in both alike, `throw` does not"

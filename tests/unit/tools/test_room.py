@@ -25,6 +25,7 @@ SMALL_VIEW = View(3136, 3136, 28)
 def context_of(
     tokens: int, name: str = "vllm_max_model_length", hint: str = "set it to"
 ) -> ContextLimit:
+    """Return a limit of this many tokens of context; `hint` says how a user raises it."""
     return ContextLimit(
         tokens=tokens,
         completion_tokens=1000,
@@ -137,15 +138,16 @@ def test_limits_that_leave_room_are_taken(processor):
 
 
 def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor):
-    box = build_toolbox("calculate")
+    toolbox = build_toolbox("calculate")
     with pytest.raises(UserError, match="set it to [0-9]+ or more") as refused:
-        refuse_no_room(box, processor, {}, limits_with(max_completion=1))
-    smallest = int(str(refused.value).split("set it to ")[1].split()[0])
-    refuse_no_room(box, processor, {}, limits_with(max_completion=smallest))
+        refuse_no_room(toolbox, processor, {}, limits_with(max_completion=1))
+    # The message names the smallest limit. It is taken, and one token less is not.
+    smallest_limit = int(str(refused.value).split("set it to ")[1].split()[0])
+    refuse_no_room(toolbox, processor, {}, limits_with(max_completion=smallest_limit))
     with pytest.raises(UserError):
-        refuse_no_room(box, processor, {}, limits_with(max_completion=smallest - 1))
-    turns = ToolLoop(
-        tools=box,
+        refuse_no_room(toolbox, processor, {}, limits_with(max_completion=smallest_limit - 1))
+    tool_loop = ToolLoop(
+        tools=toolbox,
         processor=processor,
         template={},
         tokens_of=lambda image: 0,
@@ -153,13 +155,13 @@ def test_the_smallest_limit_that_is_taken_holds_a_call_with_its_answer(processor
         decode=processor.tokenizer.decode,
     )
     call_text = '<tool_call>{"name": "calculate", "arguments": {"expression": ""}}'
-    call_tokens = turns.count(call_text) + 1
-    empty_answer = turns._answer_ids(
+    call_tokens = tool_loop.count(call_text) + 1
+    empty_answer = tool_loop._answer_ids(
         ["<tool_response>\n\n</tool_response>"], image_lengths=[], last_turn=[-1]
     )
-    assert turns.empty_answer_length == len(empty_answer) - 1
-    needed = call_tokens + turns.empty_answer_length
-    assert needed < smallest <= needed + 16
+    assert tool_loop.empty_answer_length == len(empty_answer) - 1
+    needed_tokens = call_tokens + tool_loop.empty_answer_length
+    assert needed_tokens < smallest_limit <= needed_tokens + 16
 
 
 @pytest.mark.parametrize("seconds", [0.001, 1e9])

@@ -26,7 +26,7 @@ VIEW_IN_THOUSANDTHS = View(256**2, 4096**2, 32, relative=True)
 
 
 def picture_with_black_corner():
-    """A black corner of 56 x 56 pixels at the lower right."""
+    """Return a white picture with a black corner of 56 x 56 pixels at the lower right."""
     image = Image.new("RGB", (448, 448), "white")
     image.paste("black", (392, 392, 448, 448))
     return image
@@ -55,13 +55,14 @@ def test_a_region_is_cut_from_the_picture_as_it_is_by_the_coordinates_of_the_fam
         (SMALL_VIEW, tool_call("zoom", x1=49, y1=49, x2=56, y2=56)),
         (VIEW_IN_THOUSANDTHS, tool_call("zoom", x1=875, y1=875, x2=1000, y2=1000)),
     ):
-        text, [cut] = answer_of(build_toolbox(view=view), call)
+        text, [region] = answer_of(build_toolbox(view=view), call)
         assert text == "Picture 1: <image>"
-        assert cut.size == (56, 56)
-        assert cut.getextrema() == ((0, 0),) * 3
+        assert region.size == (56, 56)
+        assert region.getextrema() == ((0, 0),) * 3
     assert "thousandths" in json.dumps(build_toolbox(view=VIEW_IN_THOUSANDTHS).schemas)
-    text, [cut] = answer_of(build_toolbox(), tool_call("zoom", x1=0, y1=0, x2=1, y2=2))
-    assert min(cut.size) == 28  # no picture is smaller than an image token
+    text, [region] = answer_of(build_toolbox(), tool_call("zoom", x1=0, y1=0, x2=1, y2=2))
+    assert min(region.size) == 28  # no picture is smaller than an image token
+    # The second of two calls in a turn draws on the picture that the first one has returned.
     text, [first, second] = answer_of(
         build_toolbox(max_pixels=448 * 448),
         tool_call("line", x1=0, y1=0, x2=50, y2=50)
@@ -118,7 +119,7 @@ def test_our_tools_answer_with_the_value_or_say_what_is_wrong(name, arguments, a
 def test_ten_thousand_broken_calls_are_one_line_each():
     draw = random.Random(0)
     toolbox = build_toolbox()
-    whole = [
+    complete_calls = [
         tool_call("zoom", x1=0, y1=0, x2=7, y2=7),
         tool_call("calculate", expression="1+1"),
         '<tool_call>{"name": "zoom", "name": "mark", "arguments": {"x1": NaN, "y1": '
@@ -128,21 +129,22 @@ def test_ten_thousand_broken_calls_are_one_line_each():
         '<tool_call>{"name": "mark", "arguments": {"x": 1, "y": 1, "label": '
         '"\\ud800"}}</tool_call>',
     ]
+    # Each text is a call in which up to five random places were changed.
     letters = '{}[]",:0123456789.eE-+\\u\x00\n ABCzé😀<>/'
     slowest = 0.0
     for _ in range(10_000):
-        text = draw.choice(whole)
+        text = draw.choice(complete_calls)
         for _ in range(draw.randrange(1, 6)):
-            at = draw.randrange(len("<tool_call>"), len(text) + 1)
+            position = draw.randrange(len("<tool_call>"), len(text) + 1)
             change = draw.choice(
                 [draw.choice(letters), "", draw.choice(letters) * draw.randrange(1, 300)]
             )
-            text = text[:at] + change + text[at + draw.randrange(0, 4) :]
-        began = time.process_time()
+            text = text[:position] + change + text[position + draw.randrange(0, 4) :]
+        start_time = time.process_time()
         answer = toolbox.answer(
             text, [picture_with_black_corner()] if "zoom" in text else [], seed="0", is_last=False
         )
-        slowest = max(slowest, time.process_time() - began)
+        slowest = max(slowest, time.process_time() - start_time)
         for call in answer.calls:
             assert call.failed == call.text.startswith("Error: ")
             assert "\n" not in call.text
@@ -226,7 +228,7 @@ def test_whatever_a_tool_does_is_an_answer(tmp_path, monkeypatch, misbehaviour, 
 
 
 class ValueThatRaises:
-    """A value that fails whatever is asked of it, its own words too."""
+    """A value that raises an error wherever it is read."""
 
     def __init__(self, error: BaseException) -> None:
         object.__setattr__(self, "error", error)
@@ -269,7 +271,7 @@ def cyclic_list():
 
 
 def odd_values():
-    """Values that tools return, and some that raise when they are looked at."""
+    """Yield values of many types that a tool may return, and some that raise when they are read."""
     yield from (None, True, 3, 1.5, float("nan"), 10**5000, 1j, b"x", object(), type, print, ...)
     yield from (
         "",
@@ -309,16 +311,16 @@ def odd_values():
 
 
 def test_whatever_a_tool_returns_is_an_answer():
-    returned = iter(())
+    next_values = iter(())
 
     def odd():
         """BrokenMapping."""
-        return next(returned)
+        return next(next_values)
 
     odd.__annotations__["return"] = str
     toolbox = build_toolbox(odd)
     for value in odd_values():
-        returned = iter([value])
+        next_values = iter([value])
         text, pictures = answer_of(toolbox, tool_call("odd"))
         assert text.count("\n") == 0 or not text.startswith("Error: ")
         text.encode()
@@ -330,11 +332,11 @@ def test_whatever_a_tool_returns_is_an_answer():
 
 def test_whatever_a_tool_raises_is_an_answer():
     errors = [ToolPanic("p"), SpeechlessError(), StopIteration(3), SystemExit(1), OverdueError()]
-    raised = iter(errors)
+    next_errors = iter(errors)
 
     def raising() -> str:
         """Raise."""
-        raise next(raised)
+        raise next(next_errors)
 
     toolbox = build_toolbox(raising)
     for _ in errors:
@@ -344,7 +346,7 @@ def test_whatever_a_tool_raises_is_an_answer():
 
 
 def random_value(draw, depth=0):
-    """A value as JSON has them, also ones that no tool is made for."""
+    """Return a random value that JSON can hold, also one that no tool is made for."""
     kind = draw.randrange(10 if depth < 4 else 8)
     if kind == 8:
         return [random_value(draw, depth + 1) for _ in range(draw.randrange(4))]
@@ -365,7 +367,7 @@ def random_value(draw, depth=0):
 
 
 def test_whatever_a_model_writes_into_a_call_is_an_answer():
-    """Every tool of ours and one that takes anything, with arguments of any type, count and depth."""
+    """Tools of ours and one that takes anything get arguments of any type, number and depth."""
 
     def anything(a, b) -> str:
         """Take anything.
@@ -383,8 +385,8 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
     for _ in range(3000):
         name = draw.choice(names)
         parameters = toolbox._schema_by_name[name]["function"]["parameters"]["properties"]
-        chosen = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
-        arguments = {key: random_value(draw) for key in chosen if draw.random() < 0.9}
+        argument_names = [*parameters, "more"] if draw.random() < 0.1 else [*parameters]
+        arguments = {key: random_value(draw) for key in argument_names if draw.random() < 0.9}
         text = json.dumps({"name": name, "arguments": arguments})
         if draw.random() < 0.2:
             text = text.replace("[", "[" * draw.choice([9, 600, 990]), 1)
@@ -396,10 +398,10 @@ def test_whatever_a_model_writes_into_a_call_is_an_answer():
         assert call.name.encode() is not None
         assert len(call.text) <= 2000
         assert "\n" not in call.text
-    big = "1" * 400
+    long_number = "1" * 400
     for inside in (
-        f'"x1": {big}',
-        f'"x1": 1, "picture": {big}',
+        f'"x1": {long_number}',
+        f'"x1": 1, "picture": {long_number}',
         f'"x1": {"[" * 600}{"]" * 600}',
     ):
         text = f'{{"name": "zoom", "arguments": {{{inside}, "y1": 0, "x2": 5, "y2": 5}}}}'
@@ -441,7 +443,7 @@ def test_a_picture_of_a_tool_is_shown_as_a_person_sees_it(kind):
 
 def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
     images = [picture_with_black_corner()]
-    before = images[0].tobytes()
+    bytes_before = images[0].tobytes()
     drawn_on = []
 
     def draw(images: list) -> Image.Image:
@@ -451,11 +453,11 @@ def test_what_a_tool_draws_on_is_its_own_and_what_it_returned_is_the_answers():
         return images[0]
 
     toolbox = build_toolbox(draw, max_pixels=448 * 448)
-    _, [first] = answer_of(toolbox, tool_call("draw"), images)
-    assert images[0].tobytes() == before
-    assert first.getpixel((0, 0)) == (1, 2, 3)
+    _, [answer_picture] = answer_of(toolbox, tool_call("draw"), images)
+    assert images[0].tobytes() == bytes_before
+    assert answer_picture.getpixel((0, 0)) == (1, 2, 3)
     drawn_on[0].putpixel((0, 0), (9, 9, 9))
-    assert first.getpixel((0, 0)) == (1, 2, 3)
+    assert answer_picture.getpixel((0, 0)) == (1, 2, 3)
 
 
 def test_no_text_of_a_tool_may_have_a_token_of_the_models_own():
@@ -522,20 +524,24 @@ def test_a_tool_draws_the_same_in_every_run_and_the_run_goes_on_as_if_it_had_not
     (tmp_path / "own.py").write_text(HOSTILE_TOOLS_FILE)
     toolbox = build_toolbox("own.py:misbehave")
     call = tool_call("misbehave", how="draw")
-    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
-    first = [toolbox.answer(call * 2, [], seed=seed, is_last=False) for seed in ("a", "a", "b")]
-    texts = [[made_call.text for made_call in answer.calls] for answer in first]
+    states_before = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
+    answers = [toolbox.answer(call * 2, [], seed=seed, is_last=False) for seed in ("a", "a", "b")]
+    texts = [[call_of_answer.text for call_of_answer in answer.calls] for answer in answers]
     assert texts[0] == texts[1]
     assert len({*texts[0], *texts[2]}) == 4
-    assert states == (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist())
+    assert states_before == (
+        random.getstate(),
+        str(np.random.get_state()),
+        torch.get_rng_state().tolist(),
+    )
 
 
 def test_calls_that_are_too_many_and_the_last_turn_are_said():
     toolbox = build_toolbox()
     call = tool_call("calculate", expression="1+1")
     answer = toolbox.answer(call * 9, [], seed="0", is_last=True)
-    refused = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
-    assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refused]
+    refusal = f"Error: too many calls in a turn, at most {CALLS_PER_TURN}"
+    assert [call.text for call in answer.calls] == [*["2"] * CALLS_PER_TURN, refusal]
     assert answer.parts[-1] == "\nNo calls are left."
 
 
