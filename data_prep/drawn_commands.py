@@ -1,8 +1,7 @@
-"""The commands `describe_synthetic` and `knights` of `python -m data_prep`, which draw problems."""
+"""The commands `synthetic` and `knights` of `python -m data_prep`, which draw problems."""
 
 import argparse
 from collections.abc import Callable
-from typing import Any
 
 from adora_vl.synthetic.drawing import STYLES
 from adora_vl.synthetic.families import PLAIN_FAMILY_BY_NAME
@@ -24,7 +23,7 @@ from adora_vl.utils.cli import (
     whole,
 )
 from adora_vl.utils.errors import UserError
-from data_prep.options import add_output, number_range
+from data_prep.options import add_output, number_range, options_set_by_user
 from data_prep.survey import print_counts
 
 MAX_ROWS = 10_000_000  # a typing error of more zeros would draw for days
@@ -35,7 +34,7 @@ PICTURE_SIDE_RANGE = (
 
 
 def add_synthetic(commands: Commands) -> None:
-    """Add the command `describe_synthetic`, which draws problems."""
+    """Add the command `synthetic`, which draws problems."""
     command = commands.add_parser(
         "synthetic", help="drawn geometry problems; equal arguments give equal problems"
     )
@@ -187,12 +186,3 @@ def _synthetic(arguments: argparse.Namespace) -> None:
     drawn = describe_synthetic(**options_set_by_user(arguments, *names, "figures"))
     manifest = prepare_drawn(arguments.output, drawn, overwrite=arguments.overwrite)
     print_counts(arguments.output, manifest)
-
-
-def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Return those of the options `names` that the user gave.
-
-    The functions that take them have the default values of the others.
-    """
-    values = {name: getattr(arguments, name) for name in names}
-    return {name: value for name, value in values.items() if value is not None}

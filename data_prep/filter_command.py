@@ -20,9 +20,10 @@ from adora_vl.utils.cli import (
     whole,
 )
 from adora_vl.utils.errors import UserError
-from data_prep.options import number_range
+from data_prep.options import number_range, options_set_by_user
 
 MAX_SAMPLES = 1024  # answers to a problem; more would say nothing new of its pass rate
+_OPTIONS_OF_FILTERING = ("input", "output", "model", "predictions")  # not for --attenuation
 
 
 def add_filter(commands: Commands) -> None:
@@ -135,6 +136,16 @@ def _check_filter_arguments(arguments: argparse.Namespace) -> None:
             )
 
 
+def _print_forecast(answers: Path, *, rounding: bool) -> None:
+    """Print on how many groups of answers ADORA's attenuation would act.
+
+    `answers` is a file of stored answers, a folder with one, or the folder of a run.
+    """
+    from data_prep import forecast  # the grader takes seconds to import
+
+    print("\n".join(forecast.forecast_of_path(answers, rounding=rounding).lines()))
+
+
 def _filter(arguments: argparse.Namespace) -> None:
     """Run `filter`: sample answers, or read stored ones, and write the problems that are kept.
 
@@ -143,10 +154,14 @@ def _filter(arguments: argparse.Namespace) -> None:
     """
     # Imported here, since the engines that sample take seconds to import.
     from data_prep import filter as filtering
-    from data_prep import forecast
 
     if arguments.attenuation is not None:
-        print("\n".join(forecast.forecast_of_path(arguments.attenuation).lines()))
+        for name, value in options_set_by_user(arguments, *_OPTIONS_OF_FILTERING).items():
+            raise UserError(
+                f"{name}: --{name} {value} has no effect with --attenuation, which filters "
+                "nothing; leave one of them out"
+            )
+        _print_forecast(arguments.attenuation, rounding=arguments.rounding)
         return
     _check_filter_arguments(arguments)
     filtering.check_input(arguments.input, arguments.split)
@@ -171,8 +186,8 @@ def _filter(arguments: argparse.Namespace) -> None:
     )
     print(f"{arguments.output}: {filtering.describe_filtered(manifest)}")
     if arguments.predictions is None and arguments.samples > 1:
-        title = "Would ADORA's attenuation act on these problems (docs/data.md)?"
-        print("\n".join(["", title, *forecast.forecast_of_path(answers.file).lines()]))
+        print("\nWould ADORA's attenuation act on these problems (docs/data.md)?")
+        _print_forecast(answers.file, rounding=arguments.rounding)
 
 
 class _Answers(NamedTuple):

@@ -6,10 +6,11 @@ figures can say. docs/experiments.md has tasks whose outcome is known.
 
 import json
 import math
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -19,10 +20,17 @@ from pyarrow.dataset import dataset
 from adora_vl.advantage import Groups
 from adora_vl.advantage.adora import weigh_groups
 from adora_vl.evals.benchmark import find_benchmark
-from adora_vl.evals.inference.predictions import PREDICTIONS_FILE, read_predictions
+from adora_vl.evals.inference.predictions import (
+    NOT_ASKED_REASONS,
+    PREDICTIONS_FILE,
+    read_predictions,
+)
 from adora_vl.evals.prepared import GraderOptions
+from adora_vl.evals.records import Prediction
 from adora_vl.evals.scoring.score import grade_rows
 from adora_vl.evals.scoring.statistics import paired_t_interval, wilson_interval
+from adora_vl.record.record_files import ROLLOUTS_FOLDER, list_parts
+from adora_vl.utils.cli import amount
 from adora_vl.utils.errors import UserError, in_one_line
 from data_prep.filter import prompts_asked_for_tags
 
@@ -56,11 +64,18 @@ class ShareOfGroups:
         return self.count / self.total if self.total else math.nan
 
 
-class ConfidenceInterval(NamedTuple):
-    """A confidence interval."""
+class MeanDifference(NamedTuple):
+    """A mean of paired differences with its 95 % interval; NaN where there are too few pairs."""
 
+    mean: float
     low: float
     high: float
+
+    def __str__(self) -> str:
+        """Return the mean with its interval; `-` without an interval."""
+        if math.isnan(self.low):
+            return "-"
+        return f"{self.mean:+6.1%}  [{self.low:+.1%}, {self.high:+.1%}]"
 
 
 @dataclass(frozen=True)
@@ -73,20 +88,25 @@ class Forecast:
 
     groups: int  # with and without a signal
     tds: ShareOfGroups  # groups that are TDS, of those with a signal
-    # Of the TDS groups: those whose longest right answer is as long as the wrong ones, and those in
-    # which no right answer is longer than a wrong one.
+    # Of the TDS groups: those whose longest right answer is as long as the wrong ones, and of the
+    # rest those in which no right answer is longer than a wrong one.
     ties: ShareOfGroups
     short_only: ShareOfGroups
     # In the groups with a signal whose answers differ in length:
     longest: ShareOfGroups  # how many of the longest answers are right
     shortest: ShareOfGroups  # how many of the shortest answers are right
-    longest_minus_shortest: (
-        ConfidenceInterval  # the 95 % interval of the difference of the two, paired
-    )
+    longest_minus_shortest: MeanDifference  # of the two shares of each group
+    # How many problems had too few answers to be a group.
+    problems_left_out: int = 0
 
     def lines(self) -> list[str]:
         """Return the lines that are printed: a table of the shares, and the sentence."""
-        low, high = self.longest_minus_shortest
+        left_out = []
+        if self.problems_left_out:
+            left_out.append(
+                f"{amount(self.problems_left_out, 'problem')} left out: asked less often than the "
+                "others, or not at all"
+            )
         rows = (
             ("groups with signal, of all", ShareOfGroups(self.tds.total, self.groups)),
             ("TDS, of those with signal", self.tds),
@@ -94,12 +114,10 @@ class Forecast:
             ("only the shortest are right, of those TDS", self.short_only),
             ("the longest answer is right", self.longest),
             ("the shortest answer is right", self.shortest),
-            (
-                "longest - shortest",
-                f"{self.longest.value - self.shortest.value:+6.1%}  [{low:+.1%}, {high:+.1%}]",
-            ),
+            ("longest - shortest", self.longest_minus_shortest),
         )
-        return [*(f"{title:43}{cell}" for title, cell in rows), self.sentence()]
+        table = [f"{title:43}{cell}" for title, cell in rows]
+        return [*left_out, *table, self.sentence()]
 
     def sentence(self) -> str:
         """Return a sentence on how much attenuation would act, and on which groups."""
@@ -108,10 +126,10 @@ class Forecast:
                 f"Only {self.tds.total} groups carry a signal, too few to say anything; take "
                 "more problems."
             )
-        low, high = self.longest_minus_shortest
-        if high < 0:
+        difference = self.longest_minus_shortest
+        if difference.high < 0:
             lengths = "short answers are right more often than long ones"
-        elif low > 0:
+        elif difference.low > 0:
             lengths = "long answers are right more often than short ones"
         else:
             lengths = "length says nothing of what is right"
@@ -149,12 +167,15 @@ def forecast_attenuation(groups: Groups) -> Forecast:
     is_tie_P = weighing.tds_by_tie_P & has_signal_P
     wrong_lengths_PG = torch.where(groups.wrong_PG, groups.lengths_PG.float(), torch.inf)
     shortest_wrong_P = wrong_lengths_PG.amin(dim=1)
-    is_short_only_P = is_tds_P & (groups.longest_correct_P <= shortest_wrong_P)
+    no_right_is_longer_P = groups.longest_correct_P <= shortest_wrong_P
+    # In a tie that holds too, but there the short answers do not win.
+    is_short_only_P = is_tds_P & no_right_is_longer_P & ~is_tie_P
     shares = _right_shares_by_length(groups, has_signal_P)
-    longest_minus_shortest = ConfidenceInterval(math.nan, math.nan)
-    if len(shares) > 1:  # one difference has no spread
-        low, high = paired_t_interval([share.longest - share.shortest for share in shares])
-        longest_minus_shortest = ConfidenceInterval(low, high)
+    differences = [share.longest - share.shortest for share in shares]
+    longest_minus_shortest = MeanDifference(math.nan, low=math.nan, high=math.nan)
+    if len(differences) > 1:  # one difference has no spread
+        low, high = paired_t_interval(differences)
+        longest_minus_shortest = MeanDifference(fmean(differences), low=low, high=high)
     tds_count = int(is_tds_P.sum())
     return Forecast(
         groups=len(has_signal_P),
@@ -208,7 +229,8 @@ def recorded_groups(run: Path) -> Groups:
 
     Raises `UserError` where `run` has no record.
     """
-    files = sorted((run / "rollouts").glob("rollouts-*.parquet"))
+    # A file that was merged into another one may still be there, and would count twice.
+    files = [part.path for part in list_parts(run / ROLLOUTS_FOLDER)]
     if not files:
         raise UserError(
             f"attenuation: {str(run)!r} has no rollouts/; name the output_dir of a run, or stored "
@@ -223,7 +245,7 @@ def recorded_groups(run: Path) -> Groups:
         ).to_pydict()
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         why = f"is no file of a run's record ({in_one_line(error)})"
-        raise UserError(f"attenuation: a file in {str(run / 'rollouts')!r} {why}") from error
+        raise UserError(f"attenuation: a file in {str(run / ROLLOUTS_FOLDER)!r} {why}") from error
     # A rollout without a reward, such as a truncated one, has a null in the record.
     rewards = [math.nan if reward is None else reward for reward in columns["reward"]]
     return _groups_of_columns(
@@ -235,37 +257,52 @@ def recorded_groups(run: Path) -> Groups:
     )
 
 
-def sampled_groups(predictions: Path) -> Groups:
+class SampledGroups(NamedTuple):
+    """The groups of stored answers, and how many problems have too few answers to be one."""
+
+    groups: Groups
+    problems_left_out: int
+
+
+def sampled_groups(predictions: Path, *, rounding: bool) -> SampledGroups:
     """Read the answers in a file of predictions, grade them as in training, and group them.
 
-    The answers to one problem are a group. Problems with fewer answers than the most are left out.
+    The answers to one problem are a group. All groups need equally many answers, since the tensors
+    are rectangular. So problems with fewer answers than the most are left out: their sampling was
+    cut off, or they could not be asked. With `rounding` a rounded decimal is right too.
 
     Raises `UserError` where no problem has two answers, or where their lengths are not known.
     """
-    benchmark = find_benchmark("geometry3k")
-    options = GraderOptions(answer_tags=prompts_asked_for_tags(predictions))
-    rows_by_problem = defaultdict(list)
-    for row in read_predictions(predictions):
-        rows_by_problem[row["pid"]].append(row)
-    group_size = max(map(len, rows_by_problem.values()), default=0)
-    rows = []
-    for problem_rows in rows_by_problem.values():
-        # The tensors are rectangular: a problem whose sampling was cut off has no place in them.
-        if len(problem_rows) == group_size:
-            rows += problem_rows
-    if group_size < 2 or any(row.get("n_tokens") is None for row in rows):
+    options = GraderOptions(rounding=rounding, answer_tags=prompts_asked_for_tags(predictions))
+    answers_by_problem: dict[str, list[Prediction]] = {}
+    for answer in read_predictions(predictions):
+        answers = answers_by_problem.setdefault(answer["pid"], [])
+        if answer.get("finish_reason") not in NOT_ASKED_REASONS:
+            answers.append(answer)
+    group_size = max(map(len, answers_by_problem.values()))
+    if group_size < 2:
         raise UserError(
-            f"attenuation: {str(predictions)!r} has {group_size} answers to a problem, or not their "
-            "lengths; sample several with `python -m data_prep filter --samples 8`"
+            f"attenuation: {str(predictions)!r} has {group_size} answers to a problem; sample "
+            "several with `python -m data_prep filter --samples 8`"
         )
-    _, grades = grade_rows(benchmark, rows, options)
-    return _groups_of_columns(
+    complete_groups = [
+        answers for answers in answers_by_problem.values() if len(answers) == group_size
+    ]
+    all_answers = list(chain.from_iterable(complete_groups))
+    if any(answer.get("n_tokens") is None for answer in all_answers):
+        raise UserError(
+            f"attenuation: {str(predictions)!r} lacks the lengths of its answers (n_tokens); "
+            "sample them with `python -m data_prep filter --samples 8`"
+        )
+    _, grades = grade_rows(find_benchmark("geometry3k"), all_answers, options)
+    groups = _groups_of_columns(
         rewards=[float(grade.correct) for grade in grades],
-        lengths=[row["n_tokens"] for row in rows],
-        truncated=[row.get("finish_reason") == "length" for row in rows],
+        lengths=[answer["n_tokens"] for answer in all_answers],
+        truncated=[answer.get("finish_reason") == "length" for answer in all_answers],
         group_size=group_size,
         correct_above=0.5,  # rewards are 1 for a right answer, else 0
     )
+    return SampledGroups(groups, len(answers_by_problem) - len(complete_groups))
 
 
 def _groups_of_columns(
@@ -288,8 +325,14 @@ def _groups_of_columns(
     )
 
 
-def forecast_of_path(path: Path) -> Forecast:
-    """Make the forecast of a run's folder, a folder of stored answers, or a file of them."""
+def forecast_of_path(path: Path, *, rounding: bool = False) -> Forecast:
+    """Make the forecast of a run's folder, a folder of stored answers, or a file of them.
+
+    With `rounding` a rounded decimal is right in stored answers. The record of a run has rewards,
+    which nothing grades anew.
+    """
     file = path / PREDICTIONS_FILE if path.is_dir() else path
-    groups = sampled_groups(file) if file.is_file() else recorded_groups(path)
-    return forecast_attenuation(groups)
+    if not file.is_file():
+        return forecast_attenuation(recorded_groups(path))
+    groups, problems_left_out = sampled_groups(file, rounding=rounding)
+    return replace(forecast_attenuation(groups), problems_left_out=problems_left_out)

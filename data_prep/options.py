@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from adora_vl.conversion.quarantine import MAX_SHARE
 from adora_vl.conversion.workers import MAX_WORKERS, usable_cores
@@ -80,3 +80,12 @@ def number_range(
             f"{word!r} has the larger number first; write {high_word}{separator}{low_word}"
         )
     return low, high
+
+
+def options_set_by_user(arguments: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return those of the options `names` that the user gave.
+
+    The functions that take them have the default values of the others.
+    """
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}

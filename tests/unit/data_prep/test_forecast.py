@@ -1,8 +1,14 @@
 """The forecast of attenuation: groups by hand, a recorded run, stored answers."""
 
+import json
 import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import pytest
 import torch
 
 from adora_vl.advantage import Groups
@@ -89,3 +95,113 @@ def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
     (tmp_path / "predictions.jsonl").write_text(line)
     assert main(["filter", "--attenuation", str(tmp_path)]) == 2
     assert "has 1 answers to a problem" in capsys.readouterr().err
+
+
+def _answer(pid: str, sample: int, *, is_right: bool, **fields: Any) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "sample": sample,
+        "answer": "5",
+        "response": "\\boxed{5}" if is_right else "\\boxed{6}",
+        "n_tokens": 3 + sample,
+        "finish_reason": "stop",
+        **fields,
+    }
+
+
+def _write_answers(file: Path, answers: Sequence[dict[str, Any]]) -> None:
+    file.write_text("".join(f"{json.dumps(answer)}\n" for answer in answers))
+
+
+def test_problems_with_too_few_answers_are_counted(tmp_path, capsys):
+    answers = []
+    for number in range(22):
+        answers.append(_answer(f"whole/{number}", 0, is_right=True))
+        answers.append(_answer(f"whole/{number}", 1, is_right=False))
+    answers.append(_answer("cut off", 0, is_right=True))
+    answers += [
+        _answer("never asked", sample, is_right=False, finish_reason="image_failed", n_tokens=0)
+        for sample in range(2)
+    ]
+    _write_answers(tmp_path / "predictions.jsonl", answers)
+    assert main(["filter", "--attenuation", str(tmp_path)]) == 0
+    output = capsys.readouterr().out
+    assert "2 problems left out" in output
+    assert "22 of 22" in output
+
+
+def test_rounding_counts_as_in_filtering(tmp_path, capsys):
+    answers = []
+    for number in range(20):
+        for sample, response in enumerate(("\\boxed{2.33}", "\\boxed{9}")):
+            fields = {"answer": "\\frac{7}{3}", "response": response}
+            answers.append(_answer(str(number), sample, is_right=False, **fields))
+    _write_answers(tmp_path / "predictions.jsonl", answers)
+    for options, expected in (((), "0 of 20"), (("--rounding",), "20 of 20")):
+        assert main(["filter", "--attenuation", str(tmp_path), *options]) == 0
+        assert expected in capsys.readouterr().out.splitlines()[0]
+
+
+@pytest.mark.parametrize("option", ["input", "output", "model", "predictions"])
+def test_an_option_without_effect_is_refused(tmp_path, capsys, option):
+    _write_answers(tmp_path / "predictions.jsonl", [_answer("1", 0, is_right=True)])
+    assert main(["filter", "--attenuation", str(tmp_path), f"--{option}", "there"]) == 2
+    assert f"{option}: --{option} there has no effect" in capsys.readouterr().err
+
+
+def test_a_merged_file_that_was_not_deleted_counts_once(tmp_path, capsys):
+    folder = tmp_path / ROLLOUTS_FOLDER
+    folder.mkdir()
+    columns: dict[str, list[Any]] = {
+        "step": [1] * 3,
+        "reward": GUESSING_GROUP[0],
+        "length": GUESSING_GROUP[1],
+        "truncated": [False] * 3,
+    }
+    table = make_table(columns, {"num_generations": 3})
+    write_part(folder, table, 1, 1)
+    write_part(folder, table, 1, 2)  # as if the first one had been merged into it
+    assert main(["filter", "--attenuation", str(tmp_path)]) == 0
+    assert "1 of 1" in capsys.readouterr().out
+
+
+def test_answers_of_equal_length_are_ties_and_no_wins_of_short_ones():
+    forecast = forecast_attenuation(groups(([1.0, 0.0], [5, 5])))
+    assert forecast.ties.value == 1
+    assert forecast.short_only.count == 0
+    assert forecast.lines()[-2] == f"{'longest - shortest':43}-"
+
+
+def test_the_counts_are_those_of_loops_over_random_groups():
+    rng = random.Random(0)
+    rewards = [[rng.choice((0.0, 0.1, 1.0, math.nan)) for _ in range(4)] for _ in range(400)]
+    lengths = [[rng.randint(1, 6) for _ in range(4)] for _ in range(400)]
+    truncated = [[rng.random() < 0.2 for _ in range(4)] for _ in range(400)]
+    forecast = forecast_attenuation(
+        Groups(torch.tensor(rewards), torch.tensor(lengths), torch.tensor(truncated))
+    )
+    signal = tds = ties = short_only = 0
+    differences = []
+    for group in zip(rewards, lengths, truncated, strict=True):
+        answers = [answer for answer in zip(*group, strict=True) if not math.isnan(answer[0])]
+        if len({reward for reward, _, _ in answers}) < 2:
+            continue
+        signal += 1
+        right = [length for reward, length, _ in answers if reward > 0.5]
+        wrong = [length for reward, length, _ in answers if reward <= 0.5]
+        finished = [length for reward, length, cut in answers if reward <= 0.5 and not cut]
+        is_tie = bool(right and finished) and max(right) == fmean(finished)
+        is_tds = bool(right) and (not finished or max(right) <= fmean(finished))
+        tds += is_tds
+        ties += is_tie
+        short_only += is_tds and not is_tie and max(right) <= min(wrong, default=math.inf)
+        ends = min(length for _, length, _ in answers), max(length for _, length, _ in answers)
+        if ends[0] < ends[1]:
+            shares = [
+                fmean(reward > 0.5 for reward, length, _ in answers if length == end)
+                for end in ends
+            ]
+            differences.append(shares[1] - shares[0])
+    assert (forecast.tds.total, forecast.tds.count) == (signal, tds)
+    assert (forecast.ties.count, forecast.short_only.count) == (ties, short_only)
+    assert forecast.longest_minus_shortest.mean == pytest.approx(fmean(differences))
