@@ -70,6 +70,7 @@ class SplitSurvey:
     # Width and height of the first images, in pixels.
     image_sizes: list[tuple[int, int]] = field(default_factory=list)
     longest: list[LongProblem] = field(default_factory=list)  # the longest first
+    repeated_ids: list[str] = field(default_factory=list)  # of rows whose id an earlier one has
     gallery: list[Row] = field(default_factory=list)  # whole rows that the page shows
 
 
@@ -144,12 +145,16 @@ def _survey_of_split(
         UserError: a row that no training could use.
     """
     split_survey = SplitSurvey()
+    seen_ids: set[str] = set()
     for index, row in enumerate(stored_rows(folder, split)):
         place_in_words = f"dataset: split {split!r}, row {row['id'] or f'number {index}'}"
         fault = problem_with_row(row)
         if fault:
             raise UserError(f"{place_in_words}: {fault}")
         split_survey.row_count += 1
+        if row["id"] in seen_ids:
+            split_survey.repeated_ids.append(row["id"])
+        seen_ids.add(row["id"])
         _count_properties(split_survey.value_counts, row)
         sizes: list[tuple[int, int]] = []
         try:
@@ -188,21 +193,39 @@ def _image_tokens_of_row(row: Row, sizes: Sequence[tuple[int, int]], family: str
     return total
 
 
+class RowMeta(NamedTuple):
+    """What the column `meta` says of a row, as texts; empty where it says nothing."""
+
+    goal: str
+    shapes: list[str]
+    family: str
+
+
+def read_meta(row: Row) -> RowMeta:
+    """Return what a row's column `meta` says; a folder that is not ours may have anything there."""
+    meta = row.get("meta")
+    if not isinstance(meta, dict):
+        meta = {}
+    shapes = meta.get("shapes")
+    if not isinstance(shapes, list):
+        shapes = []
+    return RowMeta(
+        goal=str(meta.get("goal") or ""),
+        shapes=[str(shape) for shape in shapes],
+        family=str(meta.get("family") or ""),
+    )
+
+
 def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> None:
     """Add one to the counts of the values that the properties of a row have.
 
     `value_counts` has the counts of the values by the names of `COUNTED_PROPERTIES`. The size of
     the images is no column of the row, and is counted elsewhere.
     """
-    meta = row.get("meta")
-    if not isinstance(meta, dict):
-        meta = {}
-    shapes = meta.get("shapes")
-    if not shapes or not isinstance(shapes, list):
-        shapes = [UNKNOWN_VALUE]
+    meta = read_meta(row)
     value_counts["source"][str(row.get("source") or UNKNOWN_VALUE)] += 1
-    value_counts["goal"][str(meta.get("goal") or UNKNOWN_VALUE)] += 1
-    value_counts["shape"].update(str(shape) for shape in shapes)
+    value_counts["goal"][meta.goal or UNKNOWN_VALUE] += 1
+    value_counts["shape"].update(meta.shapes or [UNKNOWN_VALUE])
     value_counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
 
 
@@ -261,10 +284,38 @@ def describe_counts(overview: Survey) -> str:
         "",
         *map(printable, _lines_of_longest(overview)),
     ]
+    faults = _describe_faults(overview)
+    if faults:
+        lines += ["", *map(printable, faults)]
     left_out = describe_left_out_rows(overview.manifest)
     if left_out:
         lines += ["", *left_out]
     return "\n".join(lines)
+
+
+def _describe_faults(overview: Survey) -> list[str]:
+    """Return the lines on what is wrong with the splits of a data set, though each row is usable.
+
+    These are rows that are missing since the manifest was written, and ids that are not unique.
+    """
+    lines = []
+    manifest_counts = overview.manifest.get("counts") or {}
+    for split, split_survey in overview.splits.items():
+        expected_count = manifest_counts.get(split, split_survey.row_count)
+        if expected_count != split_survey.row_count:
+            lines.append(
+                f"wrong: the manifest counts {amount(expected_count, 'row')} of {split}, and there "
+                f"are {split_survey.row_count}; prepare the dataset again"
+            )
+        if split_survey.repeated_ids:
+            lines.append(
+                f"wrong: {amount(len(split_survey.repeated_ids), 'row')} of {split} with the id of "
+                f"an earlier row, such as {split_survey.repeated_ids[0]!r}, which a training "
+                "refuses; give each row its own id"
+            )
+    for split in manifest_counts.keys() - overview.splits.keys():
+        lines.append(f"wrong: the manifest has a split {split!r}, and there is no file of it")
+    return lines
 
 
 def _lines_of_longest(overview: Survey) -> list[str]:

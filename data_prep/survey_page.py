@@ -32,6 +32,7 @@ from data_prep.survey import (
     describe_left_out_rows,
     lines_of_whole_prompt,
     most_frequent_first,
+    read_meta,
     total_of_splits,
 )
 
@@ -276,20 +277,22 @@ def _render_row(row: Row, split: str) -> str:
         f"<img alt='diagram' src='{_picture_as_data_uri(image['bytes'])}'>"
         for image in row["images"][:4]
     )
-    answer_in_source = row.get("answer_raw") or ""  # the letter of the right choice, or its value
-    is_letter = len(answer_in_source) == 1 and answer_in_source.isupper()
+    # The letter of the right choice, or its value. A folder that is not ours may lack it.
+    answer_in_source = str(row.get("answer_raw") or "")
+    right_choice = answer_in_source or row["answer"]
+    is_letter = len(right_choice) == 1 and right_choice.isupper()
     items = []
     for letter, value in zip(ascii_uppercase, row.get("choices") or (), strict=False):
-        is_right = answer_in_source == (letter if is_letter else value)
+        is_right = right_choice == (letter if is_letter else value)
         items.append(f"<li{' class=right' if is_right else ''}>{_escape_shortened(value)}</li>")
     choices = f"<ol>{''.join(items)}</ol>" if items else ""
-    meta = row.get("meta") or {}
+    meta = read_meta(row)
     properties = {
         "right answer": row["answer"],
         "as in the source": answer_in_source,
-        "goal": meta.get("goal") or "",
-        "shapes": ", ".join(meta.get("shapes") or []),
-        "family": meta.get("family") or "",
+        "goal": meta.goal,
+        "shapes": ", ".join(meta.shapes),
+        "family": meta.family,
     }
     terms = "".join(
         f"<dt>{name}</dt><dd>{_escape_shortened(value)}</dd>"

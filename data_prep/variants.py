@@ -46,7 +46,7 @@ from adora_vl.geometry.shapes import UnreadError, parse_terms
 from adora_vl.geometry.solve import FigureProblem
 from adora_vl.geometry.vectors import extent_of
 from adora_vl.geometry.verdict import EVALUATIONS, short_answer
-from adora_vl.utils.cli import MAX_SEED, Commands, optional, path, whole
+from adora_vl.utils.cli import MAX_SEED, Commands, amount, optional, path, whole
 from adora_vl.utils.errors import UserError
 from data_prep.logic_forms import facts_in_words
 from data_prep.question_words import question_in_words
@@ -169,18 +169,25 @@ def _finished_variants(
         make_variants, per=options.per, seed=options.seed, split=split
     )
     variant_count = 0
-    has_originals = False
-    with ordered_map(workers) as mapped:
-        for variants in mapped(make_variants_of_original, originals):
-            has_originals = True
+    variant_counts: list[int] = []  # of each problem
+    with ordered_map(workers) as map_originals:
+        for variants in map_originals(make_variants_of_original, originals):
+            variant_counts.append(len(variants))
             for variant in variants:
                 if options.limit is not None and variant_count >= options.limit:
                     return
                 variant_count += 1
                 yield partial(_return_finished, variant)
-    if not has_originals:
+    if not variant_counts:
         raise UserError(
             f"folder: no row of {str(folder)!r} has a figure; make the folder with --source facts"
+        )
+    without_variant = variant_counts.count(0)
+    with_fewer = sum(0 < count < options.per for count in variant_counts)
+    if without_variant or with_fewer:
+        print(
+            f"of {amount(len(variant_counts), 'problem')} {without_variant} have no variant and "
+            f"{with_fewer} fewer than {options.per}: other numbers fit no diagram that can be read"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -54,6 +55,7 @@ Manifest = dict[str, Any]
 SPLITS = ("train", "validation", "test")  # in the order in which people see them
 MANIFEST_NAME = "manifest.json"
 PREPARED_BY = "data_prep"  # in a manifest: this package wrote the folder
+_FILE_NUMBER_PATTERN = re.compile(r"-\d+-of-(?P<total>\d+)\.parquet$")
 _BATCH_ROWS = 64  # in memory at a time
 # of a row group at most: the writer remembers something of each until its end
 _MAX_GROUP_ROWS = 4096
@@ -240,7 +242,7 @@ def data_hash(folder: Path, split: str = "*") -> str:
 def split_files(folder: Path) -> dict[str, list[Path]]:
     """Return the Parquet files of each split of a prepared folder.
 
-    Raises `UserError` where there is no such folder.
+    Raises `UserError` where there is no such folder, or a split lacks some of its files.
     """
     if not folder.is_dir():
         refuse_dangling("dataset", folder)
@@ -248,8 +250,27 @@ def split_files(folder: Path) -> dict[str, list[Path]]:
     files: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("data/*.parquet")):
         files.setdefault(path.name.split("-")[0], []).append(path)
+    for split, paths in files.items():
+        _require_all_files(folder, split, paths)
     # Our own splits come first, in their usual order.
     return {split: files[split] for split in (*SPLITS, *files) if split in files}
+
+
+def _require_all_files(folder: Path, split: str, paths: Iterable[Path]) -> None:
+    """Raise `UserError` unless a split has all files that the names of its files count.
+
+    `train-00000-of-00002.parquet` is the first of two files. A download that broke off has only
+    some of them, and nothing else would tell that rows are missing.
+    """
+    matches = [_FILE_NUMBER_PATTERN.search(path.name) for path in paths]
+    for total in sorted({int(match["total"]) for match in matches if match}):
+        file_count = sum(match is not None and int(match["total"]) == total for match in matches)
+        if file_count != total:
+            raise UserError(
+                f"dataset: {str(folder)!r} has {file_count} of the {total} files "
+                f"data/{split}-*-of-{total:05}.parquet; get the others, or rename "
+                "these to use them alone"
+            )
 
 
 def stored_rows(folder: Path, split: str) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from adora_vl.builtin.builtin_data import data_folders
@@ -238,6 +239,21 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
         assert load_split(tmp_path / "data", "train")["problem"][:] == [
             row["problem"] for row in rows
         ]
+
+
+def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    write_split(list(generate(3, split="train")), tmp_path, "train")
+    (whole,) = data.iterdir()
+    table = pq.read_table(whole)
+    whole.unlink()
+    for number in (0, 1):
+        part = table.slice(number, 1)
+        pq.write_table(part, data / f"train-0000{number}-of-00002.parquet")
+    assert row_count(tmp_path, "train") == 2
+    (data / "train-00001-of-00002.parquet").unlink()
+    with pytest.raises(UserError, match=r"has 1 of the 2 files data/train-\*-of-00002.parquet"):
+        load_split(tmp_path, "train")
 
 
 @pytest.mark.parametrize("name", ["run*", "run?", "run[12]", "run [a] ü", "run{1,2}"])

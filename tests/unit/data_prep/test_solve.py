@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
+import data_prep.variants
 from adora_vl.config import AdoraScriptArguments
-from adora_vl.data.dataset import load_split, refuse_for_evaluation, stored_rows
+from adora_vl.conversion.problem import RawProblem
+from adora_vl.data.dataset import (
+    load_split,
+    refuse_for_evaluation,
+    stored_rows,
+    write_manifest,
+    write_split,
+)
 from adora_vl.data.loading import load_rows
 from adora_vl.data.prompts import DEFAULT_PROMPT
 from adora_vl.evals.inference.views import DESCRIPTION_BY_VIEW, show_in_view
@@ -18,12 +27,14 @@ from adora_vl.evals.options import DataOptions
 from adora_vl.evals.prepared import load
 from adora_vl.geometry.figure import figure_as_json, figure_from_json, largest_residual_of
 from adora_vl.geometry.verdict import solve_form
+from adora_vl.synthetic.generate import generate
 from adora_vl.utils.errors import UserError
 from data_prep.cli import main
 from data_prep.question_words import question_in_words
-from data_prep.solved_rows import solved_problems
+from data_prep.solved_rows import features_with_figure, solved_problems
 from data_prep.variants import Original, make_variants
 from tests.support.geometry_forms import form
+from tests.support.pictures import encode_picture
 
 ROOT = Path(__file__).parents[3]
 SIDES = ["AB", "BC", "CA"]
@@ -253,6 +264,47 @@ def test_variants_are_decided_by_seed_and_number_and_solved_by_their_own_facts(
     )
     assert code == 0
     _assert_refused_in_training(tmp_path / "x")
+
+
+def test_problems_without_enough_variants_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "geo"
+    write_split(
+        [{**row, "facts": None, "figure": row["id"]} for row in generate(3, size=112)],
+        folder,
+        "train",
+        features=features_with_figure(),
+    )
+    description = {"source": "synthetic", "input": None, "revision": None, "arguments": {}}
+    write_manifest(folder, description, {"train": 3})
+
+    def make_variants(original: Original, *, per: int, seed: int, split: str) -> list[RawProblem]:
+        """Make no variant of the problem 0, one of 1, and two of 2."""
+        number = int(original.row_id[-1])
+        return [_drawn_variant(f"{original.row_id}~{index}") for index in range(number)]
+
+    monkeypatch.setattr(data_prep.variants, "make_variants", make_variants)
+    arguments = ["variants", str(folder), "--output", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*arguments, "--per", "2"]) == 0
+    output = capsys.readouterr().out
+    assert "of 3 problems 1 have no variant and 1 fewer than 2: " in output
+    assert "train 3 rows" in output
+
+
+def _drawn_variant(variant_id: str) -> RawProblem:
+    picture = Image.new("RGB", (60, 60), "white")
+    picture.paste("black", (10, 10, 30, 30))
+    return RawProblem(
+        id=variant_id,
+        split="train",
+        source="variants",
+        origin=variant_id,
+        images=(encode_picture(picture),),
+        problem=f"Find x in {variant_id}.",
+        answer="5",
+        extras={"facts": None, "figure": None},
+    )
 
 
 def _assert_refused_in_training(folder: Path) -> None:

@@ -2,10 +2,13 @@
 can run.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -277,3 +280,43 @@ def test_inspect_counts_every_split(tmp_path: Path, capsys: pytest.CaptureFixtur
         ["up", "to", "56", "px", "5", "3"],
     ):
         assert line in table
+
+
+def test_what_is_wrong_beyond_a_row_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows that have gone since the manifest was written, and ids that a training would refuse."""
+    folder = _dataset(tmp_path / "out", id="a/1", rows=3)
+    manifest_file = folder / "manifest.json"
+    manifest = json.loads(manifest_file.read_text())
+    manifest["counts"] = {"train": 5, "test": 2}
+    manifest_file.write_text(json.dumps(manifest))
+    assert main(["inspect", str(folder), "--text-only"]) == 0
+    faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wrong: ")]
+    assert [fault.split(",")[0] for fault in faults] == [
+        "wrong: the manifest counts 5 rows of train",
+        "wrong: 2 rows of train with the id of an earlier row",
+        "wrong: the manifest has a split 'test'",
+    ]
+    sound = _dataset(tmp_path / "sound")
+    assert main(["inspect", str(sound), "--text-only"]) == 0
+    assert "wrong: " not in capsys.readouterr().out
+
+
+def test_rows_of_another_program_are_shown_too(tmp_path: Path) -> None:
+    """Its `meta` may be anything, and without `answer_raw` the answer says which choice is right."""
+    row = {
+        "id": "a/1",
+        "images": [{"bytes": encode_picture(Image.new("RGB", (60, 60))), "path": None}],
+        "problem": "Find x.",
+        "answer": "4",
+        "choices": ["3", "4"],
+    }
+    for name, meta in (("text", "none"), ("numbers", {"goal": 7, "shapes": "a", "family": 3})):
+        folder = tmp_path / name
+        (folder / "data").mkdir(parents=True)
+        table = pa.Table.from_pylist([{**row, "meta": meta}])
+        pq.write_table(table, folder / "data" / "train-00000-of-00001.parquet")
+        assert main(["inspect", str(folder)]) == 0
+        page = (tmp_path / f"{name}.html").read_text()
+        assert "<li>3</li><li class=right>4</li>" in page
