@@ -224,7 +224,8 @@ def _count_properties(value_counts: Mapping[str, Counter[str]], row: Row) -> Non
     """
     meta = read_meta(row)
     value_counts["source"][str(row.get("source") or UNKNOWN_VALUE)] += 1
-    value_counts["goal"][meta.goal or UNKNOWN_VALUE] += 1
+    goal = meta.goal or UNKNOWN_VALUE
+    value_counts["goal"][goal] += 1
     value_counts["shape"].update(meta.shapes or [UNKNOWN_VALUE])
     value_counts["answer form"][answer_form(row["answer"], row.get("choices"))] += 1
 

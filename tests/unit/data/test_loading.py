@@ -244,9 +244,9 @@ def test_another_data_set_at_the_same_path_with_the_same_times_is_what_is_read(
 def test_a_split_of_which_files_are_missing_is_refused(tmp_path: Path) -> None:
     data = tmp_path / "data"
     write_split(list(generate(3, split="train")), tmp_path, "train")
-    (whole,) = data.iterdir()
-    table = pq.read_table(whole)
-    whole.unlink()
+    (file,) = data.iterdir()
+    table = pq.read_table(file)
+    file.unlink()
     for number in (0, 1):
         part = table.slice(number, 1)
         pq.write_table(part, data / f"train-0000{number}-of-00002.parquet")

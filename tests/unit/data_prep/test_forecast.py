@@ -97,7 +97,7 @@ def test_stored_answers_need_several_with_their_lengths(tmp_path, capsys):
     assert "has 1 answers to a problem" in capsys.readouterr().err
 
 
-def _answer(pid: str, sample: int, *, is_right: bool, **fields: Any) -> dict[str, Any]:
+def _answer(pid: str, sample: int, *, is_right: bool, **fields: object) -> dict[str, object]:
     return {
         "pid": pid,
         "sample": sample,
@@ -109,7 +109,7 @@ def _answer(pid: str, sample: int, *, is_right: bool, **fields: Any) -> dict[str
     }
 
 
-def _write_answers(file: Path, answers: Sequence[dict[str, Any]]) -> None:
+def _write_answers(file: Path, answers: Sequence[dict[str, object]]) -> None:
     file.write_text("".join(f"{json.dumps(answer)}\n" for answer in answers))
 
 
@@ -180,21 +180,26 @@ def test_the_counts_are_those_of_loops_over_random_groups():
     forecast = forecast_attenuation(
         Groups(torch.tensor(rewards), torch.tensor(lengths), torch.tensor(truncated))
     )
-    signal = tds = ties = short_only = 0
+    signal_count = 0
+    tds_count = 0
+    tie_count = 0
+    short_only_count = 0
     differences = []
     for group in zip(rewards, lengths, truncated, strict=True):
         answers = [answer for answer in zip(*group, strict=True) if not math.isnan(answer[0])]
         if len({reward for reward, _, _ in answers}) < 2:
             continue
-        signal += 1
+        signal_count += 1
         right = [length for reward, length, _ in answers if reward > 0.5]
         wrong = [length for reward, length, _ in answers if reward <= 0.5]
         finished = [length for reward, length, cut in answers if reward <= 0.5 and not cut]
-        is_tie = bool(right and finished) and max(right) == fmean(finished)
-        is_tds = bool(right) and (not finished or max(right) <= fmean(finished))
-        tds += is_tds
-        ties += is_tie
-        short_only += is_tds and not is_tie and max(right) <= min(wrong, default=math.inf)
+        mean_wrong = fmean(finished) if finished else math.inf
+        if right and max(right) <= mean_wrong:
+            tds_count += 1
+            if max(right) == mean_wrong:
+                tie_count += 1
+            elif max(right) <= min(wrong, default=math.inf):
+                short_only_count += 1
         ends = min(length for _, length, _ in answers), max(length for _, length, _ in answers)
         if ends[0] < ends[1]:
             shares = [
@@ -202,6 +207,6 @@ def test_the_counts_are_those_of_loops_over_random_groups():
                 for end in ends
             ]
             differences.append(shares[1] - shares[0])
-    assert (forecast.tds.total, forecast.tds.count) == (signal, tds)
-    assert (forecast.ties.count, forecast.short_only.count) == (ties, short_only)
+    assert (forecast.tds.total, forecast.tds.count) == (signal_count, tds_count)
+    assert (forecast.ties.count, forecast.short_only.count) == (tie_count, short_only_count)
     assert forecast.longest_minus_shortest.mean == pytest.approx(fmean(differences))
