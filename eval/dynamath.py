@@ -38,16 +38,22 @@ REQUIRED_COLUMNS = dict.fromkeys(
 )
 check_row = partial(find_field_fault, kinds=REQUIRED_COLUMNS)
 _FLOAT_TOLERANCE = 0.001  # by which the official score lets a number differ
-_ANSWER_INSTRUCTION = """
-## Answer Instruction Please provide an answer to the question outlined above. Your response should adhere \
-to the following JSON format, which includes two keys: 'solution' and 'short answer'. The 'solution' key can contain \
-detailed steps needed to solve the question, and the 'short answer' key should provide a concise response. If the \
-problem is a multiple choice problem, just provide the corresponing choice option, such as 'A', 'B', 'C', or 'D'. If \
-the answer is a numerical value, format it as a three-digit floating-point number.
-
-Example of expected JSON response format:
-
-"""
+# The line breaks are those of the official prompt, also where they end no sentence.
+_ANSWER_INSTRUCTION = (
+    "\n"
+    "## Answer Instruction Please provide an answer to the question outlined above. Your response "
+    "should adhere \n"
+    "to the following JSON format, which includes two keys: 'solution' and 'short answer'. The "
+    "'solution' key can contain \n"
+    "detailed steps needed to solve the question, and the 'short answer' key should provide a "
+    "concise response. If the problem is a multiple choice problem, just provide the corresponing "
+    "choice option, \n"
+    "such as 'A', 'B', 'C', or 'D'. If the answer is a numerical value, format it as a three-digit "
+    "floating-point number.\n"
+    "\n"
+    "Example of expected JSON response format:\n"
+    "\n"
+)
 _EXAMPLE_RESPONSE = {
     "solution": "[Detailed step-by-step explanation]",
     "short answer": "[Concise Answer]",

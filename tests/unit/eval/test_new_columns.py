@@ -48,6 +48,22 @@ def test_the_letters_of_logicvista_are_read_out_of_a_response(response, letters)
     )
 
 
+def test_the_prompt_of_dynamath_breaks_its_lines_as_the_official_one_does():
+    """Three of its breaks end no sentence, and a space stands before each."""
+    lines = dynamath.prompt({"question": "How long? ", "answer_type": "float"}).split("\n")
+    assert lines[:2] == [
+        "## Question",
+        "How long? Please answer in a floating-point number.",
+    ]
+    assert [line[-14:] for line in lines[2:6]] == [
+        "should adhere ",
+        "y can contain ",
+        "hoice option, ",
+        "-point number.",
+    ]
+    assert json.loads("\n".join(lines[9:])).keys() == {"solution", "short answer"}
+
+
 @pytest.mark.parametrize(
     ("response", "reference", "answer_type", "is_right"),
     [
